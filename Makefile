@@ -1,0 +1,47 @@
+# `make train` and `make test` are all that a newcomer needs: each installs what it uses into .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train check test slurm slurm-down bench clean
+
+train: $(VENV)/installed  ## the main job: learn 5,000 handwritten digits on this machine
+	$(BIN)/python launch.py --local
+
+check: $(VENV)/installed-dev  ## lint and types
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+test: $(VENV)/installed-dev slurm-packages  ## all tests, those on a real Slurm where one can be started
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+slurm: $(VENV)/installed slurm-packages  ## a real Slurm on this machine, thrown away by slurm-down
+	$(BIN)/python -m tests.slurm.cluster up
+
+slurm-down:
+	$(BIN)/python -m tests.slurm.cluster down
+
+bench: $(VENV)/installed  ## every figure that README quotes
+	$(BIN)/python -m benchmarks
+
+# Debian's and Ubuntu's Slurm, for the throwaway cluster. Elsewhere, or without root, the Slurm tests say why they skip.
+.PHONY: slurm-packages
+slurm-packages:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! $(PYTHON) -m tests.slurm.cluster check >/dev/null 2>&1; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			slurmctld slurmd slurm-client slurmdbd munge mariadb-server >/dev/null; fi
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/installed: $(VENV)/bin/python setup.cfg pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,0 +1,333 @@
+"""A real Slurm with accounting on one machine, thrown away after use: for the tests, and for a newcomer without a cluster.
+
+`python -m tests.slurm.cluster up|down` starts and ends one by hand; tests call `Cluster.start(folder)`.
+The folder holds slurm.conf and every daemon's log; sockets, spool and database live in a short /tmp/ls-* folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+PACKAGES = {  # a program that is needed -> the Debian package that brings it
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "slurmdbd": "slurmdbd",
+    "munged": "munge",
+    "mariadbd": "mariadb-server",
+    "mariadb-install-db": "mariadb-server",
+}
+NODES = ("n1", "n2", "n3", "n4")
+CPUS, GPUS, MEMORY_MB = 8, 2, 64_000  # of each node; pretended, so that a laptop can play four nodes
+START_DEADLINE_S = 60
+MARK = "LASTSTEP_CLUSTER"  # in every daemon's environment: the folder of the cluster that it belongs to
+
+SLURM_CONF = """\
+ClusterName=laststep
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ctld_port}
+AuthInfo=socket={run}/munge.socket,cred_expire=5
+StateSaveLocation={run}/state
+SlurmdSpoolDir={run}/%n
+SlurmctldPidFile={run}/slurmctld.pid
+SlurmdPidFile={run}/slurmd.%n.pid
+# What training on a shared cluster meets: preemption that requeues, and a grace before SIGKILL.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+KillWait={kill_wait_s}
+# A slurmd that was killed makes its node DOWN, and its jobs requeue, after this long; one that returns serves again.
+SlurmdTimeout=30
+ReturnToService=2
+# Schedule at once, and look for jobs to preempt every second, instead of sparing a controller of thousands of nodes.
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU=1000
+ProctrackType=proctrack/linuxproc
+GresTypes=gpu
+# The nodes are as large as written here, whatever this machine has.
+SlurmdParameters=config_overrides
+{nodes}
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1
+PartitionName=grace Nodes=ALL PriorityTier=1 GraceTime=15
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
+"""
+SLURM_CONF_ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={dbd_port}
+AccountingStoragePass={run}/munge.socket
+AccountingStorageTRES=gres/gpu
+"""
+SLURMDBD_CONF = """\
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={dbd_port}
+AuthInfo=socket={run}/munge.socket
+PidFile={run}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageUser=root
+"""
+
+
+class Cluster:
+    """A real Slurm (slurmctld, slurmdbd, four slurmd) on this machine, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.conf = self.folder / "slurm.conf"
+        self.logs = self.folder / "logs"
+        self._children: list[subprocess.Popen[bytes]] = []
+        surrounding = ("SLURM_", "SBATCH_", "SUBMITIT_")
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(surrounding)} | {
+            "SLURM_CONF": str(self.conf)
+        }
+
+    @classmethod
+    def start(
+        cls, folder: Path, *, kill_wait_s: int = 15, accounting: bool = True, owner: int | None = None
+    ) -> Cluster:
+        """Start one, in place of any in this folder; the next start anywhere stops those whose `owner` (a pid) has died."""
+        if lack := missing():
+            raise RuntimeError(lack)
+        for _, previous_owner, abandoned in _run_folders():
+            if not Path(f"/proc/{previous_owner}").exists():
+                cls(abandoned).stop()
+        cluster = cls(folder)
+        cluster.stop()
+        try:
+            cluster._start(kill_wait_s, accounting, owner or os.getpid())
+        except BaseException:  # Ctrl-C too
+            cluster.stop()
+            raise
+        return cluster
+
+    def _start(self, kill_wait_s: int, accounting: bool, owner: int) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        # A UNIX socket's path holds at most 107 bytes, less than many a test's folder, so sockets go elsewhere.
+        run = Path(tempfile.mkdtemp(prefix="ls-", dir="/tmp"))
+        (run / "owner").write_text(f"{owner}\n{self.folder}")
+        run.chmod(0o755)  # munged insists that clients of any user can reach its socket
+        ports = _free_ports(2 + len(NODES))
+        self._write_configuration(run, ports, kill_wait_s, accounting)
+        _name_nodes()
+
+        (run / "munge.key").touch(0o400)
+        (run / "munge.key").write_bytes(os.urandom(128))
+        self._daemon(
+            "munged",
+            "--foreground",
+            f"--socket={run}/munge.socket",
+            f"--key-file={run}/munge.key",
+            f"--pid-file={run}/munged.pid",
+            f"--seed-file={run}/munged.seed",
+        )
+        if accounting:
+            database = ("--no-defaults", f"--datadir={run}/db", "--user=root", "--innodb-log-file-size=8M")
+            install = self._daemon(
+                "mariadb-install-db", *database, "--skip-test-db", "--auth-root-authentication-method=normal"
+            )
+            self._until("mariadb-install-db", lambda: install.poll() == 0)
+            self._daemon("mariadbd", *database, f"--socket={run}/db/socket", "--skip-networking")
+            self._until("mariadbd", (run / "db/socket").exists)
+        self._until("munged", (run / "munge.socket").exists)
+        if accounting:
+            self._daemon("slurmdbd", "-D", env={"MYSQL_UNIX_PORT": f"{run}/db/socket"})  # no TCP: for root alone
+            self._until("slurmdbd", lambda: _listens(ports[1]))
+        self._daemon("slurmctld", "-D", "-f", str(self.conf))
+        self._until("slurmctld", lambda: _listens(ports[0]))
+        for node in NODES:
+            self._daemon("slurmd", "-D", "-N", node, "-f", str(self.conf), log=f"slurmd.{node}")
+        for node in NODES:
+            state = ("sinfo", "-h", "-p", "main", "-n", node, "-o", "%t")
+            self._until(f"slurmd.{node}", lambda: self.run(*state, check=False) == "idle\n")
+
+    def _write_configuration(self, run: Path, ports: list[int], kill_wait_s: int, accounting: bool) -> None:
+        host = socket.gethostname().split(".")[0]
+        for index in range(GPUS):
+            os.mknod(run / f"gpu{index}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # a /dev/null plays each GPU
+        (run / "state").mkdir()
+        nodes = [
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory={MEMORY_MB} "
+            f"Gres=gpu:{GPUS}"
+            for node, port in zip(NODES, ports[2:])
+        ]
+        values = dict(
+            host=host, run=run, ctld_port=ports[0], dbd_port=ports[1], kill_wait_s=kill_wait_s, nodes="\n".join(nodes)
+        )
+        self.conf.write_text((SLURM_CONF + (SLURM_CONF_ACCOUNTING if accounting else "")).format(**values))
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={run}/gpu[0-{GPUS - 1}]\n")
+        dbd_conf = self.folder / "slurmdbd.conf"
+        dbd_conf.touch(0o600)  # slurmdbd refuses a file that others can read
+        dbd_conf.write_text(SLURMDBD_CONF.format(**values))
+
+    def _daemon(
+        self, program: str, *words: str, log: str = "", env: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a program of this cluster, in a session of its own so that it outlives this process and its terminal."""
+        variables = self.env | {MARK: str(self.folder)} | (env or {})
+        with (self.logs / f"{log or program}.log").open("wb") as out:
+            child = subprocess.Popen(
+                [program, *words],
+                env=variables,
+                cwd=self.logs,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        self._children.append(child)
+        return child
+
+    def _until(self, log: str, ready: Callable[[], bool]) -> None:
+        """Wait for a daemon; an error shows the end of its log."""
+        deadline = time.monotonic() + START_DEADLINE_S
+        while not ready():
+            dead = [child.args[0] for child in self._children if child.poll()]
+            if dead or time.monotonic() > deadline:
+                tail = (self.logs / f"{log}.log").read_text(errors="replace")[-2000:]
+                what = f"{dead[0]} ended" if dead else f"not ready after {START_DEADLINE_S} s"
+                raise RuntimeError(f"waiting for {log}: {what}. Its log, {self.logs}/{log}.log, ends:\n{tail}")
+            time.sleep(0.05)
+
+    def run(self, *words: str, check: bool = True, timeout: float = 60) -> str:
+        """The output of a Slurm command such as `run("squeue", "-h")`."""
+        done = subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=timeout)
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(words)} exited with {done.returncode}: {done.stderr or done.stdout}")
+        return done.stdout
+
+    def wait_for(self, condition: Callable[[], T], deadline_s: float, message: str) -> T:
+        """Poll until `condition` gives something true, and return that; the error shows the jobs and their output files."""
+        deadline = time.monotonic() + deadline_s
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                columns = "JobID:8,Partition:10,State:12,Reason:25,RestartCnt:5,NodeList:12,STDOUT:200"
+                jobs = re.sub(" +\n", "\n", self.run("squeue", "--states=all", "-O", columns, check=False))
+                raise TimeoutError(f"{message} (waited {deadline_s} s). Daemons' logs: {self.logs}. Jobs:\n{jobs}")
+            time.sleep(0.05)
+        return value
+
+    def answers(self) -> bool:
+        """Whether this folder's controller is up."""
+        return any(self._processes()) and " is UP" in self.run("scontrol", "ping", check=False)
+
+    def stop(self) -> None:
+        """End every process that it started and every job's; keep the logs. Nothing happens where nothing runs."""
+        deadline = time.monotonic() + START_DEADLINE_S
+        while pids := list(self._processes()):  # again, as a daemon may have forked meanwhile
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # there is no state worth a slow farewell
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"throwaway Slurm: processes that do not end: {pids}")
+            time.sleep(0.02)
+        for child in self._children:
+            child.wait()
+        self._children.clear()
+        for run, _, folder in _run_folders():
+            if folder == self.folder:
+                shutil.rmtree(run, ignore_errors=True)
+
+    def _processes(self) -> Iterator[int]:
+        """Pids of the daemons and of what their jobs run, told by their environment, so that a recycled pid is never one."""
+        daemon, conf = f"{MARK}={self.folder}".encode(), f"SLURM_CONF={self.conf}".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                pid, variables = int(entry.name), (entry / "environ").read_bytes().split(b"\0")
+            except OSError:  # it ended meanwhile
+                continue
+            # A shell that exported SLURM_CONF, or sits in salloc, is the user's; only what slurmd started names its node.
+            in_job = conf in variables and any(v.startswith(b"SLURMD_NODENAME=") for v in variables)
+            if (daemon in variables or in_job) and pid != os.getpid():
+                yield pid
+
+
+def missing() -> str | None:
+    """One line that names what this machine lacks to run a cluster, or None."""
+    if sys.platform != "linux":
+        return f"the throwaway Slurm needs Linux, this is {sys.platform}"
+    if packages := sorted({package for program, package in PACKAGES.items() if not shutil.which(program)}):
+        return f"the throwaway Slurm needs: apt-get install -y --no-install-recommends {' '.join(packages)}"
+    return (
+        None if os.geteuid() == 0 else "the throwaway Slurm needs root (its daemons switch users): sudo, or a container"
+    )
+
+
+def _run_folders() -> Iterator[tuple[Path, str, Path]]:
+    """Each cluster on this machine: where its sockets are, the pid of its owner, and its folder."""
+    for file in Path("/tmp").glob("ls-*/owner"):
+        with suppress(OSError):  # another start or stop removes it meanwhile
+            owner, _, folder = file.read_text().partition("\n")
+            if folder and file.stat().st_uid == os.geteuid():  # anyone may write to /tmp
+                yield file.parent, owner, Path(folder)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody uses, below those that the kernel hands out: no connection takes one before its daemon does."""
+    free = (port for port in random.SystemRandom().sample(range(10_000, 32_000), 1_000) if not _listens(port))
+    return [next(free) for _ in range(count)]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _name_nodes() -> None:
+    """Make the nodes' names resolve (srun, torch's rendezvous): appends one line to /etc/hosts, once for good."""
+    line, hosts = f"127.0.0.1 {' '.join(NODES)}", Path("/etc/hosts")
+    if line not in hosts.read_text().splitlines():
+        with hosts.open("a") as file:
+            file.write(f"\n{line}\n")
+
+
+def main() -> int:
+    """`up` starts a cluster that outlives this command, `down` ends it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.slurm.cluster", description=__doc__.splitlines()[0])
+    parser.add_argument("verb", choices=("up", "down"))
+    parser.add_argument("--folder", type=Path, default=Path(".slurm"), help="default: .slurm")
+    words = parser.parse_args()
+    cluster = Cluster(words.folder)
+    try:
+        if lack := missing():
+            raise RuntimeError(lack)
+        if words.verb == "down":
+            was_up = any(cluster._processes())
+            cluster.stop()
+            print("stopped" if was_up else f"no cluster is up in {cluster.folder}")
+            return 0
+        if cluster.answers():
+            raise RuntimeError(f"already up: export SLURM_CONF={cluster.conf} (make slurm-down ends it)")
+        Cluster.start(words.folder, owner=1)  # init's: only `down` ends it
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(
+        f"Four nodes of {CPUS} CPUs and {GPUS} pretended GPUs are up. In the shell that submits, type:\n\n"
+        f"    export SLURM_CONF={cluster.conf}\n    python launch.py --nodes 2 --tasks-per-node 2\n\n"
+        f"`make slurm-down` ends them. Daemons' logs: {cluster.logs}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

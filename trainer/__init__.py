@@ -1,0 +1,24 @@
+"""Laststep: PyTorch training on Slurm that always resumes at its last step."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.cluster.slurm import submit
+    from trainer.config import Config
+    from trainer.task import Task
+    from trainer.trainer import Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Config", "Task", "Trainer", "submit"]
+
+_HOMES = {"Config": "config", "Task": "task", "Trainer": "trainer", "submit": "cluster.slurm"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: the command answers at once only as long as torch stays away."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"trainer.{_HOMES[name]}"), name)

@@ -1,0 +1,125 @@
+"""Refuse, before anything starts or is submitted, what this machine can already tell will fail. Imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from trainer.config import Config, ConfigError, Data, nearest
+from trainer.data.catalog import DATA_ARGS, DATASETS, FAKE_ARGS
+from trainer.tasks.models import check_model_name
+
+
+def check_names(config: Config) -> None:
+    """The task, and for the ready-made one the model and the data set, exist."""
+    if config.task != "classification":
+        return _check_task(config.task)
+    check_model_name(config.model.name)
+    data = config.data
+    if data.name not in DATASETS:
+        raise ConfigError(f"data.name={data.name}: no such data set; {nearest(data.name, list(DATASETS))}")
+    known = FAKE_ARGS if data.name == "fake" else DATA_ARGS
+    for name, value in data.args.items():
+        if name not in known:
+            raise ConfigError(f"data.args.{name}: {data.name} has no such option; {nearest(name, sorted(known))}")
+        if name == "augment" and not isinstance(value, bool):
+            raise ConfigError(f"data.args.{name}={value}: must be true or false")
+        if name != "augment" and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"data.args.{name}={value}: must be a positive integer")
+    _check_data_root(data)
+
+
+def check_slurm() -> None:
+    """Slurm's commands are here."""
+    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+        raise ConfigError(
+            "no Slurm on this machine (sbatch not found): add --local to train here, "
+            "or try a throwaway Slurm with `make slurm`"
+        )
+
+
+def check_local(config: Config) -> None:
+    """This machine has the GPUs that a local run asks for."""
+    wanted, here = config.launch.gpus_per_node, count_gpus()
+    if wanted > here:
+        fix = f"use --gpus-per-node {here}" if here else "leave it out to train on the CPU"
+        raise ConfigError(f"launch.gpus_per_node={wanted}: this machine has {here} GPUs; {fix}")
+    if config.device == "cuda" and not here:
+        raise ConfigError("device=cuda: this machine has no GPU; use device=cpu or device=auto")
+
+
+def check_submission(config: Config) -> None:
+    """A job that must have GPUs asks for some."""
+    asks = config.launch.gpus_per_node or any("gpu" in f"{k} {v}" for k, v in config.launch.slurm.items())
+    if config.device == "cuda" and not asks:
+        raise ConfigError("device=cuda: the job asks for no GPU; add --gpus-per-node N")
+
+
+def check_writable(root: Path) -> None:
+    """The folder of all runs exists or can be made, and can be written to."""
+    existing = root
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ConfigError(f"launch.root={root}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"launch.root={root}: {existing} is not writable; name another with launch.root=FOLDER")
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that a process started here would see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([v for v in visible.split(",") if v.strip() and v.strip() != "-1"])
+    driver = Path("/proc/driver/nvidia/gpus")
+    return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def _check_data_root(data: Data) -> None:
+    root = Path(data.root)
+    if data.name in ("mnist-5k", "fake"):
+        return
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"data.root={root}: is not a folder")
+    if data.name == "imagefolder":
+        for part in ("train", "val"):
+            folder = root / part
+            if not folder.is_dir():
+                raise ConfigError(
+                    f"data.root={root}: {folder} is missing; imagefolder reads train/CLASS/*.jpg and val/CLASS/*.jpg"
+                )
+            if not any(entry.is_dir() for entry in os.scandir(folder)):
+                raise ConfigError(f"data.root={root}: {folder} is empty; it must hold one folder of images per class")
+
+
+def _check_task(path: str) -> None:
+    """The module of a user's own Task is there and names the class: read, not imported, since it may import torch."""
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ConfigError(f"task={path}: {nearest(path, ['classification'])} or give package.module.ClassName")
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise ConfigError(f"task={path}: no module {module} on the Python path ({sys.path[0] or os.getcwd()}, ...)")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return  # a package without source or a compiled module: the rank will tell
+    try:
+        tree = ast.parse(Path(spec.origin).read_text())
+    except SyntaxError as error:
+        raise ConfigError(f"task={path}: {spec.origin}, line {error.lineno}: {error.msg}") from None
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    if name not in names and "*" not in names:
+        raise ConfigError(f"task={path}: {module} has no {name}; {nearest(name, sorted(names))}")

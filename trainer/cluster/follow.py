@@ -1,0 +1,67 @@
+"""--follow: stream rank 0's log until the run ends, through every requeue."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from submitit import SlurmJob
+
+from trainer.observe.metrics import read_lines
+from trainer.rundir import RunDir
+
+POLL_S = 0.5
+# squeue asks the controller that all users share, so seldom.
+QUEUE_POLL_S = 10.0
+
+
+def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
+    """Stay until the run ends; returns the exit status. Ctrl-C leaves the job alone."""
+    seen = len(read_lines(run.attempts))
+    offset, next_look = 0, time.monotonic() + QUEUE_POLL_S
+    try:
+        while True:
+            # First look for the end, then read: so the last lines are in what is read.
+            reasons = [record["reason"] for record in read_lines(run.attempts)[seen:]]
+            gone = False
+            if time.monotonic() > next_look:
+                gone, next_look = not in_queue(job.job_id), time.monotonic() + QUEUE_POLL_S
+            offset = _copy(job.paths.stdout, offset)
+            if "finished" in reasons:
+                return 0
+            if "failed" in reasons:
+                print(f"[laststep] the run failed; each rank's log is in {run.logs}", file=sys.stderr)
+                return 1
+            if gone:
+                print(
+                    f"[laststep] job {job.job_id} left the queue unfinished; go on with: python launch.py resume {run.name}",
+                    file=sys.stderr,
+                )
+                return 1
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        print(f"\n[laststep] job {job.job_id} goes on; `scancel {job.job_id}` ends it", file=sys.stderr)
+        return 130
+
+
+def in_queue(job_id: str) -> bool:
+    """Whether the job waits or runs. True when squeue does not answer: unknown is not gone."""
+    asked = subprocess.run(["squeue", "--noheader", "--job", job_id, "--format=%T"], capture_output=True, text=True)
+    if asked.returncode:
+        return "Invalid job id" not in asked.stderr
+    return bool(asked.stdout.strip())
+
+
+def _copy(log: Path, offset: int) -> int:
+    """Print what the log has after `offset`; returns the new offset."""
+    if not log.exists():
+        return offset
+    with log.open("rb") as file:
+        file.seek(offset)
+        while data := file.read(1 << 16):
+            sys.stdout.buffer.write(data)
+            offset += len(data)
+    sys.stdout.flush()
+    return offset

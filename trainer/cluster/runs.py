@@ -1,0 +1,66 @@
+"""Making and finding run folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import time
+from pathlib import Path
+
+from trainer.cluster.checks import check_writable
+from trainer.config import Config, ConfigError, nearest
+from trainer.rundir import RunDir
+
+
+def with_name(config: Config, stem: str) -> Config:
+    """The configuration with a name for its run, and with an absolute root: the job may start in another folder.
+
+    Raises ConfigError when the name given is taken.
+    """
+    root = Path(config.launch.root).expanduser().absolute()
+    name = config.launch.name
+    if name is None:
+        name = base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        number = 1
+        while (root / name).exists():
+            number += 1
+            name = f"{base}-{number}"
+    elif (root / name).exists():
+        raise ConfigError(
+            f"launch.name={name}: this run exists; go on with `python launch.py resume {name}`, or choose another name"
+        )
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, root=str(root), name=name))
+
+
+def create(config: Config) -> RunDir:
+    """Make the run's folder and put its configuration there. Raises ConfigError when that cannot be."""
+    assert config.launch.name is not None
+    root = Path(config.launch.root)
+    check_writable(root)
+    run = RunDir(root / config.launch.name)
+    try:
+        run.path.mkdir(parents=True)
+        run.logs.mkdir()
+        config.save(run.config)
+    except FileExistsError:
+        raise ConfigError(f"launch.name={run.name}: this run was started a moment ago by someone else") from None
+    except OSError as error:
+        raise ConfigError(f"launch.root={root}: cannot be written: {error.strerror}") from None
+    return run
+
+
+def remove(run: RunDir) -> None:
+    """Take back a folder that was made for a run that did not start."""
+    shutil.rmtree(run.path, ignore_errors=True)
+
+
+def find(name: str, root: str) -> RunDir:
+    """The run of that name in `root`, or in the folder that `name` is a path of. Raises ConfigError."""
+    for path in (Path(root).expanduser() / name, Path(name).expanduser()):
+        run = RunDir(path)
+        if run.config.is_file():
+            return run
+    folder = Path(root).expanduser()
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()) if folder.is_dir() else []
+    raise ConfigError(f"{name}: no such run in {folder}/; {nearest(name, names) if names else 'there is none yet'}")

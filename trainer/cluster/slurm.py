@@ -1,0 +1,143 @@
+"""Submitting a run to Slurm through submitit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from submitit import SlurmExecutor, SlurmJob
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from trainer.cluster import checks, runs
+from trainer.config import Config, ConfigError
+from trainer.rundir import RunDir
+from trainer.trainer import Trainer
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+# How often a run is requeued is decided by Trainer.checkpoint: submitit would count every signal within ten minutes
+# of the limit as a timeout.
+NO_LIMIT = 1_000_000
+
+
+class _Executor(SlurmExecutor):
+    """submitit's, but one that can be made, to show its script, where there is no Slurm."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2
+
+    def script(self) -> str:
+        """The sbatch script that a submission would hand over."""
+        return self._make_submission_file_text(self._submitit_command_str, uid="dry-run")
+
+
+def submit(config: Config) -> SlurmJob[dict[str, float]]:
+    """Submit a run; returns submitit's Job of rank 0, whose `result()` is the final metrics.
+
+    Raises ConfigError when the configuration cannot work here, or Slurm refuses it: then nothing was left behind.
+    """
+    config = runs.with_name(config, stem="run")
+    checks.check_names(config)
+    checks.check_submission(config)
+    checks.check_slurm()
+    run = runs.create(config)
+    try:
+        return submit_run(config, run)
+    except ConfigError:
+        runs.remove(run)
+        raise
+
+
+def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
+    """Submit a job for a run whose folder exists. Raises ConfigError when Slurm refuses it."""
+    executor = make_executor(config, run)
+    try:
+        with _outside_any_job():
+            job = executor.submit(Trainer(config))
+    except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
+        raise ConfigError(f"Slurm refused the job: {_reason(error)}") from None
+    return job.task(0)  # type: ignore[return-value]
+
+
+def make_executor(config: Config, run: RunDir) -> _Executor:
+    """submitit's executor with everything that `launch` says."""
+    launch = config.launch
+    executor = _Executor(folder=run.logs, max_num_timeout=NO_LIMIT)
+    optional: dict[str, Any] = {
+        "partition": launch.partition,
+        "account": launch.account,
+        "qos": launch.qos,
+        "constraint": launch.constraint,
+        "exclude": launch.exclude,
+        "gpus_per_node": launch.gpus_per_node or None,
+        "mem": None if launch.mem_gb is None else f"{round(1024 * launch.mem_gb)}MB",
+    }
+    executor.update_parameters(
+        job_name=run.name,
+        nodes=launch.nodes,
+        ntasks_per_node=launch.ranks_per_node,
+        cpus_per_task=launch.cpus_per_task,
+        time=launch.time_min,
+        signal_delay_s=launch.signal_delay_s,
+        setup=_setup(config),
+        # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun).
+        srun_args=[f"--cpus-per-task={launch.cpus_per_task}"],
+        stderr_to_stdout=True,
+        additional_parameters={"requeue": True, **launch.slurm},
+        **{key: value for key, value in optional.items() if value is not None},
+    )
+    return executor
+
+
+def living_jobs(run: RunDir) -> list[str]:
+    """Jobs of the run that wait or run. None where there is no Slurm. Raises ConfigError when squeue fails."""
+    ids = {path.name.split("_")[0] for path in run.logs.glob("*_submitted.pkl")}
+    if not ids or shutil.which("squeue") is None:
+        return []
+    asked = subprocess.run(["squeue", "--noheader", "--me", "--format=%i"], capture_output=True, text=True, timeout=60)
+    if asked.returncode:
+        raise ConfigError(f"cannot tell whether a job of this run is alive: {asked.stderr.strip()}")
+    return sorted(ids & set(asked.stdout.split()))
+
+
+def _setup(config: Config) -> list[str]:
+    """Shell lines before srun: the ranks must find the code of the project and of the submitter."""
+    places = dict.fromkeys([str(PROJECT), os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))])
+    environment = {
+        "OMP_NUM_THREADS": str(config.launch.cpus_per_task),
+        "PYTHONPATH": ":".join(places),
+        **config.launch.env,
+    }
+    return [f"export {name}={_quote(value)}" for name, value in environment.items()] + list(config.launch.setup)
+
+
+def _quote(value: str) -> str:
+    """Quote for the shell, but let it expand variables such as $HOME."""
+    return '"' + re.sub(r'([\\"`])', r"\\\1", value) + '"'
+
+
+@contextmanager
+def _outside_any_job() -> Iterator[None]:
+    """Hide what a surrounding job left in the environment, which sbatch would take for options; SLURM_CONF, which says
+    which Slurm to talk to, and the user's own SBATCH_* stay."""
+    leaks = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
+    hidden = {k: v for k, v in os.environ.items() if k.startswith(leaks) and k != "SLURM_CONF"}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _reason(error: Exception) -> str:
+    """The line in which sbatch says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith("sbatch: error")]
+    return (said or lines or [type(error).__name__])[-1].removeprefix("sbatch: error: ")

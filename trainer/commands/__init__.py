@@ -1,0 +1,1 @@
+"""The command line: `main` reads the words, one file per verb does the rest."""

@@ -1,0 +1,133 @@
+"""The command line: reads the words, calls one function per verb."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from trainer.config import ConfigError, nearest
+
+# Options that are shorthands of a configuration key: option -> (key, what to write for it, what it does).
+SHORTHANDS = {
+    "--nodes": ("launch.nodes", "N", "nodes of the job"),
+    "--gpus-per-node": ("launch.gpus_per_node", "G", "GPUs per node, one rank each"),
+    "--tasks-per-node": ("launch.tasks_per_node", "T", "ranks per node, on CPU nodes"),
+    "--partition": ("launch.partition", "P", "Slurm partition"),
+    "--time": ("launch.time_min", "MIN", "time limit of one attempt, in minutes"),
+}
+RUN_NAME = {"--name": ("launch.name", "RUN", "name of the run and of its folder")}
+
+SUBMIT_EPILOG = """\
+verbs (submit when none is given; `launch.py VERB --help` tells more):
+  submit              start a new run
+  resume RUN          continue a run in a new job, at any size
+  verify RUN          is each checkpoint whole, and what is in it
+
+Any key=value sets a key of the configuration, e.g. optim.lr=0.05 model.name=resnet18; docs/configuration.md lists all.
+Exit status: 0 done, 1 the run failed, 2 the command or configuration is wrong, 130 stopped by Ctrl-C.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with one line for what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if len(unknown) < len(message.split()):
+            message = (
+                f"{unknown[0]}: no such option; {nearest(unknown[0].split('=')[0], list(self._option_string_actions))}"
+            )
+        raise ConfigError(message)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    verbs: dict[str, Callable[[Sequence[str]], int]] = {"submit": _submit, "resume": _resume, "verify": _verify}
+    try:
+        if words and not words[0].startswith("-") and "=" not in words[0]:
+            if words[0] not in verbs:
+                raise ConfigError(f"{words[0]}: no such verb; {nearest(words[0], list(verbs))}")
+            return verbs[words[0]](words[1:])
+        return _submit(words)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _submit(words: Sequence[str]) -> int:
+    parser = _parser("launch.py [submit]", "Start a new run: submit it to Slurm, or run it here.", SUBMIT_EPILOG)
+    parser.add_argument(
+        "--config", default="mnist", metavar="NAME|PATH", help="a name in configs/, or a YAML file (default: mnist)"
+    )
+    _add_shorthands(parser, SHORTHANDS | RUN_NAME)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--follow", action="store_true", help="stay and stream rank 0's log until the run ends")
+    how.add_argument("--local", action="store_true", help="run all ranks on this machine; Ctrl-C is a stop")
+    how.add_argument("--debug", action="store_true", help="run one rank in this process, with the debugger on an error")
+    how.add_argument(
+        "--dry-run", action="store_true", help="print the configuration and the sbatch script, submit nothing"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
+    given = parser.parse_intermixed_args(words)
+
+    from trainer.commands import submit
+
+    return submit.submit(given.config, _overrides(given, SHORTHANDS | RUN_NAME), submit.Way.of(given))
+
+
+def _resume(words: Sequence[str]) -> int:
+    parser = _parser("launch.py resume", "Continue a run in a new job, from its newest whole checkpoint.")
+    parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
+    _add_shorthands(parser, SHORTHANDS)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--follow", action="store_true", help="stay and stream rank 0's log until the run ends")
+    how.add_argument("--local", action="store_true", help="run all ranks on this machine; Ctrl-C is a stop")
+    how.add_argument("--debug", action="store_true", help="run one rank in this process, with the debugger on an error")
+    how.add_argument(
+        "--dry-run", action="store_true", help="print the configuration and the sbatch script, submit nothing"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="launch.KEY=value", help="what may differ from the run's configuration"
+    )
+    given = parser.parse_intermixed_args(words)
+
+    from trainer.commands import submit
+
+    return submit.resume(given.run, _overrides(given, SHORTHANDS), submit.Way.of(given))
+
+
+def _verify(words: Sequence[str]) -> int:
+    parser = _parser("launch.py verify", "Read each checkpoint of a run whole and compare it with its manifest.")
+    parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, oldest checkpoint first")
+    parser.add_argument("overrides", nargs="*", metavar="launch.root=FOLDER", help="the folder of all runs")
+    given = parser.parse_intermixed_args(words)
+
+    from trainer.commands import verify
+
+    return verify.verify(given.run, given.overrides, given.json)
+
+
+def _parser(prog: str, description: str, epilog: str = "") -> _Parser:
+    return _Parser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_shorthands(parser: argparse.ArgumentParser, shorthands: dict[str, tuple[str, str, str]]) -> None:
+    for option, (key, metavar, help) in shorthands.items():
+        parser.add_argument(option, metavar=metavar, help=f"{help} ({key})")
+
+
+def _overrides(given: argparse.Namespace, shorthands: dict[str, tuple[str, str, str]]) -> list[str]:
+    """key=value words, those of the options last: an option that is typed wins."""
+    values = {key: getattr(given, option[2:].replace("-", "_")) for option, (key, _, _) in shorthands.items()}
+    return [*given.overrides, *(f"{key}={value}" for key, value in values.items() if value is not None)]

@@ -1,0 +1,127 @@
+"""submit and resume: start a run, or go on with one, in one of five ways."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.cluster import checks, follow, local, runs, slurm
+from trainer.config import Config, ConfigError, Launch, find_config
+from trainer.rundir import RunDir
+
+
+class Way(enum.Enum):
+    """Where the ranks run, and whether the command stays."""
+
+    SLURM = "submit"
+    FOLLOW = "follow"
+    LOCAL = "local"
+    DEBUG = "debug"
+    DRY_RUN = "dry_run"
+
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> Way:
+        """The way that the options ask for."""
+        return next((way for way in cls if getattr(given, way.value, False)), cls.SLURM)
+
+
+def submit(source: str, overrides: Sequence[str], way: Way) -> int:
+    """Start a new run; returns the exit status."""
+    config = _fit(Config.load(source, overrides), way)
+    config = runs.with_name(config, stem=find_config(source).stem)
+    _check(config, way)
+    if way is Way.DRY_RUN:
+        return _dry_run(config)
+    run = runs.create(config)
+    try:
+        return _start(config, run, way)
+    except ConfigError:
+        runs.remove(run)
+        raise
+
+
+def resume(name: str, overrides: Sequence[str], way: Way) -> int:
+    """Go on with a run, perhaps at another size; returns the exit status."""
+    root = Config.load(None, [word for word in overrides if word.startswith("launch.root=")]).launch.root
+    run = runs.find(name, root)
+    for word in overrides:
+        if not word.startswith("launch.") or word.startswith("launch.name="):
+            raise ConfigError(
+                f"{word}: a resumed run keeps its configuration; only launch.* may change, or start a new run"
+            )
+    config = _fit(Config.load(run.config, overrides), way)
+    # The folder may have been moved since: it is where it was found.
+    config.launch = dataclasses.replace(config.launch, root=str(run.path.parent), name=run.name)
+    _check(config, way)
+    if way is Way.DRY_RUN:
+        return _dry_run(config)
+    alive = slurm.living_jobs(run)
+    if alive:
+        raise ConfigError(f"{run.name}: job {alive[0]} of this run is in the queue; `scancel {alive[0]}` ends it first")
+    checks.check_writable(run.path)
+    config.save(run.config)
+    return _start(config, run, way)
+
+
+def _fit(config: Config, way: Way) -> Config:
+    """--debug is one process, whatever the configuration says of nodes."""
+    if way is Way.DEBUG:
+        alone = dataclasses.replace(
+            config.launch, nodes=1, tasks_per_node=None, gpus_per_node=min(1, config.launch.gpus_per_node)
+        )
+        return dataclasses.replace(config, launch=alone)
+    return config
+
+
+def _check(config: Config, way: Way) -> None:
+    checks.check_names(config)
+    checks.check_writable(Path(config.launch.root))
+    if way in (Way.LOCAL, Way.DEBUG):
+        checks.check_local(config)
+    else:
+        checks.check_submission(config)
+    if way in (Way.SLURM, Way.FOLLOW):
+        checks.check_slurm()
+
+
+def _start(config: Config, run: RunDir, way: Way) -> int:
+    launch = config.launch
+    if way is Way.DEBUG:
+        return local.run_debug(config)
+    if way is Way.LOCAL:
+        print(f"run    {run.name}\nranks  {launch.world_size} on this machine\nfolder {_short(run.path)}", flush=True)
+        status = local.run_local(config, run)
+        if status > 128:
+            resume = f"python launch.py resume {run.name} --local{_root_hint(launch)}"
+            print(f"[laststep] stopped and saved; go on with: {resume}")
+        return status
+    job = slurm.submit_run(config, run)
+    log = job.paths.stdout
+    print(f"run    {run.name}")
+    print(f"job    {job.job_id}: {launch.nodes} nodes x {launch.ranks_per_node} ranks")
+    print(f"folder {_short(run.path)}")
+    print(f"log    {_short(log)} (rank 0)")
+    print(f"next   tail -F {_short(log)}; squeue -j {job.job_id}; scancel {job.job_id}")
+    print(f"       python launch.py verify {run.name}{_root_hint(launch)}", flush=True)
+    return follow.follow(run, job) if way is Way.FOLLOW else 0
+
+
+def _dry_run(config: Config) -> int:
+    run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    print(f"# {_short(run.config)}\n{config.to_yaml()}")
+    print(f"# sbatch script\n{slurm.make_executor(config, run).script()}")
+    return 0
+
+
+def _root_hint(launch: Launch) -> str:
+    default = os.path.abspath(Launch().root)
+    return "" if launch.root == default else f" launch.root={launch.root}"
+
+
+def _short(path: os.PathLike[str]) -> str:
+    """Relative to here, where that is shorter."""
+    return min(os.fspath(path), os.path.relpath(path), key=len)

@@ -1,0 +1,56 @@
+"""verify: is each checkpoint of a run whole, and what is in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.cluster import runs
+from trainer.config import Config
+from trainer.rundir import RunDir
+from trainer.state.store import CheckpointError, CheckpointStore
+
+
+def verify(name: str, overrides: Sequence[str], as_json: bool) -> int:
+    """Print what each checkpoint holds; the exit status is 1 when one is damaged."""
+    root = Config.load(None, overrides).launch.root
+    found = inspect(runs.find(name, root))
+    if as_json:
+        print(json.dumps(found, indent=1))
+    elif not found:
+        print(f"{name}: no checkpoint yet")
+    else:
+        print(f"{'step':>9}  {'epoch':>5}  {'ranks':>5}  {'MB':>8}  state")
+        for c in found:
+            state = f"whole, weights {c['weights_sha256'][:16]}" if c["ok"] else f"DAMAGED: {c['error']}"
+            size = "?" if c["bytes"] is None else f"{c['bytes'] / 1e6:.1f}"
+            print(f"{c['step']:>9}  {c['epoch'] or '?':>5}  {c['world_size'] or '?':>5}  {size:>8}  {state}")
+    return 0 if all(c["ok"] for c in found) else 1
+
+
+def inspect(run: RunDir) -> list[dict[str, Any]]:
+    """One record per checkpoint, oldest first: step, epoch, world_size, bytes, ok, error, weights_sha256."""
+    store = CheckpointStore(run.checkpoints)
+    return [_inspect(store, step) for step in store.steps()]
+
+
+def _inspect(store: CheckpointStore, step: int) -> dict[str, Any]:
+    record: dict[str, Any] = {"step": step, "epoch": None, "world_size": None, "bytes": None}
+    outcome: dict[str, Any] = {"ok": False, "error": None, "weights_sha256": None}
+    try:
+        manifest = store.verify(step)
+        record |= {"epoch": manifest.epoch, "world_size": manifest.world_size, "bytes": manifest.bytes}
+        outcome |= {"ok": True, "weights_sha256": _weights(store, step)}
+    except CheckpointError as error:
+        outcome["error"] = str(error)
+    return record | outcome
+
+
+def _weights(store: CheckpointStore, step: int) -> str:
+    import torch
+
+    from trainer.state.weights import weights_sha256
+
+    state = torch.load(store.path(step) / "state.pt", map_location="cpu", weights_only=True)
+    return weights_sha256(state["model"])

@@ -1,0 +1,36 @@
+"""What is known of each ready-made data set before torch is imported: the checks and the tasks read it here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MNIST_5K = Path(__file__).resolve().parent / "mnist-5k"
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """Shape and colour statistics of a data set. `classes` None: counted when it is opened."""
+
+    channels: int
+    image_size: int
+    classes: int | None
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    download: bool = False
+
+
+# Mean and standard deviation of the training pixels, as the field uses them.
+_MNIST = ((0.1307,), (0.3081,))
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+DATASETS = {
+    "mnist-5k": DatasetInfo(1, 28, 10, *_MNIST),
+    "mnist": DatasetInfo(1, 28, 10, *_MNIST, download=True),
+    "fashion-mnist": DatasetInfo(1, 28, 10, (0.2860,), (0.3530,), download=True),
+    "cifar10": DatasetInfo(3, 32, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), download=True),
+    "imagefolder": DatasetInfo(3, 224, None, *_IMAGENET),
+    "fake": DatasetInfo(3, 32, 10, *_IMAGENET),
+}
+# data.args that a data set understands.
+DATA_ARGS = {"augment", "image_size"}
+FAKE_ARGS = DATA_ARGS | {"classes", "samples"}

@@ -1,0 +1,227 @@
+"""The learner: model, averaged model, optimiser and arithmetic of one rank; what one step does to them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from trainer.config import Config, ConfigError, Optim
+from trainer.data.order import seed_generators, seed_of
+from trainer.task import Task
+from trainer.world.meet import Group
+
+PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Learner:
+    """Everything that learning changes."""
+
+    def __init__(self, config: Config, task: Task, group: Group, total_steps: int) -> None:
+        self.config = config
+        self.task = task
+        self.group = group
+        self.device = group.device
+        self.total_steps = total_steps
+        self.names: list[str] = []  # of what the task measures, the loss first; known after warm_up
+
+        seed_generators(seed_of("model", config.seed), self.device)
+        layout = torch.channels_last if config.train.channels_last else torch.preserve_format
+        self.layout: torch.memory_format = layout
+        self.model = task.model().to(self.device).to(memory_format=layout)
+        self.average = _average(self.model, config.train.ema_decay)
+        if config.train.activation_checkpointing:
+            _checkpoint_activations(self.model, config.train.compile)
+        if config.train.compile:
+            self.model.compile()
+        self.parallel = self._parallel()
+        self.optimizer = _optimizer(self.model, config.optim)
+        self.dtype = PRECISION[config.train.precision]
+        # fp16 has so small a range that gradients vanish unless the loss is scaled up (Micikevicius et al. 2018).
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
+
+    def step(self, step: int, micro_batches: Sequence[tuple[Any, int]], samples: int) -> Tensor:
+        """One step of the optimiser, on (batch, samples of it that count) pairs, `samples` over all ranks.
+
+        Returns the sum of the loss over this rank's samples.
+        """
+        seed_generators(seed_of("step", self.config.seed, step, self.group.world.rank), self.device)
+        lr = learning_rate(self.config.optim, step, self.total_steps)
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = lr
+
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for position, (batch, count) in enumerate(micro_batches):
+            last = position == len(micro_batches) - 1
+            with contextlib.nullcontext() if last else self._no_reduction():
+                loss = self._forward(self.parallel, batch)["loss"]
+                # DDP averages over ranks; weighted so, what it yields is the mean over the global batch, even when
+                # a short last batch gives the ranks unequal shares.
+                weight = count * self.group.world.size / samples
+                self.scaler.scale(loss * weight).backward()
+            loss_sum += loss.detach() * count
+
+        if self.config.optim.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+        return loss_sum
+
+    @torch.no_grad()
+    def evaluate(self, step: int, position: int, batch: Any, count: int) -> Tensor:
+        """Sums over the `count` samples of a validation batch of what `names` says, in that order."""
+        if not count:
+            return torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
+        seed_generators(seed_of("validate", self.config.seed, step, position, self.group.world.rank), self.device)
+        means = self._forward(self.validated, batch)
+        return torch.stack([means[name].double() for name in self.names]) * count
+
+    @property
+    def validated(self) -> nn.Module:
+        """The model that validation measures."""
+        return self.model if self.average is None else self.average
+
+    def train(self, on: bool) -> None:
+        """Switch between training and validation. Before validation every rank takes rank 0's buffers: batch norm's
+        statistics differ between ranks, and only those of rank 0 are saved, so a resumed run would else differ."""
+        if not on:
+            self.group.broadcast(list(self.validated.buffers()))
+        self.parallel.train(on)
+        self.validated.train(on)
+
+    def warm_up(self, batch: Any) -> None:
+        """A throwaway forward and backward, in every attempt, before the state is put in.
+
+        DDP lays out its gradient buckets anew after its first backward pass, and from three ranks on the order of a
+        sum depends on the layout. Without this a resumed run would take one step with the first layout that the
+        undisturbed run took with the second. It also compiles, and finds the names of the task's metrics.
+        """
+        seed_generators(0, self.device)
+        self.train(True)
+        output = self._forward(self.parallel, batch)
+        if "loss" not in output:
+            raise ConfigError(f"task={self.config.task}: step() must return a dict with a 'loss', not {list(output)}")
+        self.names = ["loss", *sorted(set(output) - {"loss"})]
+        self.scaler.scale(output["loss"]).backward()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, on the CPU or not, as it is: whoever keeps it longer than a step copies it."""
+        return {
+            "model": self.model.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put in what `state_dict` gave."""
+        self.model.load_state_dict(state["model"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def _forward(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        batch = _to_device(batch, self.device, self.layout)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32):
+            return self.task.step(model, batch)
+
+    def _parallel(self) -> nn.Module:
+        if self.group.world.size == 1:
+            return self.model
+        on_gpu = self.device.type == "cuda"
+        return DistributedDataParallel(
+            self.model, device_ids=[self.device] if on_gpu else None, gradient_as_bucket_view=True
+        )
+
+    def _no_reduction(self) -> contextlib.AbstractContextManager[None]:
+        """Gradients of all but the last micro-batch stay on the rank."""
+        if isinstance(self.parallel, DistributedDataParallel):
+            return self.parallel.no_sync()
+        return contextlib.nullcontext()
+
+
+def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
+    """The learning rate of `step` (from 0), a pure function: linear warm-up, then cosine to 0, or a tenth after each
+    third of the way (step), or constant."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / (optim.warmup_steps + 1)
+    done = (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps)
+    if optim.schedule == "cosine":
+        return optim.lr * 0.5 * (1 + math.cos(math.pi * done))
+    if optim.schedule == "step":
+        return optim.lr * 0.1 ** int(3 * done)
+    return optim.lr
+
+
+def _optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if optim.name == "adamw":
+        return torch.optim.AdamW(parameters, lr=optim.lr, weight_decay=optim.weight_decay)
+    return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay)
+
+
+def _average(model: nn.Module, decay: float) -> AveragedModel | None:
+    """A moving average of weights and buffers."""
+    if not decay:
+        return None
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    return average.requires_grad_(False)
+
+
+def _to_device(batch: Any, device: torch.device, layout: torch.memory_format) -> Any:
+    """Each tensor of a nested batch on `device`, images (4 dimensions) in `layout`."""
+    if isinstance(batch, Tensor):
+        image = batch.dim() == 4
+        return batch.to(device, non_blocking=True, memory_format=layout if image else torch.preserve_format)
+    if isinstance(batch, dict):
+        return {key: _to_device(value, device, layout) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_to_device(value, device, layout) for value in batch)
+    return batch
+
+
+def _checkpoint_activations(model: nn.Module, compiled: bool) -> None:
+    """Recompute the repeated blocks (residual blocks, encoder layers), or else the children, in the backward pass."""
+    kinds = Counter(type(m) for m in model.modules() if not type(m).__module__.startswith("torch.nn."))
+    blocks = [m for m in model.modules() if kinds[type(m)] > 1]
+    inner = {id(m) for block in blocks for m in block.modules() if m is not block}
+    chosen = {id(m) for m in blocks or model.children() if id(m) not in inner}
+    # Under torch.compile the recomputation is the compiler's, which does not repeat such side effects.
+    wrap = checkpoint_wrapper if compiled else partial(checkpoint_wrapper, context_fn=lambda: _statistics_once(model))
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: id(m) in chosen)
+
+
+def _statistics_once(model: nn.Module) -> tuple[contextlib.AbstractContextManager[None], ...]:
+    """Contexts for the forward pass and for its recomputation, in which batch norm must not count a batch again."""
+
+    @contextlib.contextmanager
+    def recomputation() -> Iterator[None]:
+        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        for norm in norms:
+            norm.track_running_stats = False
+        try:
+            yield
+        finally:
+            for norm in norms:
+                norm.track_running_stats = True
+
+    return contextlib.nullcontext(), recomputation()

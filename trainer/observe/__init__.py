@@ -1,0 +1,1 @@
+"""What a run writes of itself for people: metrics, progress, how its attempts ended."""

@@ -1,0 +1,52 @@
+"""metrics.jsonl: each step and each epoch of a run exactly once, whatever happened between."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """Appends records; a resumed run first rewinds to the place that its checkpoint remembers.
+
+    Steps done after that checkpoint and lost are done again, so their lines go. One process writes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rewind(self, offset: int) -> None:
+        """Forget every line after `offset` bytes, half-written ones too."""
+        with self.path.open("ab") as file:
+            if file.tell() > offset:
+                file.truncate(offset)
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add a line per record and hand them to the operating system."""
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def sync(self) -> int:
+        """Make every line survive a power cut; returns the offset to rewind to. Call before committing a checkpoint."""
+        with self.path.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def last_step(self) -> int:
+        """The newest step that has a line, 0 when none has."""
+        return max((int(record["step"]) for record in read_lines(self.path)), default=0)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a .jsonl file; a line cut short by a crash is passed over."""
+    records = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                continue
+    return records

@@ -1,0 +1,47 @@
+"""What rank 0 prints while it trains: plain lines, fit for a terminal and for a log file."""
+
+from __future__ import annotations
+
+import time
+
+
+class Progress:
+    """A line now and then; silent on every rank but 0."""
+
+    def __init__(self, prints: bool, total_steps: int) -> None:
+        self.prints = prints
+        self.total_steps = total_steps
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave out of the throughput what came before: a validation, a save."""
+        self._samples = 0
+        self._since = time.perf_counter()
+
+    def count(self, samples: int) -> None:
+        """`samples` more were trained on."""
+        self._samples += samples
+
+    def throughput(self) -> float:
+        """Samples per second over all ranks, since the clock was last restarted."""
+        return self._samples / max(time.perf_counter() - self._since, 1e-9)
+
+    def step(self, step: int, epoch: int, loss: float, lr: float, batch_size: int) -> None:
+        """Print how far the run is."""
+        rate = self.throughput()
+        left = (self.total_steps - step) * batch_size / rate
+        self.say(
+            f"step {step}/{self.total_steps}  epoch {epoch}  loss {loss:.4f}  lr {lr:.4g}  "
+            f"{rate:,.0f} samples/s  {_duration(left)} left"
+        )
+
+    def say(self, text: str) -> None:
+        """Print one line, marked as Laststep's and with the time."""
+        if self.prints:
+            print(f"[laststep {time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,1 @@
+"""What outlives an attempt: the checkpoint store."""

@@ -1,0 +1,184 @@
+"""The checkpoints of a run: each whole or absent.
+
+    checkpoints/step_000001234/state.pt        everything that outlives an attempt
+    checkpoints/step_000001234/manifest.json   step, epoch, ..., and each file's size and SHA-256
+
+How a checkpoint is committed, so that a crash, a kill or a power cut at any moment leaves the old or the new one:
+    1. write both files into a folder whose name no reader takes for a checkpoint, and fsync each
+    2. fsync that folder
+    3. rename it to its final name: the commit
+    4. fsync the parent folder
+Only then may an older one be deleted. A checkpoint of the same step is first moved aside to `*.replaced`; when the
+crash comes between that and the commit, `recover` moves it back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, or could not be written."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself. `metrics` are those of the validation that it followed, if any."""
+
+    step: int
+    epoch: int
+    samples: int
+    world_size: int
+    metrics: dict[str, float]
+    files: dict[str, dict[str, Any]]
+    format: int = FORMAT
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum(int(f["bytes"]) for f in self.files.values())
+
+
+class CheckpointStore:
+    """The folder of a run's checkpoints. One process writes; any may read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` stands."""
+        return self.folder / f"step_{step:09d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, damaged ones too, oldest first."""
+        names = (p.name for p in self.folder.glob("step_*"))
+        return sorted(int(n[5:]) for n in names if n[5:].isdigit())
+
+    def recover(self) -> None:
+        """Clean up after a writer that was cut off. Call before writing, in the one process that writes."""
+        for aside in self.folder.glob("step_*.replaced"):
+            final = aside.with_suffix("")
+            if final.exists():
+                shutil.rmtree(aside)
+            else:
+                aside.rename(final)
+        for unfinished in self.folder.glob(".writing-*"):
+            shutil.rmtree(unfinished)
+
+    def write(
+        self,
+        step: int,
+        epoch: int,
+        samples: int,
+        world_size: int,
+        metrics: Mapping[str, float],
+        write_state: Callable[[Path], None],
+    ) -> Path:
+        """Commit a checkpoint whose state `write_state` writes to the path that it is given.
+
+        Raises CheckpointError when the disk refuses; what was there before then still stands.
+        """
+        final, writing = self.path(step), self.folder / f".writing-{self.path(step).name}"
+        try:
+            if writing.exists():
+                shutil.rmtree(writing)
+            writing.mkdir(parents=True)
+            state = writing / "state.pt"
+            write_state(state)
+            files = {state.name: {"bytes": state.stat().st_size, "sha256": _sha256(state)}}
+            manifest = Manifest(step, epoch, samples, world_size, dict(metrics), files)
+            (writing / "manifest.json").write_text(json.dumps(vars(manifest), indent=1) + "\n")
+            for path in (state, writing / "manifest.json", writing):
+                fsync(path)
+            replaced = final.with_suffix(".replaced")
+            if final.exists():
+                final.rename(replaced)
+            writing.rename(final)
+            fsync(self.folder)
+            shutil.rmtree(replaced, ignore_errors=True)
+        except OSError as error:
+            raise CheckpointError(f"{final}: could not be written: {error}") from error
+        return final
+
+    def verify(self, step: int) -> Manifest:
+        """Read the whole checkpoint and compare it with its manifest. Raises CheckpointError, which says what is wrong."""
+        manifest = self.manifest(step)
+        for name, said in manifest.files.items():
+            path = self.path(step) / name
+            if not path.is_file():
+                raise CheckpointError(f"{name} is missing")
+            if path.stat().st_size != said["bytes"]:
+                raise CheckpointError(f"{name} has {path.stat().st_size} bytes, its manifest says {said['bytes']}")
+            if _sha256(path) != said["sha256"]:
+                raise CheckpointError(f"{name} differs from its SHA-256 in the manifest")
+        return manifest
+
+    def manifest(self, step: int) -> Manifest:
+        """What the checkpoint says of itself. Raises CheckpointError."""
+        try:
+            manifest = Manifest(**json.loads((self.path(step) / "manifest.json").read_text()))
+        except FileNotFoundError:
+            raise CheckpointError("manifest.json is missing") from None
+        except (ValueError, TypeError, OSError) as error:
+            raise CheckpointError(f"manifest.json cannot be read: {error}") from None
+        if manifest.format != FORMAT:
+            raise CheckpointError(f"format {manifest.format}, this Laststep reads {FORMAT}")
+        if manifest.step != step or "state.pt" not in manifest.files:
+            raise CheckpointError(f"manifest.json is not that of step {step}")
+        return manifest
+
+    def newest(self, warn: Callable[[str], None]) -> Manifest | None:
+        """The newest checkpoint that verifies; `warn` hears of each newer one that was skipped, and why."""
+        for step in reversed(self.steps()):
+            try:
+                return self.verify(step)
+            except CheckpointError as error:
+                warn(f"skipped {self.path(step).name}: {error}")
+        return None
+
+    def prune(self, keep_last: int, keep_best: int, best_by: str = "val_loss") -> None:
+        """Delete all but the newest `keep_last` and the `keep_best` with the lowest `best_by`.
+
+        What cannot be read neither counts as kept nor is deleted unless `keep_last` newer readable ones stand.
+        """
+        readable: dict[int, Manifest] = {}
+        for step in self.steps():
+            try:
+                readable[step] = self.manifest(step)
+            except CheckpointError:
+                continue
+        newest = sorted(readable)[-keep_last:]
+        if len(newest) < keep_last:
+            return
+        measured = [s for s in readable if best_by in readable[s].metrics]
+        best = sorted(measured, key=lambda s: (readable[s].metrics[best_by], s))[:keep_best]
+        for step in self.steps():
+            if step < newest[0] and step not in best:
+                shutil.rmtree(self.path(step), ignore_errors=True)
+
+
+def fsync(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(1 << 20))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""What to train: ready-made tasks."""

@@ -1,0 +1,91 @@
+"""Trainer: what a job runs. Picklable by its configuration alone; importing it does not import torch."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from submitit.helpers import DelayedSubmission
+
+from trainer.config import Config
+from trainer.observe.attempts import AttemptLog, count_reasons
+from trainer.rundir import RunDir
+from trainer.world.detect import World
+from trainer.world.signals import Signals
+from trainer.world.slurm import why_stopped
+
+if TYPE_CHECKING:
+    from trainer.loop import Loop
+
+
+class Stopped(SystemExit):
+    """The ranks stopped after the same step and saved it. Not an Exception, so that nothing takes it for a failure."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(128 + number)  # a shell's exit status for "ended by this signal"
+        self.signal = number
+
+
+class Trainer:
+    """Trains the run that `config` describes, from its newest checkpoint on: what submitit calls in each rank."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @property
+    def run(self) -> RunDir:
+        """The run's folder."""
+        assert self.config.launch.name is not None, "a run is named before it starts"
+        return RunDir(Path(self.config.launch.root) / self.config.launch.name)
+
+    def __call__(self) -> dict[str, float]:
+        """Train to the end and return the metrics of the last epoch.
+
+        Raises Stopped when a signal ended the attempt before the run was done, or whatever made it fail.
+        """
+        signals = Signals.catch()
+        world = World.detect()
+        log = AttemptLog(self.run, world) if world.rank == 0 else None
+        loop: Loop | None = None
+        try:
+            # Here and not above, so that a signal during the seconds of importing torch is caught too.
+            from trainer.loop import start
+
+            loop = start(self.config, self.run, world, signals)
+            if log is not None:
+                log.begin(loop.position.step)
+            finished = loop.run()
+            loop.part()
+        except Exception as error:
+            if log is not None:
+                done, kept = (loop.position.step, loop.saved[0]) if loop else (0, 0)
+                log.end("failed", done, done - kept, traceback.format_exc())
+            raise error
+        if finished:
+            if log is not None:
+                log.end("finished", loop.position.step, 0)
+            return loop.position.metrics
+        number = loop.stop.signal
+        assert number is not None
+        if log is not None:
+            log.end(why_stopped(number, world, self.config.launch.signal_delay_s), loop.position.step, 0)
+            if number in (signal.SIGUSR1, signal.SIGUSR2) and signals.requeue is not None:
+                signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
+        raise Stopped(number)
+
+    def checkpoint(self) -> DelayedSubmission | None:
+        """submitit asks what to run when the job is requeued: the same again. None ends the run instead.
+
+        The state is on disk by now, see `__call__`.
+        """
+        timeouts = count_reasons(self.run)["timeout"]
+        if timeouts > self.config.launch.max_timeouts:
+            print(
+                f"[laststep] not requeued: {timeouts} time limits met, launch.max_timeouts="
+                f"{self.config.launch.max_timeouts}; `python launch.py resume {self.run.name}` goes on",
+                flush=True,
+            )
+            return None
+        return DelayedSubmission(Trainer(self.config))

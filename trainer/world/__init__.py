@@ -1,0 +1,1 @@
+"""The processes of one attempt: who am I, how we meet, how we stop together."""

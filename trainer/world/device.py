@@ -1,0 +1,56 @@
+"""The device of a rank, and how arithmetic is done on it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from trainer.config import Config, ConfigError
+from trainer.world.detect import World
+
+
+def set_up_device(config: Config, world: World) -> torch.device:
+    """Choose this rank's device and make its arithmetic as reproducible as the configuration asks.
+
+    Raises ConfigError when this machine lacks what is asked for.
+    """
+    device = _choose(config, world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if config.train.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name(device)
+            raise ConfigError(f"train.precision=bf16: {name} has no bf16 arithmetic; use fp16 or fp32")
+        if config.train.deterministic:
+            # cuBLAS reads this when it starts; without it, it may split a product differently from run to run.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = not config.train.deterministic
+    if "OMP_NUM_THREADS" not in os.environ:
+        # A sum's last bits depend on the number of threads, so it must be the same in every attempt.
+        cores = len(os.sched_getaffinity(0)) // world.local_size
+        torch.set_num_threads(config.launch.cpus_per_task if world.on_slurm else max(1, cores))
+    return device
+
+
+def _choose(config: Config, world: World) -> torch.device:
+    count = torch.cuda.device_count()
+    wanted = config.device
+    if wanted == "auto":
+        # On a node without enforced limits a CPU job sees the GPUs of others; those that Slurm gave it are named there.
+        granted = not world.on_slurm or "CUDA_VISIBLE_DEVICES" in os.environ
+        wanted = "cuda" if config.launch.gpus_per_node or (count and granted) else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not count:
+        raise ConfigError(
+            f"device={config.device}, launch.gpus_per_node={config.launch.gpus_per_node}: "
+            f"torch finds no GPU on this machine; use device=cpu"
+        )
+    if count == 1:  # also with gpus_per_task=1, which hides the other ranks' GPUs
+        return torch.device("cuda", 0)
+    if world.local_size > count:
+        raise ConfigError(
+            f"launch.gpus_per_node={world.local_size}: this node has {count} GPUs; use --gpus-per-node {count}"
+        )
+    return torch.device("cuda", world.local_rank)

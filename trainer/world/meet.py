@@ -1,0 +1,142 @@
+"""How the ranks of one attempt meet: rank 0 binds a free port and publishes it, the others read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import reduce
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.world.detect import World
+
+# Nodes of one job start seconds apart, on a busy cluster minutes (a slow prolog, a cold file system).
+MEETING_S = 600.0
+POLL_S = 0.05
+
+
+class MeetingError(RuntimeError):
+    """The ranks of an attempt did not find each other."""
+
+
+class Group:
+    """The ranks of one attempt, met. A world of one rank needs no process group and pays for none."""
+
+    def __init__(self, world: World, store: dist.Store, device: torch.device) -> None:
+        self.world = world
+        self.store = store
+        self.device = device
+        self._barriers = 0
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """`tensor` of every rank, in rank order."""
+        if self.world.size == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.world.size)]
+        dist.all_gather(parts, tensor)
+        return parts
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, on every rank, added in rank order.
+
+        An all-reduce may add in an order that depends on an element's place in the buffer, so the last bits of a
+        metric would depend on how many steps were reduced together; here they do not.
+        """
+        return reduce(torch.add, self.gather(tensor))
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        """Give every rank the values that rank 0 holds, in place."""
+        if self.world.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def barrier(self, timeout_s: float = MEETING_S) -> None:
+        """Wait until every rank is here. Runs over the store, so it may last longer than a collective is allowed to."""
+        self._barriers += 1
+        key = f"barrier/{self._barriers}"
+        if self.store.add(key, 1) == self.world.size:
+            self.store.set(f"{key}/open", "")
+        self.store.wait([f"{key}/open"], timedelta(seconds=timeout_s))
+
+    def node_by_node(self, work: Callable[[], None]) -> None:
+        """Call `work` on one rank of each node, one node after another: downloads never race, even on a shared disk."""
+        for node in range(self.world.nodes):
+            if self.world.node == node and self.world.local_rank == 0:
+                work()
+            self.barrier(timeout_s=24 * 3600)
+
+    def close(self) -> None:
+        """Part. The store lives in rank 0, which leaves last."""
+        if self.world.size > 1:
+            dist.destroy_process_group()
+        if self.store.add("parted", 1) == self.world.size:
+            self.store.set("parted/all", "")
+        if self.world.rank == 0:
+            self.store.wait(["parted/all"], timedelta(seconds=30))
+
+
+def meet(world: World, device: torch.device, meeting: Path, timeout_s: float) -> Group:
+    """Meet the other ranks and set up collectives: NCCL on GPUs, gloo on CPUs.
+
+    `meeting` is a file of this attempt alone, on a file system that all ranks see. A MASTER_ADDR and MASTER_PORT
+    in the environment win over it. `timeout_s` bounds every later collective.
+
+    Raises MeetingError when a rank does not come within `MEETING_S`.
+    """
+    if world.size == 1:
+        return Group(world, dist.HashStore(), device)
+    store = _store(world, meeting)
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("collectives", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    group = Group(world, store, device)
+    try:
+        group.barrier()
+    except dist.DistError as error:
+        raise MeetingError(f"{world}: not all ranks came within {MEETING_S:.0f} s") from error
+    if world.rank == 0 and meeting.exists():
+        meeting.unlink()
+    return group
+
+
+def _store(world: World, meeting: Path) -> dist.Store:
+    """The key-value store that rank 0 serves to all."""
+    timeout = timedelta(seconds=MEETING_S)
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(host, port, world.size, world.rank == 0, timeout, wait_for_workers=False)
+    if world.rank == 0:
+        # Port 0 lets the kernel pick a free one; the bound socket goes to the store, so nobody can take it in between.
+        listener = socket.create_server(("", 0), backlog=2048)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            world.hosts[0], port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        meeting.parent.mkdir(parents=True, exist_ok=True)
+        temporary = meeting.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"host": world.hosts[0], "port": port}))
+        temporary.replace(meeting)
+        return store
+    deadline = time.monotonic() + MEETING_S
+    while time.monotonic() < deadline:
+        try:
+            address = json.loads(meeting.read_text())
+        except FileNotFoundError:
+            time.sleep(POLL_S)
+            continue
+        return dist.TCPStore(address["host"], address["port"], world.size, False, timeout, wait_for_workers=False)
+    raise MeetingError(
+        f"{world}: rank 0 on {world.hosts[0]} did not publish its address in {meeting} within {MEETING_S:.0f} s"
+    )

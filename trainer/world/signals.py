@@ -1,0 +1,76 @@
+"""Signals that ask for a stop. The handler itself does nothing: a thread reads the signal's number from a pipe.
+
+Python runs a handler between two bytecodes of the main thread, which may be deep in a collective or a compiler for
+minutes, and whatever a handler does may find that thread holding a lock. The C half of Python's signal handling,
+though, writes each number to a wake-up file descriptor at once (signal.set_wakeup_fd), and a thread can wait on that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+# USR2 is submitit's "requeue me", USR1 some sites' word for it; TERM is Slurm's word on preemption, requeue and cancel.
+STOPS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
+class Signals:
+    """Catches the signals that ask for a stop, until the process ends: a second SIGTERM, late or from an impatient
+    user, must not cut short what the process still has to write.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.requeue: Callable[[], None] | None = None  # submitit's handler, where submitit started this process
+        self._lock = threading.Lock()
+        self._listener: Callable[[signal.Signals], None] | None = None
+
+    @classmethod
+    def catch(cls) -> Signals:
+        """Begin to catch. Call in the main thread, as early as can be."""
+        signals = cls()
+        before = signal.getsignal(signal.SIGUSR2)
+        if callable(before):
+            signals.requeue = lambda: before(signal.SIGUSR2, None)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=signals._read, args=(reader,), name="signals", daemon=True).start()
+        for number in STOPS:
+            signal.signal(number, _do_nothing)
+        return signals
+
+    def tell(self, listener: Callable[[signal.Signals], None]) -> None:
+        """Call `listener` with the first stop signal, in another thread; at once when it has come already."""
+        with self._lock:
+            self._listener = listener
+            if self.first is not None:
+                listener(self.first)
+
+    def _read(self, reader: int) -> None:
+        while True:
+            for number in os.read(reader, 64):
+                if number in STOPS:
+                    self._note(signal.Signals(number))
+
+    def _note(self, number: signal.Signals) -> None:
+        with self._lock:
+            if self.first is None:
+                self.first = number
+                if self._listener is not None:
+                    self._listener(number)
+
+
+def ignore_in_worker(_: Any = None) -> None:
+    """For a loader's worker process: a stop is the rank's business, which ends its workers itself."""
+    signal.set_wakeup_fd(-1)
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Python must have a handler for its C half to write to the wake-up descriptor."""
