@@ -42,6 +42,11 @@ class RunDir:
         return self.path / "attempt.json"
 
     @property
+    def lock(self) -> Path:
+        """Locked by rank 0 of the attempt at work."""
+        return self.path / "lock"
+
+    @property
     def logs(self) -> Path:
         """What each rank printed, and submitit's own files."""
         return self.path / "logs"

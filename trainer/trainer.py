@@ -13,8 +13,9 @@ from trainer.config import Config
 from trainer.observe.attempts import AttemptLog, count_reasons
 from trainer.rundir import RunDir
 from trainer.world.detect import World
+from trainer.world.lock import hold
 from trainer.world.signals import Signals
-from trainer.world.slurm import why_stopped
+from trainer.world.slurm import ending
 
 if TYPE_CHECKING:
     from trainer.loop import Loop
@@ -47,7 +48,10 @@ class Trainer:
         """
         signals = Signals.catch()
         world = World.detect()
-        log = AttemptLog(self.run, world) if world.rank == 0 else None
+        log: AttemptLog | None = None
+        if world.rank == 0:
+            hold(self.run.lock, world)
+            log = AttemptLog(self.run, world)
         loop: Loop | None = None
         try:
             # Here and not above, so that a signal during the seconds of importing torch is caught too.
@@ -70,8 +74,9 @@ class Trainer:
         number = loop.stop.signal
         assert number is not None
         if log is not None:
-            log.end(why_stopped(number, world, self.config.launch.signal_delay_s), loop.position.step, 0)
-            if number in (signal.SIGUSR1, signal.SIGUSR2) and signals.requeue is not None:
+            end = ending(number, world, self.config.launch.signal_delay_s)
+            log.end(end.reason, loop.position.step, 0)
+            if end.requeue and signals.requeue is not None:
                 signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
         raise Stopped(number)
 

@@ -36,7 +36,7 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
                 return 1
             if gone:
                 print(
-                    f"[laststep] job {job.job_id} left the queue unfinished; go on with: python launch.py resume {run.name}",
+                    f"[laststep] job {job.job_id} left the queue unfinished; go on: python launch.py resume {run.name}",
                     file=sys.stderr,
                 )
                 return 1

@@ -110,7 +110,7 @@ class CheckpointStore:
         return final
 
     def verify(self, step: int) -> Manifest:
-        """Read the whole checkpoint and compare it with its manifest. Raises CheckpointError, which says what is wrong."""
+        """Read the whole checkpoint and compare it with its manifest. Raises CheckpointError with what is wrong."""
         manifest = self.manifest(step)
         for name, said in manifest.files.items():
             path = self.path(step) / name
