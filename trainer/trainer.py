@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 class Stopped(SystemExit):
     """The ranks stopped after the same step and saved it. Not an Exception, so that nothing takes it for a failure."""
 
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(128 + number)  # a shell's exit status for "ended by this signal"
-        self.signal = number
+    def __init__(self, number: signal.Signals, world: World) -> None:
+        # 128 + number is a shell's exit status for "ended by this signal". Where Slurm is set to KillOnBadExit, though,
+        # such a status of any other rank would end rank 0 before it has requeued the job.
+        super().__init__(0 if world.on_slurm and world.rank else 128 + number)
 
 
 class Trainer:
@@ -78,7 +79,7 @@ class Trainer:
             log.end(end.reason, loop.position.step, 0)
             if end.requeue and signals.requeue is not None:
                 signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
-        raise Stopped(number)
+        raise Stopped(number, world)
 
     def checkpoint(self) -> DelayedSubmission | None:
         """submitit asks what to run when the job is requeued: the same again. None ends the run instead.

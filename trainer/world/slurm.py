@@ -4,7 +4,7 @@ Seen on Slurm 22.05 (`scontrol show job`, unchanged from the moment of the signa
 
     cause                               JobState    Restarts   other             comes back by itself
     scontrol requeue, preemption        COMPLETING  one more                     yes
-    preemption with GraceTime, first    RUNNING     the same   PreemptTime set   only if it lives on until the grace ends
+    preemption with GraceTime, first    RUNNING     the same   PreemptTime set   only if it outlives the grace
     time limit                          COMPLETING  the same   Reason=TimeLimit  no
     scancel                             COMPLETING  the same                     no, and must not
     scancel --signal, kill              RUNNING     the same                     no
@@ -26,7 +26,7 @@ USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass(frozen=True)
 class Ending:
-    """Why an attempt stopped (a reason of attempts.jsonl), and whether the job must be requeued for the run to go on."""
+    """Why an attempt stopped, as attempts.jsonl says it, and whether the run goes on only if we requeue the job."""
 
     reason: str
     requeue: bool
