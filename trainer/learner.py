@@ -46,7 +46,8 @@ class Learner:
         if config.train.activation_checkpointing:
             _checkpoint_activations(self.model, config.train.compile)
         if config.train.compile:
-            self.model.compile()
+            # Static shapes: the dynamic ones would depend on the shapes seen before, so on where a run was resumed.
+            self.model.compile(dynamic=False)
         self.parallel = self._parallel()
         self.optimizer = _optimizer(self.model, config.optim)
         self.dtype = PRECISION[config.train.precision]
@@ -215,13 +216,14 @@ def _statistics_once(model: nn.Module) -> tuple[contextlib.AbstractContextManage
 
     @contextlib.contextmanager
     def recomputation() -> Iterator[None]:
-        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+        before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
         for norm in norms:
-            norm.track_running_stats = False
+            norm.momentum, norm.num_batches_tracked = 0.0, None
         try:
             yield
         finally:
-            for norm in norms:
-                norm.track_running_stats = True
+            for norm, (momentum, batches) in zip(norms, before):
+                norm.momentum, norm.num_batches_tracked = momentum, batches
 
     return contextlib.nullcontext(), recomputation()

@@ -1,0 +1,47 @@
+"""Tasks that tests train: small, with everything random in it, and stopped at an exact place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.config import Config
+from trainer.tasks.classification import Classification
+from trainer.world.detect import World
+
+
+class Signalled(Classification):
+    """Signals itself in the middle of one unit of work, and holds that until the ranks have agreed on where to stop.
+
+    LASTSTEP_TEST_SIGNAL is "SIGTERM step 5 rank 1" or "SIGUSR2 validation 2 rank 0": in that step, or in that batch of
+    the attempt's first validation, both counted from 1 in this attempt. A stop is so forced to one exact place.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.warm = False  # the first call is the warm-up's, which does not count
+        self.done = {"step": 0, "validation": 0}
+        name, self.unit, place, _, ranks = (os.environ.get("LASTSTEP_TEST_SIGNAL") or "SIGTERM never 0 rank 0").split()
+        self.number = signal.Signals[name]
+        self.place = int(place)
+        self.here = str(World.detect().rank) in ranks.split(",")
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        if self.warm and self.here:
+            unit = "step" if model.training else "validation"
+            self.done[unit] += 1
+            if unit == self.unit and self.done[unit] == (self.place - 1) * self.per_unit(unit) + 1:
+                os.kill(os.getpid(), self.number)
+                for agreement in [t for t in threading.enumerate() if t.name == "stop"]:
+                    agreement.join(timeout=60)
+                    assert not agreement.is_alive(), "the ranks did not agree on a stop within 60 s"
+        self.warm = True
+        return super().step(model, batch)
+
+    def per_unit(self, unit: str) -> int:
+        """Calls of `step` per unit of work."""
+        return self.config.train.accumulate if unit == "step" else 1

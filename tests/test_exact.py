@@ -1,0 +1,116 @@
+"""A run that was stopped and resumed ends with the very weights and metrics of one that was not.
+
+This is what the project exists for. A difference in the last bit means that something a step depends on was neither
+saved nor a pure function of the seed: a user could not tell an interrupted run from another experiment.
+"""
+
+from __future__ import annotations
+
+import signal
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import Attempt, fingerprint, reasons, train
+from trainer.config import Config
+from trainer.observe.metrics import read_lines
+
+# 52 samples in batches of 8: 7 steps an epoch, the last of them short. The network has dropout, batch norm and 5 MB of
+# weights, so more than one of DDP's gradient buckets (the first holds 1 MiB).
+SMALL = [
+    "task=tests.tasks.Signalled", "device=cpu", "data.name=fake", "data.args.samples=52", "data.args.classes=3",
+    "data.args.image_size=8", "data.args.augment=true", "train.batch_size=8", "train.epochs=2",
+    "train.log_every=3", "optim.lr=0.02",
+]  # fmt: skip
+EVERYTHING = [
+    "data.workers=1", "train.accumulate=2", "train.ema_decay=0.9", "optim.name=adamw", "optim.lr=0.001",
+    "optim.warmup_steps=3", "optim.clip_norm=1.0",
+]  # fmt: skip
+
+
+@lru_cache(maxsize=None)
+def undisturbed(root: Path, ranks: int, options: tuple[str, ...]) -> dict[str, Any]:
+    """The fingerprint of a run that nobody stopped; one for all tests of the same options."""
+    name = f"undisturbed-{abs(hash((ranks, options)))}"
+    return fingerprint(train(config(root, name, ranks, options)))
+
+
+def config(root: Path, name: str, ranks: int, options: tuple[str, ...]) -> Config:
+    """A small run of `ranks` ranks."""
+    words = [f"launch.root={root}", f"launch.name={name}", f"launch.tasks_per_node={ranks}"]
+    wide = [] if "model.name=resnet18" in options else ["model.args.width=160"]
+    return Config.load(None, [*SMALL, *wide, *options, *words])
+
+
+def stop_and_resume(root: Path, name: str, ranks: int, options: tuple[str, ...], place: str) -> None:
+    """Stop a run at `place`, resume it, and compare it with the undisturbed one."""
+    expected = undisturbed(root, ranks, options)
+    small = config(root, name, ranks, options)
+    stopped = Attempt(small, {"LASTSTEP_TEST_SIGNAL": place})
+    codes = stopped.wait()
+    number = signal.Signals[place.split()[0]]
+    assert codes == [128 + number] * ranks, f"a stop, on every rank:\n{stopped.output()}"
+    run = train(small)
+    assert [a["lost_steps"] for a in read_lines(run.attempts)] == [0, 0]
+    assert reasons(run)[-1] == "finished"
+    assert fingerprint(run) == expected
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exact")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("SIGTERM step 1 rank 0", id="first-step"),
+        pytest.param("SIGUSR2 step 4 rank 1", id="mid-epoch"),
+        pytest.param("SIGTERM step 7 rank 1", id="last-step-of-an-epoch"),
+        pytest.param("SIGTERM validation 3 rank 0", id="in-validation"),
+        pytest.param("SIGINT step 8 rank 0,1", id="first-step-of-the-next-epoch"),
+    ],
+)
+def test_stop_anywhere(root: Path, place: str, request: pytest.FixtureRequest) -> None:
+    """Wherever in an epoch the signal comes, on one rank or on all, with everything on that carries state."""
+    stop_and_resume(root, request.node.callspec.id, 2, tuple(EVERYTHING), place)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "optim.schedule=step optim.warmup_steps=2",
+        "optim.schedule=constant optim.name=adamw optim.lr=0.001",
+        "train.precision=bf16",
+        "train.precision=fp16 optim.clip_norm=0.5",
+        "train.channels_last=true train.activation_checkpointing=true",
+        "train.max_steps=10 checkpoint.every_steps=2 checkpoint.keep_last=1 checkpoint.keep_best=0",
+        "train.compile=true",
+    ],
+)
+def test_each_option(root: Path, option: str, request: pytest.FixtureRequest) -> None:
+    """Each way to train has state of its own: a scaler, a schedule, a compiled graph, a memory layout."""
+    stop_and_resume(root, f"option-{abs(hash(option))}", 2, tuple(option.split()), "SIGTERM step 4 rank 1")
+
+
+@pytest.mark.parametrize("options", [(), tuple(EVERYTHING)], ids=["plain", "everything"])
+def test_four_ranks(root: Path, options: tuple[str, ...]) -> None:
+    """From three ranks on the order of a sum depends on DDP's bucket layout, which changes after its first backward."""
+    stop_and_resume(root, f"four-{len(options)}", 4, options, "SIGTERM step 3 rank 2")
+
+
+def test_torchvision_model(root: Path) -> None:
+    """A network with many buckets' worth of batch norms and residual blocks, not just our own small one."""
+    options = ("model.name=resnet18", "data.args.image_size=32", "train.epochs=1", "train.max_steps=5")
+    stop_and_resume(root, "resnet", 2, options, "SIGTERM step 2 rank 0")
+
+
+def test_stop_after_the_last_step_is_no_stop(root: Path) -> None:
+    """A signal in the last unit of work comes too late to stop anything: the run must finish, not wait for a tick."""
+    small = config(root, "late", 2, ())
+    late = Attempt(small, {"LASTSTEP_TEST_SIGNAL": "SIGTERM validation 14 rank 1"})
+    assert late.wait() == [0, 0], late.output()
+    assert reasons(late.run) == ["finished"]
+    assert fingerprint(late.run) == undisturbed(root, 2, ())
