@@ -7,7 +7,7 @@ saved nor a pure function of the seed: a user could not tell an interrupted run 
 from __future__ import annotations
 
 import signal
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ EVERYTHING = [
 ]  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def undisturbed(root: Path, ranks: int, options: tuple[str, ...]) -> dict[str, Any]:
     """The fingerprint of a run that nobody stopped; one for all tests of the same options."""
     name = f"undisturbed-{abs(hash((ranks, options)))}"

@@ -156,13 +156,13 @@ class Config:
         try:
             config: Config = OmegaConf.to_object(tree)  # type: ignore[assignment]
         except OmegaConfBaseException as error:
-            raise ConfigError(_first_line(error)) from None
+            raise ConfigError(f"{error.full_key}: {_first_line(error)}") from None
         validate(config)
         return config
 
     def to_yaml(self) -> str:
         """The resolved configuration as YAML; `Config.load` of it gives an equal Config."""
-        return OmegaConf.to_yaml(OmegaConf.structured(self))
+        return OmegaConf.to_yaml(OmegaConf.create(_escaped(dataclasses.asdict(self))))
 
     def save(self, path: Path) -> None:
         """Write `to_yaml` to `path`, whole or not at all."""
@@ -206,6 +206,8 @@ def validate(config: Config) -> None:
     """Refuse a configuration that cannot work, as far as words alone can tell; `checks` asks the machine."""
     for key, f, value in fields_of(config):
         choices, least = f.metadata["choices"], f.metadata["least"]
+        if f.type == "list[str]" and not all(isinstance(line, str) for line in value):
+            raise ConfigError(f"{key}={value}: must be of type list[str]")
         if choices and value not in choices:
             raise ConfigError(f"{key}={value}: {nearest(str(value), choices)}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -235,9 +237,9 @@ def validate(config: Config) -> None:
             f"launch.signal_delay_s={launch.signal_delay_s}: must be shorter than the time limit "
             f"(launch.time_min={launch.time_min}, that is {60 * launch.time_min} s)"
         )
-    if launch.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", launch.name):
+    if launch.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", launch.name):
         raise ConfigError(
-            f"launch.name={launch.name!r}: use letters, digits, '.', '_' and '-', a letter or digit first"
+            f"launch.name={launch.name!r}: use up to 200 letters, digits, '.', '_' and '-', a letter or digit first"
         )
     check_batch(config.train.batch_size, launch.world_size, config.train.accumulate)
 
@@ -257,7 +259,7 @@ def _read_yaml(path: Path) -> Any:
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # a YAML error, an unreadable file: whatever it is, this file is not a configuration
-        raise ConfigError(f"{path}: cannot be read as YAML: {_first_line(error)}") from None
+        raise ConfigError(f"{path}: cannot be read as YAML: {_yaml_problem(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold `key: value` lines")
     return content
@@ -284,11 +286,14 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _assign(tree: Any, key: str, value: Any) -> None:
     known = {k: f for k, f, _ in fields_of(Config)}
+    given = f"{key}={'null' if value is None else value}"
     open_key = next((k for k, f in known.items() if f.type.startswith("dict") and key.startswith(k + ".")), None)
     if key not in known and open_key is None:
         sections = [k for k in known if k.startswith(key + ".")]
+        if len(key) > 100:
+            raise ConfigError(f"{key[:60]!r}...: no such key")  # a file that is no configuration at all
         if sections:
-            raise ConfigError(f"{key}={value}: {key} is a section; set one of {', '.join(sections)}")
+            raise ConfigError(f"{given}: {key} is a section; set one of {', '.join(sections)}")
         raise ConfigError(
             f"{key}: no such key; {nearest(key, list(known)) if '.' in key else _nearest_leaf(key, known)}"
         )
@@ -298,13 +303,28 @@ def _assign(tree: Any, key: str, value: Any) -> None:
         OmegaConf.update(tree, key, value)
     except OmegaConfBaseException:
         kind = known[open_key or key].type.replace(" | None", " or null")
-        raise ConfigError(f"{key}={value}: must be of type {kind}") from None
+        raise ConfigError(f"{given}: must be of type {kind}") from None
 
 
 def _nearest_leaf(name: str, known: dict[str, Any]) -> str:
     """For a key without its section (`lr=1`): the full key that ends in it, else the nearest."""
     full = [k for k in known if k.rpartition(".")[2] == name]
     return f"did you mean {' or '.join(full)}?" if full else nearest(name, list(known))
+
+
+def _escaped(value: Any) -> Any:
+    """For OmegaConf to write and read again as it is: a `${` that stands in a value by now is no interpolation."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list) else value
+
+
+def _yaml_problem(error: Exception) -> str:
+    """What is wrong and where, from a YAML error, whose own text takes several lines."""
+    mark = getattr(error, "problem_mark", None)
+    return _first_line(error) if mark is None else f"line {mark.line + 1}: {getattr(error, 'problem', '')}"
 
 
 def _first_line(error: Exception) -> str:

@@ -49,6 +49,27 @@ class Trainer:
         """
         signals = Signals.catch()
         world = World.detect()
+        try:
+            return self._attempt(world, signals)
+        finally:
+            signals.release(process_ends=world.launcher != "python")
+
+    def checkpoint(self) -> DelayedSubmission | None:
+        """submitit asks what to run when the job is requeued: the same again. None ends the run instead.
+
+        The state is on disk by now, see `__call__`.
+        """
+        timeouts = count_reasons(self.run)["timeout"]
+        if timeouts > self.config.launch.max_timeouts:
+            print(
+                f"[laststep] not requeued: {timeouts} time limits met, launch.max_timeouts="
+                f"{self.config.launch.max_timeouts}; `python launch.py resume {self.run.name}` goes on",
+                flush=True,
+            )
+            return None
+        return DelayedSubmission(Trainer(self.config))
+
+    def _attempt(self, world: World, signals: Signals) -> dict[str, float]:
         log: AttemptLog | None = None
         if world.rank == 0:
             hold(self.run.lock, world)
@@ -80,18 +101,3 @@ class Trainer:
             if end.requeue and signals.requeue is not None:
                 signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
         raise Stopped(number, world)
-
-    def checkpoint(self) -> DelayedSubmission | None:
-        """submitit asks what to run when the job is requeued: the same again. None ends the run instead.
-
-        The state is on disk by now, see `__call__`.
-        """
-        timeouts = count_reasons(self.run)["timeout"]
-        if timeouts > self.config.launch.max_timeouts:
-            print(
-                f"[laststep] not requeued: {timeouts} time limits met, launch.max_timeouts="
-                f"{self.config.launch.max_timeouts}; `python launch.py resume {self.run.name}` goes on",
-                flush=True,
-            )
-            return None
-        return DelayedSubmission(Trainer(self.config))

@@ -1,4 +1,4 @@
-"""A real Slurm with accounting on one machine, thrown away after use: for the tests, and for a newcomer without a cluster.
+"""A real Slurm with accounting on one machine, thrown away after use: for tests, and for who has no cluster.
 
 `python -m tests.slurm.cluster up|down` starts and ends one by hand; tests call `Cluster.start(folder)`.
 The folder holds slurm.conf and every daemon's log; sockets, spool and database live in a short /tmp/ls-* folder.
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -105,7 +106,7 @@ class Cluster:
     def start(
         cls, folder: Path, *, kill_wait_s: int = 15, accounting: bool = True, owner: int | None = None
     ) -> Cluster:
-        """Start one, in place of any in this folder; the next start anywhere stops those whose `owner` (a pid) has died."""
+        """Start one, in place of any in this folder; any next start stops those whose `owner` (a pid) has died."""
         if lack := missing():
             raise RuntimeError(lack)
         for _, previous_owner, abandoned in _run_folders():
@@ -157,8 +158,8 @@ class Cluster:
         for node in NODES:
             self._daemon("slurmd", "-D", "-N", node, "-f", str(self.conf), log=f"slurmd.{node}")
         for node in NODES:
-            state = ("sinfo", "-h", "-p", "main", "-n", node, "-o", "%t")
-            self._until(f"slurmd.{node}", lambda: self.run(*state, check=False) == "idle\n")
+            state = partial(self.run, "sinfo", "-h", "-p", "main", "-n", node, "-o", "%t", check=False)
+            self._until(f"slurmd.{node}", lambda state=state: state() == "idle\n")  # type: ignore[misc]
 
     def _write_configuration(self, run: Path, ports: list[int], kill_wait_s: int, accounting: bool) -> None:
         host = socket.gethostname().split(".")[0]
@@ -182,7 +183,7 @@ class Cluster:
     def _daemon(
         self, program: str, *words: str, log: str = "", env: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a program of this cluster, in a session of its own so that it outlives this process and its terminal."""
+        """Start a program of this cluster, in a session of its own: it outlives this process and its terminal."""
         variables = self.env | {MARK: str(self.folder)} | (env or {})
         with (self.logs / f"{log or program}.log").open("wb") as out:
             child = subprocess.Popen(
@@ -201,10 +202,10 @@ class Cluster:
         """Wait for a daemon; an error shows the end of its log."""
         deadline = time.monotonic() + START_DEADLINE_S
         while not ready():
-            dead = [child.args[0] for child in self._children if child.poll()]
+            dead = [child.args for child in self._children if child.poll()]
             if dead or time.monotonic() > deadline:
                 tail = (self.logs / f"{log}.log").read_text(errors="replace")[-2000:]
-                what = f"{dead[0]} ended" if dead else f"not ready after {START_DEADLINE_S} s"
+                what = f"{dead[0]!r} ended" if dead else f"not ready after {START_DEADLINE_S} s"
                 raise RuntimeError(f"waiting for {log}: {what}. Its log, {self.logs}/{log}.log, ends:\n{tail}")
             time.sleep(0.05)
 
@@ -216,7 +217,7 @@ class Cluster:
         return done.stdout
 
     def wait_for(self, condition: Callable[[], T], deadline_s: float, message: str) -> T:
-        """Poll until `condition` gives something true, and return that; the error shows the jobs and their output files."""
+        """Poll until `condition` gives something true, and return that; the error shows jobs and their output files."""
         deadline = time.monotonic() + deadline_s
         while not (value := condition()):
             if time.monotonic() > deadline:
@@ -248,14 +249,14 @@ class Cluster:
                 shutil.rmtree(run, ignore_errors=True)
 
     def _processes(self) -> Iterator[int]:
-        """Pids of the daemons and of what their jobs run, told by their environment, so that a recycled pid is never one."""
+        """Pids of the daemons and of what their jobs run, told by their environment: a recycled pid is never one."""
         daemon, conf = f"{MARK}={self.folder}".encode(), f"SLURM_CONF={self.conf}".encode()
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 pid, variables = int(entry.name), (entry / "environ").read_bytes().split(b"\0")
             except OSError:  # it ended meanwhile
                 continue
-            # A shell that exported SLURM_CONF, or sits in salloc, is the user's; only what slurmd started names its node.
+            # A shell that exported SLURM_CONF, or sits in salloc, is the user's; what slurmd started names its node.
             in_job = conf in variables and any(v.startswith(b"SLURMD_NODENAME=") for v in variables)
             if (daemon in variables or in_job) and pid != os.getpid():
                 yield pid

@@ -92,7 +92,7 @@ def _check_data_root(data: Data) -> None:
                 raise ConfigError(
                     f"data.root={root}: {folder} is missing; imagefolder reads train/CLASS/*.jpg and val/CLASS/*.jpg"
                 )
-            if not any(entry.is_dir() for entry in os.scandir(folder)):
+            if not any(entry.is_dir() for entry in folder.iterdir()):
                 raise ConfigError(f"data.root={root}: {folder} is empty; it must hold one folder of images per class")
 
 
@@ -105,14 +105,18 @@ def _check_task(path: str) -> None:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         spec = None
+    except Exception as error:  # to find a.b.C, Python runs a/__init__.py, which may raise anything
+        raise ConfigError(f"task={path}: {module} cannot be imported: {type(error).__name__}: {error}") from None
     if spec is None:
         raise ConfigError(f"task={path}: no module {module} on the Python path ({sys.path[0] or os.getcwd()}, ...)")
     if spec.origin is None or not spec.origin.endswith(".py"):
         return  # a package without source or a compiled module: the rank will tell
     try:
-        tree = ast.parse(Path(spec.origin).read_text())
+        tree = ast.parse(Path(spec.origin).read_bytes())
     except SyntaxError as error:
         raise ConfigError(f"task={path}: {spec.origin}, line {error.lineno}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"task={path}: {spec.origin} cannot be read: {error}") from None
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):

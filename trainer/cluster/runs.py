@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ def with_name(config: Config, stem: str) -> Config:
     root = Path(config.launch.root).expanduser().absolute()
     name = config.launch.name
     if name is None:
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:150] or "run"  # a file may be called anything
         name = base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         number = 1
         while (root / name).exists():
@@ -59,8 +61,8 @@ def find(name: str, root: str) -> RunDir:
     """The run of that name in `root`, or in the folder that `name` is a path of. Raises ConfigError."""
     for path in (Path(root).expanduser() / name, Path(name).expanduser()):
         run = RunDir(path)
-        if run.config.is_file():
+        if os.path.isfile(run.config):  # unlike Path.is_file, False where the folder may not be read
             return run
     folder = Path(root).expanduser()
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()) if folder.is_dir() else []
+    names = sorted(path.parent.name for path in folder.glob("*/config.yaml")) if os.path.isdir(folder) else []
     raise ConfigError(f"{name}: no such run in {folder}/; {nearest(name, names) if names else 'there is none yet'}")

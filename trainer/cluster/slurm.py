@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
     """Submit a job for a run whose folder exists. Raises ConfigError when Slurm refuses it."""
     executor = make_executor(config, run)
     try:
-        with _outside_any_job():
+        # submitit repeats sbatch's words on stderr; we say them once, below.
+        with _outside_any_job(), contextlib.redirect_stderr(io.StringIO()):
             job = executor.submit(Trainer(config))
     except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
         raise ConfigError(f"Slurm refused the job: {_reason(error)}") from None
@@ -122,7 +124,7 @@ def _quote(value: str) -> str:
     return '"' + re.sub(r'([\\"`])', r"\\\1", value) + '"'
 
 
-@contextmanager
+@contextlib.contextmanager
 def _outside_any_job() -> Iterator[None]:
     """Hide what a surrounding job left in the environment, which sbatch would take for options; SLURM_CONF, which says
     which Slurm to talk to, and the user's own SBATCH_* stay."""
@@ -137,7 +139,6 @@ def _outside_any_job() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The line in which sbatch says what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = [line for line in lines if line.startswith("sbatch: error")]
-    return (said or lines or [type(error).__name__])[-1].removeprefix("sbatch: error: ")
+    """What sbatch says is wrong, on one line."""
+    lines = [line.removeprefix("sbatch: error: ").strip() for line in str(error).splitlines()]
+    return "; ".join(filter(None, lines)) or type(error).__name__

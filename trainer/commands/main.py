@@ -39,6 +39,8 @@ class _Parser(argparse.ArgumentParser):
             message = (
                 f"{unknown[0]}: no such option; {nearest(unknown[0].split('=')[0], list(self._option_string_actions))}"
             )
+        if message.startswith("the following arguments are required: RUN"):
+            message = "name the run, or its folder"  # argparse would ask for key=value words too, which are optional
         raise ConfigError(message)
 
 

@@ -38,10 +38,13 @@ def submit(source: str, overrides: Sequence[str], way: Way) -> int:
         return _dry_run(config)
     run = runs.create(config)
     try:
-        return _start(config, run, way)
+        status = _start(config, run, way)
     except ConfigError:
         runs.remove(run)
         raise
+    if status == 2 and not run.checkpoints.exists():  # the ranks refused the configuration
+        runs.remove(run)
+    return status
 
 
 def resume(name: str, overrides: Sequence[str], way: Way) -> int:

@@ -19,13 +19,13 @@ STOPS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 class Signals:
-    """Catches the signals that ask for a stop, until the process ends: a second SIGTERM, late or from an impatient
-    user, must not cut short what the process still has to write.
-    """
+    """Catches the signals that ask for a stop, until `release`: a second SIGTERM, late or from an impatient user, must
+    not cut short what the process still has to write."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self.requeue: Callable[[], None] | None = None  # submitit's handler, where submitit started this process
+        self._before: dict[signal.Signals, Any] = {}
         self._lock = threading.Lock()
         self._listener: Callable[[signal.Signals], None] | None = None
 
@@ -33,9 +33,10 @@ class Signals:
     def catch(cls) -> Signals:
         """Begin to catch. Call in the main thread, as early as can be."""
         signals = cls()
-        before = signal.getsignal(signal.SIGUSR2)
-        if callable(before):
-            signals.requeue = lambda: before(signal.SIGUSR2, None)
+        signals._before = {number: signal.getsignal(number) for number in STOPS}
+        requeue = signals._before[signal.SIGUSR2]
+        if callable(requeue):
+            signals.requeue = lambda: requeue(signal.SIGUSR2, None)
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -43,6 +44,13 @@ class Signals:
         for number in STOPS:
             signal.signal(number, _do_nothing)
         return signals
+
+    def release(self, process_ends: bool) -> None:
+        """The attempt is over. A process that now ends ignores late signals: on its way out Python would reset its
+        handlers, so that a SIGTERM turned a finished rank into a failed one; any other gets back what it had."""
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_IGN if process_ends else before)
+        signal.set_wakeup_fd(-1)
 
     def tell(self, listener: Callable[[signal.Signals], None]) -> None:
         """Call `listener` with the first stop signal, in another thread; at once when it has come already."""

@@ -1,0 +1,127 @@
+"""The throwaway Slurm, one for all tests of this folder, and a user who types commands at it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.cluster import Cluster, missing
+from trainer.observe.metrics import read_lines
+from trainer.rundir import RunDir
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+# An attempt of four ranks on two cores imports torch for 10 s; a requeued job is held for 6 s.
+DEADLINE_S = 180.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slurm)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A real Slurm. In CI (LASTSTEP_REQUIRE_SLURM=1) its absence is a failure, not a skip."""
+    if lack := missing():
+        if os.environ.get("LASTSTEP_REQUIRE_SLURM"):
+            pytest.fail(lack)
+        pytest.skip(lack)
+    started = Cluster.start(tmp_path_factory.mktemp("slurm"), owner=os.getpid())
+    yield started
+    started.stop()
+
+
+class User:
+    """Someone in the project's folder, at a terminal of that cluster."""
+
+    def __init__(self, cluster: Cluster, root: Path) -> None:
+        self.cluster = cluster
+        self.root = root
+        # Threads are set for the jobs too: they inherit the environment that sbatch is called in.
+        self.env = {**cluster.env, "OMP_NUM_THREADS": "1"}
+
+    def types(self, *words: str, status: int = 0) -> str:
+        """`python launch.py WORDS`; returns what it printed. Any other exit status fails the test."""
+        command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
+        done = subprocess.run(command, cwd=PROJECT, env=self.env, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert done.returncode == status, f"{command} exited {done.returncode}:\n{done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def begins(self, *words: str) -> subprocess.Popen[str]:
+        """`python launch.py WORDS`, left running."""
+        command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
+        return subprocess.Popen(
+            command, cwd=PROJECT, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def run(self, name: str) -> RunDir:
+        """The folder of the run of that name."""
+        return RunDir(self.root / name)
+
+    def attempts(self, name: str) -> list[dict[str, Any]]:
+        """The records of its ended attempts."""
+        return read_lines(self.run(name).attempts)
+
+    def verify(self, name: str) -> list[dict[str, Any]]:
+        """What `launch.py verify --json` says."""
+        found: list[dict[str, Any]] = json.loads(self.types("verify", name, "--json"))
+        return found
+
+    def job_of(self, name: str) -> str:
+        """The job id of the run, once it is submitted."""
+        pickles = self.cluster.wait_for(
+            lambda: list(self.run(name).logs.glob("*_submitted.pkl")), DEADLINE_S, f"run {name} was not submitted"
+        )
+        return pickles[0].name.split("_")[0]
+
+    def waits_for(self, name: str, text: str) -> None:
+        """Until rank 0's log of the run has `text`."""
+        logs = self.run(name).logs
+
+        def said() -> bool:
+            return any(text in log.read_text() for log in logs.glob("*_0_log.out"))
+
+        self.cluster.wait_for(said, DEADLINE_S, f"rank 0 of {name} did not print {text!r}")
+
+    def waits_for_end(self, name: str, reason: str) -> list[dict[str, Any]]:
+        """Until an attempt of the run ended for `reason`; returns all attempts."""
+
+        def ended() -> bool:
+            return any(attempt["reason"] == reason for attempt in self.attempts(name))
+
+        self.cluster.wait_for(ended, DEADLINE_S, f"no attempt of {name} ended as {reason}")
+        return self.attempts(name)
+
+    def kills_every_rank(self, name: str) -> None:
+        """SIGKILL to all processes of the run's job at once, rank 0's first: nobody is left to say anything."""
+        ranks = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                command, environ = (process / "cmdline").read_bytes(), (process / "environ").read_bytes().split(b"\0")
+                if b"submitit.core._submit" in command and str(self.run(name).logs).encode() in command:
+                    rank = next((v for v in environ if v.startswith(b"SLURM_PROCID=")), None)
+                    if rank is not None and b"srun" not in command:
+                        ranks[int(process.name)] = int(rank.split(b"=")[1])
+        for pid in sorted(ranks, key=lambda pid: ranks[pid]):
+            os.kill(pid, signal.SIGKILL)
+
+    def waits_until_gone(self, job: str) -> None:
+        """Until the job has left the queue."""
+        self.cluster.wait_for(
+            lambda: not self.cluster.run("squeue", "-h", "-j", job, check=False), DEADLINE_S, f"job {job} did not end"
+        )
+
+
+@pytest.fixture(scope="session")
+def user(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> User:
+    return User(cluster, tmp_path_factory.mktemp("runs"))

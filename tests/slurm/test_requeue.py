@@ -1,0 +1,127 @@
+"""Whatever ends an allocation on a real Slurm, the next one carries on, and the model is bit for bit the same.
+
+Each test hits a run of 2 nodes and 4 ranks in the middle of its second epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import fingerprint
+from tests.slurm.conftest import DEADLINE_S, User
+
+FOUR_RANKS = ("--nodes", "2", "--tasks-per-node", "2")
+SHORT = ("train.max_steps=160",)  # 63 steps an epoch
+MID_EPOCH = "step 80/160"
+
+
+@pytest.fixture(scope="session")
+def undisturbed(user: User) -> dict[str, Any]:
+    """The fingerprint of the run that nobody touched."""
+    said = user.types(*FOUR_RANKS, "--name", "undisturbed", "--follow", *SHORT)
+    assert "step 160/160" in said, "--follow streams rank 0's log to the end"
+    return fingerprint(user.run("undisturbed"))
+
+
+def test_four_ranks_on_two_nodes(user: User, undisturbed: dict[str, Any]) -> None:
+    """The command that README opens with: every rank is one task, and the run's folder tells all of it."""
+    (attempt,) = user.attempts("undisturbed")
+    assert attempt["reason"] == "finished"
+    assert attempt["world_size"] == 4 and len(attempt["hosts"]) == 2
+    job = user.job_of("undisturbed")
+    logs = sorted(path.name for path in user.run("undisturbed").logs.glob("*_log.out"))
+    assert logs == [f"{job}_{rank}_log.out" for rank in range(4)]
+    steps = [line["step"] for line in undisturbed["metrics"] if "loss" in line]
+    assert steps == list(range(1, 161)), "each step stands in metrics.jsonl once, in order"
+    newest = user.verify("undisturbed")[-1]
+    assert newest["ok"] and newest["step"] == 160 and newest["world_size"] == 4
+
+
+def hit_and_compare(user: User, name: str, partition: str, fault: tuple[str, ...], undisturbed: dict[str, Any]) -> None:
+    """Follow a run, hit it in mid-epoch with a Slurm command, and see it end as if nothing had been."""
+    following = user.begins(*FOUR_RANKS, "--name", name, "--partition", partition, "--follow", *SHORT)
+    user.waits_for(name, MID_EPOCH)
+    job = user.job_of(name)
+    user.cluster.run(*(word.format(job=job) for word in fault))
+    said, _ = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 0, said
+    assert "resuming after step" in said, "--follow streams through the requeue"
+
+    first, second = user.attempts(name)
+    assert (first["reason"], second["reason"]) == ("preempted", "finished")
+    assert (first["job_id"], second["job_id"]) == (job, job), "the same job, started again"
+    assert (first["restart"], second["restart"]) == (0, 1)
+    assert first["lost_steps"] == second["lost_steps"] == 0
+    assert 80 <= first["end_step"] == second["start_step"] < 160
+    assert fingerprint(user.run(name)) == undisturbed
+
+
+def test_scontrol_requeue(user: User, undisturbed: dict[str, Any]) -> None:
+    """An administrator's requeue sends SIGTERM, which submitit ignores: its plain job would start from nothing."""
+    hit_and_compare(user, "requeue", "main", ("scontrol", "requeue", "{job}"), undisturbed)
+
+
+def test_user_signal(user: User, undisturbed: dict[str, Any]) -> None:
+    """SIGUSR2 asks for a requeue that nobody but rank 0 makes, through submitit's own handler."""
+    hit_and_compare(user, "usr2", "main", ("scancel", "--signal", "USR2", "{job}"), undisturbed)
+
+
+@pytest.mark.parametrize("partition", ["main", "grace"])
+def test_preemption(user: User, undisturbed: dict[str, Any], partition: str) -> None:
+    """A job in `high` takes the nodes. In a partition with a GraceTime Slurm believes a job that leaves at the first
+    SIGTERM to be done, so there the run must requeue itself."""
+    everything = ("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    hit_and_compare(user, f"preempted-in-{partition}", partition, everything, undisturbed)
+
+
+def test_time_limit(user: User) -> None:
+    """The warning before the time limit saves the run. With its budget of timeouts spent, it ends, and can be resumed.
+
+    A limit of one minute is where submitit would count any signal as a timeout; here Slurm is asked.
+    """
+    limits = ("--time", "1", "launch.signal_delay_s=50", "launch.max_timeouts=0")
+    user.types(*FOUR_RANKS, "--name", "limited", *limits)
+    first, *rest = user.waits_for_end("limited", "timeout")
+    assert not rest and first["lost_steps"] == 0
+    user.waits_until_gone(user.job_of("limited"))
+    user.types("resume", "limited", "--time", "60", "--follow")
+    assert [a["reason"] for a in user.attempts("limited")] == ["timeout", "finished"]
+    steps = [line["step"] for line in fingerprint(user.run("limited"))["metrics"] if "loss" in line]
+    assert steps == list(range(1, 631))
+
+
+def test_scancel_ends_the_run_and_resume_goes_on_at_another_size(user: User, undisturbed: dict[str, Any]) -> None:
+    """A cancelled run stays cancelled (a requeue would raise it from the dead) but has lost nothing."""
+    user.types(*FOUR_RANKS, "--name", "cancelled", *SHORT)
+    user.waits_for("cancelled", MID_EPOCH)
+    job = user.job_of("cancelled")
+    said = user.types("resume", "cancelled", status=2)
+    assert f"job {job} of this run is in the queue" in said, "two jobs at once on one run would tear it apart"
+    user.cluster.run("scancel", job)
+    user.waits_for_end("cancelled", "cancelled")
+    user.waits_until_gone(job)
+
+    user.types("resume", "cancelled", "--nodes", "1", "--follow")
+    first, second = user.attempts("cancelled")
+    assert (first["reason"], second["reason"]) == ("cancelled", "finished")
+    assert (first["world_size"], second["world_size"]) == (4, 2)
+    assert first["lost_steps"] == 0 and second["start_step"] == first["end_step"]
+    lines = fingerprint(user.run("cancelled"))["metrics"]
+    assert [line["step"] for line in lines] == [line["step"] for line in undisturbed["metrics"]]
+
+
+def test_killed_without_a_signal(user: User, undisturbed: dict[str, Any]) -> None:
+    """SIGKILL of every rank: the newest periodic checkpoint stands, the steps since are done again, and are counted."""
+    user.types(*FOUR_RANKS, "--name", "killed", "checkpoint.every_steps=50", *SHORT)
+    user.waits_for("killed", MID_EPOCH)
+    job = user.job_of("killed")
+    user.kills_every_rank("killed")
+    user.waits_until_gone(job)
+    assert user.attempts("killed") == [], "nobody was left to write a record"
+    user.types("resume", "killed", "--follow")
+    first, second = user.attempts("killed")
+    assert (first["reason"], second["reason"]) == ("lost", "finished")
+    assert first["lost_steps"] == first["end_step"] - second["start_step"] and second["start_step"] in (63, 100)
+    assert fingerprint(user.run("killed")) == undisturbed

@@ -1,0 +1,54 @@
+"""Submitting to a real Slurm."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.slurm.conftest import DEADLINE_S, PROJECT, User
+
+TINY = ("train.max_steps=2", "data.name=fake", "data.args.samples=64", "data.args.image_size=8")
+
+
+def test_sbatch_accepts_the_dry_run(user: User, tmp_path: Path) -> None:
+    """What --dry-run prints is what Slurm would get, with options of every kind."""
+    options = ("--nodes", "2", "--gpus-per-node", "2", "--time", "30", "--partition", "grace", "--name", "dry")
+    more = ("launch.mem_gb=1.5", "launch.slurm.comment=a b", "launch.setup=[module list || true]")
+    said = user.types(*options, *more, "--dry-run")
+    assert not user.run("dry").path.exists(), "a dry run leaves nothing behind"
+    script = tmp_path / "script.sh"
+    script.write_text(said[said.index("#!/bin/bash") :])
+    asked = subprocess.run(["sbatch", "--test-only", script], env=user.env, capture_output=True, text=True, timeout=60)
+    assert asked.returncode == 0, asked.stderr
+
+
+def test_submit_from_python_gives_the_result(user: User, tmp_path: Path) -> None:
+    """The two lines of README: a submitit Job whose result is the final metrics, for a job of several ranks too."""
+    program = tmp_path / "mine.py"
+    words = [*TINY, "launch.name=python", "launch.tasks_per_node=2", f"launch.root={user.root}"]
+    program.write_text(
+        "from trainer import Config, submit\n"
+        f"job = submit(Config.load('mnist', {words!r}))\n"
+        "print(job.result()['val_accuracy'])\n"
+    )
+    env = {**user.env, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert 0 <= float(done.stdout) <= 1
+
+
+def test_slurm_refuses(user: User) -> None:
+    """sbatch's own word, on one line, and no folder of a run that never was."""
+    said = user.types("--name", "refused", "--partition", "nowhere", *TINY, status=2)
+    assert said.count("\n") == 1 and said.startswith("error: Slurm refused the job: ") and "partition" in said
+    assert not user.run("refused").path.exists()
+
+
+def test_gpus_that_torch_cannot_use(user: User) -> None:
+    """A node whose GPUs do not work must not train on its CPUs in silence: the run fails and says so."""
+    user.types("--name", "nogpu", "--gpus-per-node", "2", *TINY)
+    (attempt,) = user.waits_for_end("nogpu", "failed")
+    assert "torch finds no GPU on this machine" in attempt["error"]
+    assert attempt["world_size"] == 2, "one task per GPU"
+    user.waits_until_gone(user.job_of("nogpu"))
