@@ -1,0 +1,194 @@
+"""--local: the same Trainer as processes on this machine, and what a user at the terminal sees of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import fingerprint, reasons
+from trainer.data.catalog import MNIST_5K
+from trainer.observe.metrics import read_lines
+from trainer.rundir import RunDir
+
+PROJECT = Path(__file__).resolve().parent.parent
+DEADLINE_S = 120.0
+TINY = ("data.name=fake", "data.args.samples=64", "data.args.image_size=8", "train.batch_size=16", "train.epochs=1")
+LONG = ("data.name=fake", "data.args.samples=640", "data.args.image_size=8", "train.epochs=1000")
+
+
+class Terminal:
+    """A user's terminal in the project's folder, with runs in a folder of its own."""
+
+    def __init__(self, root: Path, **env: str) -> None:
+        self.root = root
+        self.env = {**os.environ, **env}
+
+    def starts(self, *words: str) -> subprocess.Popen[str]:
+        """`python launch.py WORDS`."""
+        command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
+        return subprocess.Popen(
+            command, cwd=PROJECT, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def types(self, *words: str, status: int = 0) -> str:
+        """The same to its end; returns what it printed."""
+        process = self.starts(*words)
+        said, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == status, said
+        return said
+
+    def run(self, name: str) -> RunDir:
+        """The folder of that run."""
+        return RunDir(self.root / name)
+
+    def waits_for_step(self, name: str) -> None:
+        """Until the run has finished its first steps."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not read_lines(self.run(name).metrics):
+            assert time.monotonic() < deadline, f"{name} did not begin to train within {DEADLINE_S:.0f} s"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Terminal:
+    return Terminal(tmp_path / "runs")
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+    """Pids of the ranks that the launcher started, rank 0 first."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return sorted(map(int, children))
+
+
+def test_two_nodes_on_one_machine(terminal: Terminal) -> None:
+    """The ranks of two nodes run here, and the terminal shows progress and the result."""
+    said = terminal.types("--local", "--nodes", "2", "--name", "two", *TINY)
+    assert "step 4/4" in said and "val_accuracy" in said
+    assert terminal.run("two").config.exists()
+    (attempt,) = read_lines(terminal.run("two").attempts)
+    assert attempt["world_size"] == 2 and attempt["reason"] == "finished"
+    assert len(list(terminal.run("two").logs.glob("*_log.out"))) == 2
+
+
+def test_ctrl_c_is_a_stop(terminal: Terminal) -> None:
+    """Ctrl-C keeps every step, exits 130 and says how to go on; resume then does."""
+    launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "stopped", "data.workers=1", *LONG)
+    terminal.waits_for_step("stopped")
+    launcher.send_signal(signal.SIGINT)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 130, said
+    assert "python launch.py resume stopped --local" in said
+    (attempt,) = read_lines(terminal.run("stopped").attempts)
+    assert attempt["reason"] == "cancelled" and attempt["lost_steps"] == 0
+    lines = fingerprint(terminal.run("stopped"))
+    assert lines["step"] == attempt["end_step"] == lines["metrics"][-1]["step"]
+
+    resumed = terminal.starts("resume", "stopped", "--local")
+    deadline = time.monotonic() + DEADLINE_S
+    while read_lines(terminal.run("stopped").metrics)[-1]["step"] <= attempt["end_step"]:
+        assert time.monotonic() < deadline and resumed.poll() is None, "the resumed run did not go on"
+        time.sleep(0.02)
+    resumed.send_signal(signal.SIGTERM)
+    resumed.communicate(timeout=DEADLINE_S)
+    assert resumed.returncode == 143
+
+
+def test_second_ctrl_c_kills(terminal: Terminal) -> None:
+    """A user who cannot wait gets the terminal back, even when a rank is stuck."""
+    launcher = terminal.starts("--local", "--name", "stuck", *LONG)
+    terminal.waits_for_step("stuck")
+    (rank,) = ranks_of(launcher)
+    os.kill(rank, signal.SIGSTOP)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stdout is not None
+    while "Ctrl-C again to kill" not in launcher.stdout.readline():
+        assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 1
+    assert not Path(f"/proc/{rank}").exists(), "no rank is left behind"
+
+
+def test_a_killed_rank_ends_the_run(terminal: Terminal) -> None:
+    """When one rank is killed (out of memory) the others and the command end too, with status 1 and the rank's name."""
+    launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "oom", *LONG)
+    terminal.waits_for_step("oom")
+    os.kill(ranks_of(launcher)[1], signal.SIGKILL)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 1
+    assert "rank 1 was ended by SIGKILL" in said
+    assert reasons(terminal.run("oom")) == ["failed"]
+
+
+def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None:
+    """What a rank finds wrong with the configuration reads like any other wrong input: one line, status 2."""
+    (tmp_path / "empty_task.py").write_text(
+        "import trainer\nclass Empty(trainer.Task):\n    def datasets(self):\n        return [], []\n"
+    )
+    here = Terminal(tmp_path / "runs", PYTHONPATH=str(tmp_path))
+    said = here.types("--local", "--name", "empty", "task=empty_task.Empty", status=2)
+    assert "error: data.name=mnist-5k: empty" in said and "Traceback" not in said
+
+
+def test_only_one_attempt_at_a_time(terminal: Terminal) -> None:
+    """Two attempts on one folder would interleave their metrics and overwrite each other's checkpoints."""
+    first = terminal.starts("--local", "--name", "twice", *LONG)
+    terminal.waits_for_step("twice")
+    said = terminal.types("resume", "twice", "--local", status=2)
+    assert "another attempt is at work on this run" in said
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=DEADLINE_S)
+    steps = [line["step"] for line in read_lines(terminal.run("twice").metrics) if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_resuming_a_finished_run_says_so(terminal: Terminal) -> None:
+    """It trains nothing and changes nothing."""
+    terminal.types("--local", "--name", "done", *TINY)
+    before = fingerprint(terminal.run("done"))
+    assert "resuming after step 4: 4 steps" in terminal.types("resume", "done", "--local")
+    assert fingerprint(terminal.run("done")) == before
+
+
+def test_task_of_your_own(tmp_path: Path) -> None:
+    """README's example, word for word: a Task in 20 lines that learns."""
+    readme = (PROJECT / "README.md").read_text()
+    code = readme.split("```python\n# my_task.py\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    (tmp_path / "my_task.py").write_text(code)
+    here = Terminal(tmp_path / "runs", PYTHONPATH=str(tmp_path))
+    here.types("--local", "--tasks-per-node", "2", "--name", "mine", "task=my_task.Line", "train.epochs=20")
+    last = read_lines(here.run("mine").metrics)[-1]
+    assert last["val_loss"] < 0.05, "the line is learned"
+
+
+def test_mnist_from_a_folder(terminal: Terminal, tmp_path: Path) -> None:
+    """A data set that is in data.root already needs no network: compute nodes often have none."""
+    shutil.copytree(MNIST_5K, tmp_path / "data")
+    said = terminal.types("--local", "--name", "m", "data.name=mnist", f"data.root={tmp_path}/data", "train.max_steps=3")
+    assert "step 3/3" in said
+
+
+def test_image_folder(terminal: Terminal, tmp_path: Path) -> None:
+    """A folder of pictures per class, with a torchvision model and augmentation, in two ranks with loader workers."""
+    from PIL import Image
+
+    for part in ("train", "val"):
+        for label, colour in {"red": (255, 0, 0), "blue": (0, 0, 255)}.items():
+            folder = tmp_path / "data" / part / label
+            folder.mkdir(parents=True)
+            for number in range(8):
+                Image.new("RGB", (40, 30), colour).save(folder / f"{number}.jpg")
+    terminal.types(
+        "--local", "--tasks-per-node", "2", "--name", "jpg", "data.name=imagefolder", f"data.root={tmp_path}/data",
+        "data.args.image_size=32", "data.args.augment=true", "data.workers=1", "model.name=resnet18",
+        "train.batch_size=8", "train.epochs=2",
+    )  # fmt: skip
+    assert read_lines(terminal.run("jpg").metrics)[-1]["epoch"] == 2
