@@ -172,7 +172,9 @@ def test_task_of_your_own(tmp_path: Path) -> None:
 def test_mnist_from_a_folder(terminal: Terminal, tmp_path: Path) -> None:
     """A data set that is in data.root already needs no network: compute nodes often have none."""
     shutil.copytree(MNIST_5K, tmp_path / "data")
-    said = terminal.types("--local", "--name", "m", "data.name=mnist", f"data.root={tmp_path}/data", "train.max_steps=3")
+    said = terminal.types(
+        "--local", "--name", "m", "data.name=mnist", f"data.root={tmp_path}/data", "train.max_steps=3"
+    )
     assert "step 3/3" in said
 
 

@@ -19,8 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from trainer.config import Config, ConfigError, Optim
+from trainer.config import Config, ConfigError
 from trainer.data.order import seed_generators, seed_of
+from trainer.schema import Optim
 from trainer.task import Task
 from trainer.world.meet import Group
 

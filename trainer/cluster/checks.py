@@ -9,8 +9,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from trainer.config import Config, ConfigError, Data, nearest
+from trainer.config import Config, ConfigError, nearest
 from trainer.data.catalog import DATA_ARGS, DATASETS, FAKE_ARGS
+from trainer.schema import Data
 from trainer.tasks.models import check_model_name
 
 

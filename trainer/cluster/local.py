@@ -13,8 +13,9 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
+from trainer.cluster import runs
 from trainer.config import Config, ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
@@ -32,8 +33,10 @@ def run_local(config: Config, run: RunDir) -> int:
     with _forwarded_signals() as received:
         ranks = [_start(config, run, job_id, rank) for rank in range(config.launch.world_size)]
         logs = [run.logs / f"{job_id}_{rank}_log.out" for rank in range(len(ranks))]
-        reader = threading.Thread(target=_copy_output, args=(ranks[0].stdout, logs[0]), daemon=True)
-        reader.start()
+        copies = [(ranks[0].stdout, sys.stdout), (ranks[0].stderr, sys.stderr)]
+        readers = [threading.Thread(target=_copy, args=(*copy, logs[0]), daemon=True) for copy in copies]
+        for reader in readers:
+            reader.start()
         sent = 0
         failed_at: float | None = None
         while any(rank.poll() is None for rank in ranks):
@@ -48,7 +51,8 @@ def run_local(config: Config, run: RunDir) -> int:
             if failed_at is not None and not received and time.monotonic() > failed_at + GRACE_S:
                 _send(ranks, signal.SIGKILL)
             time.sleep(0.05)
-        reader.join(timeout=5)
+        for reader in readers:
+            reader.join(timeout=5)
     status = _status([rank.returncode for rank in ranks])
     if status in (1, 2):
         _show_failure([rank.returncode for rank in ranks], logs)
@@ -74,6 +78,7 @@ def _start(config: Config, run: RunDir, job_id: str, rank: int) -> subprocess.Po
     launch = config.launch
     environment = {
         **os.environ,
+        "PYTHONPATH": runs.python_path(),
         **launch.env,
         "SUBMITIT_EXECUTOR": "local",
         "SUBMITIT_LOCAL_JOB_ID": job_id,
@@ -91,7 +96,7 @@ def _start(config: Config, run: RunDir, job_id: str, rank: int) -> subprocess.Po
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
         )
     with (run.logs / f"{job_id}_{rank}_log.out").open("ab") as log:
         return subprocess.Popen(
@@ -99,7 +104,7 @@ def _start(config: Config, run: RunDir, job_id: str, rank: int) -> subprocess.Po
         )
 
 
-def _copy_output(source: IO[bytes] | None, log: Path) -> None:
+def _copy(source: IO[bytes] | None, terminal: TextIO, log: Path) -> None:
     """Rank 0's output, to its log and to the terminal, as it comes."""
     assert source is not None
     with log.open("ab") as file:
@@ -107,8 +112,8 @@ def _copy_output(source: IO[bytes] | None, log: Path) -> None:
             file.write(data)
             file.flush()
             with contextlib.suppress(OSError):  # the terminal may be gone; the log is not
-                sys.stdout.buffer.write(data)
-                sys.stdout.flush()
+                terminal.buffer.write(data)
+                terminal.flush()
 
 
 @contextlib.contextmanager
@@ -150,4 +155,5 @@ def _show_failure(codes: list[int], logs: list[Path]) -> None:
             print(logs[rank].read_text(errors="replace")[-4000:], file=sys.stderr)
         if code < 0:
             print(f"[laststep] rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-    print(f"[laststep] failed; each rank's log is in {logs[0].parent}", file=sys.stderr)
+    if 2 not in codes:  # what is wrong with the configuration is on one line already
+        print(f"[laststep] failed; each rank's log is in {logs[0].parent}", file=sys.stderr)

@@ -13,6 +13,8 @@ from trainer.cluster.checks import check_writable
 from trainer.config import Config, ConfigError, nearest
 from trainer.rundir import RunDir
 
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
 
 def with_name(config: Config, stem: str) -> Config:
     """The configuration with a name for its run, and with an absolute root: the job may start in another folder.
@@ -55,6 +57,12 @@ def create(config: Config) -> RunDir:
 def remove(run: RunDir) -> None:
     """Take back a folder that was made for a run that did not start."""
     shutil.rmtree(run.path, ignore_errors=True)
+
+
+def python_path() -> str:
+    """PYTHONPATH of the ranks: this project's code, the folder that the command was typed in, and the user's own."""
+    own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join(dict.fromkeys([str(PROJECT), os.getcwd(), *own]))
 
 
 def find(name: str, root: str) -> RunDir:

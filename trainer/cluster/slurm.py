@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from submitit import SlurmExecutor, SlurmJob
@@ -20,7 +19,6 @@ from trainer.config import Config, ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 # How often a run is requeued is decided by Trainer.checkpoint: submitit would count every signal within ten minutes
 # of the limit as a timeout.
 NO_LIMIT = 1_000_000
@@ -63,7 +61,10 @@ def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
         with _outside_any_job(), contextlib.redirect_stderr(io.StringIO()):
             job = executor.submit(Trainer(config))
     except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
-        raise ConfigError(f"Slurm refused the job: {_reason(error)}") from None
+        reason = _reason(error)
+        unreachable = any(words in reason for words in ("Unable to contact", "configuration source"))
+        hint = "; add --local to train here, or try a throwaway Slurm with `make slurm`" if unreachable else ""
+        raise ConfigError(f"Slurm refused the job: {reason}{hint}") from None
     return job.task(0)  # type: ignore[return-value]
 
 
@@ -78,7 +79,7 @@ def make_executor(config: Config, run: RunDir) -> _Executor:
         "constraint": launch.constraint,
         "exclude": launch.exclude,
         "gpus_per_node": launch.gpus_per_node or None,
-        "mem": None if launch.mem_gb is None else f"{round(1024 * launch.mem_gb)}MB",
+        "mem": None if launch.mem_gb is None else f"{max(1, round(1024 * launch.mem_gb))}MB",
     }
     executor.update_parameters(
         job_name=run.name,
@@ -109,11 +110,10 @@ def living_jobs(run: RunDir) -> list[str]:
 
 
 def _setup(config: Config) -> list[str]:
-    """Shell lines before srun: the ranks must find the code of the project and of the submitter."""
-    places = dict.fromkeys([str(PROJECT), os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))])
+    """Shell lines before srun."""
     environment = {
         "OMP_NUM_THREADS": str(config.launch.cpus_per_task),
-        "PYTHONPATH": ":".join(places),
+        "PYTHONPATH": runs.python_path(),
         **config.launch.env,
     }
     return [f"export {name}={_quote(value)}" for name, value in environment.items()] + list(config.launch.setup)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -47,6 +48,8 @@ class _Parser(argparse.ArgumentParser):
 def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     verbs: dict[str, Callable[[Sequence[str]], int]] = {"submit": _submit, "resume": _resume, "verify": _verify}
+    # Where the command is typed is where the ranks look for a user's own Task, so look there too.
+    sys.path.append(os.getcwd())
     try:
         if words and not words[0].startswith("-") and "=" not in words[0]:
             if words[0] not in verbs:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cluster import checks, follow, local, runs, slurm
-from trainer.config import Config, ConfigError, Launch, find_config
+from trainer.config import Config, ConfigError, find_config
 from trainer.rundir import RunDir
+from trainer.schema import Launch
 
 
 class Way(enum.Enum):

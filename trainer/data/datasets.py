@@ -10,8 +10,9 @@ from torch.utils.data import Dataset
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from trainer.config import ConfigError, Data
+from trainer.config import ConfigError
 from trainer.data.catalog import DATASETS, MNIST_5K
+from trainer.schema import Data
 
 _CLASSES = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST, "cifar10": datasets.CIFAR10}
 
@@ -24,8 +25,9 @@ def prepare_data(data: Data) -> None:
         for train in (True, False):
             _CLASSES[data.name](data.root, train=train, download=True)
     except Exception as error:  # no network, a full disk, a server's error page: torchvision raises whatever it meets
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"data.root={data.root}: {data.name} is not there and could not be downloaded ({error}); "
+            f"data.root={data.root}: {data.name} is not there and could not be downloaded ({reason}); "
             f"copy it there, or name the folder that has it"
         ) from error
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -102,7 +103,12 @@ class CheckpointStore:
             replaced = final.with_suffix(".replaced")
             if final.exists():
                 final.rename(replaced)
-            writing.rename(final)
+            try:
+                writing.rename(final)
+            except OSError:
+                if replaced.exists():
+                    replaced.rename(final)
+                raise
             fsync(self.folder)
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
@@ -114,12 +120,16 @@ class CheckpointStore:
         manifest = self.manifest(step)
         for name, said in manifest.files.items():
             path = self.path(step) / name
-            if not path.is_file():
-                raise CheckpointError(f"{name} is missing")
-            if path.stat().st_size != said["bytes"]:
-                raise CheckpointError(f"{name} has {path.stat().st_size} bytes, its manifest says {said['bytes']}")
-            if _sha256(path) != said["sha256"]:
-                raise CheckpointError(f"{name} differs from its SHA-256 in the manifest")
+            try:
+                size = path.stat().st_size
+                if size != said["bytes"]:
+                    raise CheckpointError(f"{name} has {size} bytes, its manifest says {said['bytes']}")
+                if _sha256(path) != said["sha256"]:
+                    raise CheckpointError(f"{name} differs from its SHA-256 in the manifest")
+            except FileNotFoundError:
+                raise CheckpointError(f"{name} is missing") from None
+            except OSError as error:
+                raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
         return manifest
 
     def manifest(self, step: int) -> Manifest:
@@ -132,7 +142,8 @@ class CheckpointStore:
             raise CheckpointError(f"manifest.json cannot be read: {error}") from None
         if manifest.format != FORMAT:
             raise CheckpointError(f"format {manifest.format}, this Laststep reads {FORMAT}")
-        if manifest.step != step or "state.pt" not in manifest.files:
+        described = all(isinstance(f, dict) and {"bytes", "sha256"} <= set(f) for f in manifest.files.values())
+        if manifest.step != step or "state.pt" not in manifest.files or not described:
             raise CheckpointError(f"manifest.json is not that of step {step}")
         return manifest
 
@@ -159,7 +170,7 @@ class CheckpointStore:
         newest = sorted(readable)[-keep_last:]
         if len(newest) < keep_last:
             return
-        measured = [s for s in readable if best_by in readable[s].metrics]
+        measured = [s for s in readable if math.isfinite(readable[s].metrics.get(best_by, math.nan))]
         best = sorted(measured, key=lambda s: (readable[s].metrics[best_by], s))[:keep_best]
         for step in self.steps():
             if step < newest[0] and step not in best:

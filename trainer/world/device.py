@@ -47,10 +47,10 @@ def _choose(config: Config, world: World) -> torch.device:
             f"device={config.device}, launch.gpus_per_node={config.launch.gpus_per_node}: "
             f"torch finds no GPU on this machine; use device=cpu"
         )
-    if count == 1:  # also with gpus_per_task=1, which hides the other ranks' GPUs
+    if count == 1 and (world.local_size == 1 or world.on_slurm):  # gpus_per_task=1 hides the other ranks' GPUs
         return torch.device("cuda", 0)
     if world.local_size > count:
         raise ConfigError(
-            f"launch.gpus_per_node={world.local_size}: this node has {count} GPUs; use --gpus-per-node {count}"
+            f"{world.local_size} ranks on this node, but it has {count} GPUs: use --gpus-per-node {count} or device=cpu"
         )
     return torch.device("cuda", world.local_rank)

@@ -1,0 +1,20 @@
+"""All benchmarks, one after another: `python -m benchmarks`. Each writes its figures into results/."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Run each file's `main`; 1 when one of them misses its limit."""
+    status = 0
+    for path in sorted(Path(__file__).resolve().parent.glob("[!_]*.py")):
+        print(f"== {path.stem}", flush=True)
+        status |= importlib.import_module(f"benchmarks.{path.stem}").main([])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""How long the command takes to answer, against the imports that it cannot do without.
+
+`python -m benchmarks.start [--runs N]`. The commands take turns, so that whatever else the machine does hits all of
+them alike. Each must take at most 1.5 times the median of the imports; the exit status says whether they do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parent.parent
+RESULT = Path(__file__).resolve().parent / "results" / "start.json"
+LAUNCH = [sys.executable, str(PROJECT / "launch.py")]
+BASELINE = "import submitit, omegaconf"
+COMMANDS = {
+    BASELINE: [sys.executable, "-c", BASELINE],
+    "launch.py --help": [*LAUNCH, "--help"],
+    "launch.py --dry-run --nodes 2": [*LAUNCH, "--dry-run", "--nodes", "2"],
+}
+LIMIT = 1.5  # times the baseline's median
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure, print a table, write the results; 1 when a command is over the limit."""
+    parser = argparse.ArgumentParser(prog="benchmarks.start", description="How long the command takes to answer.")
+    parser.add_argument("--runs", type=int, default=40, help="runs of each command (default: 40)")
+    runs = parser.parse_args(words).runs
+    if runs < 2:
+        parser.error("--runs must be at least 2")
+
+    times = measure(runs)
+    baseline = statistics.median(times[BASELINE])
+    results = {name: summary(taken, baseline) for name, taken in times.items()}
+    print(f"{'median':>8}  {'10-90 %':>13}  {'ratio':>5}  command ({runs} runs each)")
+    for name, r in results.items():
+        print(f"{r['median_ms']:>5.0f} ms  {r['p10_ms']:>4.0f} - {r['p90_ms']:>3.0f} ms  {r['ratio']:>5.2f}  {name}")
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps({**machine(), "runs": runs, "limit": LIMIT, "results": results}, indent=1) + "\n")
+    return int(any(r["ratio"] > LIMIT for r in results.values()))
+
+
+def measure(runs: int) -> dict[str, list[float]]:
+    """Seconds that each command took, one round after another; the first round, which fills caches, is dropped."""
+    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(runs + 1):
+            for name, command in COMMANDS.items():
+                start = time.perf_counter()
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
+                times[name].append(time.perf_counter() - start)
+    return {name: taken[1:] for name, taken in times.items()}
+
+
+def summary(taken: list[float], baseline: float) -> dict[str, float]:
+    """Median and spread in milliseconds, and the median's ratio to the baseline's."""
+    tenths = statistics.quantiles(taken, n=10)
+    median = statistics.median(taken)
+    return {
+        "median_ms": round(1000 * median, 1),
+        "p10_ms": round(1000 * tenths[0], 1),
+        "p90_ms": round(1000 * tenths[-1], 1),
+        "ratio": round(median / baseline, 3),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "submitit": version("submitit"),
+        "omegaconf": version("omegaconf"),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""metrics.jsonl and attempts.jsonl: each step once, whatever was written when the machine went down."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.observe.attempts import AttemptLog, count_reasons
+from trainer.observe.metrics import MetricsFile, read_lines
+from trainer.rundir import RunDir
+from trainer.world.detect import World
+
+WORLD = World(0, 2, 0, 0, 1, ("n1",), "7", 0, "slurm")
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 40)), max_size=6))
+def test_each_step_once(attempts: list[tuple[int, int, int]]) -> None:
+    """Attempts that keep some steps, lose some, and are cut off within a line: a curve with a step twice or a gap is a
+    curve that one cannot trust."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        step, offset = 0, 0
+        for kept, lost, cut in attempts:
+            metrics = MetricsFile(path)
+            metrics.rewind(offset)
+            metrics.append({"step": step + i + 1} for i in range(kept))
+            step, offset = step + kept, metrics.sync()
+            metrics.append({"step": step + i + 1, "lost": True} for i in range(lost))
+            with path.open("a") as file:
+                file.write(json.dumps({"step": 999, "text": "cut off within this line"})[:cut])
+            assert len(read_lines(path)) <= step + lost + 1
+        MetricsFile(path).rewind(offset)
+        assert read_lines(path) == [{"step": i + 1} for i in range(step)]
+        assert MetricsFile(path).last_step() == step
+
+
+def test_no_file_yet(tmp_path: Path) -> None:
+    """A run that has not begun is no error to whoever looks."""
+    assert read_lines(tmp_path / "metrics.jsonl") == []
+    assert MetricsFile(tmp_path / "metrics.jsonl").last_step() == 0
+
+
+def test_a_new_run_forgets_what_stood_there(tmp_path: Path) -> None:
+    """A run whose first attempt died before its first checkpoint starts again from an empty file."""
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append([{"step": 1}, {"step": 2}])
+    metrics.rewind(0)
+    assert read_lines(metrics.path) == []
+
+
+def test_sync_counts_every_byte(tmp_path: Path) -> None:
+    """A checkpoint remembers this offset; one that is off by a line would cut a step off or keep a lost one."""
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    assert metrics.sync() == 0
+    metrics.append([{"step": 1, "name": "ä"}])
+    assert metrics.sync() == metrics.path.stat().st_size > 0
+
+
+def test_attempts(tmp_path: Path) -> None:
+    """One line per attempt, with the fields that status and the requeue budget read."""
+    run = RunDir(tmp_path)
+    for number, reason in enumerate(["preempted", "finished"]):
+        log = AttemptLog(run, WORLD)
+        log.begin(10 * number)
+        assert run.attempt_now.exists()
+        log.end(reason, 10 * number + 10, 0)
+        assert not run.attempt_now.exists()
+    records = read_lines(run.attempts)
+    assert [(r["attempt"], r["start_step"], r["end_step"], r["reason"]) for r in records] == [
+        (0, 0, 10, "preempted"),
+        (1, 10, 20, "finished"),
+    ]
+    assert set(records[0]) == {
+        "attempt", "job_id", "restart", "hosts", "world_size", "start", "end", "start_step", "end_step", "reason",
+        "lost_steps", "error",
+    }  # fmt: skip
+    assert all(r["start"] <= r["end"] for r in records)
+    assert count_reasons(run) == {"preempted": 1, "finished": 1}
+
+
+def test_an_attempt_that_could_not_say_how_it_ended(tmp_path: Path) -> None:
+    """After a power cut the next attempt enters it as lost, with the steps that it had done and not kept."""
+    run = RunDir(tmp_path)
+    AttemptLog(run, WORLD).begin(0)
+    MetricsFile(run.metrics).append({"step": step} for step in range(1, 8))
+    log = AttemptLog(run, WORLD)
+    log.begin(5)
+    log.end("finished", 9, 0)
+    lost, finished = read_lines(run.attempts)
+    assert (lost["attempt"], lost["reason"], lost["end_step"], lost["lost_steps"]) == (0, "lost", 7, 2)
+    assert (finished["attempt"], finished["start_step"], finished["lost_steps"]) == (1, 5, 0)
