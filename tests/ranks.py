@@ -36,7 +36,7 @@ def _context() -> ForkServerContext:
 class Attempt:
     """The ranks of one attempt at a run."""
 
-    def __init__(self, config: Config, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, config: Config, env: Mapping[str, str] | None = None, nodes: int = 1) -> None:
         self.run = RunDir(Path(config.launch.root) / str(config.launch.name))
         self.run.logs.mkdir(parents=True, exist_ok=True)
         job_id, size = f"test{next(_attempts)}", config.launch.world_size
@@ -47,10 +47,10 @@ class Attempt:
                 "SUBMITIT_EXECUTOR": "local",
                 "SUBMITIT_LOCAL_JOB_ID": job_id,
                 "SUBMITIT_LOCAL_NTASKS": str(size),
-                "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
-                "SUBMITIT_LOCAL_NODEID": "0",
+                "SUBMITIT_LOCAL_JOB_NUM_NODES": str(nodes),
+                "SUBMITIT_LOCAL_NODEID": str(rank * nodes // size),
                 "SUBMITIT_LOCAL_GLOBALID": str(rank),
-                "SUBMITIT_LOCAL_LOCALID": str(rank),
+                "SUBMITIT_LOCAL_LOCALID": str(rank % (size // nodes)),
                 "OMP_NUM_THREADS": "1",
             }
             process = _context().Process(target=_rank, args=(config, {**place, **(env or {})}, str(log)))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from trainer.config import Config
 from trainer.tasks.classification import Classification
@@ -45,3 +47,27 @@ class Signalled(Classification):
     def per_unit(self, unit: str) -> int:
         """Calls of `step` per unit of work."""
         return self.config.train.accumulate if unit == "step" else 1
+
+
+class Prepared(Classification):
+    """Writes down who prepares the data and who opens it, in the order of time."""
+
+    def note(self, what: str) -> None:
+        with open(os.environ["LASTSTEP_TEST_NOTES"], "a") as notes:
+            notes.write(f"{what} {World.detect().rank}\n")
+
+    def prepare(self) -> None:
+        self.note("begins")
+        time.sleep(0.2)  # longer than any rank takes to come here: ranks that did not wait would be seen
+        self.note("ends")
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        self.note("opens")
+        return super().datasets()
+
+
+class Linear(Classification):
+    """Without batch norm and dropout, so that how a batch is shared out among the ranks makes no difference at all."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(self.channels * self.image_size**2, self.classes or 0))

@@ -70,7 +70,8 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
 def test_two_nodes_on_one_machine(terminal: Terminal) -> None:
     """The ranks of two nodes run here, and the terminal shows progress and the result."""
     said = terminal.types("--local", "--nodes", "2", "--name", "two", *TINY)
-    assert "step 4/4" in said and "val_accuracy" in said
+    assert "step 4/4" in said
+    assert "finished: epoch 1  step 4" in said and "val_accuracy" in said.splitlines()[-1]
     assert terminal.run("two").config.exists()
     (attempt,) = read_lines(terminal.run("two").attempts)
     assert attempt["world_size"] == 2 and attempt["reason"] == "finished"

@@ -234,7 +234,7 @@ class Loop:
         self.save_due |= every is not None and epoch % every == 0
         if self.rank == 0:
             self.metrics.append([record])
-        self.progress.say("  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items()))
+        self.progress.epoch(record)
         self.progress.restart_clock()
         return True
 

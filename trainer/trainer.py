@@ -90,6 +90,7 @@ class Trainer:
                 log.end("failed", done, done - kept, traceback.format_exc())
             raise error
         if finished:
+            loop.progress.finished(loop.position.metrics)
             if log is not None:
                 log.end("finished", loop.position.step, 0)
             return loop.position.metrics

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 
 class Progress:
@@ -35,10 +37,22 @@ class Progress:
             f"{rate:,.0f} samples/s  {_duration(left)} left"
         )
 
+    def epoch(self, metrics: Mapping[str, Any]) -> None:
+        """Print an epoch's line of metrics.jsonl."""
+        self.say(_named(metrics))
+
+    def finished(self, metrics: Mapping[str, Any]) -> None:
+        """Print the result of the run."""
+        self.say(f"finished: {_named(metrics)}")
+
     def say(self, text: str) -> None:
         """Print one line, marked as Laststep's and with the time."""
         if self.prints:
             print(f"[laststep {time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def _named(metrics: Mapping[str, Any]) -> str:
+    return "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items())
 
 
 def _duration(seconds: float) -> str:

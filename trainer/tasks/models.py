@@ -38,7 +38,8 @@ def build_model(name: str, channels: int, classes: int, image_size: int, args: d
             return _convnet(channels, classes, image_size, **args)
         from torchvision import models
 
-        return models.get_model(name, num_classes=classes, **({"weights": None} | args))
+        size = {"image_size": image_size} if name.startswith("vit_") else {}  # the one family that is built for a size
+        return models.get_model(name, num_classes=classes, **({"weights": None} | size | args))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.args={args}: {name} does not take them: {error}") from error
 

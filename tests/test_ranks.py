@@ -1,0 +1,36 @@
+"""Several ranks together: what they must do in turn, and what they must see of each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Attempt, train
+from tests.test_exact import config
+from trainer.observe.metrics import read_lines
+
+
+def test_data_is_prepared_by_one_rank_of_each_node_in_turn(tmp_path: Path) -> None:
+    """Two downloads into one shared folder would tear each other's files; a rank that opens too early finds half."""
+    notes = tmp_path / "notes"
+    small = config(tmp_path, "prepared", 4, ("task=tests.tasks.Prepared", "train.max_steps=1"))
+    attempt = Attempt(small, {"LASTSTEP_TEST_NOTES": str(notes)}, nodes=2)
+    assert attempt.wait() == [0, 0, 0, 0], attempt.output()
+    prepared, opened = notes.read_text().splitlines()[:4], notes.read_text().splitlines()[4:]
+    assert prepared == ["begins 0", "ends 0", "begins 2", "ends 2"]
+    assert sorted(opened) == ["opens 0", "opens 1", "opens 2", "opens 3"]
+
+
+def test_metrics_and_weights_are_those_of_one_rank(tmp_path: Path) -> None:
+    """52 samples in batches of 8 leave a last batch of 4, with nothing at all for some of 4 ranks x 2 micro-batches.
+    Losses, accuracy and what is learned from them must be those of one rank that sees every sample, but for the order
+    of additions: a mean over ranks, or over micro-batches, would be off."""
+    alone = train(config(tmp_path, "alone", 1, ("task=tests.tasks.Linear",)))
+    four = train(config(tmp_path, "four", 4, ("task=tests.tasks.Linear", "train.accumulate=2")))
+    lines = list(zip(read_lines(alone.metrics), read_lines(four.metrics)))
+    assert len(lines) == 16
+    for one, many in lines:
+        assert set(one) == set(many)
+        for key in set(one) - {"time", "samples_per_s"}:
+            assert one[key] == pytest.approx(many[key], rel=1e-4), (key, one, many)
