@@ -10,6 +10,7 @@ train: $(VENV)/installed  ## the main job: learn 5,000 handwritten digits on thi
 
 check: $(VENV)/installed-dev  ## lint and types
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 test: $(VENV)/installed-dev slurm-packages  ## all tests, those on a real Slurm where one can be started

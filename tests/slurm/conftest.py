@@ -102,23 +102,23 @@ class User:
         self.cluster.wait_for(ended, DEADLINE_S, f"no attempt of {name} ended as {reason}")
         return self.attempts(name)
 
-    def kills_every_rank(self, name: str) -> None:
-        """SIGKILL to all processes of the run's job at once, rank 0's first: nobody is left to say anything."""
-        ranks = {}
+    def kills(self, name: str, *ranks: int) -> None:
+        """SIGKILL to these ranks of the run, in this order and at once."""
+        pids = {}
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 command, environ = (process / "cmdline").read_bytes(), (process / "environ").read_bytes().split(b"\0")
                 if b"submitit.core._submit" in command and str(self.run(name).logs).encode() in command:
                     rank = next((v for v in environ if v.startswith(b"SLURM_PROCID=")), None)
                     if rank is not None and b"srun" not in command:
-                        ranks[int(process.name)] = int(rank.split(b"=")[1])
-        for pid in sorted(ranks, key=lambda pid: ranks[pid]):
-            os.kill(pid, signal.SIGKILL)
+                        pids[int(rank.split(b"=")[1])] = int(process.name)
+        for number in ranks:
+            os.kill(pids[number], signal.SIGKILL)
 
-    def waits_until_gone(self, job: str) -> None:
+    def waits_until_gone(self, job: str, deadline_s: float = DEADLINE_S) -> None:
         """Until the job has left the queue."""
         self.cluster.wait_for(
-            lambda: not self.cluster.run("squeue", "-h", "-j", job, check=False), DEADLINE_S, f"job {job} did not end"
+            lambda: not self.cluster.run("squeue", "-h", "-j", job, check=False), deadline_s, f"job {job} did not end"
         )
 
 

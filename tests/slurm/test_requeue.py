@@ -112,12 +112,27 @@ def test_scancel_ends_the_run_and_resume_goes_on_at_another_size(user: User, und
     assert [line["step"] for line in lines] == [line["step"] for line in undisturbed["metrics"]]
 
 
-def test_killed_without_a_signal(user: User, undisturbed: dict[str, Any]) -> None:
-    """SIGKILL of every rank: the newest periodic checkpoint stands, the steps since are done again, and are counted."""
+def test_one_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
+    """As when a node runs out of memory: the other ranks and the job end in seconds, not after a timeout, the record
+    says that it failed, and a resume goes on from the newest checkpoint."""
+    user.types(*FOUR_RANKS, "--name", "oom", *SHORT)
+    user.waits_for("oom", MID_EPOCH)
+    user.kills("oom", 3)
+    user.cluster.wait_for(lambda: user.attempts("oom"), 30, "the other ranks did not notice")
+    user.waits_until_gone(user.job_of("oom"), deadline_s=30)
+    user.types("resume", "oom", "--follow")
+    first, second = user.attempts("oom")
+    assert (first["reason"], second["reason"]) == ("failed", "finished")
+    assert second["start_step"] == 63 and first["lost_steps"] == first["end_step"] - 63
+    assert fingerprint(user.run("oom")) == undisturbed
+
+
+def test_every_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
+    """SIGKILL of all at once: the newest checkpoint stands, the steps since are done again, and are counted."""
     user.types(*FOUR_RANKS, "--name", "killed", "checkpoint.every_steps=50", *SHORT)
     user.waits_for("killed", MID_EPOCH)
     job = user.job_of("killed")
-    user.kills_every_rank("killed")
+    user.kills("killed", 0, 1, 2, 3)
     user.waits_until_gone(job)
     assert user.attempts("killed") == [], "nobody was left to write a record"
     user.types("resume", "killed", "--follow")

@@ -89,8 +89,9 @@ def make_executor(config: Config, run: RunDir) -> _Executor:
         time=launch.time_min,
         signal_delay_s=launch.signal_delay_s,
         setup=_setup(config),
-        # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun).
-        srun_args=[f"--cpus-per-task={launch.cpus_per_task}"],
+        # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). A rank that fails ends the
+        # others, whatever they wait for; at a stop every rank but 0 exits 0, see Stopped.
+        srun_args=[f"--cpus-per-task={launch.cpus_per_task}", "--kill-on-bad-exit=1"],
         stderr_to_stdout=True,
         additional_parameters={"requeue": True, **launch.slurm},
         **{key: value for key, value in optional.items() if value is not None},
