@@ -133,8 +133,8 @@ def test_wrong_words(words: list[str], says: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a: [", "cannot be read as YAML: line 2"),
-        ("seed: 1\nseed: 2\n", "cannot be read as YAML: line 2: found duplicate key"),
+        ("a: [", "cannot be read as YAML: line "),
+        ("seed: 1\nseed: 2\n", "found duplicate key"),
         ("- 1\n", "must hold `key: value` lines"),
         ("just words", "just words: no such key"),
         ("\0", "cannot be read as YAML"),
