@@ -69,13 +69,7 @@ def _submit(words: Sequence[str]) -> int:
         "--config", default="mnist", metavar="NAME|PATH", help="a name in configs/, or a YAML file (default: mnist)"
     )
     _add_shorthands(parser, SHORTHANDS | RUN_NAME)
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--follow", action="store_true", help="stay and stream rank 0's log until the run ends")
-    how.add_argument("--local", action="store_true", help="run all ranks on this machine; Ctrl-C is a stop")
-    how.add_argument("--debug", action="store_true", help="run one rank in this process, with the debugger on an error")
-    how.add_argument(
-        "--dry-run", action="store_true", help="print the configuration and the sbatch script, submit nothing"
-    )
+    _add_ways(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
     given = parser.parse_intermixed_args(words)
 
@@ -88,13 +82,7 @@ def _resume(words: Sequence[str]) -> int:
     parser = _parser("launch.py resume", "Continue a run in a new job, from its newest whole checkpoint.")
     parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
     _add_shorthands(parser, SHORTHANDS)
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--follow", action="store_true", help="stay and stream rank 0's log until the run ends")
-    how.add_argument("--local", action="store_true", help="run all ranks on this machine; Ctrl-C is a stop")
-    how.add_argument("--debug", action="store_true", help="run one rank in this process, with the debugger on an error")
-    how.add_argument(
-        "--dry-run", action="store_true", help="print the configuration and the sbatch script, submit nothing"
-    )
+    _add_ways(parser)
     parser.add_argument(
         "overrides", nargs="*", metavar="launch.KEY=value", help="what may differ from the run's configuration"
     )
@@ -130,6 +118,16 @@ def _parser(prog: str, description: str, epilog: str = "") -> _Parser:
 def _add_shorthands(parser: argparse.ArgumentParser, shorthands: dict[str, tuple[str, str, str]]) -> None:
     for option, (key, metavar, help) in shorthands.items():
         parser.add_argument(option, metavar=metavar, help=f"{help} ({key})")
+
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--follow", action="store_true", help="stay and stream rank 0's log until the run ends")
+    how.add_argument("--local", action="store_true", help="run all ranks on this machine; Ctrl-C is a stop")
+    how.add_argument("--debug", action="store_true", help="run one rank in this process, with the debugger on an error")
+    how.add_argument(
+        "--dry-run", action="store_true", help="print the configuration and the sbatch script, submit nothing"
+    )
 
 
 def _overrides(given: argparse.Namespace, shorthands: dict[str, tuple[str, str, str]]) -> list[str]:
