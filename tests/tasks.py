@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -71,3 +72,18 @@ class Linear(Classification):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(self.channels * self.image_size**2, self.classes or 0))
+
+
+class FullDisk(Classification):
+    """The disk takes no file of over 100 kB once these steps are done: LASTSTEP_TEST_FULL is "4 7" for 4, 5 and 6."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.steps = -1  # the first call is the warm-up's
+        self.full = range(*map(int, os.environ["LASTSTEP_TEST_FULL"].split()))
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += model.training
+        limit = 100_000 if self.steps in self.full else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        return super().step(model, batch)

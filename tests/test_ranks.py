@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import Attempt, train
+from tests.ranks import Attempt, fingerprint, train
 from tests.test_exact import config
+from trainer.commands.verify import inspect
 from trainer.observe.metrics import read_lines
 
 
@@ -34,3 +35,29 @@ def test_metrics_and_weights_are_those_of_one_rank(tmp_path: Path) -> None:
         assert set(one) == set(many)
         for key in set(one) - {"time", "samples_per_s"}:
             assert one[key] == pytest.approx(many[key], rel=1e-4), (key, one, many)
+
+
+SAVING = ("task=tests.tasks.FullDisk", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
+
+
+def test_a_full_disk_for_a_while(tmp_path: Path) -> None:
+    """Somebody else fills the disk, and cleans up: the saves in between are missed with a warning, nothing else."""
+    calm = train(config(tmp_path, "calm", 2, SAVING), {"LASTSTEP_TEST_FULL": "0 0"})
+    full = Attempt(config(tmp_path, "full", 2, SAVING), {"LASTSTEP_TEST_FULL": "4 7"})
+    assert full.wait() == [0, 0], full.output()
+    assert "step_000000004: could not be written: [Errno 27] File too large; training goes on" in full.output()
+    assert fingerprint(full.run) == fingerprint(calm)
+    kept = [checkpoint["step"] for checkpoint in inspect(full.run)]
+    assert kept == [2, 7, 8, 10, 12, 14], "an epoch ends with steps 7 and 14"
+
+
+def test_a_disk_that_stays_full(tmp_path: Path) -> None:
+    """Hours of training that nothing can keep help nobody: after three saves the attempt fails and says why, and the
+    last good checkpoint stands."""
+    full = Attempt(config(tmp_path, "full", 2, SAVING), {"LASTSTEP_TEST_FULL": "4 99"})
+    assert full.wait() == [1, 1]
+    (attempt,) = read_lines(full.run.attempts)
+    assert "3 saves in a row failed, the last so:" in attempt["error"] and "File too large" in attempt["error"]
+    assert attempt["lost_steps"] == attempt["end_step"] - 2
+    assert [(checkpoint["step"], checkpoint["ok"]) for checkpoint in inspect(full.run)] == [(2, True)]
+    assert not list(full.run.checkpoints.glob(".*")), "no half checkpoint is left to fill the disk further"

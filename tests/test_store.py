@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from hypothesis import given, settings
@@ -58,13 +58,22 @@ def failing_at(call: int, error: BaseException) -> Iterator[list[str]]:
             setattr(module, name, real)
 
 
-def put(data: bytes, name: str = "") -> Callable[[Path], None]:
-    """Writes the data to the path that it is given, or to a file of that name below it."""
+def put(data: bytes) -> Callable[[BinaryIO], None]:
+    """Writes the data to the file that it is given."""
 
-    def write_it(path: Path) -> None:
-        (path / name).write_bytes(data)
+    def write_it(file: BinaryIO) -> None:
+        file.write(data)
 
     return write_it
+
+
+def damage(data: bytes) -> Callable[[Path], None]:
+    """Puts the data in place of a checkpoint's manifest."""
+
+    def damage_it(path: Path) -> None:
+        (path / "manifest.json").write_bytes(data)
+
+    return damage_it
 
 
 def write(store: CheckpointStore, step: int, state: bytes = STATE, **metrics: float) -> Path:
@@ -173,10 +182,10 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     ("no-state", lambda path: (path / "state.pt").unlink(), "state.pt is missing"),
     ("no-manifest", lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
     ("half-deleted", empty, "manifest.json is missing"),
-    ("manifest-empty", put(b"", "manifest.json"), "manifest.json cannot be read"),
-    ("manifest-cut", put(b'{"step": 7, "ep', "manifest.json"), "manifest.json cannot be read"),
-    ("manifest-zeros", put(b"\0" * 100, "manifest.json"), "manifest.json cannot be read"),
-    ("manifest-list", put(b"[]", "manifest.json"), "manifest.json cannot be read"),
+    ("manifest-empty", damage(b""), "manifest.json cannot be read"),
+    ("manifest-cut", damage(b'{"step": 7, "ep'), "manifest.json cannot be read"),
+    ("manifest-zeros", damage(b"\0" * 100), "manifest.json cannot be read"),
+    ("manifest-list", damage(b"[]"), "manifest.json cannot be read"),
     ("manifest-of-another-step", other_manifest(step=6), "manifest.json is not that of step 7"),
     ("manifest-without-files", other_manifest(files={}), "manifest.json is not that of step 7"),
     ("format", other_manifest(format=99), "format 99, this Laststep reads 1"),

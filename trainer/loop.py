@@ -19,13 +19,16 @@ from trainer.learner import Learner, learning_rate
 from trainer.observe.metrics import MetricsFile
 from trainer.observe.progress import Progress
 from trainer.rundir import RunDir
-from trainer.state.store import CheckpointStore
+from trainer.state.store import CheckpointError, CheckpointStore
 from trainer.task import load_task
 from trainer.world.detect import World
 from trainer.world.device import set_up_device
 from trainer.world.meet import Group, meet
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
+
+MAX_FAILED_SAVES = 3
+RETRY_MINUTES = 1.0
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Loop:
         self.save_due = False
         self.saved = (0, 0)  # step and validated of the latest checkpoint
         self.saved_at = time.monotonic()
+        self.failed_saves = 0  # in a row
 
     def restore(self) -> None:
         """Put in the newest whole checkpoint, or else the initial state."""
@@ -107,7 +111,7 @@ class Loop:
         finally:
             close_loader(batches)
             close_loader(getattr(self.validation_loader, "_iterator", None) or iter(()))
-        self.save()
+        self.save(must=True)
         return finished
 
     def part(self) -> None:
@@ -116,30 +120,46 @@ class Loop:
         self.stop.close()
         self.group.close()
 
-    def save(self) -> None:
-        """Commit a checkpoint of this position, unless there is one. All ranks call it together."""
-        position = self.position
+    def save(self, must: bool = False) -> None:
+        """Commit a checkpoint of this position, unless there is one. All ranks call it together; rank 0 writes.
+
+        Training goes on when the disk refuses: the save is tried again a minute later, and at once when it `must` be.
+        Raises CheckpointError when `MAX_FAILED_SAVES` in a row have failed.
+        """
         self.flush()
         self.save_due = False
-        if self.saved != (position.step, position.validated):
-            if self.rank == 0:
-                position.metrics_offset = self.metrics.sync()
-                state = {"position": asdict(position), **self.learner.state_dict()}
-                epoch = self.order.epoch(max(position.step - 1, 0)) + 1
-                validated = position.validated == position.step
-                self.store.write(
-                    position.step,
-                    epoch,
-                    position.samples,
-                    self.size,
-                    position.metrics if validated else {},
-                    lambda path: torch.save(state, path),
-                )
-                self.store.prune(self.config.checkpoint.keep_last, self.config.checkpoint.keep_best)
-            self.saved = (position.step, position.validated)
-            self.progress.say(f"saved step {position.step}")
+        if self.rank == 0:
+            while not self._write_checkpoint() and must:
+                time.sleep(2)
         self.saved_at = time.monotonic()
         self.progress.restart_clock()
+
+    def _write_checkpoint(self) -> bool:
+        position = self.position
+        if self.saved == (position.step, position.validated):
+            return True
+        try:
+            position.metrics_offset = self.metrics.sync()
+            state = {"position": asdict(position), **self.learner.state_dict()}
+            self.store.write(
+                position.step,
+                self.order.epoch(max(position.step - 1, 0)) + 1,
+                position.samples,
+                self.size,
+                position.metrics if position.validated == position.step else {},
+                lambda file: torch.save(state, file),
+            )
+        except (CheckpointError, OSError) as error:
+            self.failed_saves += 1
+            if self.failed_saves >= MAX_FAILED_SAVES:
+                raise CheckpointError(f"{self.failed_saves} saves in a row failed, the last so: {error}") from error
+            self.progress.say(f"WARNING: {error}; training goes on, the save is tried again")
+            return False
+        self.failed_saves = 0
+        self.saved = (position.step, position.validated)
+        self.store.prune(self.config.checkpoint.keep_last, self.config.checkpoint.keep_best)
+        self.progress.say(f"saved step {position.step}")
+        return True
 
     def flush(self) -> None:
         """Enter the finished steps in metrics.jsonl. All ranks call it together.
@@ -148,7 +168,7 @@ class Loop:
         """
         if not self.pending:
             return
-        minutes = self.config.checkpoint.every_minutes
+        minutes = RETRY_MINUTES if self.failed_saves else self.config.checkpoint.every_minutes
         clock_says_save = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
         # The ranks' clocks differ, so rank 0's decides, and travels along.
         clock = torch.tensor(float(clock_says_save and self.rank == 0), dtype=torch.float64, device=self.group.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -17,6 +19,7 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._unwritten = b""
 
     def rewind(self, offset: int) -> None:
         """Forget every line after `offset` bytes, half-written ones too."""
@@ -25,15 +28,32 @@ class MetricsFile:
                 file.truncate(offset)
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add a line per record and hand them to the operating system."""
-        with self.path.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        """Add a line per record. What a full disk refuses is kept, and tried again with what comes next."""
+        self._unwritten += b"".join(json.dumps(record).encode() + b"\n" for record in records)
+        with contextlib.suppress(OSError):
+            self._write()
 
     def sync(self) -> int:
-        """Make every line survive a power cut; returns the offset to rewind to. Call before committing a checkpoint."""
+        """Make every line survive a power cut; returns the offset to rewind to. Call before committing a checkpoint.
+
+        Raises OSError when the disk refuses.
+        """
+        self._write()
         with self.path.open("ab") as file:
             os.fsync(file.fileno())
             return file.tell()
+
+    def _write(self) -> None:
+        """All or nothing: half a line would spoil the one that follows it."""
+        with self.path.open("ab", buffering=0) as file:
+            start = file.tell()
+            try:
+                if file.write(self._unwritten) < len(self._unwritten):
+                    raise OSError(errno.ENOSPC, "only a part was written", str(self.path))
+            except OSError:
+                file.truncate(start)
+                raise
+        self._unwritten = b""
 
     def last_step(self) -> int:
         """The newest step that has a line, 0 when none has."""

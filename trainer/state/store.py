@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 FORMAT = 1
 
@@ -82,9 +82,9 @@ class CheckpointStore:
         samples: int,
         world_size: int,
         metrics: Mapping[str, float],
-        write_state: Callable[[Path], None],
+        write_state: Callable[[BinaryIO], None],
     ) -> Path:
-        """Commit a checkpoint whose state `write_state` writes to the path that it is given.
+        """Commit a checkpoint whose state `write_state` writes to the file that it is given.
 
         Raises CheckpointError when the disk refuses; what was there before then still stands.
         """
@@ -94,7 +94,8 @@ class CheckpointStore:
                 shutil.rmtree(writing)
             writing.mkdir(parents=True)
             state = writing / "state.pt"
-            write_state(state)
+            with state.open("wb") as file:
+                write_state(file)
             files = {state.name: {"bytes": state.stat().st_size, "sha256": _sha256(state)}}
             manifest = Manifest(step, epoch, samples, world_size, dict(metrics), files)
             (writing / "manifest.json").write_text(json.dumps(vars(manifest), indent=1) + "\n")
@@ -111,8 +112,11 @@ class CheckpointStore:
                 raise
             fsync(self.folder)
             shutil.rmtree(replaced, ignore_errors=True)
-        except OSError as error:
-            raise CheckpointError(f"{final}: could not be written: {error}") from error
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(writing, ignore_errors=True)  # on a full disk half a checkpoint is in everybody's way
+            # torch.save covers the disk's error with one of its own.
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            raise CheckpointError(f"{final}: could not be written: {cause}") from error
         return final
 
     def verify(self, step: int) -> Manifest:
