@@ -61,7 +61,7 @@ def terminal(tmp_path: Path) -> Terminal:
     return Terminal(tmp_path / "runs")
 
 
-def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+def ranks_of(launcher: subprocess.Popen[str] | subprocess.Popen[bytes]) -> list[int]:
     """Pids of the ranks that the launcher started, rank 0 first."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     return sorted(map(int, children))
@@ -113,8 +113,49 @@ def test_second_ctrl_c_kills(terminal: Terminal) -> None:
         assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=DEADLINE_S)
-    assert launcher.returncode == 1
+    assert launcher.returncode == 130
     assert not Path(f"/proc/{rank}").exists(), "no rank is left behind"
+
+
+def test_ctrl_c_before_anything_is_up(terminal: Terminal) -> None:
+    """A signal in the first milliseconds of a rank must stop it, not kill it while Python still imports."""
+    launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "early", *LONG)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(ranks_of(launcher)) < 2:
+        assert time.monotonic() < deadline and launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 130, said
+    assert reasons(terminal.run("early")) == ["cancelled"]
+
+
+def test_a_killed_launcher_stops_its_ranks(terminal: Terminal) -> None:
+    """Ranks that nobody watches any more save and end; they neither train on unseen nor lose their steps."""
+    launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "orphans", *LONG)
+    terminal.waits_for_step("orphans")
+    launcher.kill()
+    launcher.communicate(timeout=DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
+    while not read_lines(terminal.run("orphans").attempts):
+        assert time.monotonic() < deadline, "the ranks did not end"
+        time.sleep(0.02)
+    (attempt,) = read_lines(terminal.run("orphans").attempts)
+    assert attempt["reason"] == "cancelled" and attempt["lost_steps"] == 0
+    assert fingerprint(terminal.run("orphans"))["step"] == attempt["end_step"]
+
+
+def test_nohup(terminal: Terminal) -> None:
+    """Who starts a run with nohup and closes the terminal wants it to go on."""
+    command = [sys.executable, "launch.py", "--local", "--name", "nohup", f"launch.root={terminal.root}", *TINY]
+    launcher = subprocess.Popen(
+        ["nohup", *command], cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    deadline = time.monotonic() + DEADLINE_S
+    while not ranks_of(launcher):
+        assert time.monotonic() < deadline and launcher.poll() is None
+    launcher.send_signal(signal.SIGHUP)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 0, said.decode()
 
 
 def test_a_killed_rank_ends_the_run(terminal: Terminal) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,8 +67,7 @@ def test_attempts(tmp_path: Path) -> None:
     """One line per attempt, with the fields that status and the requeue budget read."""
     run = RunDir(tmp_path)
     for number, reason in enumerate(["preempted", "finished"]):
-        log = AttemptLog(run, WORLD)
-        log.begin(10 * number)
+        log = AttemptLog(run, WORLD, start_step=10 * number)
         assert run.attempt_now.exists()
         log.end(reason, 10 * number + 10, 0)
         assert not run.attempt_now.exists()
@@ -86,11 +87,40 @@ def test_attempts(tmp_path: Path) -> None:
 def test_an_attempt_that_could_not_say_how_it_ended(tmp_path: Path) -> None:
     """After a power cut the next attempt enters it as lost, with the steps that it had done and not kept."""
     run = RunDir(tmp_path)
-    AttemptLog(run, WORLD).begin(0)
+    AttemptLog(run, WORLD, start_step=0)
     MetricsFile(run.metrics).append({"step": step} for step in range(1, 8))
-    log = AttemptLog(run, WORLD)
-    log.begin(5)
+    log = AttemptLog(run, WORLD, start_step=5)
     log.end("finished", 9, 0)
     lost, finished = read_lines(run.attempts)
     assert (lost["attempt"], lost["reason"], lost["end_step"], lost["lost_steps"]) == (0, "lost", 7, 2)
     assert (finished["attempt"], finished["start_step"], finished["lost_steps"]) == (1, 5, 0)
+
+
+def test_an_attempt_cut_off_while_it_was_entered(tmp_path: Path) -> None:
+    """Killed between the two writes of its end, an attempt stands in both files; it must not be counted twice."""
+    run = RunDir(tmp_path)
+    log = AttemptLog(run, WORLD, start_step=0)
+    now = run.attempt_now.read_text()
+    log.end("preempted", 3, 0)
+    run.attempt_now.write_text(now)
+    AttemptLog(run, WORLD, start_step=3).end("finished", 9, 0)
+    assert [(r["attempt"], r["reason"]) for r in read_lines(run.attempts)] == [(0, "preempted"), (1, "finished")]
+
+
+def test_what_a_full_disk_refused_is_written_later(tmp_path: Path) -> None:
+    """A full disk must neither end training nor leave half a line: what it refused comes first when there is room."""
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append([{"step": 1}])
+    size = metrics.path.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, before[1]))  # room for half a line
+    try:
+        metrics.append([{"step": 2}])
+        metrics.append([{"step": 3}])
+        with pytest.raises(OSError):
+            metrics.sync()
+        assert metrics.path.stat().st_size == size
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    metrics.append([{"step": 4}])
+    assert [line["step"] for line in read_lines(metrics.path)] == [1, 2, 3, 4]

@@ -43,13 +43,17 @@ def test_each_sample_once_an_epoch(order: Order, data: st.DataObject) -> None:
 
 @given(ORDERS, SIZES, MICRO_BATCHES, st.integers(0, 500))
 def test_shares_are_even(order: Order, size: int, micro_batches: int, step: int) -> None:
-    """Ranks wait for the one that has most to do; in a batch that divides, each has the very same number."""
+    """Ranks wait for the one that has most to do; in a full batch, each has the very same number. Batch norm cannot
+    train on one sample, so a short batch gives none where it cannot give two."""
     counts = [count for rank in range(size) for count in order.share_counts(step, rank, size, micro_batches)]
     shares = [len(share) for rank in range(size) for share in order.share(step, rank, size, micro_batches)]
     assert counts == shares
-    assert max(counts) - min(counts) <= 1
-    if order.count(step) % (size * micro_batches) == 0:
+    filled = [count for count in counts if count]
+    assert max(filled) - min(filled) <= 1
+    if order.count(step) == order.batch_size and order.batch_size % (size * micro_batches) == 0:
         assert len(set(counts)) == 1
+    elif order.count(step) > 1 and order.batch_size >= 2 * size * micro_batches:
+        assert min(filled) >= 2
 
 
 @given(ORDERS, SIZES, MICRO_BATCHES, st.data())
@@ -63,7 +67,7 @@ def test_batches_from_any_step_on(order: Order, size: int, micro_batches: int, d
     assert resumed == whole[start * micro_batches :]
     assert all(whole), "a model may not take an empty batch"
     counts = [count for step in range(steps) for count in order.share_counts(step, rank, size, micro_batches)]
-    assert [len(batch) for batch in whole] == [max(1, count) for count in counts]
+    assert all(len(batch) == count for batch, count in zip(whole, counts) if count)
 
 
 @given(st.integers(1, 300), st.integers(1, 64), SIZES)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import Attempt, fingerprint, train
+from tests.ranks import Attempt, fingerprint, reasons, train
 from tests.test_exact import config
 from trainer.commands.verify import inspect
 from trainer.observe.metrics import read_lines
@@ -35,6 +35,15 @@ def test_metrics_and_weights_are_those_of_one_rank(tmp_path: Path) -> None:
         assert set(one) == set(many)
         for key in set(one) - {"time", "samples_per_s"}:
             assert one[key] == pytest.approx(many[key], rel=1e-4), (key, one, many)
+
+
+def test_batch_norm_and_a_short_last_batch(tmp_path: Path) -> None:
+    """50 samples in batches of 8 leave 2 for 2 ranks. Batch norm over one value per channel is an error, so a rank must
+    have both; an epoch that ends in an error would end there after every resume."""
+    run = train(
+        config(tmp_path, "short", 2, ("model.name=resnet18", "data.args.image_size=32", "data.args.samples=50"))
+    )
+    assert reasons(run) == ["finished"]
 
 
 SAVING = ("task=tests.tasks.FullDisk", "checkpoint.every_steps=2", "checkpoint.keep_last=9")

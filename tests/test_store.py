@@ -222,7 +222,7 @@ def test_foreign_names_are_no_checkpoints(store: CheckpointStore) -> None:
     for name in ("step_", "step_x", "mine", ".nfs0001", "step_000000003.bak"):
         (store.folder / name).mkdir()
     store.recover()
-    store.prune(1, 0)
+    store.prune(3, 1, 0)
     assert store.steps() == [3]
     assert len(list(store.folder.iterdir())) == 6
 
@@ -276,7 +276,7 @@ def test_prune(found: dict[int, tuple[float | None, str]], keep_last: int, keep_
                 readable[step] = loss
         write(store, 31, b"just saved")
         readable[31] = None
-        store.prune(keep_last, keep_best)
+        store.prune(31, keep_last, keep_best)
         left = store.steps()
         assert read(store) == (31, b"just saved")
         assert set(sorted(readable)[-keep_last:]) <= set(left)
@@ -294,9 +294,9 @@ def test_prune_is_cut_off(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             write(store, step)
         with failing_at(call, Crash()) as calls, suppress(Crash):
-            store.prune(1, 0)
+            store.prune(3, 1, 0)
         assert read(store) == (3, STATE)
-        store.prune(1, 0)
+        store.prune(3, 1, 0)
         assert store.steps() == [3]
         if len(calls) <= call:
             return
@@ -309,5 +309,16 @@ def test_a_loss_that_is_no_number_is_not_the_best(store: CheckpointStore) -> Non
     write(store, 2, val_loss=0.5)
     write(store, 3, val_loss=float("nan"))
     write(store, 4, val_loss=0.9)
-    store.prune(1, 1)
+    store.prune(4, 1, 1)
     assert store.steps() == [2, 4]
+
+
+def test_a_damaged_newer_one_does_not_count_as_kept(store: CheckpointStore) -> None:
+    """A resume that had to go back behind a damaged checkpoint saves below it. That save is the newest good one: were
+    the damaged one taken for the newest, the run could never get past it in short attempts."""
+    write(store, 7)
+    truncate(write(store, 24, val_loss=0.1))
+    write(store, 9, b"after the resume", val_loss=0.5)
+    store.prune(9, 1, 1)
+    assert read(store) == (9, b"after the resume")
+    assert 7 not in store.steps()

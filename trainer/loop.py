@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -82,13 +81,12 @@ class Loop:
         self.saved_at = time.monotonic()
         self.failed_saves = 0  # in a row
 
-    def restore(self) -> None:
-        """Put in the newest whole checkpoint, or else the initial state."""
+    def restore(self, step: int | None) -> None:
+        """Put in the checkpoint of `step`, or the initial state when there is none."""
         train = self.config.train
         state = copy.deepcopy(self.learner.state_dict())
         micro_batch = train.batch_size // (self.size * train.accumulate)
         self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
-        step = self._newest_checkpoint()
         if step is not None:
             path = self.store.path(step) / "state.pt"
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -157,7 +155,7 @@ class Loop:
             return False
         self.failed_saves = 0
         self.saved = (position.step, position.validated)
-        self.store.prune(self.config.checkpoint.keep_last, self.config.checkpoint.keep_best)
+        self.store.prune(position.step, self.config.checkpoint.keep_last, self.config.checkpoint.keep_best)
         self.progress.say(f"saved step {position.step}")
         return True
 
@@ -262,22 +260,12 @@ class Loop:
         steps = range(self.position.step, self.total_steps)
         return TrainBatches(self.order, steps, self.rank, self.size, self.config.train.accumulate)
 
-    def _newest_checkpoint(self) -> int | None:
-        """The step to resume from. Rank 0 looks and tells the others: what they see of a shared disk may lag."""
-        store = self.group.store
-        if self.rank == 0:
-            self.store.recover()
-            manifest = self.store.newest(self.progress.say)
-            store.set("resume", "" if manifest is None else str(manifest.step))
-        store.wait(["resume"], timedelta(hours=24))
-        found = store.get("resume").decode()
-        return int(found) if found else None
 
-
-def start(config: Config, run: RunDir, world: World, signals: Signals) -> Loop:
-    """Meet the other ranks, build everything and restore the newest state: ready to `run`."""
+def start(config: Config, run: RunDir, world: World, signals: Signals, resume_from: int | None) -> Loop:
+    """Meet the other ranks, build everything and restore the state: ready to `run`. `resume_from`, the checkpoint's
+    step, counts on rank 0 and is None when there is none."""
     device = set_up_device(config, world)
     group = meet(world, device, run.meeting(world.attempt), config.launch.hang_timeout_s)
     loop = Loop(config, run, group, Stop(world, group.store, signals, config.launch.hang_timeout_s))
-    loop.restore()
+    loop.restore(group.tell(resume_from))
     return loop

@@ -12,6 +12,7 @@ from submitit.helpers import DelayedSubmission
 from trainer.config import Config
 from trainer.observe.attempts import AttemptLog, count_reasons
 from trainer.rundir import RunDir
+from trainer.state.store import CheckpointStore, Manifest
 from trainer.world.detect import World
 from trainer.world.lock import hold
 from trainer.world.signals import Signals
@@ -71,22 +72,25 @@ class Trainer:
 
     def _attempt(self, world: World, signals: Signals) -> dict[str, float]:
         log: AttemptLog | None = None
+        newest: Manifest | None = None  # rank 0 looks for all: what the others see of a shared disk may lag
         if world.rank == 0:
             hold(self.run.lock, world)
-            log = AttemptLog(self.run, world)
+            store = CheckpointStore(self.run.checkpoints)
+            store.recover()
+            newest = store.newest(warn=lambda text: print(f"[laststep] {text}", flush=True))
+            log = AttemptLog(self.run, world, newest.step if newest else 0)
         loop: Loop | None = None
         try:
             # Here and not above, so that a signal during the seconds of importing torch is caught too.
             from trainer.loop import start
 
-            loop = start(self.config, self.run, world, signals)
-            if log is not None:
-                log.begin(loop.position.step)
+            loop = start(self.config, self.run, world, signals, resume_from=newest.step if newest else None)
             finished = loop.run()
             loop.part()
         except Exception as error:
             if log is not None:
-                done, kept = (loop.position.step, loop.saved[0]) if loop else (0, 0)
+                start_step = log.record["start_step"]
+                done, kept = (loop.position.step, loop.saved[0]) if loop else (start_step, start_step)
                 log.end("failed", done, done - kept, traceback.format_exc())
             raise error
         if finished:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
             gone = False
             if time.monotonic() > next_look:
                 gone, next_look = not in_queue(job.job_id), time.monotonic() + QUEUE_POLL_S
-            offset = _copy(job.paths.stdout, offset)
+            offset = print_new(job.paths.stdout, offset)
             if "finished" in reasons:
                 return 0
             if "failed" in reasons:
@@ -36,7 +37,7 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
                 return 1
             if gone:
                 print(
-                    f"[laststep] job {job.job_id} left the queue unfinished; go on: python launch.py resume {run.name}",
+                    f"[laststep] job {job.job_id} left the queue unfinished; go on: python launch.py resume {run.path}",
                     file=sys.stderr,
                 )
                 return 1
@@ -54,14 +55,16 @@ def in_queue(job_id: str) -> bool:
     return bool(asked.stdout.strip())
 
 
-def _copy(log: Path, offset: int) -> int:
-    """Print what the log has after `offset`; returns the new offset."""
+def print_new(log: Path, offset: int) -> int:
+    """Print what a log has after `offset` bytes; returns the new offset. Its `error: ...` lines go to stderr."""
     if not log.exists():
         return offset
     with log.open("rb") as file:
         file.seek(offset)
-        while data := file.read(1 << 16):
-            sys.stdout.buffer.write(data)
-            offset += len(data)
-    sys.stdout.flush()
-    return offset
+        data = file.read()
+    with contextlib.suppress(OSError):  # the terminal may be gone; the log is not
+        for line in data.splitlines(keepends=True):
+            terminal = sys.stderr if line.startswith(b"error: ") else sys.stdout
+            terminal.buffer.write(line)
+            terminal.flush()
+    return offset + len(data)

@@ -8,54 +8,54 @@ import pdb
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TextIO
 
 from trainer.cluster import runs
+from trainer.cluster.follow import print_new
 from trainer.config import Config, ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
+from trainer.world.signals import STOPS
 
 # How long the other ranks have, once one failed, to notice and say so before they are ended.
 GRACE_S = 10.0
+POLL_S = 0.05
 
 
 def run_local(config: Config, run: RunDir) -> int:
     """Run all ranks here, rank 0's output on the terminal and every rank's in `logs/`; returns the exit status.
 
     Ctrl-C, SIGTERM, SIGUSR2 and a closed terminal are passed on to the ranks as a stop; a second Ctrl-C kills them.
+    The ranks write to their logs themselves, so that they need neither this process nor its terminal.
     """
-    job_id = f"local{os.getpid()}"
+    job_id = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    logs = [run.logs / f"{job_id}_{rank}_log.out" for rank in range(config.launch.world_size)]
     with _forwarded_signals() as received:
-        ranks = [_start(config, run, job_id, rank) for rank in range(config.launch.world_size)]
-        logs = [run.logs / f"{job_id}_{rank}_log.out" for rank in range(len(ranks))]
-        copies = [(ranks[0].stdout, sys.stdout), (ranks[0].stderr, sys.stderr)]
-        readers = [threading.Thread(target=_copy, args=(*copy, logs[0]), daemon=True) for copy in copies]
-        for reader in readers:
-            reader.start()
-        sent = 0
+        ranks = _start(config, run, job_id, logs)
+        shown = sent = 0
         failed_at: float | None = None
         while any(rank.poll() is None for rank in ranks):
+            shown = print_new(logs[0], shown)
             if len(received) > sent:
                 sent = len(received)
                 kill = received.count(signal.SIGINT) > 1
                 _send(ranks, signal.SIGKILL if kill else received[-1])
-                if not kill:
-                    print("\n[laststep] stopping after this step; Ctrl-C again to kill", file=sys.stderr, flush=True)
-            if failed_at is None and any(rank.returncode for rank in ranks):
+                _say("killed" if kill else "stopping after this step; Ctrl-C again to kill")
+            if failed_at is None and any(_failed(rank.returncode) for rank in ranks):
                 failed_at = time.monotonic()
-            if failed_at is not None and not received and time.monotonic() > failed_at + GRACE_S:
+            if failed_at is not None and time.monotonic() > failed_at + GRACE_S:
                 _send(ranks, signal.SIGKILL)
-            time.sleep(0.05)
-        for reader in readers:
-            reader.join(timeout=5)
-    status = _status([rank.returncode for rank in ranks])
+            time.sleep(POLL_S)
+        print_new(logs[0], shown)
+    codes = [rank.returncode for rank in ranks]
+    if received.count(signal.SIGINT) > 1:
+        return 130
+    status = _status(codes)
     if status in (1, 2):
-        _show_failure([rank.returncode for rank in ranks], logs)
+        _show_failure(codes, logs)
     return status
 
 
@@ -73,10 +73,14 @@ def run_debug(config: Config) -> int:
     return 0
 
 
-def _start(config: Config, run: RunDir, job_id: str, rank: int) -> subprocess.Popen[bytes]:
-    """One rank. A session of its own keeps a Ctrl-C at the terminal from reaching it twice."""
+def _start(config: Config, run: RunDir, job_id: str, logs: Sequence[Path]) -> list[subprocess.Popen[bytes]]:
+    """A process per rank, each leading a session of its own, so that a Ctrl-C at the terminal reaches it once.
+
+    The signals that ask for a stop stay blocked in them until they are caught there, see Signals.catch: one that came
+    sooner would kill the rank.
+    """
     launch = config.launch
-    environment = {
+    place = {
         **os.environ,
         "PYTHONPATH": runs.python_path(),
         **launch.env,
@@ -85,44 +89,36 @@ def _start(config: Config, run: RunDir, job_id: str, rank: int) -> subprocess.Po
         "SUBMITIT_LOCAL_NTASKS": str(launch.world_size),
         "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
         "SUBMITIT_LOCAL_NODEID": "0",
-        "SUBMITIT_LOCAL_GLOBALID": str(rank),
-        "SUBMITIT_LOCAL_LOCALID": str(rank),
     }
     command = [sys.executable, "-u", "-m", "trainer", str(run.path)]
-    if rank == 0:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-    with (run.logs / f"{job_id}_{rank}_log.out").open("ab") as log:
-        return subprocess.Popen(
-            command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
-
-
-def _copy(source: IO[bytes] | None, terminal: TextIO, log: Path) -> None:
-    """Rank 0's output, to its log and to the terminal, as it comes."""
-    assert source is not None
-    with log.open("ab") as file:
-        while data := os.read(source.fileno(), 1 << 16):
-            file.write(data)
-            file.flush()
-            with contextlib.suppress(OSError):  # the terminal may be gone; the log is not
-                terminal.buffer.write(data)
-                terminal.flush()
+    ranks = []
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        for rank, log in enumerate(logs):
+            environment = {**place, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
+            with log.open("ab") as output:
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        start_new_session=True,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                    )
+                )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    return ranks
 
 
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[list[signal.Signals]]:
-    """Collect the signals that ask for a stop, instead of dying of them."""
+    """Collect the signals that ask for a stop, instead of dying of them; those ignored (nohup) stay so."""
     received: list[signal.Signals] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
+    before = {n: handler for n in numbers if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
+    for number in before:
         stop = signal.SIGTERM if number == signal.SIGHUP else number
         signal.signal(number, lambda _n, _f, stop=stop: received.append(stop))  # type: ignore[misc]
     try:
@@ -133,19 +129,25 @@ def _forwarded_signals() -> Iterator[list[signal.Signals]]:
 
 
 def _send(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """To every rank that lives; SIGKILL to all that it started too."""
     for rank in ranks:
         if rank.poll() is None:
-            rank.send_signal(number)
+            if number == signal.SIGKILL:
+                os.killpg(rank.pid, number)
+            else:
+                rank.send_signal(number)
+
+
+def _failed(code: int | None) -> bool:
+    """Not running, not done, not stopped."""
+    return code is not None and (code < 0 or 0 < code <= 128)
 
 
 def _status(codes: list[int]) -> int:
     """The command's exit status: what is wrong with the configuration wins over what followed from it."""
-    if not any(codes):
-        return 0
     if 2 in codes:
         return 2
-    stopped = [code for code in codes if code > 128]
-    return stopped[0] if len(stopped) == len(codes) else 1
+    return 1 if any(map(_failed, codes)) else max(codes)
 
 
 def _show_failure(codes: list[int], logs: list[Path]) -> None:
@@ -154,6 +156,11 @@ def _show_failure(codes: list[int], logs: list[Path]) -> None:
         if rank and code and not codes[0]:
             print(logs[rank].read_text(errors="replace")[-4000:], file=sys.stderr)
         if code < 0:
-            print(f"[laststep] rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+            _say(f"rank {rank} was ended by {signal.Signals(-code).name}")
     if 2 not in codes:  # what is wrong with the configuration is on one line already
-        print(f"[laststep] failed; each rank's log is in {logs[0].parent}", file=sys.stderr)
+        _say(f"failed; each rank's log is in {logs[0].parent}")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"[laststep] {text}", file=sys.stderr, flush=True)

@@ -76,8 +76,8 @@ def close_loader(batches: Iterator[Any]) -> None:
 class TrainBatches:
     """Sample keys of the rank's micro-batches for `steps`, one after another, over the ends of epochs.
 
-    A micro-batch that is empty for this rank (in a short last batch) holds one sample all the same, since a model may
-    not take none; `Order.share_counts` says that it counts for nothing.
+    A micro-batch that is empty for this rank (in a short last batch) holds two samples all the same, since a model may
+    not take fewer; `Order.share_counts` says that they count for nothing.
     """
 
     order: Order
@@ -90,7 +90,7 @@ class TrainBatches:
         for step in self.steps:
             epoch = self.order.epoch(step)
             for share in self.order.share(step, self.rank, self.size, self.micro_batches):
-                yield [(epoch, index) for index in share or self.order.batch(step)[:1]]
+                yield [(epoch, index) for index in share or self.order.batch(step)[:2]]
 
 
 @dataclass(frozen=True)

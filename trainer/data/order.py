@@ -6,6 +6,7 @@ import hashlib
 import random
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy
 import torch
@@ -61,7 +62,7 @@ class Order:
         return min(self.batch_size, self.samples - step % self.steps_per_epoch * self.batch_size)
 
     def share_counts(self, step: int, rank: int, size: int, micro_batches: int) -> list[int]:
-        """Samples in each of the rank's micro-batches of `step`; they may differ by one, and be 0, in a short batch."""
+        """Samples in each of the rank's micro-batches of `step`. In a short batch they may differ by one, and be 0."""
         return [stop - start for start, stop in self._cuts(step, rank, size, micro_batches)]
 
     def share(self, step: int, rank: int, size: int, micro_batches: int) -> list[list[int]]:
@@ -71,8 +72,12 @@ class Order:
 
     def _cuts(self, step: int, rank: int, size: int, micro_batches: int) -> list[tuple[int, int]]:
         count, parts = self.count(step), size * micro_batches
+        # Batch norm cannot train on a single sample: a short batch fills fewer micro-batches rather than give one each.
+        least = max(1, min(2, self.batch_size // parts))
+        parts = max(1, min(parts, count // least))
         first = rank * micro_batches
-        return [(count * i // parts, count * (i + 1) // parts) for i in range(first, first + micro_batches)]
+        cuts = [count * min(i, parts) // parts for i in range(first, first + micro_batches + 1)]
+        return list(pairwise(cuts))
 
 
 @lru_cache(maxsize=2)  # an epoch and the one that the loader already prefetches

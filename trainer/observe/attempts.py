@@ -19,37 +19,29 @@ class AttemptLog:
     how it ended (a power cut, SIGKILL) leaves attempt.json behind, and the next one enters it as lost.
     """
 
-    def __init__(self, run: RunDir, world: World) -> None:
+    def __init__(self, run: RunDir, world: World, start_step: int) -> None:
+        """The attempt begins, at the state of `start_step`. Call before metrics.jsonl is rewound to it: what a lost
+        attempt had reached stands there."""
         self.run = run
-        self.unrecorded = self._left_behind()
+        ended = read_lines(run.attempts)
+        self._enter_lost({record["attempt"] for record in ended}, start_step)
         self.record: dict[str, Any] = {
-            "attempt": len(read_lines(run.attempts)) + (self.unrecorded is not None),
+            "attempt": len(read_lines(run.attempts)),
             "job_id": world.job_id,
             "restart": world.restart,
             "hosts": list(world.hosts),
             "world_size": world.size,
             "start": time.time(),
             "end": None,
-            "start_step": 0,
-            "end_step": 0,
+            "start_step": start_step,
+            "end_step": start_step,
             "reason": None,
             "lost_steps": 0,
             "error": None,
         }
-
-    def begin(self, start_step: int) -> None:
-        """The state of `start_step` was restored. First enters the attempt that was left behind, if there is one."""
-        if self.unrecorded is not None:
-            reached = max(start_step, MetricsFile(self.run.metrics).last_step())
-            self.unrecorded |= {
-                "end": self.run.attempt_now.stat().st_mtime,
-                "end_step": reached,
-                "reason": "lost",
-                "lost_steps": reached - start_step,
-            }
-            self._append(self.unrecorded)
-        self.record |= {"start_step": start_step, "end_step": start_step}
-        self.run.attempt_now.write_text(json.dumps(self.record) + "\n")
+        temporary = run.attempt_now.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.record) + "\n")
+        temporary.replace(run.attempt_now)
 
     def end(self, reason: str, end_step: int, lost_steps: int, error: str | None = None) -> None:
         """The attempt ends here. `lost_steps`: steps done and not kept."""
@@ -67,9 +59,19 @@ class AttemptLog:
         with self.run.attempts.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def _left_behind(self) -> dict[str, Any] | None:
-        records = read_lines(self.run.attempt_now)
-        return records[0] if records else None
+    def _enter_lost(self, ended: set[int], start_step: int) -> None:
+        """Enter the attempt that left attempt.json behind, unless it got as far as entering itself."""
+        for record in read_lines(self.run.attempt_now):
+            if record["attempt"] not in ended:
+                last_sign = self.run.metrics if self.run.metrics.exists() else self.run.attempt_now
+                reached = max(start_step, MetricsFile(self.run.metrics).last_step())
+                record |= {
+                    "end": max(record["start"], last_sign.stat().st_mtime),
+                    "end_step": reached,
+                    "reason": "lost",
+                    "lost_steps": reached - start_step,
+                }
+                self._append(record)
 
 
 def count_reasons(run: RunDir) -> Counter[str]:

@@ -14,6 +14,7 @@ crash comes between that and the commit, `recover` moves it back.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -160,25 +161,26 @@ class CheckpointStore:
                 warn(f"skipped {self.path(step).name}: {error}")
         return None
 
-    def prune(self, keep_last: int, keep_best: int, best_by: str = "val_loss") -> None:
-        """Delete all but the newest `keep_last` and the `keep_best` with the lowest `best_by`.
+    def prune(self, step: int, keep_last: int, keep_best: int, best_by: str = "val_loss") -> None:
+        """Delete all but the newest `keep_last` and the `keep_best` with the lowest `best_by`; `step` is what was just
+        written.
 
-        What cannot be read neither counts as kept nor is deleted unless `keep_last` newer readable ones stand.
+        Only what was written up to `step` counts as kept: a newer checkpoint is one that a resume has found damaged.
+        What cannot be read does not count either, and is deleted once `keep_last` newer ones stand.
         """
         readable: dict[int, Manifest] = {}
-        for step in self.steps():
-            try:
-                readable[step] = self.manifest(step)
-            except CheckpointError:
-                continue
+        for found in self.steps():
+            with contextlib.suppress(CheckpointError):
+                if found <= step:
+                    readable[found] = self.manifest(found)
         newest = sorted(readable)[-keep_last:]
         if len(newest) < keep_last:
             return
         measured = [s for s in readable if math.isfinite(readable[s].metrics.get(best_by, math.nan))]
         best = sorted(measured, key=lambda s: (readable[s].metrics[best_by], s))[:keep_best]
-        for step in self.steps():
-            if step < newest[0] and step not in best:
-                shutil.rmtree(self.path(step), ignore_errors=True)
+        for old in self.steps():
+            if old < newest[0] and old not in best:
+                shutil.rmtree(self.path(old), ignore_errors=True)
 
 
 def fsync(path: Path) -> None:

@@ -20,13 +20,17 @@ def hold(path: Path, world: World) -> None:
     """Lock the run for as long as this process lives. Raises ConfigError when another attempt keeps it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: closing would unlock
     deadline = time.monotonic() + PATIENCE_S[world.on_slurm]
+    said = False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
             if time.monotonic() > deadline:
-                holder = os.read(descriptor, 1000).decode(errors="replace").strip()
                 raise ConfigError(f"{path.parent.name}: another attempt is at work on this run ({holder})") from None
+            if not said:
+                print(f"[laststep] waiting for another attempt to leave this run ({holder})", flush=True)
+                said = True
             time.sleep(POLL_S)
         except OSError as error:  # a file system without locks, as some Lustre mounts
             print(f"[laststep] {path}: cannot be locked here ({error.strerror}); start no second attempt", flush=True)

@@ -57,6 +57,13 @@ class Group:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
+    def tell(self, number: int | None) -> int | None:
+        """The number that rank 0 has, on every rank."""
+        if self.world.rank == 0:
+            self.store.set("told", "" if number is None else str(number))
+        told = self.store.get("told").decode()
+        return int(told) if told else None
+
     def barrier(self, timeout_s: float = MEETING_S) -> None:
         """Wait until every rank is here. Runs over the store, so it may last longer than a collective is allowed to."""
         self._barriers += 1
@@ -92,20 +99,20 @@ def meet(world: World, device: torch.device, meeting: Path, timeout_s: float) ->
     """
     if world.size == 1:
         return Group(world, dist.HashStore(), device)
-    store = _store(world, meeting)
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("collectives", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
-    group = Group(world, store, device)
     try:
-        group.barrier()
+        store = _store(world, meeting)
+        group = Group(world, store, device)
+        group.barrier()  # before the collectives: they wait no longer than `timeout_s`
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("collectives", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
     except dist.DistError as error:
-        raise MeetingError(f"{world}: not all ranks came within {MEETING_S:.0f} s") from error
+        raise MeetingError(f"{world}: the ranks did not all meet within {MEETING_S:.0f} s: {error}") from error
     if world.rank == 0 and meeting.exists():
         meeting.unlink()
     return group
@@ -122,11 +129,13 @@ def _store(world: World, meeting: Path) -> dist.Store:
         listener = socket.create_server(("", 0), backlog=2048)
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            world.hosts[0], port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+            "localhost", port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         meeting.parent.mkdir(parents=True, exist_ok=True)
         temporary = meeting.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"host": world.hosts[0], "port": port}))
+        # On one node no name needs to resolve: a laptop's or a container's own often does not.
+        host = "localhost" if world.nodes == 1 else world.hosts[0]
+        temporary.write_text(json.dumps({"host": host, "port": port}))
         temporary.replace(meeting)
         return store
     deadline = time.monotonic() + MEETING_S

@@ -43,13 +43,16 @@ class Signals:
         threading.Thread(target=signals._read, args=(reader,), name="signals", daemon=True).start()
         for number in STOPS:
             signal.signal(number, _do_nothing)
+        # The local launcher starts its ranks with these blocked, so that none comes before it can be caught.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         return signals
 
     def release(self, process_ends: bool) -> None:
         """The attempt is over. A process that now ends ignores late signals: on its way out Python would reset its
         handlers, so that a SIGTERM turned a finished rank into a failed one; any other gets back what it had."""
         for number, before in self._before.items():
-            signal.signal(number, signal.SIG_IGN if process_ends else before)
+            # None stands for a handler that was not set from Python and cannot be put back from it.
+            signal.signal(number, signal.SIG_IGN if process_ends else before or signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
 
     def tell(self, listener: Callable[[signal.Signals], None]) -> None:

@@ -62,10 +62,10 @@ class Stop:
         return self._tick <= self._last
 
     def _notify(self, number: signal.Signals) -> None:
-        print(f"[laststep] rank {self._world.rank}: {number.name} received, stopping after this step", flush=True)
         # Where the store went with rank 0, the attempt has ended, or ends with the next collective.
         with contextlib.suppress(dist.DistError):
             self._write_notice(self._notices, number)
+        print(f"[laststep] rank {self._world.rank}: {number.name} received, stopping after this step", flush=True)
 
     @staticmethod
     def _write_notice(store: dist.Store, number: int) -> None:
