@@ -129,7 +129,7 @@ def test_one_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
 
 def test_every_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
     """SIGKILL of all at once: the newest checkpoint stands, the steps since are done again, and are counted."""
-    user.types(*FOUR_RANKS, "--name", "killed", "checkpoint.every_steps=50", *SHORT)
+    user.types(*FOUR_RANKS, "--name", "killed", *SHORT)
     user.waits_for("killed", MID_EPOCH)
     job = user.job_of("killed")
     user.kills("killed", 0, 1, 2, 3)
@@ -138,5 +138,6 @@ def test_every_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
     user.types("resume", "killed", "--follow")
     first, second = user.attempts("killed")
     assert (first["reason"], second["reason"]) == ("lost", "finished")
-    assert first["lost_steps"] == first["end_step"] - second["start_step"] and second["start_step"] in (63, 100)
+    assert second["start_step"] == 63 and first["end_step"] >= 80, "what was done is known from metrics.jsonl"
+    assert first["lost_steps"] == first["end_step"] - second["start_step"]
     assert fingerprint(user.run("killed")) == undisturbed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pdb
 import signal
 import subprocess
 import sys
@@ -66,6 +65,8 @@ def run_debug(config: Config) -> int:
     except ConfigError:
         raise
     except Exception:
+        import pdb  # not above: it would slow down every command, and this one is in no hurry
+
         traceback.print_exc()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C is the debugger's now
         pdb.post_mortem()
