@@ -26,8 +26,8 @@ class Stopped(SystemExit):
     """The ranks stopped after the same step and saved it. Not an Exception, so that nothing takes it for a failure."""
 
     def __init__(self, number: signal.Signals, world: World) -> None:
-        # 128 + number is a shell's exit status for "ended by this signal". Where Slurm is set to KillOnBadExit, though,
-        # such a status of any other rank would end rank 0 before it has requeued the job.
+        # 128 + number is a shell's exit status for "ended by this signal". But srun takes such a status for a failure
+        # and ends the other ranks, and rank 0 may still have to requeue the job.
         super().__init__(0 if world.on_slurm and world.rank else 128 + number)
 
 

@@ -14,6 +14,8 @@ from trainer.data.catalog import DATA_ARGS, DATASETS, FAKE_ARGS
 from trainer.schema import Data
 from trainer.tasks.models import check_model_name
 
+WITHOUT_SLURM = "add --local to train here, or try a throwaway Slurm with `make slurm`"
+
 
 def check_names(config: Config) -> None:
     """The task, and for the ready-made one the model and the data set, exist."""
@@ -37,10 +39,7 @@ def check_names(config: Config) -> None:
 def check_slurm() -> None:
     """Slurm's commands are here."""
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
-        raise ConfigError(
-            "no Slurm on this machine (sbatch not found): add --local to train here, "
-            "or try a throwaway Slurm with `make slurm`"
-        )
+        raise ConfigError(f"no Slurm on this machine (sbatch not found): {WITHOUT_SLURM}")
 
 
 def check_local(config: Config) -> None:

@@ -62,9 +62,10 @@ def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
             job = executor.submit(Trainer(config))
     except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
         reason = _reason(error)
-        unreachable = any(words in reason for words in ("Unable to contact", "configuration source"))
-        hint = "; add --local to train here, or try a throwaway Slurm with `make slurm`" if unreachable else ""
-        raise ConfigError(f"Slurm refused the job: {reason}{hint}") from None
+        if any(words in reason for words in ("Unable to contact", "configuration source")):
+            last = reason.rpartition("; ")[2].removeprefix("sbatch: fatal: ")
+            raise ConfigError(f"no Slurm answers here ({last}): {checks.WITHOUT_SLURM}") from None
+        raise ConfigError(f"Slurm refused the job: {reason}") from None
     return job.task(0)  # type: ignore[return-value]
 
 
