@@ -124,3 +124,11 @@ def test_what_a_full_disk_refused_is_written_later(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     metrics.append([{"step": 4}])
     assert [line["step"] for line in read_lines(metrics.path)] == [1, 2, 3, 4]
+
+
+def test_a_torn_line_swallows_no_other(tmp_path: Path) -> None:
+    """A power cut in the middle of a record costs that record, not the next attempt's too."""
+    run = RunDir(tmp_path)
+    run.attempts.write_text('{"attempt": 0, "rea')
+    AttemptLog(run, WORLD, start_step=0).end("finished", 9, 0)
+    assert [r["reason"] for r in read_lines(run.attempts)] == ["finished"]

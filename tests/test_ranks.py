@@ -69,3 +69,30 @@ def test_a_disk_that_stays_full(tmp_path: Path) -> None:
     assert attempt["lost_steps"] == attempt["end_step"] - 2
     assert [(checkpoint["step"], checkpoint["ok"]) for checkpoint in inspect(full.run)] == [(2, True)]
     assert not list(full.run.checkpoints.glob(".*")), "no half checkpoint is left to fill the disk further"
+
+
+@pytest.mark.parametrize(
+    ("when", "steps"),
+    [
+        (("checkpoint.every_steps=5",), [5, 10, 14]),
+        (("checkpoint.every_epochs=1",), [7, 14]),
+        (("checkpoint.every_minutes=0.00001",), [3, 6, 7, 9, 12, 14]),  # at every progress line, and the end
+        ((), [14]),
+    ],
+    ids=["steps", "epochs", "minutes", "never"],
+)
+def test_when_it_saves(tmp_path: Path, when: tuple[str, ...], steps: list[int]) -> None:
+    """A save that does not come costs a killed run everything since the last; the last step is always kept. Two epochs
+    of 7 steps, a progress line every 3."""
+    off = ("checkpoint.every_epochs=null", "checkpoint.every_minutes=null", "checkpoint.keep_last=99")
+    run = train(config(tmp_path, "saving", 2, (*off, *when)))
+    assert [checkpoint["step"] for checkpoint in inspect(run)] == steps
+
+
+def test_the_best_is_kept(tmp_path: Path) -> None:
+    """The checkpoint with the lowest validation loss stays when newer ones push it out of the newest."""
+    keep = ("checkpoint.keep_last=1", "checkpoint.keep_best=1", "train.epochs=6", "optim.lr=0.5")
+    run = train(config(tmp_path, "best", 1, keep))
+    losses = {line["step"]: line["val_loss"] for line in read_lines(run.metrics) if "val_loss" in line}
+    best = min(losses, key=lambda step: losses[step])
+    assert [checkpoint["step"] for checkpoint in inspect(run)] == sorted({best, 42})

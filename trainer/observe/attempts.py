@@ -56,8 +56,10 @@ class AttemptLog:
         self.run.attempt_now.unlink(missing_ok=True)
 
     def _append(self, record: dict[str, Any]) -> None:
+        torn = self.run.attempts.exists() and not self.run.attempts.read_bytes().endswith(b"\n")
         with self.run.attempts.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            # A line cut short by a power cut must not swallow this one.
+            file.write(("\n" if torn else "") + json.dumps(record) + "\n")
 
     def _enter_lost(self, ended: set[int], start_step: int) -> None:
         """Enter the attempt that left attempt.json behind, unless it got as far as entering itself."""

@@ -64,9 +64,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a .jsonl file; a line cut short by a crash is passed over."""
     records = []
     if path.exists():
-        for line in path.read_text().splitlines():
-            try:
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
                 records.append(json.loads(line))
-            except ValueError:
-                continue
-    return records
+    return [record for record in records if isinstance(record, dict)]
