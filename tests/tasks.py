@@ -87,3 +87,15 @@ class FullDisk(Classification):
         limit = 100_000 if self.steps in self.full else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         return super().step(model, batch)
+
+
+class Broken(Classification):
+    """Fails in the 3rd step of rank 1, as a bad sample or a bug that shows in one rank would."""
+
+    steps = -1
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += 1
+        if self.steps == 3 and World.detect().rank == 1:
+            raise ValueError("a bad sample")
+        return super().step(model, batch)

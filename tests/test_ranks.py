@@ -96,3 +96,13 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     losses = {line["step"]: line["val_loss"] for line in read_lines(run.metrics) if "val_loss" in line}
     best = min(losses, key=lambda step: losses[step])
     assert [checkpoint["step"] for checkpoint in inspect(run)] == sorted({best, 42})
+
+
+def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
+    """Its peers fail of its absence, and rank 0's "connection closed" would send a user looking in the wrong place."""
+    broken = Attempt(config(tmp_path, "broken", 3, ("task=tests.tasks.Broken", "train.batch_size=6")))
+    assert broken.wait() == [1, 1, 1]
+    (attempt,) = read_lines(broken.run.attempts)
+    assert attempt["reason"] == "failed" and attempt["end_step"] == 2
+    assert attempt["error"].startswith("rank 1 on ") and "ValueError: a bad sample" in attempt["error"]
+    assert "[laststep] rank 1 on " in broken.logs[0].read_text()

@@ -46,10 +46,10 @@ class Position:
 class Loop:
     """Trains. Every rank runs one, in step with the others; rank 0's also writes."""
 
-    def __init__(self, config: Config, run: RunDir, group: Group, stop: Stop) -> None:
+    def __init__(self, config: Config, run: RunDir, group: Group, signals: Signals) -> None:
         self.config = config
         self.group = group
-        self.stop = stop
+        self.stop = Stop(group.world, group.store, signals, config.launch.hang_timeout_s)
         self.rank, self.size = group.world.rank, group.world.size
         check_batch(config.train.batch_size, self.size, config.train.accumulate)
 
@@ -261,11 +261,7 @@ class Loop:
         return TrainBatches(self.order, steps, self.rank, self.size, self.config.train.accumulate)
 
 
-def start(config: Config, run: RunDir, world: World, signals: Signals, resume_from: int | None) -> Loop:
-    """Meet the other ranks, build everything and restore the state: ready to `run`. `resume_from`, the checkpoint's
-    step, counts on rank 0 and is None when there is none."""
+def join(config: Config, run: RunDir, world: World) -> Group:
+    """Take this rank's device and meet the other ranks."""
     device = set_up_device(config, world)
-    group = meet(world, device, run.meeting(world.attempt), config.launch.hang_timeout_s)
-    loop = Loop(config, run, group, Stop(world, group.store, signals, config.launch.hang_timeout_s))
-    loop.restore(group.tell(resume_from))
-    return loop
+    return meet(world, device, run.meeting(world.attempt), config.launch.hang_timeout_s)

@@ -20,6 +20,7 @@ from trainer.world.slurm import ending
 
 if TYPE_CHECKING:
     from trainer.loop import Loop
+    from trainer.world.meet import Group
 
 
 class Stopped(SystemExit):
@@ -79,19 +80,23 @@ class Trainer:
             store.recover()
             newest = store.newest(warn=lambda text: print(f"[laststep] {text}", flush=True))
             log = AttemptLog(self.run, world, newest.step if newest else 0)
+        group: Group | None = None
         loop: Loop | None = None
         try:
             # Here and not above, so that a signal during the seconds of importing torch is caught too.
-            from trainer.loop import start
+            from trainer.loop import Loop, join
 
-            loop = start(self.config, self.run, world, signals, resume_from=newest.step if newest else None)
+            group = join(self.config, self.run, world)
+            loop = Loop(self.config, self.run, group, signals)
+            loop.restore(group.tell(newest.step if newest else None))
             finished = loop.run()
             loop.part()
         except Exception as error:
+            first = group.first_failure(error) if group else traceback.format_exc()
             if log is not None:
                 start_step = log.record["start_step"]
                 done, kept = (loop.position.step, loop.saved[0]) if loop else (start_step, start_step)
-                log.end("failed", done, done - kept, traceback.format_exc())
+                log.end("failed", done, done - kept, first)
             raise error
         if finished:
             loop.progress.finished(loop.position.metrics)

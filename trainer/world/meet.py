@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import socket
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import reduce
@@ -20,6 +23,9 @@ from trainer.world.detect import World
 # Nodes of one job start seconds apart, on a busy cluster minutes (a slow prolog, a cold file system).
 MEETING_S = 600.0
 POLL_S = 0.05
+# What gloo, NCCL and the store say when a peer is no longer there, and how long one that failed may take to say why.
+OF_ABSENCE = re.compile("gloo|NCCL|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
+FAREWELL_S = 5.0
 
 
 class MeetingError(RuntimeError):
@@ -78,6 +84,24 @@ class Group:
             if self.world.node == node and self.world.local_rank == 0:
                 work()
             self.barrier(timeout_s=24 * 3600)
+
+    def first_failure(self, error: Exception) -> str:
+        """What failed first in this attempt, with its rank and host: when a rank fails, its peers fail of its absence.
+
+        Call on every rank that fails, while handling `error`.
+        """
+        here = f"rank {self.world.rank} on {socket.gethostname()}"
+        own = f"{here} failed:\n{traceback.format_exc()[-20_000:]}"
+        # The store may have gone with rank 0, or nobody may have had the time to say why it failed.
+        with contextlib.suppress(dist.DistError):
+            if not OF_ABSENCE.search(str(error)):
+                self.store.compare_set("failure", "", own)
+            self.store.wait(["failure"], timedelta(seconds=FAREWELL_S))
+            first = self.store.get("failure").decode()
+            if first != own:
+                print(f"[laststep] {first.strip()}\n[laststep] {here} fails of that", flush=True)
+            return first
+        return own
 
     def close(self) -> None:
         """Part. The store lives in rank 0, which leaves last."""
