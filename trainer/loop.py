@@ -113,8 +113,8 @@ class Loop:
         return finished
 
     def part(self) -> None:
-        """Leave the other ranks, once all have come here: whatever rank 0 had to save is saved."""
-        self.group.barrier()
+        """Leave the other ranks, once rank 0 has come here: whatever it had to save is saved."""
+        self.group.follow_rank_0()
         self.stop.close()
         self.group.close()
 

@@ -23,7 +23,7 @@ from trainer.world.detect import World
 # Nodes of one job start seconds apart, on a busy cluster minutes (a slow prolog, a cold file system).
 MEETING_S = 600.0
 POLL_S = 0.05
-# What gloo, NCCL and the store say when a peer is no longer there, and how long one that failed may take to say why.
+# What gloo, NCCL and the store say when a peer is no longer there, and how long a rank waits for last words.
 OF_ABSENCE = re.compile("gloo|NCCL|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
 FAREWELL_S = 5.0
 
@@ -78,6 +78,12 @@ class Group:
             self.store.set(f"{key}/open", "")
         self.store.wait([f"{key}/open"], timedelta(seconds=timeout_s))
 
+    def follow_rank_0(self) -> None:
+        """Wait until rank 0 is here; it waits for nobody, so that a rank that dies now can do no harm."""
+        if self.world.rank == 0:
+            self.store.set("rank 0 was here", "")
+        self.store.wait(["rank 0 was here"], timedelta(hours=24))
+
     def node_by_node(self, work: Callable[[], None]) -> None:
         """Call `work` on one rank of each node, one node after another: downloads never race, even on a shared disk."""
         for node in range(self.world.nodes):
@@ -104,13 +110,14 @@ class Group:
         return own
 
     def close(self) -> None:
-        """Part. The store lives in rank 0, which leaves last."""
+        """Part. The store lives in rank 0, which leaves last, though it does not wait long."""
         if self.world.size > 1:
             dist.destroy_process_group()
-        if self.store.add("parted", 1) == self.world.size:
-            self.store.set("parted/all", "")
-        if self.world.rank == 0:
-            self.store.wait(["parted/all"], timedelta(seconds=30))
+        with contextlib.suppress(dist.DistError):
+            if self.store.add("parted", 1) == self.world.size:
+                self.store.set("parted/all", "")
+            if self.world.rank == 0:
+                self.store.wait(["parted/all"], timedelta(seconds=FAREWELL_S))
 
 
 def meet(world: World, device: torch.device, meeting: Path, timeout_s: float) -> Group:

@@ -51,8 +51,9 @@ class Stop:
 
     def close(self) -> None:
         """End the agreement. All ranks have left the loop: every one is past its last tick."""
-        self._write_notice(self._store, 0)
-        self._thread.join(timeout=30)
+        with contextlib.suppress(dist.DistError):
+            self._write_notice(self._store, 0)
+        self._thread.join(timeout=5)
 
     def _wait(self) -> bool:
         """The slow side of `begin_tick`: an agreement is under way, or was reached."""
