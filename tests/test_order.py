@@ -135,7 +135,7 @@ class Noise(Dataset[float]):
 @given(st.integers(0, 20), st.integers(1, 4))
 def test_draws_belong_to_the_sample(start: int, size: int) -> None:
     """An augmentation depends on seed, epoch and sample, not on what the process loaded before or on its rank."""
-    order, loading = Order(20, 4, 3), Loading(list, workers=0, pin=False)
+    order, loading = Order(20, 4, 3), Loading(list, workers=0, pin=False, timeout_s=60)
     batches = [key for step in range(10) for key in [[(order.epoch(step), i) for i in order.batch(step)]]]
     drawn = dict(
         zip([k for batch in batches for k in batch], [x for b in loading.loader(Noise(), 3, batches) for x in b])
@@ -150,5 +150,5 @@ def test_draws_belong_to_the_sample(start: int, size: int) -> None:
 def test_workers_change_nothing() -> None:
     """More loader processes are for speed: the samples and their draws stay."""
     batches = list(TrainBatches(Order(20, 4, 3), range(7), 0, 2, 1))
-    one, two = (list(Loading(list, workers=n, pin=False).loader(Noise(), 3, batches)) for n in (0, 2))
+    one, two = (list(Loading(list, workers=n, pin=False, timeout_s=60).loader(Noise(), 3, batches)) for n in (0, 2))
     assert one == two

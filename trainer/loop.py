@@ -67,7 +67,8 @@ class Loop:
             self.total_steps = min(self.total_steps, config.train.max_steps)
 
         self.learner = Learner(config, task, group, self.total_steps)
-        self.loading = Loading(task.collate, config.data.workers, pin=group.device.type == "cuda")
+        pin, timeout_s = group.device.type == "cuda", config.launch.hang_timeout_s
+        self.loading = Loading(task.collate, config.data.workers, pin, timeout_s)
         self.validation = ValidationBatches(counts[1], config.train.batch_size, self.rank, self.size)
         self.validation_loader = self.loading.loader(val_set, config.seed, self.validation)
 

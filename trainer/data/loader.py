@@ -34,11 +34,13 @@ class _Draws(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are loaded: `workers` processes (0: in the rank itself), into pinned memory or not."""
+    """How batches are loaded: `workers` processes (0: in the rank itself), into pinned memory or not. A batch that
+    takes longer than `timeout_s` is an error: a worker may be stuck."""
 
     collate: Callable[[Sequence[Any]], Any]
     workers: int
     pin: bool
+    timeout_s: float
 
     def loader(self, dataset: Dataset[Any], seed: int, batches: Iterable[list[Key]]) -> DataLoader[Any]:
         """A DataLoader over `batches`; each iteration over it starts `batches` anew."""
@@ -46,6 +48,7 @@ class Loading:
             _Draws(dataset, seed),
             batch_sampler=batches,
             num_workers=self.workers,
+            timeout=self.timeout_s if self.workers else 0,
             collate_fn=self.collate,
             pin_memory=self.pin,
             worker_init_fn=ignore_in_worker,

@@ -110,14 +110,16 @@ class Group:
         return own
 
     def close(self) -> None:
-        """Part. The store lives in rank 0, which leaves last, though it does not wait long."""
-        if self.world.size > 1:
-            dist.destroy_process_group()
+        """Part, once every rank is through its last collective, though nobody waits long for one that may be dead.
+
+        A rank that closed its connections sooner could cut off a peer that still reads from them.
+        """
         with contextlib.suppress(dist.DistError):
             if self.store.add("parted", 1) == self.world.size:
                 self.store.set("parted/all", "")
-            if self.world.rank == 0:
-                self.store.wait(["parted/all"], timedelta(seconds=FAREWELL_S))
+            self.store.wait(["parted/all"], timedelta(seconds=FAREWELL_S))
+        if self.world.size > 1:
+            dist.destroy_process_group()
 
 
 def meet(world: World, device: torch.device, meeting: Path, timeout_s: float) -> Group:
