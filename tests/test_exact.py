@@ -95,10 +95,17 @@ def test_each_option(root: Path, option: str, request: pytest.FixtureRequest) ->
     stop_and_resume(root, f"option-{abs(hash(option))}", 2, tuple(option.split()), "SIGTERM step 4 rank 1")
 
 
-@pytest.mark.parametrize("options", [(), tuple(EVERYTHING)], ids=["plain", "everything"])
-def test_four_ranks(root: Path, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "place", ["step 1 rank 3", "step 3 rank 2", "step 7 rank 1", "validation 2 rank 0", "step 8 rank 1,2"]
+)
+def test_four_ranks(root: Path, place: str) -> None:
     """From three ranks on the order of a sum depends on DDP's bucket layout, which changes after its first backward."""
-    stop_and_resume(root, f"four-{len(options)}", 4, options, "SIGTERM step 3 rank 2")
+    stop_and_resume(root, f"four-{place.replace(' ', '-').replace(',', '-')}", 4, tuple(EVERYTHING), f"SIGTERM {place}")
+
+
+def test_four_ranks_plain(root: Path) -> None:
+    """The same without accumulation, averaging and clipping: each of them could hide a difference, or make one."""
+    stop_and_resume(root, "four-plain", 4, (), "SIGTERM step 3 rank 2")
 
 
 def test_torchvision_model(root: Path) -> None:
