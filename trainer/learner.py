@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from trainer.buffers import Buffers
 from trainer.config import Config, ConfigError
 from trainer.data.order import seed_generators, seed_of
 from trainer.schema import Optim
@@ -38,6 +40,7 @@ class Learner:
         self.device = group.device
         self.total_steps = total_steps
         self.names: list[str] = []  # of what the task measures, the loss first; known after warm_up
+        self.busy_s = 0.0  # spent so far on this rank's own work, which no other rank can slow down
 
         seed_generators(seed_of("model", config.seed), self.device)
         layout = torch.channels_last if config.train.channels_last else torch.preserve_format
@@ -49,42 +52,66 @@ class Learner:
         if config.train.compile:
             # Static shapes: the dynamic ones would depend on the shapes seen before, so on where a run was resumed.
             self.model.compile(dynamic=False)
+        self.tap = nn.Parameter(torch.zeros((), device=self.device))
         self.parallel = self._parallel()
+        self.buffers = Buffers(self.model, group)
         self.optimizer = _optimizer(self.model, config.optim)
         self.dtype = PRECISION[config.train.precision]
         # fp16 has so small a range that gradients vanish unless the loss is scaled up (Micikevicius et al. 2018).
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
 
-    def step(self, step: int, micro_batches: Sequence[tuple[Any, int]], samples: int) -> Tensor:
-        """One step of the optimiser, on (batch, samples of it that count) pairs, `samples` over all ranks.
+    def learn(self, step: int, micro_batches: Sequence[tuple[Any, int]], samples: int) -> None:
+        """Forward and backward of one step on (batch, samples of it that count) pairs, `samples` over all ranks.
 
-        Returns the sum of the loss over this rank's samples.
+        Everything that the ranks do together, and nothing that a checkpoint holds: that is left to `update`.
         """
         seed_generators(seed_of("step", self.config.seed, step, self.group.world.rank), self.device)
-        lr = learning_rate(self.config.optim, step, self.total_steps)
         for param_group in self.optimizer.param_groups:
-            param_group["lr"] = lr
+            param_group["lr"] = learning_rate(self.config.optim, step, self.total_steps)
 
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        began = time.perf_counter()
         for position, (batch, count) in enumerate(micro_batches):
             last = position == len(micro_batches) - 1
             with contextlib.nullcontext() if last else self._no_reduction():
                 loss = self._forward(self.parallel, batch)["loss"]
+                if last:
+                    self.busy_s += time.perf_counter() - began
                 # DDP averages over ranks; weighted so, what it yields is the mean over the global batch, even when
                 # a short last batch gives the ranks unequal shares.
-                weight = count * self.group.world.size / samples
-                self.scaler.scale(loss * weight).backward()
-            loss_sum += loss.detach() * count
+                self._backward(loss * (count * self.group.world.size / samples))
+        self.buffers.share()
 
-        if self.config.optim.clip_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm)
+    def update(self) -> tuple[Tensor, Tensor]:
+        """The update of the step: this rank's alone, so that one that comes so far completes it, whoever dies meanwhile.
+
+        Returns the mean loss over the global batch and whether it and the gradient were finite (else nothing was
+        changed), both scalars on the device.
+        """
+        assert self.tap.grad is not None
+        loss = self.tap.grad.clone()
+        self.tap.grad = None
+        good = loss.isfinite()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        clip_norm = self.config.optim.clip_norm
+        if self.scaler.is_enabled():
+            # Of infinite gradients the scaler makes a smaller scale: a part of fp16, and no fault.
+            if clip_norm is not None:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+        else:
+            norm = nn.utils.get_total_norm(gradients)
+            good &= norm.isfinite()
+            if clip_norm is not None:
+                nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)
+            # Read by the fused optimisers on the device, as they do for the scaler: the CPU need not wait to know.
+            self.optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+        self.buffers.keep(good)
         if self.average is not None:
             self.average.update_parameters(self.model)
-        return loss_sum
+        return loss, good
 
     @torch.no_grad()
     def evaluate(self, step: int, position: int, batch: Any, count: int) -> Tensor:
@@ -101,10 +128,7 @@ class Learner:
         return self.model if self.average is None else self.average
 
     def train(self, on: bool) -> None:
-        """Switch between training and validation. Before validation every rank takes rank 0's buffers: batch norm's
-        statistics differ between ranks, and only those of rank 0 are saved, so a resumed run would else differ."""
-        if not on:
-            self.group.broadcast(list(self.validated.buffers()))
+        """Switch between training and validation."""
         self.parallel.train(on)
         self.validated.train(on)
 
@@ -121,13 +145,15 @@ class Learner:
         if "loss" not in output:
             raise ConfigError(f"task={self.config.task}: step() must return a dict with a 'loss', not {list(output)}")
         self.names = ["loss", *sorted(set(output) - {"loss"})]
-        self.scaler.scale(output["loss"]).backward()
+        self._backward(output["loss"])
         self.optimizer.zero_grad()
+        self.tap.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, on the CPU or not, as it is: whoever keeps it longer than a step copies it."""
+        """All of it as the last `update` left it, whatever a forward pass has done since. References: whoever keeps it
+        longer copies it. The same on every rank."""
         return {
-            "model": self.model.state_dict(),
+            "model": self.buffers.kept_in(self.model.state_dict(keep_vars=True)),
             "average": None if self.average is None else self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -136,6 +162,7 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put in what `state_dict` gave."""
         self.model.load_state_dict(state["model"])
+        self.buffers.restart()
         if self.average is not None:
             self.average.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -149,10 +176,17 @@ class Learner:
     def _parallel(self) -> nn.Module:
         if self.group.world.size == 1:
             return self.model
-        on_gpu = self.device.type == "cuda"
         return DistributedDataParallel(
-            self.model, device_ids=[self.device] if on_gpu else None, gradient_as_bucket_view=True
+            _Tapped(self.model, self.tap),
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
         )
+
+    def _backward(self, loss: Tensor) -> None:
+        """The loss rides along with the gradients: it is the gradient of `tap`, so DDP sums it over the ranks too, and
+        every rank knows every step's loss without a collective of its own."""
+        (self.scaler.scale(loss) + self.tap * loss.detach().float()).backward()
 
     def _no_reduction(self) -> contextlib.AbstractContextManager[None]:
         """Gradients of all but the last micro-batch stay on the rank."""
@@ -175,10 +209,29 @@ def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
 
 
 def _optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
+    """Fused: those can leave out a step by a flag on the device."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optim.name == "adamw":
-        return torch.optim.AdamW(parameters, lr=optim.lr, weight_decay=optim.weight_decay)
-    return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay)
+        return torch.optim.AdamW(parameters, lr=optim.lr, weight_decay=optim.weight_decay, fused=True)
+    sgd = torch.optim.SGD(
+        parameters, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay, fused=True
+    )
+    if optim.momentum:
+        for parameter in parameters:  # else it would be uninitialised memory if the very first step were left out
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return sgd
+
+
+class _Tapped(nn.Module):
+    """What DDP wraps: the model and the tap, see Learner._backward."""
+
+    def __init__(self, model: nn.Module, tap: nn.Parameter) -> None:
+        super().__init__()
+        self.model = model
+        self.tap = tap
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
 
 
 def _average(model: nn.Module, decay: float) -> AveragedModel | None:

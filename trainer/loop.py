@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -18,16 +20,26 @@ from trainer.learner import Learner, learning_rate
 from trainer.observe.metrics import MetricsFile
 from trainer.observe.progress import Progress
 from trainer.rundir import RunDir
+from trainer.state.pack import load
+from trainer.state.saver import About, Saver, save_alone
 from trainer.state.store import CheckpointError, CheckpointStore
 from trainer.task import load_task
 from trainer.world.detect import World
 from trainer.world.device import set_up_device
-from trainer.world.meet import Group, meet
+from trainer.world.meet import Absent, Group, meet
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
+from trainer.world.watch import Fault, Watch
 
 MAX_FAILED_SAVES = 3
 RETRY_MINUTES = 1.0
+RETRY_LAST_S = 2.0  # of the save at a stop or at the end, for which nothing else waits
+# A rank that is waited for in a save and gives no sign of life for so long is dead.
+GONE_S = 5.0
+
+
+class NotFinite(ArithmeticError):
+    """A loss or a gradient is NaN or infinite, and train.nonfinite says that the run is to fail of it."""
 
 
 @dataclass
@@ -40,19 +52,26 @@ class Position:
     loss_sum: float = 0.0  # over the samples of the epoch so far
     loss_samples: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # the latest epoch's line of metrics.jsonl
-    metrics_offset: int = 0  # bytes of metrics.jsonl that belong to this position
+    records: int = 0  # lines of metrics.jsonl that belong to this position
+    skipped: int = 0  # steps left out because the loss or the gradient was not finite
 
 
 class Loop:
-    """Trains. Every rank runs one, in step with the others; rank 0's also writes."""
+    """Trains. Every rank runs one, in step with the others.
 
-    def __init__(self, config: Config, run: RunDir, group: Group, signals: Signals) -> None:
+    Between two updates the state is whole, and the same on every rank. `whole` is held while it changes: who takes it
+    and keeps it, in another thread, has the state of the last whole step for good.
+    """
+
+    def __init__(self, config: Config, run: RunDir, group: Group, signals: Signals, watch: Watch) -> None:
         self.config = config
         self.group = group
-        self.stop = Stop(group.world, group.store, signals, config.launch.hang_timeout_s)
+        self.watch = watch
         self.rank, self.size = group.world.rank, group.world.size
         check_batch(config.train.batch_size, self.size, config.train.accumulate)
+        self.stop = Stop(group.world, group.store, signals, lambda why: watch.report(Fault("failed", why, cause=False)))
 
+        watch.enter("preparing data")
         task = load_task(config)
         group.node_by_node(task.prepare)
         self.train_set, val_set = task.datasets()
@@ -73,29 +92,36 @@ class Loop:
         self.validation_loader = self.loading.loader(val_set, config.seed, self.validation)
 
         self.store = CheckpointStore(run.checkpoints)
-        self.metrics = MetricsFile(run.metrics)
+        self.saver = Saver(self.store, group.store, self.rank, self.size, group.device)
+        self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)
         self.progress = Progress(self.rank == 0, self.total_steps)
         self.position = Position()
-        self.pending: list[tuple[int, Tensor]] = []  # (step, this rank's loss sum), not yet in metrics.jsonl
+        self.whole = threading.Lock()
+        self.restored = False
+        self.pending: list[tuple[int, Tensor, Tensor]] = []  # (step, loss, good), not yet in metrics.jsonl
         self.save_due = False
-        self.saved = (0, 0)  # step and validated of the latest checkpoint
+        self.saving: Position | None = None  # what the save under way will have kept
+        self.saved = Position()  # what the newest checkpoint has
         self.saved_at = time.monotonic()
+        self.saving_last = False
         self.failed_saves = 0  # in a row
+        watch.ticks, watch.busy = lambda: self.stop.tick, lambda: self.learner.busy_s
 
     def restore(self, step: int | None) -> None:
         """Put in the checkpoint of `step`, or the initial state when there is none."""
         train = self.config.train
         state = copy.deepcopy(self.learner.state_dict())
+        self.watch.enter("warming up")
         micro_batch = train.batch_size // (self.size * train.accumulate)
         self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
+        self.watch.enter("restoring")
         if step is not None:
-            path = self.store.path(step) / "state.pt"
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = load(self.store.path(step), self.store.manifest(step))
             self.position = Position(**state["position"])
         self.learner.load_state_dict(state)
-        self.saved = (self.position.step, self.position.validated)
-        if self.rank == 0:
-            self.metrics.rewind(self.position.metrics_offset)
+        self.saved = copy.copy(self.position)
+        self.metrics.rewind(self.position.records)
+        self.restored = True
         self.progress.say(
             f"{'starting' if step is None else f'resuming after step {step}'}: {self.total_steps} steps, "
             f"{self.order.steps_per_epoch} per epoch, {self.size} ranks on {self.group.device.type}"
@@ -103,6 +129,7 @@ class Loop:
 
     def run(self) -> bool:
         """Train and save. True when the run is finished, False when the ranks agreed to stop."""
+        self.watch.enter("training")
         self.saved_at = time.monotonic()
         batches = iter(self.loading.loader(self.train_set, self.config.seed, self._plan()))
         try:
@@ -110,91 +137,142 @@ class Loop:
         finally:
             close_loader(batches)
             close_loader(getattr(self.validation_loader, "_iterator", None) or iter(()))
-        self.save(must=True)
+        self._save_last()
         return finished
 
-    def part(self) -> None:
-        """Leave the other ranks, once rank 0 has come here: whatever it had to save is saved."""
-        self.group.follow_rank_0()
+    def close(self) -> None:
+        """Every rank is past its last unit of work, and every save has ended."""
         self.stop.close()
-        self.group.close()
+        self.saver.close()
 
-    def save(self, must: bool = False) -> None:
-        """Commit a checkpoint of this position, unless there is one. All ranks call it together; rank 0 writes.
+    def save(self) -> None:
+        """Begin to save this position, unless that was done. All ranks call it together; they train on meanwhile.
 
-        Training goes on when the disk refuses: the save is tried again a minute later, and at once when it `must` be.
-        Raises CheckpointError when `MAX_FAILED_SAVES` in a row have failed.
+        A save that fails costs a warning, and is tried again a minute later. Raises CheckpointError when
+        `MAX_FAILED_SAVES` in a row have failed.
         """
         self.flush()
         self.save_due = False
-        if self.rank == 0:
-            while not self._write_checkpoint() and must:
-                time.sleep(2)
+        self._await_save()
+        if (self.saved.step, self.saved.validated) == (self.position.step, self.position.validated):
+            return
+        checkpoint = self.config.checkpoint
+        self.position.records = self.metrics.count
+        self.saving = copy.copy(self.position)
+        self.saver.start(self._about(), self._state(), self.metrics.sync, (checkpoint.keep_last, checkpoint.keep_best))
         self.saved_at = time.monotonic()
         self.progress.restart_clock()
 
-    def _write_checkpoint(self) -> bool:
-        position = self.position
-        if self.saved == (position.step, position.validated):
-            return True
-        try:
-            position.metrics_offset = self.metrics.sync()
-            state = {"position": asdict(position), **self.learner.state_dict()}
-            self.store.write(
-                position.step,
-                self.order.epoch(max(position.step - 1, 0)) + 1,
-                position.samples,
-                self.size,
-                position.metrics if position.validated == position.step else {},
-                lambda file: torch.save(state, file),
-            )
-        except (CheckpointError, OSError) as error:
-            self.failed_saves += 1
-            if self.failed_saves >= MAX_FAILED_SAVES:
-                raise CheckpointError(f"{self.failed_saves} saves in a row failed, the last so: {error}") from error
-            self.progress.say(f"WARNING: {error}; training goes on, the save is tried again")
+    def freeze(self, timeout_s: float = 10.0) -> bool:
+        """Keep the state as it is from now on, and enter the steps that it has in the metrics. For another thread than
+        the one that trains. False when there is no whole state."""
+        if not (self.whole.acquire(timeout=timeout_s) and self.restored):
             return False
-        self.failed_saves = 0
-        self.saved = (position.step, position.validated)
-        self.store.prune(position.step, self.config.checkpoint.keep_last, self.config.checkpoint.keep_best)
-        self.progress.say(f"saved step {position.step}")
+        try:
+            self._enter(self._values())
+        except NotFinite:
+            return False
         return True
 
+    def save_alone(self, tag: str) -> None:
+        """Save a frozen state without the other ranks. Raises CheckpointError."""
+        self.position.records = self.metrics.count
+        save_alone(self.store, self._about(), self._state(), self.size, self.metrics.take_over, tag)
+
     def flush(self) -> None:
-        """Enter the finished steps in metrics.jsonl. All ranks call it together.
+        """Enter the finished steps in metrics.jsonl. Until then their losses stay on the device, so that a step costs no
+        synchronisation for them. Raises NotFinite."""
+        values = self._values()
+        with self.whole:
+            self._enter(values)
+        self._note_save()
+        self.progress.restart_clock()
 
-        Until then each rank keeps its sums on the device: a step costs no collective and no synchronisation for them.
-        """
-        if not self.pending:
+    def _about(self) -> About:
+        position = self.position
+        epoch = self.order.epoch(max(position.step - 1, 0)) + 1
+        return About(
+            position.step, epoch, position.samples, position.metrics if position.validated == position.step else {}
+        )
+
+    def _state(self) -> dict[str, Any]:
+        return {"position": asdict(self.position), **self.learner.state_dict()}
+
+    def _save_last(self) -> None:
+        """The save at a stop or at the end, which the ranks wait for."""
+        self.watch.enter("saving")
+        self.saving_last = True
+        while True:
+            self.save()
+            self._await_save()
+            if (self.saved.step, self.saved.validated) == (self.position.step, self.position.validated):
+                return
+            time.sleep(RETRY_LAST_S)
+
+    def _await_save(self) -> None:
+        """Wait for the save under way, if there is one. Raises Absent when a rank has died meanwhile."""
+        while self.saving is not None and not self.saver.wait(0.5):
+            gone = [rank for rank in self.saver.missing if self.watch.silent(rank, GONE_S)]
+            if gone:
+                raise Absent(f"rank {', '.join(map(str, gone))} gave no sign of life for {GONE_S:.0f} s in a save")
+        self._note_save()
+
+    def _note_save(self) -> None:
+        """See what became of the save under way, if that is known. Raises CheckpointError when it failed once too often."""
+        if self.saving is None or not self.saver.wait(0):
             return
-        minutes = RETRY_MINUTES if self.failed_saves else self.config.checkpoint.every_minutes
-        clock_says_save = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
-        # The ranks' clocks differ, so rank 0's decides, and travels along.
-        clock = torch.tensor(float(clock_says_save and self.rank == 0), dtype=torch.float64, device=self.group.device)
-        sums = self.group.sum(torch.stack([clock, *(loss_sum for _, loss_sum in self.pending)])).tolist()
-        self.save_due |= sums[0] > 0
+        saving, self.saving = self.saving, None
+        if self.saver.error is None:
+            self.failed_saves = 0
+            self.saved = saving
+            self.metrics.settle(saving.records)
+            self.progress.say(f"saved step {saving.step}")
+            return
+        self.failed_saves += 1
+        self.progress.say(f"WARNING: {self.saver.error}; training goes on, the save is tried again")
+        # At a stop it is tried as long as the grace lasts.
+        if self.failed_saves >= MAX_FAILED_SAVES and self.stop.signal is None:
+            raise CheckpointError(f"{self.failed_saves} saves in a row failed, the last so: {self.saver.error}")
 
-        records = []
-        for (step, _), loss_sum in zip(self.pending, sums[1:]):
+    def _values(self) -> list[list[float]]:
+        """Loss and whether it was good, of each pending step: here the CPU waits for the device."""
+        if not self.pending:
+            return []
+        return torch.stack([torch.stack([loss.double(), good.double()]) for _, loss, good in self.pending]).tolist()
+
+    def _enter(self, values: list[list[float]]) -> None:
+        """Enter the pending steps, given their values, in metrics.jsonl and in the epoch's sums."""
+        position, records = self.position, []
+        for (step, _, _), (loss, good) in zip(self.pending, values):
             samples = self.order.count(step)
-            self.position.loss_sum += loss_sum
-            self.position.loss_samples += samples
-            records.append(
-                {
-                    "step": step + 1,
-                    "epoch": self.order.epoch(step) + 1,
-                    "loss": loss_sum / samples,
-                    "lr": learning_rate(self.config.optim, step, self.total_steps),
-                    "samples_per_s": round(self.progress.throughput(), 1),
-                    "time": time.time(),
-                }
-            )
+            record = {
+                "step": step + 1,
+                "epoch": self.order.epoch(step) + 1,
+                "loss": loss if math.isfinite(loss) else None,  # JSON has no NaN
+                "lr": learning_rate(self.config.optim, step, self.total_steps),
+                "samples_per_s": round(self.progress.throughput(), 1),
+                "time": time.time(),
+            }
+            if good:
+                position.loss_sum += loss * samples
+                position.loss_samples += samples
+            else:
+                self._not_finite(step + 1, loss)
+                record["skipped"] = True
+            records.append(record)
         self.pending.clear()
-        if self.rank == 0:
+        if records:
             self.metrics.append(records)
             last = records[-1]
             self.progress.step(last["step"], last["epoch"], last["loss"], last["lr"], self.config.train.batch_size)
-        self.progress.restart_clock()
+
+    def _not_finite(self, step: int, loss: float) -> None:
+        what = f"step {step}: the {'gradient' if math.isfinite(loss) else 'loss'} is not finite"
+        if self.config.train.nonfinite == "fail":
+            self.restored = False  # what came after that step is nothing to keep
+            raise NotFinite(f"{what}; train.nonfinite=skip would leave such steps out")
+        self.position.skipped += 1
+        self.progress.say(f"WARNING: {what}, its update was left out ({self.position.skipped} so far)")
 
     def _train(self, batches: Iterator[Any]) -> bool:
         while True:
@@ -210,17 +288,27 @@ class Loop:
 
     def _train_step(self, batches: Iterator[Any]) -> None:
         position, step = self.position, self.position.step
+        began = time.perf_counter()
         counts = self.order.share_counts(step, self.rank, self.size, self.config.train.accumulate)
         micro_batches = [(next(batches), count) for count in counts]
+        self.learner.busy_s += time.perf_counter() - began
         samples = self.order.count(step)
-        self.pending.append((step, self.learner.step(step, micro_batches, samples)))
-        position.step += 1
-        position.samples += samples
+        self.learner.learn(step, micro_batches, samples)
+        with self.whole:
+            self.pending.append((step, *self.learner.update()))
+            position.step += 1
+            position.samples += samples
         self.progress.count(samples)
         every = self.config.checkpoint.every_steps
         self.save_due |= every is not None and position.step % every == 0
         if position.step % self.config.train.log_every == 0 or self._validation_due():
             self.flush()
+            # The ranks' clocks differ, so rank 0's decides.
+            self.save_due |= self.group.rank_0_says(self._clock_says_save())
+
+    def _clock_says_save(self) -> bool:
+        minutes = RETRY_MINUTES if self.failed_saves else self.config.checkpoint.every_minutes
+        return minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
 
     def _validation_due(self) -> bool:
         step = self.position.step
@@ -243,16 +331,16 @@ class Loop:
         record: dict[str, Any] = {
             "epoch": epoch,
             "step": position.step,
-            "train_loss": position.loss_sum / position.loss_samples,
+            "train_loss": position.loss_sum / position.loss_samples if position.loss_samples else None,
             **{f"val_{name}": mean for name, mean in zip(self.learner.names, means)},
         }
-        position.metrics = record
-        position.validated = position.step
-        position.loss_sum, position.loss_samples = 0.0, 0
+        with self.whole:
+            position.metrics = record
+            position.validated = position.step
+            position.loss_sum, position.loss_samples = 0.0, 0
+            self.metrics.append([record])
         every = self.config.checkpoint.every_epochs
         self.save_due |= every is not None and epoch % every == 0
-        if self.rank == 0:
-            self.metrics.append([record])
         self.progress.epoch(record)
         self.progress.restart_clock()
         return True
@@ -265,4 +353,5 @@ class Loop:
 def join(config: Config, run: RunDir, world: World) -> Group:
     """Take this rank's device and meet the other ranks."""
     device = set_up_device(config, world)
-    return meet(world, device, run.meeting(world.attempt), config.launch.hang_timeout_s)
+    # Longer than the watchdog waits, which can tell where each rank is stuck.
+    return meet(world, device, run.meeting(world.attempt), 2 * config.launch.hang_timeout_s + 60)

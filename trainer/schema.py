@@ -81,6 +81,9 @@ class Train:
     ema_decay: float = setting(0.0, "decay per step of the averaged model that is validated; 0 keeps none", least=0)
     activation_checkpointing: bool = setting(False, "recompute blocks in the backward pass: less memory, more time")
     deterministic: bool = setting(False, "GPU: only deterministic kernels; needed there for a bit-exact resume")
+    nonfinite: str = setting(
+        "fail", "when a loss or gradient is NaN or infinite: end the run, or leave out the step", choices=("fail", "skip")
+    )
     log_every: int = setting(10, "steps between progress lines; metrics.jsonl has every step all the same", least=1)
 
 

@@ -3,61 +3,86 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 
 class MetricsFile:
-    """Appends records; a resumed run first rewinds to the place that its checkpoint remembers.
+    """Appends records; a resumed run first rewinds to as many as its checkpoint remembers.
 
-    Steps done after that checkpoint and lost are done again, so their lines go. One process writes.
+    Steps done after that checkpoint and lost are done again, so their lines go. Rank 0 writes. Every other rank keeps in
+    memory what it would have written since the newest checkpoint, to be able to stand in (`take_over`).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writes: bool) -> None:
         self.path = path
-        self._unwritten = b""
+        self.count = 0  # records so far, from the start of the run
+        self._writes = writes
+        self._settled = 0  # so many of them belong to a checkpoint
+        self._recent: list[bytes] = []  # the lines since
+        self._unwritten = 0  # so many of these, the last, are not in the file
+        self._lock = threading.Lock()  # `sync` is called beside the training
 
-    def rewind(self, offset: int) -> None:
-        """Forget every line after `offset` bytes, half-written ones too."""
-        with self.path.open("ab") as file:
-            if file.tell() > offset:
-                file.truncate(offset)
+    def rewind(self, count: int) -> None:
+        """Forget every line after the first `count`, half-written ones too. Raises OSError."""
+        if self._writes:
+            _cut(self.path, count)
+        self.count = self._settled = count
+        self._recent, self._unwritten = [], 0
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Add a line per record. What a full disk refuses is kept, and tried again with what comes next."""
-        self._unwritten += b"".join(json.dumps(record).encode() + b"\n" for record in records)
-        with contextlib.suppress(OSError):
+        lines = [json.dumps(record).encode() + b"\n" for record in records]
+        with self._lock:
+            self._recent += lines
+            self._unwritten += len(lines)
+            self.count += len(lines)
+            if self._writes:
+                with contextlib.suppress(OSError):
+                    self._write()
+
+    def sync(self) -> None:
+        """Make every line survive a power cut. Call before a checkpoint is committed. Raises OSError."""
+        with self._lock:
             self._write()
+        _fsync(self.path)
 
-    def sync(self) -> int:
-        """Make every line survive a power cut; returns the offset to rewind to. Call before committing a checkpoint.
+    def settle(self, count: int) -> None:
+        """The first `count` records belong to a checkpoint by now."""
+        with self._lock:
+            self._recent = self._recent[count - self._settled :]
+            self._settled = count
 
-        Raises OSError when the disk refuses.
-        """
-        self._write()
-        with self.path.open("ab") as file:
-            os.fsync(file.fileno())
-            return file.tell()
+    def take_over(self) -> None:
+        """Rank 0 may be dead: leave the file as it would have, after its last sign of life. Raises OSError."""
+        with self._lock:
+            _cut(self.path, self._settled)
+            self._unwritten = len(self._recent)
+            self._write()
+        _fsync(self.path)
 
     def _write(self) -> None:
         """All or nothing: half a line would spoil the one that follows it."""
+        unwritten = b"".join(self._recent[len(self._recent) - self._unwritten :])
         with self.path.open("ab", buffering=0) as file:
             start = file.tell()
             try:
-                if file.write(self._unwritten) < len(self._unwritten):
-                    raise OSError(errno.ENOSPC, "only a part was written", str(self.path))
+                written = 0
+                while written < len(unwritten):  # a full disk takes a part, and refuses the next call
+                    written += file.write(unwritten[written:])
             except OSError:
                 file.truncate(start)
                 raise
-        self._unwritten = b""
+        self._unwritten = 0
 
-    def last_step(self) -> int:
-        """The newest step that has a line, 0 when none has."""
-        return max((int(record["step"]) for record in read_lines(self.path)), default=0)
+
+def last_step(path: Path) -> int:
+    """The newest step that has a line in a metrics.jsonl, 0 when none has."""
+    return max((int(record["step"]) for record in read_lines(path)), default=0)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -68,3 +93,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             with contextlib.suppress(ValueError):
                 records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
+
+
+def _cut(path: Path, count: int) -> None:
+    """Truncate a file after `count` lines."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        end = sum(len(line) for line, _ in zip(file, range(count)))
+        file.truncate(end)
+
+
+def _fsync(path: Path) -> None:
+    with path.open("ab") as file:
+        os.fsync(file.fileno())

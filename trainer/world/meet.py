@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import reduce
@@ -23,13 +22,23 @@ from trainer.world.detect import World
 # Nodes of one job start seconds apart, on a busy cluster minutes (a slow prolog, a cold file system).
 MEETING_S = 600.0
 POLL_S = 0.05
-# What gloo, NCCL and the store say when a peer is no longer there, and how long a rank waits for last words.
+# What gloo, NCCL and the store say when a peer is no longer there.
 OF_ABSENCE = re.compile("gloo|NCCL|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
-FAREWELL_S = 5.0
+# How long the ranks wait for each other at the end, when all that matters is done.
+FAREWELL_S = 10.0
 
 
 class MeetingError(RuntimeError):
     """The ranks of an attempt did not find each other."""
+
+
+class Absent(RuntimeError):
+    """Another rank is no longer there."""
+
+
+def is_of_absence(error: Exception) -> bool:
+    """Whether an error says only that a peer is gone: then the peer's own error, if it had one, is what matters."""
+    return isinstance(error, (Absent, dist.DistError)) or bool(OF_ABSENCE.search(str(error)))
 
 
 class Group:
@@ -78,11 +87,11 @@ class Group:
             self.store.set(f"{key}/open", "")
         self.store.wait([f"{key}/open"], timedelta(seconds=timeout_s))
 
-    def follow_rank_0(self) -> None:
-        """Wait until rank 0 is here; it waits for nobody, so that a rank that dies now can do no harm."""
-        if self.world.rank == 0:
-            self.store.set("rank 0 was here", "")
-        self.store.wait(["rank 0 was here"], timedelta(hours=24))
+    def rank_0_says(self, answer: bool) -> bool:
+        """Rank 0's answer, on every rank. A collective."""
+        flag = torch.tensor(answer, dtype=torch.uint8, device=self.device)
+        self.broadcast([flag])
+        return bool(flag)
 
     def node_by_node(self, work: Callable[[], None]) -> None:
         """Call `work` on one rank of each node, one node after another: downloads never race, even on a shared disk."""
@@ -90,24 +99,6 @@ class Group:
             if self.world.node == node and self.world.local_rank == 0:
                 work()
             self.barrier(timeout_s=24 * 3600)
-
-    def first_failure(self, error: Exception) -> str:
-        """What failed first in this attempt, with its rank and host: when a rank fails, its peers fail of its absence.
-
-        Call on every rank that fails, while handling `error`.
-        """
-        here = f"rank {self.world.rank} on {socket.gethostname()}"
-        own = f"{here} failed:\n{traceback.format_exc()[-20_000:]}"
-        # The store may have gone with rank 0, or nobody may have had the time to say why it failed.
-        with contextlib.suppress(dist.DistError):
-            if not OF_ABSENCE.search(str(error)):
-                self.store.compare_set("failure", "", own)
-            self.store.wait(["failure"], timedelta(seconds=FAREWELL_S))
-            first = self.store.get("failure").decode()
-            if first != own:
-                print(f"[laststep] {first.strip()}\n[laststep] {here} fails of that", flush=True)
-            return first
-        return own
 
     def close(self) -> None:
         """Part, once every rank is through its last collective, though nobody waits long for one that may be dead.

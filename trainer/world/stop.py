@@ -14,6 +14,8 @@ import contextlib
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,19 +25,22 @@ from trainer.world.signals import Signals
 
 NEVER = sys.maxsize
 FOREVER = timedelta(days=3650)
+# A thread answers, whatever its rank's main thread is busy with: a rank that does not within this is dead or halted.
+ANSWER_S = 10.0
 
 
 class Stop:
-    """The agreement of one attempt; `begin_tick` is the loop's side of it."""
+    """The agreement of one attempt; `begin_tick` is the loop's side of it. `on_failure` hears, in another thread, why
+    no agreement was reached: then nobody may go on, and `begin_tick` does not return."""
 
-    def __init__(self, world: World, store: dist.Store, signals: Signals, timeout_s: float) -> None:
+    def __init__(self, world: World, store: dist.Store, signals: Signals, on_failure: Callable[[str], None]) -> None:
         self.signal: signal.Signals | None = None
+        self.noticed_at: float | None = None  # time.monotonic() of the notice, on every rank
+        self.tick = 0
         self._world = world
-        self._timeout = timedelta(seconds=timeout_s)
-        self._tick = 0
         self._last = NEVER  # -1 while the ranks agree
         self._agreed = threading.Event()
-        self._error: BaseException | None = None
+        self._on_failure = on_failure
         # A client of TCPStore serves one caller at a time, so a thread that waits needs a connection of its own.
         self._notices = store.clone()
         self._waiting = store.clone()
@@ -46,8 +51,8 @@ class Stop:
 
     def begin_tick(self) -> bool:
         """Count one more unit of work; False when the ranks agreed to stop before it."""
-        self._tick += 1
-        return self._tick <= self._last or self._wait()
+        self.tick += 1
+        return self.tick <= self._last or self._wait()
 
     def close(self) -> None:
         """End the agreement. All ranks have left the loop: every one is past its last tick."""
@@ -58,9 +63,7 @@ class Stop:
     def _wait(self) -> bool:
         """The slow side of `begin_tick`: an agreement is under way, or was reached."""
         self._agreed.wait()
-        if self._error is not None:
-            raise RuntimeError("the ranks could not agree on where to stop") from self._error
-        return self._tick <= self._last
+        return self.tick <= self._last
 
     def _notify(self, number: signal.Signals) -> None:
         # Where the store went with rank 0, the attempt has ended, or ends with the next collective.
@@ -74,6 +77,7 @@ class Stop:
         store.compare_set("stop/notice", "", str(int(number)))
 
     def _agree(self) -> None:
+        keys = [f"stop/tick/{rank}" for rank in range(self._world.size)]
         try:
             self._waiting.wait(["stop/notice"], FOREVER)
             number = int(self._waiting.get("stop/notice"))
@@ -83,13 +87,19 @@ class Stop:
             # and then reads the limit, this thread writes the limit and then reads the tick. So either the loop sees
             # the hold, or this thread sees the tick that the loop went on to; never neither.
             self._last = -1
-            self._waiting.set(f"stop/tick/{self._world.rank}", str(self._tick))
-            keys = [f"stop/tick/{rank}" for rank in range(self._world.size)]
-            self._waiting.wait(keys, self._timeout)
-            last = max(int(tick) for tick in self._waiting.multi_get(keys))
-            self.signal = signal.Signals(number)
-            self._last = last
-        except BaseException as error:  # whatever it is, the loop must hear of it, not wait for ever
-            self._error = error
-        finally:
-            self._agreed.set()
+            self._waiting.set(f"stop/tick/{self._world.rank}", str(self.tick))
+            self.signal, self.noticed_at = signal.Signals(number), time.monotonic()
+            self._waiting.wait(keys, timedelta(seconds=ANSWER_S))
+            self._last = max(int(tick) for tick in self._waiting.multi_get(keys))
+        except dist.DistError as error:
+            self._on_failure(self._missing(keys) or f"the ranks could not agree on where to stop: {error}")
+            return
+        self._agreed.set()
+
+    def _missing(self, keys: list[str]) -> str:
+        """Who did not answer, if the store still knows."""
+        with contextlib.suppress(dist.DistError):
+            absent = [str(rank) for rank, key in enumerate(keys) if not self._waiting.check([key])]
+            if absent:
+                return f"rank {', '.join(absent)} did not answer within {ANSWER_S:.0f} s of a signal"
+        return ""

@@ -1,0 +1,58 @@
+"""The model's buffers, alike on every rank after every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.world.meet import Group
+
+
+class Buffers:
+    """Batch norm's statistics and the like: a forward pass changes them in place, on each rank after its own samples.
+
+    DDP would give every rank those of rank 0 before the next forward pass, so what the last step made of them would
+    go with rank 0 when it dies. Here they are handed out at the end of the step (at the same cost, and instead), and a
+    copy is kept, since the next forward pass changes them again: so at any moment any rank alone holds the whole state
+    of the last whole step.
+    """
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        # Large elements first, so that each lies at a multiple of its size in a row of bytes.
+        self._live = sorted(model.buffers(), key=lambda b: -b.element_size())
+        self._group = group
+        self._kept = self._gather()
+        self._next = self._kept
+
+    def restart(self) -> None:
+        """Keep the buffers as they are: a state was put in."""
+        self._kept = self._gather()
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Give every rank rank 0's. A collective."""
+        if self._live:
+            self._next = self._gather()
+            self._group.broadcast([self._next])
+
+    @torch.no_grad()
+    def keep(self, good: Tensor) -> None:
+        """The step is done: keep what `share` brought, or, where it was not `good` (a scalar bool), what was before."""
+        if self._live:
+            self._kept = torch.where(good, self._next, self._kept)
+            torch._foreach_copy_(self._live, self._views(self._kept))
+
+    def kept_in(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A model's `state_dict(keep_vars=True)` with the kept buffers in place of the live ones, detached."""
+        kept = dict(zip(map(id, self._live), self._views(self._kept)))
+        return {name: kept.get(id(value), value).detach() for name, value in state.items()}
+
+    def _gather(self) -> Tensor:
+        parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in self._live]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+    def _views(self, row: Tensor) -> list[Tensor]:
+        parts = row.split([buffer.numel() * buffer.element_size() for buffer in self._live])
+        return [part.view(buffer.dtype).view(buffer.shape) for part, buffer in zip(parts, self._live)]

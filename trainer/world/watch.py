@@ -1,0 +1,206 @@
+"""The watchdog: an attempt in which a rank died or is stuck ends, and says which one and where.
+
+Two threads in each rank. One beats: it tells the store how far its rank is, and hears from it of a fault that another
+rank has reported; rank 0's also compares all beats. The other one watches: it notices when the store no longer answers
+(then rank 0 is gone) and when the grace after a signal runs out. Neither costs the training loop anything.
+
+Silence is counted in rounds of the listener, not in seconds of a clock, so a clock that was set, or a process that was
+halted as a whole for a while, makes nobody look dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.world.detect import World
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+BEAT_S = 0.5
+SLOW_WINDOW_S = 60.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why an attempt cannot end in the orderly way."""
+
+    reason: str  # failed, hung, or signal: the grace after one is running out
+    text: str  # what happened, where, on one line or with a traceback
+    cause: bool = True  # not merely what another rank's fault has caused here
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life of one rank."""
+
+    host: str
+    round: int
+    progress: int  # units of work begun so far
+    phase: str
+    where: str  # the innermost line of the main thread
+    busy_s: float  # spent so far on its own work, not on waiting for others
+
+
+class Watch:
+    """Watches one attempt from this rank. `on_fault` is called once, in a thread of its own."""
+
+    # In these nobody can say how long is too long: a download may take hours.
+    PATIENT = ("starting", "preparing data")
+
+    def __init__(self, world: World, hang_timeout_s: float, on_fault: Callable[[Fault], None]) -> None:
+        self.world = world
+        self.phase = "starting"
+        self.ticks: Callable[[], int] = lambda: 0
+        self.busy: Callable[[], float] = lambda: 0.0
+        self.grace_over: Callable[[], Fault | None] = lambda: None
+        self._phases = 0
+        self._timeout_s = hang_timeout_s
+        self._on_fault = on_fault
+        self._store: dist.Store | None = None
+        self._round = 0
+        self._unanswered_s = 0.0
+        self._silent_s = [0.0] * world.size  # rank 0's view of each rank
+        self._still_s = 0.0  # since any rank made progress
+        self._beats: list[Beat] = []
+        self._window: tuple[float, list[Beat]] | None = None
+        self._faulted = threading.Lock()
+        self._closed = threading.Event()
+        self._main = threading.main_thread().ident or 0
+        self._threads = [threading.Thread(target=self._watch, name="watch", daemon=True)]
+        self._threads[0].start()
+
+    def join(self, store: dist.Store) -> None:
+        """The ranks have met: begin to beat. `store` must serve no other thread."""
+        self._store = store
+        self._threads.append(threading.Thread(target=self._beat, name="beat", daemon=True))
+        self._threads[1].start()
+
+    def enter(self, phase: str) -> None:
+        """The rank comes to the next part of the attempt; that counts as progress."""
+        self.phase = phase
+        self._phases += 1
+
+    def silent(self, rank: int, seconds: float) -> bool:
+        """Whether that rank has given no sign of life for so long; known to rank 0 alone."""
+        return self._silent_s[rank] >= seconds
+
+    def report(self, fault: Fault) -> None:
+        """Tell every rank. The first report stands."""
+        if self._store is not None:
+            with contextlib.suppress(Exception):  # the store may be what has failed
+                self._store.clone().compare_set("watch/fault", "", json.dumps(asdict(fault)))
+        self._raise(fault)
+
+    def close(self) -> None:
+        """Stop watching: the rank has nothing left to do with the others."""
+        self._closed.set()
+        faulthandler.cancel_dump_traceback_later()
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def _raise(self, fault: Fault) -> None:
+        if not self._closed.is_set() and self._faulted.acquire(blocking=False):
+            threading.Thread(target=self._on_fault, args=(fault,), name="fault", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            if self.phase not in self.PATIENT:
+                # Should user code hold the interpreter's lock for ever, not even this thread runs again; this one is
+                # in C and does not need the lock.
+                faulthandler.dump_traceback_later(2 * self._timeout_s, exit=True)
+            if (fault := self.grace_over()) is not None:
+                self.report(fault)
+            if self._store is not None:
+                self._unanswered_s += BEAT_S
+                if self._unanswered_s > self._timeout_s:
+                    host = self.world.hosts[0]
+                    self._raise(Fault("hung", f"rank 0 on {host} has not answered for {self._timeout_s:.0f} s"))
+
+    def _beat(self) -> None:
+        assert self._store is not None
+        keys = [f"watch/beat/{rank}" for rank in range(self.world.size)]
+        all_here = False
+        try:
+            while not self._closed.is_set():
+                self._round += 1
+                self._store.set(keys[self.world.rank], json.dumps(asdict(self._sign_of_life())))
+                if self._store.check(["watch/fault"]):
+                    self._raise(Fault(**json.loads(self._store.get("watch/fault"))))
+                all_here = all_here or self._store.check(keys)
+                if self.world.rank == 0 and all_here:
+                    self._compare([Beat(**json.loads(beat)) for beat in self._store.multi_get(keys)])
+                self._unanswered_s = 0.0
+                self._closed.wait(BEAT_S)
+        except Exception as error:  # of the store: whatever it is, it no longer connects the ranks
+            self._raise(Fault("failed", f"rank 0 on {self.world.hosts[0]} is gone ({error})", cause=False))
+
+    def _sign_of_life(self) -> Beat:
+        host = self.world.hosts[self.world.node] if self.world.node < len(self.world.hosts) else self.world.hosts[0]
+        progress = self._phases + self.ticks()
+        return Beat(host, self._round, progress, self.phase, _innermost(self._main), self.busy())
+
+    def _compare(self, beats: list[Beat]) -> None:
+        """Rank 0 looks at everyone's latest beat."""
+        before, self._beats = self._beats or beats, beats
+        for rank, (old, new) in enumerate(zip(before, beats)):
+            self._silent_s[rank] = self._silent_s[rank] + BEAT_S if new.round == old.round else 0.0
+        moved = any(new.progress != old.progress for old, new in zip(before, beats))
+        patient = any(beat.phase in self.PATIENT for beat in beats)
+        self._still_s = 0.0 if moved or patient else self._still_s + BEAT_S
+        silent = [rank for rank, seconds in enumerate(self._silent_s) if seconds > self._timeout_s]
+        if silent or self._still_s > self._timeout_s:
+            self.report(Fault("hung", f"{name_stuck(beats, silent)}, for {self._timeout_s:.0f} s"))
+        self._name_straggler(beats)
+
+    def _name_straggler(self, beats: list[Beat]) -> None:
+        if self._window is None or self._window[1][0].phase != beats[0].phase:
+            self._window = (time.monotonic(), beats)
+        since, before = self._window
+        if time.monotonic() - since > SLOW_WINDOW_S:
+            steps = beats[0].progress - before[0].progress
+            busy = [new.busy_s - old.busy_s for old, new in zip(before, beats)]
+            if (slow := straggler(busy, time.monotonic() - since)) is not None:
+                print(
+                    f"[laststep] rank {slow} on {beats[slow].host} holds the others up: {busy[slow] / steps:.3g} s of "
+                    f"its own work a step, the median rank {statistics.median(busy) / steps:.3g} s",
+                    flush=True,
+                )
+            self._window = (time.monotonic(), beats)
+
+
+def name_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
+    """Which ranks keep the others waiting: those that give no sign of life, else those that are behind, else those
+    whose main thread is in no library of torch's (where one waits for others)."""
+    stuck = list(silent)
+    says = "gives no sign of life, last seen in"
+    if not stuck:
+        says = "is stuck in"
+        least = min(beat.progress for beat in beats)
+        stuck = [rank for rank, beat in enumerate(beats) if beat.progress == least]
+        stuck = [rank for rank in stuck if "/torch/" not in beats[rank].where] or stuck
+    return "; ".join(f"rank {rank} on {beats[rank].host} {says} {beats[rank].where}" for rank in stuck)
+
+
+def straggler(busy_s: Sequence[float], seconds: float) -> int | None:
+    """The rank that makes the others wait, from how long each was busy with its own work during `seconds`: one that is
+    busy twice as long as the median, when that costs a tenth of the time or more."""
+    slowest = max(range(len(busy_s)), key=lambda rank: busy_s[rank])
+    median = statistics.median_low(busy_s)
+    late = busy_s[slowest] - median
+    return slowest if late > median and late > 0.1 * seconds else None
+
+
+def _innermost(thread: int) -> str:
+    """Function, file and line that a thread is at."""
+    frame: Any = sys._current_frames().get(thread)
+    return "?" if frame is None else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
