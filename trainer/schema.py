@@ -126,6 +126,11 @@ class Launch:
     slurm: dict[str, Any] = setting({}, "any other sbatch option by its long name, e.g. launch.slurm.reservation=lab")
 
     @property
+    def kill_wait_s(self) -> int:
+        """Seconds between SIGTERM and SIGKILL; 30, Slurm's default, where nobody has told."""
+        return 30 if self.grace_s is None else self.grace_s
+
+    @property
     def ranks_per_node(self) -> int:
         """One rank per GPU, else `tasks_per_node`."""
         return self.gpus_per_node or self.tasks_per_node or 1
