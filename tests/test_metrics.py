@@ -1,4 +1,4 @@
-"""metrics.jsonl and attempts.jsonl: each step once, whatever was written when the machine went down."""
+"""metrics.jsonl: each step once, whatever was written when the machine went down."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.observe.attempts import AttemptLog, count_reasons
 from trainer.observe.metrics import MetricsFile, read_lines
-from trainer.rundir import RunDir
-from trainer.world.detect import World
-
-WORLD = World(0, 2, 0, 0, 1, ("n1",), "7", 0, "slurm")
 
 
 @settings(deadline=None)
@@ -63,50 +58,6 @@ def test_sync_counts_every_byte(tmp_path: Path) -> None:
     assert metrics.sync() == metrics.path.stat().st_size > 0
 
 
-def test_attempts(tmp_path: Path) -> None:
-    """One line per attempt, with the fields that status and the requeue budget read."""
-    run = RunDir(tmp_path)
-    for number, reason in enumerate(["preempted", "finished"]):
-        log = AttemptLog(run, WORLD, start_step=10 * number)
-        assert run.attempt_now.exists()
-        log.end(reason, 10 * number + 10, 0)
-        assert not run.attempt_now.exists()
-    records = read_lines(run.attempts)
-    assert [(r["attempt"], r["start_step"], r["end_step"], r["reason"]) for r in records] == [
-        (0, 0, 10, "preempted"),
-        (1, 10, 20, "finished"),
-    ]
-    assert set(records[0]) == {
-        "attempt", "job_id", "restart", "hosts", "world_size", "start", "end", "start_step", "end_step", "reason",
-        "lost_steps", "error",
-    }  # fmt: skip
-    assert all(r["start"] <= r["end"] for r in records)
-    assert count_reasons(run) == {"preempted": 1, "finished": 1}
-
-
-def test_an_attempt_that_could_not_say_how_it_ended(tmp_path: Path) -> None:
-    """After a power cut the next attempt enters it as lost, with the steps that it had done and not kept."""
-    run = RunDir(tmp_path)
-    AttemptLog(run, WORLD, start_step=0)
-    MetricsFile(run.metrics).append({"step": step} for step in range(1, 8))
-    log = AttemptLog(run, WORLD, start_step=5)
-    log.end("finished", 9, 0)
-    lost, finished = read_lines(run.attempts)
-    assert (lost["attempt"], lost["reason"], lost["end_step"], lost["lost_steps"]) == (0, "lost", 7, 2)
-    assert (finished["attempt"], finished["start_step"], finished["lost_steps"]) == (1, 5, 0)
-
-
-def test_an_attempt_cut_off_while_it_was_entered(tmp_path: Path) -> None:
-    """Killed between the two writes of its end, an attempt stands in both files; it must not be counted twice."""
-    run = RunDir(tmp_path)
-    log = AttemptLog(run, WORLD, start_step=0)
-    now = run.attempt_now.read_text()
-    log.end("preempted", 3, 0)
-    run.attempt_now.write_text(now)
-    AttemptLog(run, WORLD, start_step=3).end("finished", 9, 0)
-    assert [(r["attempt"], r["reason"]) for r in read_lines(run.attempts)] == [(0, "preempted"), (1, "finished")]
-
-
 def test_what_a_full_disk_refused_is_written_later(tmp_path: Path) -> None:
     """A full disk must neither end training nor leave half a line: what it refused comes first when there is room."""
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
@@ -124,11 +75,3 @@ def test_what_a_full_disk_refused_is_written_later(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     metrics.append([{"step": 4}])
     assert [line["step"] for line in read_lines(metrics.path)] == [1, 2, 3, 4]
-
-
-def test_a_torn_line_swallows_no_other(tmp_path: Path) -> None:
-    """A power cut in the middle of a record costs that record, not the next attempt's too."""
-    run = RunDir(tmp_path)
-    run.attempts.write_text('{"attempt": 0, "rea')
-    AttemptLog(run, WORLD, start_step=0).end("finished", 9, 0)
-    assert [r["reason"] for r in read_lines(run.attempts)] == ["finished"]

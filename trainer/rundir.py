@@ -42,6 +42,11 @@ class RunDir:
         return self.path / "attempt.json"
 
     @property
+    def attempt_ended(self) -> Path:
+        """attempt.json of an attempt whose end is being entered in attempts.jsonl."""
+        return self.path / "attempt.ended.json"
+
+    @property
     def lock(self) -> Path:
         """Locked by rank 0 of the attempt at work."""
         return self.path / "lock"

@@ -116,11 +116,22 @@ class Launch:
     constraint: str | None = setting(None, "Slurm node features, e.g. a100")
     exclude: str | None = setting(None, "nodes to avoid, e.g. node[7,9]")
     signal_delay_s: int = setting(90, "seconds before the time limit at which the run saves and requeues", least=1)
-    max_timeouts: int = setting(100, "time limits that a run may meet before it is not requeued again", least=0)
+    grace_s: int | None = setting(
+        None, "seconds between SIGTERM and SIGKILL; null asks Slurm (its KillWait), else 30", least=1
+    )
+    max_timeouts: int = setting(100, "time limits that a job may meet before it is not requeued again", least=0)
+    max_failures: int = setting(
+        3, "crashes, hangs and losses without a step kept that a job may have before it is not requeued again", least=0
+    )
     hang_timeout_s: int = setting(600, "seconds that a rank waits for its peers before the attempt ends", least=1)
     setup: list[str] = setting([], "shell lines that the job runs first, e.g. 'module load cuda'")
     env: dict[str, str] = setting({}, "environment variables of the job, e.g. launch.env.NCCL_DEBUG=INFO")
     slurm: dict[str, Any] = setting({}, "any other sbatch option by its long name, e.g. launch.slurm.reservation=lab")
+
+    @property
+    def kill_wait_s(self) -> int:
+        """Seconds between SIGTERM and SIGKILL; 30, Slurm's default, where nobody has told."""
+        return 30 if self.grace_s is None else self.grace_s
 
     @property
     def ranks_per_node(self) -> int:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from submitit.helpers import DelayedSubmission
 
-from trainer.config import Config
-from trainer.observe.attempts import AttemptLog, count_reasons
+from trainer.config import Config, ConfigError
+from trainer.observe.attempts import AttemptLog, end_attempt, goes_on
+from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
 from trainer.state.store import CheckpointStore, Manifest
 from trainer.world.detect import World
@@ -61,11 +62,10 @@ class Trainer:
 
         The state is on disk by now, see `__call__`.
         """
-        timeouts = count_reasons(self.run)["timeout"]
-        if timeouts > self.config.launch.max_timeouts:
+        if not goes_on(read_lines(self.run.attempts), self.config.launch):
             print(
-                f"[laststep] not requeued: {timeouts} time limits met, launch.max_timeouts="
-                f"{self.config.launch.max_timeouts}; `python launch.py resume {self.run.name}` goes on",
+                f"[laststep] not requeued: launch.max_timeouts={self.config.launch.max_timeouts} is spent; "
+                f"`python launch.py resume {self.run.name}` goes on",
                 flush=True,
             )
             return None
@@ -73,6 +73,7 @@ class Trainer:
 
     def _attempt(self, world: World, signals: Signals) -> dict[str, float]:
         log: AttemptLog | None = None
+        launch = self.config.launch
         newest: Manifest | None = None  # rank 0 looks for all: what the others see of a shared disk may lag
         if world.rank == 0:
             hold(self.run.lock, world)
@@ -96,18 +97,24 @@ class Trainer:
             if log is not None:
                 start_step = log.record["start_step"]
                 done, kept = (loop.position.step, loop.saved[0]) if loop else (start_step, start_step)
-                log.end("failed", done, done - kept, first)
+                retry = loop is not None and not isinstance(error, ConfigError)
+                record = end_attempt(self.run, world, launch, "failed", done, kept, error=first, retry=retry)
+                if record and record["requeue"]:
+                    traceback.print_exc()
+                    # submitit would take any other exception for the end of the run and write it down as its result.
+                    raise SystemExit(1) from error
             raise error
         if finished:
             loop.progress.finished(loop.position.metrics)
             if log is not None:
-                log.end("finished", loop.position.step, 0)
+                step = loop.position.step
+                end_attempt(self.run, world, launch, "finished", step, step)
             return loop.position.metrics
         number = loop.stop.signal
         assert number is not None
         if log is not None:
-            end = ending(number, world, self.config.launch.signal_delay_s)
-            log.end(end.reason, loop.position.step, 0)
+            end = ending(number, world, launch.signal_delay_s)
+            end_attempt(self.run, world, launch, end.reason, loop.position.step, loop.position.step)
             if end.requeue and signals.requeue is not None:
                 signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
         raise Stopped(number, world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -18,6 +19,7 @@ from trainer.cluster import checks, runs
 from trainer.config import Config, ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
+from trainer.world.slurm import kill_wait_s
 
 # How often a run is requeued is decided by Trainer.checkpoint: submitit would count every signal within ten minutes
 # of the limit as a timeout.
@@ -41,7 +43,7 @@ def submit(config: Config) -> SlurmJob[dict[str, float]]:
 
     Raises ConfigError when the configuration cannot work here, or Slurm refuses it: then nothing was left behind.
     """
-    config = runs.with_name(config, stem="run")
+    config = with_grace(runs.with_name(config, stem="run"))
     checks.check_names(config)
     checks.check_submission(config)
     checks.check_slurm()
@@ -51,6 +53,13 @@ def submit(config: Config) -> SlurmJob[dict[str, float]]:
     except ConfigError:
         runs.remove(run)
         raise
+
+
+def with_grace(config: Config) -> Config:
+    """The configuration with the grace that this cluster gives a job, where none is given and Slurm answers."""
+    if config.launch.grace_s is not None:
+        return config
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, grace_s=kill_wait_s()))
 
 
 def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:

@@ -72,13 +72,13 @@ def resume(name: str, overrides: Sequence[str], way: Way) -> int:
 
 
 def _fit(config: Config, way: Way) -> Config:
-    """--debug is one process, whatever the configuration says of nodes."""
+    """--debug is one process, whatever the configuration says of nodes; a job has its cluster's grace."""
     if way is Way.DEBUG:
         alone = dataclasses.replace(
             config.launch, nodes=1, tasks_per_node=None, gpus_per_node=min(1, config.launch.gpus_per_node)
         )
         return dataclasses.replace(config, launch=alone)
-    return config
+    return config if way is Way.LOCAL else slurm.with_grace(config)
 
 
 def _check(config: Config, way: Way) -> None:

@@ -1,31 +1,50 @@
-"""attempts.jsonl: how each attempt of a run began and ended."""
+"""attempts.jsonl: how each attempt of a run began and ended, and whether the run goes on by itself.
+
+While an attempt runs it stands in attempt.json. Any of its ranks may end it, several at once and on several hosts, and
+any of them may die while it does, so that an end is:
+    1. write the whole record aside
+    2. rename attempt.json to attempt.ended.json: only one rank can, and that rank's record counts
+    3. rename the record over attempt.ended.json
+    4. put attempts.jsonl in place anew, with the record added, and remove attempt.ended.json
+Who finds attempt.ended.json does step 4 again, which comes out the same however often and by however many it is done.
+An attempt that could not say how it ended (a power cut, SIGKILL of every rank) leaves attempt.json behind, and the next
+one enters it as lost.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import threading
 import time
-from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trainer.observe.metrics import MetricsFile, read_lines
 from trainer.rundir import RunDir
+from trainer.schema import Launch
 from trainer.world.detect import World
+
+Record = dict[str, Any]
+FAILURES = ("failed", "hung", "lost")
 
 
 class AttemptLog:
-    """Rank 0's record of its attempt.
-
-    While the attempt runs it stands in attempt.json; its end moves it to attempts.jsonl. An attempt that could not say
-    how it ended (a power cut, SIGKILL) leaves attempt.json behind, and the next one enters it as lost.
-    """
+    """The record of an attempt that begins; `end_attempt` ends it."""
 
     def __init__(self, run: RunDir, world: World, start_step: int) -> None:
-        """The attempt begins, at the state of `start_step`. Call before metrics.jsonl is rewound to it: what a lost
-        attempt had reached stands there."""
-        self.run = run
-        ended = read_lines(run.attempts)
-        self._enter_lost({record["attempt"] for record in ended}, start_step)
-        self.record: dict[str, Any] = {
+        """The attempt begins, at the state of `start_step`; rank 0 alone calls this, before it rewinds metrics.jsonl:
+        what a lost attempt had reached stands there."""
+        for left in (run.attempt_ended, run.attempt_now):
+            for record in read_lines(left):
+                if not _is_of(record, world):
+                    # Of the job of this attempt: then it has come back by itself.
+                    comes_back = record["job_id"] == world.job_id
+                    _enter(run, record if record["reason"] else _as_lost(run, left, record, start_step, comes_back))
+        run.attempt_ended.unlink(missing_ok=True)
+        self.record: Record = {
             "attempt": len(read_lines(run.attempts)),
             "job_id": world.job_id,
             "restart": world.restart,
@@ -37,45 +56,125 @@ class AttemptLog:
             "end_step": start_step,
             "reason": None,
             "lost_steps": 0,
+            "lost_s": 0.0,
+            "requeue": False,
             "error": None,
         }
-        temporary = run.attempt_now.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.record) + "\n")
-        temporary.replace(run.attempt_now)
-
-    def end(self, reason: str, end_step: int, lost_steps: int, error: str | None = None) -> None:
-        """The attempt ends here. `lost_steps`: steps done and not kept."""
-        self.record |= {
-            "end": time.time(),
-            "end_step": end_step,
-            "reason": reason,
-            "lost_steps": lost_steps,
-            "error": error,
-        }
-        self._append(self.record)
-        self.run.attempt_now.unlink(missing_ok=True)
-
-    def _append(self, record: dict[str, Any]) -> None:
-        torn = self.run.attempts.exists() and not self.run.attempts.read_bytes().endswith(b"\n")
-        with self.run.attempts.open("a") as file:
-            # A line cut short by a power cut must not swallow this one.
-            file.write(("\n" if torn else "") + json.dumps(record) + "\n")
-
-    def _enter_lost(self, ended: set[int], start_step: int) -> None:
-        """Enter the attempt that left attempt.json behind, unless it got as far as entering itself."""
-        for record in read_lines(self.run.attempt_now):
-            if record["attempt"] not in ended:
-                last_sign = self.run.metrics if self.run.metrics.exists() else self.run.attempt_now
-                reached = max(start_step, MetricsFile(self.run.metrics).last_step())
-                record |= {
-                    "end": max(record["start"], last_sign.stat().st_mtime),
-                    "end_step": reached,
-                    "reason": "lost",
-                    "lost_steps": reached - start_step,
-                }
-                self._append(record)
+        _written_aside(run.attempt_now, json.dumps(self.record)).replace(run.attempt_now)
 
 
-def count_reasons(run: RunDir) -> Counter[str]:
-    """How many attempts of a run ended for each reason."""
-    return Counter(record["reason"] for record in read_lines(run.attempts))
+def end_attempt(
+    run: RunDir,
+    world: World,
+    launch: Launch,
+    reason: str,
+    end_step: int,
+    kept_step: int,
+    lost_s: float | None = None,
+    error: str | None = None,
+    retry: bool = True,
+) -> Record | None:
+    """Any rank says how its attempt ended; returns the record, or None when another rank was first.
+
+    `end_step` is the last step done and `kept_step` that of the state saved; `lost_s`, the seconds spent on the steps
+    between, are taken from metrics.jsonl when None. `retry` is False for an error that would only repeat.
+    Raises OSError when the disk refuses: another rank may try, or the next attempt enters this one as lost.
+    """
+    record = next(iter(read_lines(run.attempt_now)), None)
+    if record is None or not _is_of(record, world):  # the rank of an older attempt, still on its way out
+        return None
+    record |= {
+        "end": time.time(),
+        "end_step": end_step,
+        "reason": reason,
+        "lost_steps": end_step - kept_step,
+        "lost_s": _lost_seconds(run, record["start"], kept_step) if lost_s is None else lost_s,
+        "error": error,
+    }
+    # Elsewhere than on Slurm nobody starts it again.
+    record["requeue"] = world.on_slurm and goes_on([*read_lines(run.attempts), record], launch, retry)
+    whole = _written_aside(run.attempt_ended, json.dumps(record))
+    try:
+        run.attempt_now.rename(run.attempt_ended)
+    except FileNotFoundError:
+        whole.unlink()
+        return None
+    whole.replace(run.attempt_ended)
+    _enter(run, record)
+    run.attempt_ended.unlink(missing_ok=True)
+    return record
+
+
+def goes_on(records: Sequence[Record], launch: Launch, retry: bool = True) -> bool:
+    """Whether the run goes on by itself after the end that stands last in `records`; what it is allowed counts per job.
+
+    `retry` is False when a failure would only repeat.
+    """
+    last = records[-1]
+    of_job = [record for record in records if record["job_id"] == last["job_id"]]
+    if last["reason"] in FAILURES:
+        barren = [record for record in of_job if record["reason"] in FAILURES and not _made_progress(record)]
+        return retry and (_made_progress(last) or len(barren) <= launch.max_failures)
+    if last["reason"] == "timeout":
+        return sum(record["reason"] == "timeout" for record in of_job) <= launch.max_timeouts
+    return bool(last["reason"] == "preempted")
+
+
+def record_of(run: RunDir, world: World) -> Record | None:
+    """The record of this attempt, once it has ended."""
+    return next((record for record in read_lines(run.attempts) if _is_of(record, world)), None)
+
+
+def _is_of(record: Record, world: World) -> bool:
+    return (record["job_id"], record["restart"]) == (world.job_id, world.restart)
+
+
+def _made_progress(record: Record) -> bool:
+    """Whether a later step was kept than the attempt began at."""
+    return bool(record["end_step"] - record["lost_steps"] > record["start_step"])
+
+
+def _as_lost(run: RunDir, left: Path, record: Record, kept_step: int, requeue: bool) -> Record:
+    """What metrics.jsonl tells of an attempt that told nothing but what stands in the file that it `left`."""
+    last_sign = run.metrics if run.metrics.exists() else left
+    reached = max(kept_step, MetricsFile(run.metrics).last_step())
+    return record | {
+        "end": max(record["start"], last_sign.stat().st_mtime),
+        "end_step": reached,
+        "reason": "lost",
+        "lost_steps": reached - kept_step,
+        "lost_s": _lost_seconds(run, record["start"], kept_step),
+        "requeue": requeue,
+    }
+
+
+def _lost_seconds(run: RunDir, start: float, kept_step: int) -> float:
+    """Seconds from the step that was kept to the last one done, both as metrics.jsonl has them."""
+    times = {line["step"]: float(line["time"]) for line in read_lines(run.metrics) if "time" in line}
+    # A step kept by an earlier attempt: this one spent its time from its own start on.
+    since = max(start, times.get(kept_step, start))
+    return max(0.0, max(times.values(), default=since) - since)
+
+
+def _enter(run: RunDir, record: Record) -> None:
+    """Add a record to attempts.jsonl, unless it is there, by putting the whole file in place anew."""
+    if record["attempt"] in {entered["attempt"] for entered in read_lines(run.attempts)}:
+        return
+    before = run.attempts.read_text(errors="replace") if run.attempts.exists() else ""
+    end_of_line = "" if before.endswith("\n") or not before else "\n"
+    _written_aside(run.attempts, before + end_of_line + json.dumps(record)).replace(run.attempts)
+    folder = os.open(run.path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _written_aside(path: Path, text: str) -> Path:
+    """A file beside `path`, this thread's own, that holds `text` and survives a power cut."""
+    aside = path.with_name(f"{path.name}.{socket.gethostname()}-{threading.get_native_id()}.tmp")
+    with aside.open("w") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return aside

@@ -88,7 +88,7 @@ def last_step(path: Path) -> int:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a .jsonl file; a line cut short by a crash is passed over."""
     records = []
-    if path.exists():
+    with contextlib.suppress(FileNotFoundError):
         for line in path.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):
                 records.append(json.loads(line))

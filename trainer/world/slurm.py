@@ -12,6 +12,7 @@ Seen on Slurm 22.05 (`scontrol show job`, unchanged from the moment of the signa
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
@@ -58,17 +59,28 @@ def judge(number: signal.Signals, job: dict[str, str], restart: int, signal_dela
     return Ending("cancelled", requeue=False)
 
 
-def _show_job(job_id: str) -> dict[str, str] | None:
-    """The fields of `scontrol show job`, or None when there is no answer."""
+def kill_wait_s() -> int | None:
+    """Seconds that this cluster gives a job between SIGTERM and SIGKILL; None when Slurm does not answer."""
+    found = re.search(r"^KillWait\s*=\s*(\d+) sec", scontrol("show", "config") or "", re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def scontrol(*words: str) -> str | None:
+    """What scontrol prints, or None when it fails, or is not there."""
     for _ in range(3):  # Slurm signals every process of the job, so a second SIGTERM may end the first scontrol
         try:
-            command = ["scontrol", "show", "job", "--oneliner", job_id]
-            asked = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            asked = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired):
             return None
         if asked.returncode == 0:
-            return dict(word.split("=", 1) for word in asked.stdout.split() if "=" in word)
+            return asked.stdout
     return None
+
+
+def _show_job(job_id: str) -> dict[str, str] | None:
+    """The fields of `scontrol show job`, or None when there is no answer."""
+    shown = scontrol("show", "job", "--oneliner", job_id)
+    return None if shown is None else dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
 
 def _unix_time(text: str) -> float:
