@@ -68,6 +68,12 @@ class Attempt:
             raise AssertionError(f"ranks did not end within {DEADLINE_S:.0f} s:\n{self.output()}")
         return [rank.exitcode or 0 for rank in self.ranks]
 
+    def wait_for_end(self, *ranks: int) -> None:
+        """Until these ranks have ended."""
+        for rank in ranks:
+            self.ranks[rank].join(DEADLINE_S)
+            assert not self.ranks[rank].is_alive(), f"rank {rank} did not end:\n{self.output()}"
+
     def signal(self, number: signal.Signals, *ranks: int) -> None:
         """Send a signal to these ranks."""
         for rank in ranks:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import resource
 import signal
 import threading
@@ -90,30 +92,56 @@ class FullDisk(Classification):
         return super().step(model, batch)
 
 
-class Broken(Classification):
-    """Fails in the 3rd step of rank 1, as a bad sample or a bug that shows in one rank would."""
+class Faulty(Classification):
+    """Something befalls some ranks in the middle of one step of the attempt, counted from 1.
 
-    steps = -1
-
-    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        self.steps += 1
-        if self.steps == 3 and World.detect().rank == 1:
-            raise ValueError("a bad sample")
-        return super().step(model, batch)
-
-
-class DiesAtTheEnd(Signalled):
-    """Like Signalled; and rank 1 is killed once it has no more to do with the stop, while rank 0 still saves."""
+    LASTSTEP_TEST_FAULT is "kill step 5 rank 1,2", or "halt" (SIGSTOP), "sleep" (stuck in user code), "spin" (stuck
+    with the interpreter's lock held), "raise" (an error of its own), "worker" (its loader worker is killed).
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        save = Loop.save
+        self.steps = -1  # the first call is the warm-up's
+        self.kind, _, place, _, ranks = os.environ.get("LASTSTEP_TEST_FAULT", "none step 0 rank 0").split()
+        self.place = int(place)
+        self.here = str(World.detect().rank) in ranks.split(",")
 
-        def killed_instead(loop: Loop, must: bool = False) -> None:
-            if must:
-                loop.flush()  # the last thing that all ranks do together
-                os.kill(os.getpid(), signal.SIGKILL)
-            save(loop, must)
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += model.training
+        output = super().step(model, batch)  # batch norm has counted this step's samples by now
+        if self.here and model.training and self.steps == self.place:
+            self.befall()
+        return output
 
+    def befall(self) -> None:
+        """What the name says."""
+        print(f"fault: {self.kind}", flush=True)
+        if self.kind in ("kill", "halt"):
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+        elif self.kind == "sleep":
+            threading.Event().wait(600)
+        elif self.kind == "spin":
+            re.match(r"(a+)+$", "a" * 60 + "b")  # takes longer than the universe is old
+        elif self.kind == "worker":
+            for child in multiprocessing.active_children():
+                os.kill(child.pid or 0, signal.SIGKILL)
+        elif self.kind == "raise":
+            raise ValueError("a bad sample")
+
+
+class Unprepared(Classification):
+    """Rank 1 cannot read the data."""
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         if World.detect().rank == 1:
-            Loop.save = killed_instead  # type: ignore[method-assign, assignment]
+            raise FileNotFoundError("train/0001.jpg")
+        return super().datasets()
+
+
+class DiesInTheSave(Signalled):
+    """Like Signalled; and the ranks that LASTSTEP_TEST_DIES names are killed when the save of the stop begins."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if str(World.detect().rank) in os.environ["LASTSTEP_TEST_DIES"].split(","):
+            Loop._save_last = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]

@@ -96,7 +96,7 @@ def test_a_power_cut_at_any_moment_of_the_end(step: int, tmp_path: Path, monkeyp
     """Neither lost nor counted twice, wherever its writer was cut off: as that said it, or as the next one sees it."""
     run = RunDir(tmp_path)
     AttemptLog(run, WORLD, start_step=0)
-    MetricsFile(run.metrics).append([{"step": 1, "time": 0.0}])
+    MetricsFile(run.metrics, writes=True).append([{"step": 1, "time": 0.0}])
     left = [step]
 
     def cut_off(method: Any) -> Any:
@@ -131,7 +131,7 @@ def test_an_attempt_that_could_not_say_how_it_ended(tmp_path: Path) -> None:
     seconds that they took."""
     run = RunDir(tmp_path)
     start = AttemptLog(run, WORLD, start_step=0).record["start"]
-    MetricsFile(run.metrics).append({"step": step, "time": start + 10 * step} for step in range(1, 8))
+    MetricsFile(run.metrics, writes=True).append({"step": step, "time": start + 10 * step} for step in range(1, 8))
     AttemptLog(run, restarted(1), start_step=5)
     end_attempt(run, restarted(1), LAUNCH, "finished", 9, 9)
     lost, finished = read_lines(run.attempts)
@@ -145,7 +145,7 @@ def test_seconds_lost_before_the_first_save(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     start = AttemptLog(run, WORLD, start_step=5).record["start"]
     lines = [{"step": 5, "time": start - 600_000}, {"step": 6, "time": start + 30}, {"epoch": 1, "step": 6}]
-    MetricsFile(run.metrics).append(lines)
+    MetricsFile(run.metrics, writes=True).append(lines)
     record = end_attempt(run, WORLD, LAUNCH, "failed", 6, 5)
     assert record is not None and record["lost_s"] == pytest.approx(30)
 

@@ -98,12 +98,18 @@ def learner(build: Callable[[], nn.Module] = plain, *words: str, rank: int = 0, 
     return Learner(config, Images(config, build), group, total_steps=10)
 
 
+def take_step(learning: Learner, step: int, micro_batches: Sequence[tuple[Any, int]], samples: int = 12) -> float:
+    """One whole step; returns its loss."""
+    learning.learn(step, micro_batches, samples)
+    return float(learning.update()[0])
+
+
 def train(learning: Learner, steps: int, batches: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
     """The model's tensors after some steps on all images, cut into micro-batches of these indices."""
     cuts = batches or [torch.arange(12)]
     samples = sum(len(cut) for cut in cuts)
     for step in range(steps):
-        learning.step(step, [((IMAGES[cut], LABELS[cut]), len(cut)) for cut in cuts], samples)
+        take_step(learning, step, [((IMAGES[cut], LABELS[cut]), len(cut)) for cut in cuts], samples)
     return {name: tensor.clone() for name, tensor in learning.model.state_dict().items()}
 
 
@@ -157,7 +163,7 @@ def test_step_uses_the_schedule() -> None:
     """The rate that metrics.jsonl shows is the one that the optimiser used."""
     learning = learner(plain, "optim.lr=0.5", "optim.warmup_steps=3")
     for step in range(6):
-        learning.step(step, [((IMAGES, LABELS), 12)], 12)
+        take_step(learning, step, [((IMAGES, LABELS), 12)])
         assert learning.optimizer.param_groups[0]["lr"] == learning_rate(learning.config.optim, step, 10)
 
 
@@ -186,18 +192,18 @@ def test_short_last_batch(count: int, size: int, accumulate: int, monkeypatch: p
     taken = torch.tensor(order.batch(0))
     expected = gradient(before, train(learner(plain, *PLAIN), 1, [taken]))
 
-    gradients, loss_sums = [], []
+    gradients, losses = [], []
     for rank in range(size):
         learning = learner(plain, *PLAIN, "train.batch_size=12", rank=rank, size=size)
         shares = order.share(0, rank, size, accumulate)
         micro_batches = [torch.tensor(share or order.batch(0)[:1]) for share in shares]
         pairs = [((IMAGES[cut], LABELS[cut]), len(share)) for cut, share in zip(micro_batches, shares)]
-        loss_sums.append(learning.step(0, pairs, count))
+        losses.append(take_step(learning, 0, pairs, count))
         gradients.append(gradient(before, learning.model.state_dict()))
     torch.testing.assert_close(torch.stack(gradients).mean(0), expected, rtol=1e-4, atol=1e-6)
 
     loss = functional.cross_entropy(learner().model(IMAGES[taken]), LABELS[taken])
-    torch.testing.assert_close(sum(loss_sums, torch.zeros(())) / count, loss.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(losses).mean(), loss, rtol=1e-5, atol=1e-6)
 
 
 def test_clip_norm() -> None:
@@ -287,7 +293,7 @@ def test_state_holds_everything(words: list[str]) -> None:
 def test_learns(words: list[str]) -> None:
     """Each optimiser and each precision brings the loss down, with finite weights."""
     learning = learner(plain, "optim.lr=0.1", "optim.schedule=constant", *words)
-    losses = [float(learning.step(step, [((IMAGES, LABELS), 12)], 12)) / 12 for step in range(10)]
+    losses = [take_step(learning, step, [((IMAGES, LABELS), 12)]) for step in range(10)]
     assert losses[-1] < 0.9 * losses[0]
     assert all(tensor.isfinite().all() for tensor in learning.model.state_dict().values())
 
@@ -307,7 +313,7 @@ def test_average() -> None:
     learning = learner(convnet, "train.ema_decay=0.75")
     expected: dict[str, Tensor] = {}
     for step in range(4):
-        learning.step(step, [((IMAGES, LABELS), 12)], 12)
+        take_step(learning, step, [((IMAGES, LABELS), 12)])
         for name, tensor in learning.model.state_dict().items():
             if tensor.is_floating_point():
                 expected[name] = 0.75 * expected[name] + 0.25 * tensor if step else tensor.clone()
@@ -324,6 +330,61 @@ def test_initial_weights_follow_the_seed() -> None:
     torch.rand(7)
     assert same(learner(convnet, "seed=1", rank=0).model.state_dict(), first)
     assert not same(learner(convnet, "seed=2").model.state_dict(), first)
+
+
+# --- losses and gradients that are not finite
+
+
+class Poisoned(nn.Module):
+    """A convnet whose loss, or only whose gradient, is not finite in a step of the test's choosing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = convnet()
+        self.poison = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x)
+        if self.poison == "loss":
+            return logits * math.nan
+        if self.poison == "gradient":  # the square root of 0 is 0, its slope is infinite
+            return logits + (logits - logits.detach()).abs().sqrt()
+        return logits
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+@pytest.mark.parametrize(
+    "words", [[], ["optim.name=adamw"], ["optim.clip_norm=1"], ["train.ema_decay=0.5"]], ids=" ".join
+)
+def test_a_step_that_is_not_finite_is_left_out(words: list[str], poison: str) -> None:
+    """NaN in one weight is NaN in all a few steps later, and in the averages for good. The step must change nothing:
+    not the weights, not the optimiser, not batch norm's statistics; not even if it is the very first."""
+    learning = learner(Poisoned, *words)
+    batch = [((IMAGES, LABELS), 12)]
+    for bad in (0, 3):
+        for step in range(bad, bad + 3):
+            assert isinstance(learning.model, Poisoned)
+            learning.model.poison = poison if step == bad else ""
+            before = copy.deepcopy(learning.model.state_dict())
+            learning.learn(step, batch, 12)
+            _, good = learning.update()
+            assert bool(good) == (step != bad)
+            assert same(learning.model.state_dict(), before) == (step == bad)
+    state = learning.state_dict()
+    tensors = [*state["model"].values(), *(state["average"] or {}).values()]
+    tensors += [t for slot in state["optimizer"]["state"].values() for t in slot.values() if isinstance(t, Tensor)]
+    assert all(tensor.isfinite().all() for tensor in tensors)
+
+
+def test_the_state_is_that_of_the_last_whole_step() -> None:
+    """A rank may have to save while its main thread is in the middle of a step, waiting for a rank that is dead: batch
+    norm has counted that step's samples by then, and they will come again."""
+    learning = learner(convnet)
+    train(learning, 2)
+    before = copy.deepcopy(learning.state_dict()["model"])
+    learning.learn(2, [((IMAGES, LABELS), 12)], 12)
+    assert not same(dict(learning.model.state_dict()), dict(before)), "a forward pass changes batch norm's statistics"
+    assert same(dict(learning.state_dict()["model"]), dict(before))
 
 
 # --- validation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -97,24 +96,3 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     losses = {line["step"]: line["val_loss"] for line in read_lines(run.metrics) if "val_loss" in line}
     best = min(losses, key=lambda step: losses[step])
     assert [checkpoint["step"] for checkpoint in inspect(run)] == sorted({best, 42})
-
-
-def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
-    """Its peers fail of its absence, and rank 0's "connection closed" would send a user looking in the wrong place."""
-    broken = Attempt(config(tmp_path, "broken", 3, ("task=tests.tasks.Broken", "train.batch_size=6")))
-    assert broken.wait() == [1, 1, 1]
-    (attempt,) = read_lines(broken.run.attempts)
-    assert attempt["reason"] == "failed" and attempt["end_step"] == 2
-    assert attempt["error"].startswith("rank 1 on ") and "ValueError: a bad sample" in attempt["error"]
-    assert "[laststep] rank 1 on " in broken.logs[0].read_text()
-
-
-def test_a_rank_that_dies_while_rank_0_saves_a_stop(tmp_path: Path) -> None:
-    """The step is done and rank 0 has it. Were it to wait for the dead rank, it would be killed before the record and
-    the requeue, and the job would not come back."""
-    small = config(tmp_path, "dies", 2, ("task=tests.tasks.DiesAtTheEnd",))
-    dies = Attempt(small, {"LASTSTEP_TEST_SIGNAL": "SIGUSR2 step 4 rank 0"})
-    assert dies.wait() == [128 + signal.SIGUSR2, -signal.SIGKILL], dies.output()
-    (attempt,) = read_lines(dies.run.attempts)
-    assert (attempt["reason"], attempt["end_step"], attempt["lost_steps"]) == ("preempted", 4, 0)
-    assert [(checkpoint["step"], checkpoint["ok"]) for checkpoint in inspect(dies.run)] == [(4, True)]

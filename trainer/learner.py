@@ -82,7 +82,7 @@ class Learner:
         self.buffers.share()
 
     def update(self) -> tuple[Tensor, Tensor]:
-        """The update of the step: this rank's alone, so that one that comes so far completes it, whoever dies meanwhile.
+        """The update of the step: this rank's alone, so one that comes so far completes it, whoever dies meanwhile.
 
         Returns the mean loss over the global batch and whether it and the gradient were finite (else nothing was
         changed), both scalars on the device.
@@ -213,9 +213,7 @@ def _optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optim.name == "adamw":
         return torch.optim.AdamW(parameters, lr=optim.lr, weight_decay=optim.weight_decay, fused=True)
-    sgd = torch.optim.SGD(
-        parameters, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay, fused=True
-    )
+    sgd = torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay, fused=True)
     if optim.momentum:
         for parameter in parameters:  # else it would be uninitialised memory if the very first step were left out
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -18,6 +18,7 @@ from trainer.data.loader import Loading, TrainBatches, ValidationBatches, close_
 from trainer.data.order import Order
 from trainer.learner import Learner, learning_rate
 from trainer.observe.metrics import MetricsFile
+from trainer.observe.phases import Phases
 from trainer.observe.progress import Progress
 from trainer.rundir import RunDir
 from trainer.state.pack import load
@@ -63,8 +64,11 @@ class Loop:
     and keeps it, in another thread, has the state of the last whole step for good.
     """
 
-    def __init__(self, config: Config, run: RunDir, group: Group, signals: Signals, watch: Watch) -> None:
+    def __init__(
+        self, config: Config, run: RunDir, group: Group, signals: Signals, watch: Watch, phases: Phases
+    ) -> None:
         self.config = config
+        self.phases = phases
         self.group = group
         self.watch = watch
         self.rank, self.size = group.world.rank, group.world.size
@@ -106,6 +110,7 @@ class Loop:
         self.saving_last = False
         self.failed_saves = 0  # in a row
         watch.ticks, watch.busy = lambda: self.stop.tick, lambda: self.learner.busy_s
+        phases.done("data and model")
 
     def restore(self, step: int | None) -> None:
         """Put in the checkpoint of `step`, or the initial state when there is none."""
@@ -114,6 +119,7 @@ class Loop:
         self.watch.enter("warming up")
         micro_batch = train.batch_size // (self.size * train.accumulate)
         self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
+        self.phases.done("warm-up")
         self.watch.enter("restoring")
         if step is not None:
             state = load(self.store.path(step), self.store.manifest(step))
@@ -122,6 +128,7 @@ class Loop:
         self.saved = copy.copy(self.position)
         self.metrics.rewind(self.position.records)
         self.restored = True
+        self.phases.done("restore")
         self.progress.say(
             f"{'starting' if step is None else f'resuming after step {step}'}: {self.total_steps} steps, "
             f"{self.order.steps_per_epoch} per epoch, {self.size} ranks on {self.group.device.type}"
@@ -180,8 +187,8 @@ class Loop:
         save_alone(self.store, self._about(), self._state(), self.size, self.metrics.take_over, tag)
 
     def flush(self) -> None:
-        """Enter the finished steps in metrics.jsonl. Until then their losses stay on the device, so that a step costs no
-        synchronisation for them. Raises NotFinite."""
+        """Enter the finished steps in metrics.jsonl. Until then their losses stay on the device, so that a step waits
+        for nothing. Raises NotFinite."""
         values = self._values()
         with self.whole:
             self._enter(values)
@@ -191,9 +198,8 @@ class Loop:
     def _about(self) -> About:
         position = self.position
         epoch = self.order.epoch(max(position.step - 1, 0)) + 1
-        return About(
-            position.step, epoch, position.samples, position.metrics if position.validated == position.step else {}
-        )
+        measured = {name: value for name, value in position.metrics.items() if value is not None}
+        return About(position.step, epoch, position.samples, measured if position.validated == position.step else {})
 
     def _state(self) -> dict[str, Any]:
         return {"position": asdict(self.position), **self.learner.state_dict()}
@@ -218,7 +224,7 @@ class Loop:
         self._note_save()
 
     def _note_save(self) -> None:
-        """See what became of the save under way, if that is known. Raises CheckpointError when it failed once too often."""
+        """See what became of the save under way, if that is known. Raises CheckpointError after too many failures."""
         if self.saving is None or not self.saver.wait(0):
             return
         saving, self.saving = self.saving, None
@@ -245,10 +251,10 @@ class Loop:
         position, records = self.position, []
         for (step, _, _), (loss, good) in zip(self.pending, values):
             samples = self.order.count(step)
-            record = {
+            record: dict[str, Any] = {
                 "step": step + 1,
                 "epoch": self.order.epoch(step) + 1,
-                "loss": loss if math.isfinite(loss) else None,  # JSON has no NaN
+                "loss": _finite(loss),
                 "lr": learning_rate(self.config.optim, step, self.total_steps),
                 "samples_per_s": round(self.progress.throughput(), 1),
                 "time": time.time(),
@@ -285,6 +291,9 @@ class Loop:
             if not self.stop.begin_tick():
                 return False
             self._train_step(batches)
+            if self.stop.tick == 1:
+                self.phases.done("first step")
+                self.progress.say(f"first step after {self.phases}")
 
     def _train_step(self, batches: Iterator[Any]) -> None:
         position, step = self.position, self.position.step
@@ -328,11 +337,12 @@ class Loop:
 
         epoch = self.order.epoch(position.step - 1) + 1
         means = [total / self.validation.samples for total in self.group.sum(sums).tolist()]
+        train_loss = position.loss_sum / position.loss_samples if position.loss_samples else math.nan
         record: dict[str, Any] = {
             "epoch": epoch,
             "step": position.step,
-            "train_loss": position.loss_sum / position.loss_samples if position.loss_samples else None,
-            **{f"val_{name}": mean for name, mean in zip(self.learner.names, means)},
+            "train_loss": _finite(train_loss),
+            **{f"val_{name}": _finite(mean) for name, mean in zip(self.learner.names, means)},
         }
         with self.whole:
             position.metrics = record
@@ -348,6 +358,11 @@ class Loop:
     def _plan(self) -> TrainBatches:
         steps = range(self.position.step, self.total_steps)
         return TrainBatches(self.order, steps, self.rank, self.size, self.config.train.accumulate)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
 
 
 def join(config: Config, run: RunDir, world: World) -> Group:

@@ -56,6 +56,11 @@ class RunDir:
         """What each rank printed, and submitit's own files."""
         return self.path / "logs"
 
+    @property
+    def rescues(self) -> Path:
+        """Where the ranks that are left after a fault agree on who saves, a folder for each attempt."""
+        return self.path / "rescue"
+
     def meeting(self, attempt: str) -> Path:
         """Where rank 0 publishes its address to the other ranks of one attempt."""
         return self.path / "meeting" / f"{attempt}.json"

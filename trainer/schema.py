@@ -82,7 +82,9 @@ class Train:
     activation_checkpointing: bool = setting(False, "recompute blocks in the backward pass: less memory, more time")
     deterministic: bool = setting(False, "GPU: only deterministic kernels; needed there for a bit-exact resume")
     nonfinite: str = setting(
-        "fail", "when a loss or gradient is NaN or infinite: end the run, or leave out the step", choices=("fail", "skip")
+        "fail",
+        "when a loss or gradient is NaN or infinite: end the run, or skip the step",
+        choices=("fail", "skip"),
     )
     log_every: int = setting(10, "steps between progress lines; metrics.jsonl has every step all the same", least=1)
 

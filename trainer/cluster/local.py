@@ -19,8 +19,8 @@ from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 from trainer.world.signals import STOPS
 
-# How long the other ranks have, once one failed, to notice and say so before they are ended.
-GRACE_S = 10.0
+# How long the ranks that are left have, after one has ended, to notice, to save what they hold, and to leave.
+GRACE_S = 60.0
 POLL_S = 0.05
 
 
@@ -35,17 +35,17 @@ def run_local(config: Config, run: RunDir) -> int:
     with _forwarded_signals() as received:
         ranks = _start(config, run, job_id, logs)
         shown = sent = 0
-        failed_at: float | None = None
-        while any(rank.poll() is None for rank in ranks):
+        ended, ended_at = 0, time.monotonic()
+        while (living := sum(rank.poll() is None for rank in ranks)) > 0:
             shown = print_new(logs[0], shown)
             if len(received) > sent:
                 sent = len(received)
                 kill = received.count(signal.SIGINT) > 1
                 _send(ranks, signal.SIGKILL if kill else received[-1])
                 _say("killed" if kill else "stopping after this step; Ctrl-C again to kill")
-            if failed_at is None and any(_failed(rank.returncode) for rank in ranks):
-                failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() > failed_at + GRACE_S:
+            if ended != len(ranks) - living:
+                ended, ended_at = len(ranks) - living, time.monotonic()
+            if ended and time.monotonic() > ended_at + GRACE_S:
                 _send(ranks, signal.SIGKILL)
             time.sleep(POLL_S)
         print_new(logs[0], shown)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.observe.metrics import MetricsFile, read_lines
+from trainer.observe.metrics import last_step, read_lines
 from trainer.rundir import RunDir
 from trainer.schema import Launch
 from trainer.world.detect import World
@@ -137,7 +137,7 @@ def _made_progress(record: Record) -> bool:
 def _as_lost(run: RunDir, left: Path, record: Record, kept_step: int, requeue: bool) -> Record:
     """What metrics.jsonl tells of an attempt that told nothing but what stands in the file that it `left`."""
     last_sign = run.metrics if run.metrics.exists() else left
-    reached = max(kept_step, MetricsFile(run.metrics).last_step())
+    reached = max(kept_step, last_step(run.metrics))
     return record | {
         "end": max(record["start"], last_sign.stat().st_mtime),
         "end_step": reached,

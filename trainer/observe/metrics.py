@@ -14,8 +14,8 @@ from typing import Any
 class MetricsFile:
     """Appends records; a resumed run first rewinds to as many as its checkpoint remembers.
 
-    Steps done after that checkpoint and lost are done again, so their lines go. Rank 0 writes. Every other rank keeps in
-    memory what it would have written since the newest checkpoint, to be able to stand in (`take_over`).
+    Steps done after that checkpoint and lost are done again, so their lines go. Rank 0 writes. Every other rank keeps
+    in memory what it would have written since the newest checkpoint, to be able to stand in (`take_over`).
     """
 
     def __init__(self, path: Path, writes: bool) -> None:

@@ -28,12 +28,13 @@ class Progress:
         """Samples per second over all ranks, since the clock was last restarted."""
         return self._samples / max(time.perf_counter() - self._since, 1e-9)
 
-    def step(self, step: int, epoch: int, loss: float, lr: float, batch_size: int) -> None:
-        """Print how far the run is."""
+    def step(self, step: int, epoch: int, loss: float | None, lr: float, batch_size: int) -> None:
+        """Print how far the run is; the loss is None when it was not finite."""
         rate = self.throughput()
         left = (self.total_steps - step) * batch_size / rate
+        value = "not finite" if loss is None else f"{loss:.4f}"
         self.say(
-            f"step {step}/{self.total_steps}  epoch {epoch}  loss {loss:.4f}  lr {lr:.4g}  "
+            f"step {step}/{self.total_steps}  epoch {epoch}  loss {value}  lr {lr:.4g}  "
             f"{rate:,.0f} samples/s  {_duration(left)} left"
         )
 

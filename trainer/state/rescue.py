@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainer.world.watch import Fault
+
 # Ranks hear of a fault within a second; the dead cannot be waited for.
 GATHER_S = 3.0
 # How long the next in line waits for the one before it.
@@ -23,11 +25,17 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Survivor:
-    """What a rank that is left says of itself. `cause` is its own failure, if the fault was one."""
+    """What a rank that is left says of itself. `failure` is its own, if it had one."""
 
     rank: int
     step: int  # of its last whole state, -1 when it has none
-    cause: str | None
+    failure: Fault | None
+
+    @classmethod
+    def read(cls, file: Path) -> Survivor:
+        """What a survivor wrote."""
+        said = json.loads(file.read_text())
+        return cls(said["rank"], said["step"], said["failure"] and Fault(**said["failure"]))
 
 
 def gather(folder: Path, survivor: Survivor, size: int) -> list[Survivor]:
@@ -40,7 +48,7 @@ def gather(folder: Path, survivor: Survivor, size: int) -> list[Survivor]:
     while True:
         files = list(folder.glob("rank_*.json"))
         if len(files) == size or time.monotonic() > deadline:
-            survivors = [Survivor(**json.loads(file.read_text())) for file in files]
+            survivors = map(Survivor.read, files)
             return sorted(survivors, key=lambda s: (-s.step, s.rank))
         time.sleep(POLL_S)
 

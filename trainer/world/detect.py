@@ -37,6 +37,10 @@ class World:
         """Ranks on this node."""
         return self.size // self.nodes
 
+    def host_of(self, rank: int) -> str:
+        """The node of a rank."""
+        return self.hosts[min(rank // self.local_size, len(self.hosts) - 1)]
+
     @property
     def on_slurm(self) -> bool:
         """Whether a requeue can be asked for and Slurm answers for the end of the job."""

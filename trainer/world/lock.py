@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -37,5 +38,21 @@ def hold(path: Path, world: World) -> None:
             return
         else:
             os.truncate(descriptor, 0)
-            os.write(descriptor, f"job {world.job_id} on {world.hosts[0]}\n".encode())
+            os.write(descriptor, _name(world).encode())
             return
+
+
+def still_holds(path: Path, world: World) -> bool:
+    """Whether the run is still this attempt's, so that a rank may stand in for rank 0: rank 0 lives and has the lock,
+    or it has died and nobody else has taken the lock yet, which then is taken."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    if os.pread(descriptor, 1000, 0).decode(errors="replace") != _name(world):
+        return False
+    with contextlib.suppress(OSError):  # held by rank 0, or no locks here
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return os.pread(descriptor, 1000, 0).decode(errors="replace") == _name(world)
+
+
+def _name(world: World) -> str:
+    restart = f", restart {world.restart}" if world.restart else ""
+    return f"job {world.job_id}{restart} on {world.hosts[0]}\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
+        self.first_at: float | None = None  # time.monotonic()
         self.requeue: Callable[[], None] | None = None  # submitit's handler, where submitit started this process
         self._before: dict[signal.Signals, Any] = {}
         self._lock = threading.Lock()
@@ -71,7 +73,7 @@ class Signals:
     def _note(self, number: signal.Signals) -> None:
         with self._lock:
             if self.first is None:
-                self.first = number
+                self.first, self.first_at = number, time.monotonic()
                 if self._listener is not None:
                     self._listener(number)
 

@@ -37,6 +37,7 @@ class Fault:
     reason: str  # failed, hung, or signal: the grace after one is running out
     text: str  # what happened, where, on one line or with a traceback
     cause: bool = True  # not merely what another rank's fault has caused here
+    retry: bool = True  # False for what would only fail again
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class Watch:
 
     def report(self, fault: Fault) -> None:
         """Tell every rank. The first report stands."""
+        if self._closed.is_set():
+            return
         if self._store is not None:
             with contextlib.suppress(Exception):  # the store may be what has failed
                 self._store.clone().compare_set("watch/fault", "", json.dumps(asdict(fault)))
@@ -145,8 +148,7 @@ class Watch:
             self._raise(Fault("failed", f"rank 0 on {self.world.hosts[0]} is gone ({error})", cause=False))
 
     def _sign_of_life(self) -> Beat:
-        host = self.world.hosts[self.world.node] if self.world.node < len(self.world.hosts) else self.world.hosts[0]
-        progress = self._phases + self.ticks()
+        host, progress = self.world.host_of(self.world.rank), self._phases + self.ticks()
         return Beat(host, self._round, progress, self.phase, _innermost(self._main), self.busy())
 
     def _compare(self, beats: list[Beat]) -> None:

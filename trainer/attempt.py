@@ -1,0 +1,275 @@
+"""One attempt at a run, seen from one rank: how it begins, and every way in which it can end.
+
+The orderly end: all ranks stop after the same step and save it together; then rank 0 records the end. When that cannot
+be (a rank has died, is stuck, or the grace after a signal runs out), each rank that is left takes its part in an end by
+fault, in a thread of its own, since its main thread may be waiting for the dead. See `_end_by_fault`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+from trainer.config import Config, ConfigError
+from trainer.observe.attempts import AttemptLog, end_attempt, record_of
+from trainer.observe.phases import Phases
+from trainer.rundir import RunDir
+from trainer.state.rescue import Survivor, gather, take_turns
+from trainer.state.store import CheckpointError, CheckpointStore, Manifest
+from trainer.world.detect import World
+from trainer.world.lock import hold, still_holds
+from trainer.world.signals import Signals
+from trainer.world.slurm import USER_SIGNALS, ending
+from trainer.world.watch import Fault, Watch
+
+if TYPE_CHECKING:
+    from trainer.loop import Loop
+    from trainer.world.meet import Group
+
+# Slurm's own default (KillWait), for a run that nobody submitted to Slurm.
+DEFAULT_GRACE_S = 30
+# Where the grace is nearly over nothing is waited for any more: what is recorded now still is.
+LAST_MOMENT_S = 3.0
+# How long a main thread that was told of its rank's end may take to come out of whatever it does.
+COME_OUT_S = 2.0
+
+
+class Stopped(SystemExit):
+    """The ranks stopped after the same step and saved it. Not an Exception, so that nothing takes it for a failure."""
+
+    def __init__(self, number: signal.Signals, world: World) -> None:
+        # 128 + number is a shell's exit status for "ended by this signal". But srun takes such a status for a failure
+        # and ends the other ranks, and rank 0 may still have to requeue the job.
+        super().__init__(0 if world.on_slurm and world.rank else 128 + number)
+
+
+class Attempt:
+    """This rank's share of an attempt."""
+
+    def __init__(self, config: Config, run: RunDir, world: World, signals: Signals) -> None:
+        self.config = config
+        self.run_dir = run
+        self.world = world
+        self.signals = signals
+        self.phases = Phases()
+        self.store = CheckpointStore(run.checkpoints)
+        self.start_step = 0
+        self.group: Group | None = None
+        self.loop: Loop | None = None
+        self._fault: Fault | None = None
+        self._failure: Fault | None = None  # of this rank itself
+        self._main_is_out = threading.Event()
+        self._over = threading.Event()  # an end by fault is done, as far as this rank is concerned
+        self.watch = Watch(world, config.launch.hang_timeout_s, self._on_fault)
+        self.watch.grace_over = self._grace_over
+
+    def run(self) -> dict[str, float]:
+        """Train to the end and return the metrics of the last epoch.
+
+        Raises Stopped when a signal ended the attempt before the run was done, SystemExit when it failed and is
+        requeued, or whatever made it fail.
+        """
+        newest: Manifest | None = None  # rank 0 looks for all: what the others see of a shared disk may lag
+        try:
+            if self.world.rank == 0:
+                hold(self.run_dir.lock, self.world)
+                self.store.recover()
+                shutil.rmtree(self.run_dir.rescues, ignore_errors=True)
+                newest = self.store.newest(warn=_say)
+                self.start_step = newest.step if newest else 0
+                AttemptLog(self.run_dir, self.world, self.start_step)
+                self.phases.done("checking checkpoints")
+            # Here and not above, so that a signal during the seconds of importing torch is caught too.
+            from trainer.loop import Loop, join
+
+            self.phases.done("importing torch")
+            self.group = join(self.config, self.run_dir, self.world)
+            self.watch.join(self.group.store.clone())
+            self.phases.done("meeting")
+            told = self.group.tell(newest.step if newest else None)
+            self.start_step = told or 0
+            self.loop = Loop(self.config, self.run_dir, self.group, self.signals, self.watch, self.phases)
+            self.loop.restore(told)
+            finished = self.loop.run()
+        except Exception as error:
+            self._fail(error)
+            raise
+        return self._leave(self.loop, self.group, finished)
+
+    def _leave(self, loop: Loop, group: Group, finished: bool) -> dict[str, float]:
+        """The orderly end: everything is saved. Rank 0 records it before anything else, and waits for nobody."""
+        self.watch.close()
+        step = loop.position.step
+        requeue = False
+        number = loop.stop.signal
+        if self.world.rank == 0:
+            reason = "finished"
+            if not finished:
+                assert number is not None
+                end = ending(number, self.world, self.config.launch.signal_delay_s)
+                reason, requeue = end.reason, end.requeue
+            end_attempt(self.run_dir, self.world, self.config.launch, reason, step, step, lost_s=0.0)
+        loop.close()
+        group.close()
+        if finished:
+            loop.progress.finished(loop.position.metrics)
+            return loop.position.metrics
+        if requeue and self.signals.requeue is not None:
+            self.signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
+        assert number is not None
+        raise Stopped(number, self.world)
+
+    def _fail(self, error: Exception) -> None:
+        """The main thread came out with an error: tell the others, take part in the end, and then raise it."""
+        host, rank = self.world.host_of(self.world.rank), self.world.rank
+        if self.group is None:  # the others are not there to be told; they notice when they come to meet
+            self.watch.close()
+            again = not isinstance(error, ConfigError)
+            text = f"rank {rank} on {host} failed:\n{traceback.format_exc()[-20_000:]}"
+            start = self.start_step
+            end_attempt(self.run_dir, self.world, self.config.launch, "failed", start, start, error=text, retry=again)
+            return
+        from trainer.world.meet import is_of_absence
+
+        self._main_is_out.set()
+        if is_of_absence(error):
+            fault = Fault("failed", f"rank {rank} on {host} lost contact: {error}", cause=False)
+        else:
+            text = f"rank {rank} on {host} failed:\n{traceback.format_exc()[-20_000:]}"
+            # What fails while it prepares the data would fail again, and so would a gradient that is not finite.
+            again = self.loop is not None and not isinstance(error, (ConfigError, ArithmeticError))
+            fault = self._failure = Fault("failed", text, retry=again)
+        self.watch.report(fault)
+        self._over.wait()
+        record = record_of(self.run_dir, self.world)
+        if record is not None and record["requeue"]:
+            traceback.print_exc()
+            # submitit would take any other exception for the end of the run and write it down as its result.
+            raise SystemExit(1) from error
+
+    def _on_fault(self, fault: Fault) -> None:
+        """In a thread of its own, once."""
+        self._fault = fault
+        try:
+            self._end_by_fault(fault)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            self._over.set()
+        if not self._main_is_out.wait(COME_OUT_S):
+            self._exit()
+
+    def _end_by_fault(self, fault: Fault) -> None:
+        """Keep the last whole step if any rank has it, and record how the attempt ended: one rank does, see rescue."""
+        _say(fault.text)
+        if fault.reason == "hung":
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        loop = self.loop
+        step = loop.position.step if loop is not None and loop.freeze() else -1
+        here = Survivor(self.world.rank, step, self._failure)
+        survivors = gather(self.run_dir.rescues / self.world.attempt, here, self.world.size)
+        take_turns(
+            survivors,
+            self.world.rank,
+            act=lambda: self._rescue(fault, survivors),
+            done=lambda: record_of(self.run_dir, self.world) is not None,
+        )
+
+    def _rescue(self, fault: Fault, survivors: list[Survivor]) -> None:
+        """Save and record for all."""
+        loop = self.loop
+        end_step = kept = max(self.start_step, loop.saved.step if loop else 0)
+        if loop is not None and survivors[0].step >= 0:
+            end_step = loop.position.step
+            kept = self._keep(loop, kept)
+        reason: str = fault.reason
+        error: str | None = self._explain(fault, survivors)
+        if fault.reason == "signal":
+            number = (loop.stop.signal if loop else None) or self.signals.first
+            assert number is not None
+            reason, error = ending(number, self.world, self.config.launch.signal_delay_s).reason, None
+        retry = all(own.failure.retry for own in survivors if own.failure) and fault.retry
+        record = end_attempt(
+            self.run_dir, self.world, self.config.launch, reason, end_step, kept, error=error, retry=retry
+        )
+        if record is not None:
+            lost = f"{record['lost_steps']} steps lost" if record["lost_steps"] else "no step lost"
+            _say(f"attempt ended ({reason}) after step {end_step}, {lost}")
+
+    def _keep(self, loop: Loop, kept: int) -> int:
+        """Save the last whole step; returns the step that is kept now."""
+        step = loop.position.step
+        if loop.saving is not None and loop.saving.step == step:
+            loop.saver.wait(COME_OUT_S)  # all ranks may be alive, and just about to have it
+        if step == kept or step in self.store.steps():
+            return step
+        if not still_holds(self.run_dir.lock, self.world):
+            _say(f"another attempt is at work on this run; the checkpoint of step {kept} stands")
+            return kept
+        try:
+            loop.save_alone(tag=f"rescue-{self.world.rank}")
+        except (CheckpointError, OSError) as error:
+            _say(f"WARNING: {error}; the checkpoint of step {kept} stands")
+            return kept
+        _say(f"rank {self.world.rank} saved step {step} alone")
+        return step
+
+    def _explain(self, fault: Fault, survivors: list[Survivor]) -> str:
+        """What failed first: the error of a rank that had one of its own; else which ranks are gone."""
+        if fault.cause:
+            return fault.text
+        causes = [survivor.failure.text for survivor in survivors if survivor.failure]
+        if causes:
+            return causes[0]
+        here = {survivor.rank for survivor in survivors}
+        gone = [rank for rank in range(self.world.size) if rank not in here]
+        names = "; ".join(f"rank {rank} on {self.world.host_of(rank)}" for rank in gone)
+        return f"{names}: gone (killed, out of memory, or its node died)\n{fault.text}" if gone else fault.text
+
+    def _grace_over(self) -> Fault | None:
+        """Looked at every half second: whether a signal came too long ago to wait for the agreed step any longer."""
+        noticed = self.loop.stop.noticed_at if self.loop else None
+        since = [moment for moment in (noticed, self.signals.first_at) if moment is not None]
+        if not since:
+            return None
+        number = (self.loop.stop.signal if self.loop else None) or self.signals.first
+        launch = self.config.launch
+        grace_s = launch.signal_delay_s if number in USER_SIGNALS else launch.grace_s or DEFAULT_GRACE_S
+        passed = time.monotonic() - min(since)
+        if passed > grace_s - LAST_MOMENT_S:
+            self._end_now()
+        if passed > grace_s / 2 and not (self.loop and self.loop.saving_last):
+            return Fault("signal", f"{passed:.0f} s after the signal the step has not ended; not waiting for it")
+        return None
+
+    def _end_now(self) -> None:
+        """The last moment: whatever is still being written comes too late."""
+
+        def record() -> None:
+            loop = self.loop
+            done, kept = (loop.position.step, loop.saved.step) if loop else (self.start_step, self.start_step)
+            reason = self._fault.reason if self._fault and self._fault.reason != "signal" else "preempted"
+            end_attempt(self.run_dir, self.world, self.config.launch, reason, done, kept)
+
+        _say("the grace is over; the newest checkpoint stands")
+        recording = threading.Thread(target=record, daemon=True)  # the disk may be what everything waits for
+        recording.start()
+        recording.join(LAST_MOMENT_S / 2)
+        self._exit()
+
+    def _exit(self) -> None:
+        """End this process although its main thread cannot."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _say(text: str) -> None:
+    print(f"[laststep] {text.strip()}", flush=True)
