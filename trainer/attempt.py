@@ -7,6 +7,7 @@ fault, in a thread of its own, since its main thread may be waiting for the dead
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import shutil
@@ -185,7 +186,7 @@ class Attempt:
     def _rescue(self, fault: Fault, survivors: list[Survivor]) -> None:
         """Save and record for all."""
         loop = self.loop
-        end_step = kept = max(self.start_step, loop.saved.step if loop else 0)
+        end_step = kept = max(self.start_step, loop.saves.saved.step if loop else 0)
         if loop is not None and survivors[0].step >= 0:
             end_step = loop.position.step
             kept = self._keep(loop, kept)
@@ -206,8 +207,9 @@ class Attempt:
     def _keep(self, loop: Loop, kept: int) -> int:
         """Save the last whole step; returns the step that is kept now."""
         step = loop.position.step
-        if loop.saving is not None and loop.saving.step == step:
-            loop.saver.wait(COME_OUT_S)  # all ranks may be alive, and just about to have it
+        if loop.saves.saving is not None and loop.saves.saving.step == step:
+            with contextlib.suppress(RuntimeError):
+                loop.saves.wait(COME_OUT_S)  # all ranks may be alive, and just about to have it
         if step == kept or step in self.store.steps():
             return step
         if not still_holds(self.run_dir.lock, self.world):
@@ -245,7 +247,7 @@ class Attempt:
         passed = time.monotonic() - min(since)
         if passed > grace_s - LAST_MOMENT_S:
             self._end_now()
-        if passed > grace_s / 2 and not (self.loop and self.loop.saving_last):
+        if passed > grace_s / 2 and not (self.loop and self.loop.saves.last):
             return Fault("signal", f"{passed:.0f} s after the signal the step has not ended; not waiting for it")
         return None
 
@@ -254,7 +256,7 @@ class Attempt:
 
         def record() -> None:
             loop = self.loop
-            done, kept = (loop.position.step, loop.saved.step) if loop else (self.start_step, self.start_step)
+            done, kept = (loop.position.step, loop.saves.saved.step) if loop else (self.start_step, self.start_step)
             reason = self._fault.reason if self._fault and self._fault.reason != "signal" else "preempted"
             end_attempt(self.run_dir, self.world, self.config.launch, reason, done, kept)
 

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,41 +20,23 @@ from trainer.learner import Learner, learning_rate
 from trainer.observe.metrics import MetricsFile
 from trainer.observe.phases import Phases
 from trainer.observe.progress import Progress
+from trainer.position import Position
 from trainer.rundir import RunDir
+from trainer.saves import RETRY_LAST_S, Saves
 from trainer.state.pack import load
-from trainer.state.saver import About, Saver, save_alone
-from trainer.state.store import CheckpointError, CheckpointStore
+from trainer.state.saver import About, save_alone
+from trainer.state.store import CheckpointStore
 from trainer.task import load_task
 from trainer.world.detect import World
 from trainer.world.device import set_up_device
-from trainer.world.meet import Absent, Group, meet
+from trainer.world.meet import Group, meet
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
 from trainer.world.watch import Fault, Watch
 
-MAX_FAILED_SAVES = 3
-RETRY_MINUTES = 1.0
-RETRY_LAST_S = 2.0  # of the save at a stop or at the end, for which nothing else waits
-# A rank that is waited for in a save and gives no sign of life for so long is dead.
-GONE_S = 5.0
-
 
 class NotFinite(ArithmeticError):
     """A loss or a gradient is NaN or infinite, and train.nonfinite says that the run is to fail of it."""
-
-
-@dataclass
-class Position:
-    """How far a run has come. Steps and samples count over all epochs, from the start of the run."""
-
-    step: int = 0
-    samples: int = 0  # consumed by finished steps, never merely prefetched
-    validated: int = 0  # the step after which the latest finished validation ran
-    loss_sum: float = 0.0  # over the samples of the epoch so far
-    loss_samples: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)  # the latest epoch's line of metrics.jsonl
-    records: int = 0  # lines of metrics.jsonl that belong to this position
-    skipped: int = 0  # steps left out because the loss or the gradient was not finite
 
 
 class Loop:
@@ -96,19 +78,14 @@ class Loop:
         self.validation_loader = self.loading.loader(val_set, config.seed, self.validation)
 
         self.store = CheckpointStore(run.checkpoints)
-        self.saver = Saver(self.store, group.store, self.rank, self.size, group.device)
         self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)
         self.progress = Progress(self.rank == 0, self.total_steps)
+        stopping = lambda: self.stop.signal is not None  # noqa: E731
+        self.saves = Saves(config.checkpoint, self.store, group, self.metrics, self.progress, watch, stopping)
         self.position = Position()
         self.whole = threading.Lock()
         self.restored = False
         self.pending: list[tuple[int, Tensor, Tensor]] = []  # (step, loss, good), not yet in metrics.jsonl
-        self.save_due = False
-        self.saving: Position | None = None  # what the save under way will have kept
-        self.saved = Position()  # what the newest checkpoint has
-        self.saved_at = time.monotonic()
-        self.saving_last = False
-        self.failed_saves = 0  # in a row
         watch.ticks, watch.busy = lambda: self.stop.tick, lambda: self.learner.busy_s
         phases.done("data and model")
 
@@ -125,7 +102,7 @@ class Loop:
             state = load(self.store.path(step), self.store.manifest(step))
             self.position = Position(**state["position"])
         self.learner.load_state_dict(state)
-        self.saved = copy.copy(self.position)
+        self.saves.saved = copy.copy(self.position)
         self.metrics.rewind(self.position.records)
         self.restored = True
         self.phases.done("restore")
@@ -137,7 +114,6 @@ class Loop:
     def run(self) -> bool:
         """Train and save. True when the run is finished, False when the ranks agreed to stop."""
         self.watch.enter("training")
-        self.saved_at = time.monotonic()
         batches = iter(self.loading.loader(self.train_set, self.config.seed, self._plan()))
         try:
             finished = self._train(batches)
@@ -150,24 +126,13 @@ class Loop:
     def close(self) -> None:
         """Every rank is past its last unit of work, and every save has ended."""
         self.stop.close()
-        self.saver.close()
+        self.saves.close()
 
     def save(self) -> None:
-        """Begin to save this position, unless that was done. All ranks call it together; they train on meanwhile.
-
-        A save that fails costs a warning, and is tried again a minute later. Raises CheckpointError when
-        `MAX_FAILED_SAVES` in a row have failed.
-        """
+        """Begin to save this position, see `Saves.begin`. All ranks call it together."""
         self.flush()
-        self.save_due = False
-        self._await_save()
-        if (self.saved.step, self.saved.validated) == (self.position.step, self.position.validated):
-            return
-        checkpoint = self.config.checkpoint
         self.position.records = self.metrics.count
-        self.saving = copy.copy(self.position)
-        self.saver.start(self._about(), self._state(), self.metrics.sync, (checkpoint.keep_last, checkpoint.keep_best))
-        self.saved_at = time.monotonic()
+        self.saves.begin(self.position, self._about(), self._state())
         self.progress.restart_clock()
 
     def freeze(self, timeout_s: float = 10.0) -> bool:
@@ -192,7 +157,7 @@ class Loop:
         values = self._values()
         with self.whole:
             self._enter(values)
-        self._note_save()
+        self.saves.note()
         self.progress.restart_clock()
 
     def _about(self) -> About:
@@ -207,38 +172,13 @@ class Loop:
     def _save_last(self) -> None:
         """The save at a stop or at the end, which the ranks wait for."""
         self.watch.enter("saving")
-        self.saving_last = True
-        while True:
-            self.save()
-            self._await_save()
-            if (self.saved.step, self.saved.validated) == (self.position.step, self.position.validated):
-                return
+        self.saves.last = True
+        self.save()
+        self.saves.wait()
+        while not self.saves.saved.same_place(self.position):
             time.sleep(RETRY_LAST_S)
-
-    def _await_save(self) -> None:
-        """Wait for the save under way, if there is one. Raises Absent when a rank has died meanwhile."""
-        while self.saving is not None and not self.saver.wait(0.5):
-            gone = [rank for rank in self.saver.missing if self.watch.silent(rank, GONE_S)]
-            if gone:
-                raise Absent(f"rank {', '.join(map(str, gone))} gave no sign of life for {GONE_S:.0f} s in a save")
-        self._note_save()
-
-    def _note_save(self) -> None:
-        """See what became of the save under way, if that is known. Raises CheckpointError after too many failures."""
-        if self.saving is None or not self.saver.wait(0):
-            return
-        saving, self.saving = self.saving, None
-        if self.saver.error is None:
-            self.failed_saves = 0
-            self.saved = saving
-            self.metrics.settle(saving.records)
-            self.progress.say(f"saved step {saving.step}")
-            return
-        self.failed_saves += 1
-        self.progress.say(f"WARNING: {self.saver.error}; training goes on, the save is tried again")
-        # At a stop it is tried as long as the grace lasts.
-        if self.failed_saves >= MAX_FAILED_SAVES and self.stop.signal is None:
-            raise CheckpointError(f"{self.failed_saves} saves in a row failed, the last so: {self.saver.error}")
+            self.save()
+            self.saves.wait()
 
     def _values(self) -> list[list[float]]:
         """Loss and whether it was good, of each pending step: here the CPU waits for the device."""
@@ -284,7 +224,7 @@ class Loop:
         while True:
             if self._validation_due() and not self._validate():
                 return False
-            if self.save_due:
+            if self.saves.due:
                 self.save()
             if self.position.step == self.total_steps:
                 return True
@@ -309,15 +249,11 @@ class Loop:
             position.samples += samples
         self.progress.count(samples)
         every = self.config.checkpoint.every_steps
-        self.save_due |= every is not None and position.step % every == 0
+        self.saves.due |= every is not None and position.step % every == 0
         if position.step % self.config.train.log_every == 0 or self._validation_due():
             self.flush()
             # The ranks' clocks differ, so rank 0's decides.
-            self.save_due |= self.group.rank_0_says(self._clock_says_save())
-
-    def _clock_says_save(self) -> bool:
-        minutes = RETRY_MINUTES if self.failed_saves else self.config.checkpoint.every_minutes
-        return minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
+            self.saves.due |= self.group.rank_0_says(self.saves.due_by_clock())
 
     def _validation_due(self) -> bool:
         step = self.position.step
@@ -350,7 +286,7 @@ class Loop:
             position.loss_sum, position.loss_samples = 0.0, 0
             self.metrics.append([record])
         every = self.config.checkpoint.every_epochs
-        self.save_due |= every is not None and epoch % every == 0
+        self.saves.due |= every is not None and epoch % every == 0
         self.progress.epoch(record)
         self.progress.restart_clock()
         return True

@@ -32,22 +32,22 @@ class Packed:
         *self._offsets, self.bytes = accumulate((_aligned(t.nbytes) for t in self._tensors), initial=0)
 
     def copy(self, start: int, stop: int, into: Tensor) -> None:
-        """Copy bytes [start, stop) of the run into a uint8 tensor of that length on the CPU; `start` is aligned.
+        """Copy bytes [start, stop) of the run into a uint8 tensor of that length on the CPU.
 
         Done when it returns, from a GPU too.
         """
-        position = start
+        done = start
         for number in range(max(0, bisect_right(self._offsets, start) - 1), len(self._offsets)):
             offset = self._offsets[number]
             if offset >= stop:
                 break
             source = _bytes_of(self._tensors[number])[max(0, start - offset) : stop - offset]
-            end = max(start, offset) + source.numel()
-            into[position - start : end - start - source.numel()].zero_()  # the gap after the tensor before it
-            into[end - start - source.numel() : end - start].copy_(source, non_blocking=True)
-            position = end
-        into[position - start :].zero_()
-        for device in {t.device for t in self._tensors if t.is_cuda}:
+            begin = max(start, offset)
+            into[done - start : begin - start].zero_()  # the gap behind the tensor before
+            done = begin + source.numel()
+            into[begin - start : done - start].copy_(source, non_blocking=True)
+        into[done - start :].zero_()
+        for device in {tensor.device for tensor in self._tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
     def _twin(self, tensor: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class _Run:
     def read(self, twin: Tensor) -> Tensor:
         """The next tensor."""
         tensor = torch.empty_like(twin, device="cpu")
-        self._fill(memoryview(_bytes_of(tensor).numpy()))
+        self._fill(_bytes_of(tensor).numpy().data)
         self._fill(memoryview(bytearray(_aligned(tensor.nbytes) - tensor.nbytes)))
         return tensor
 
@@ -102,7 +102,7 @@ class _Run:
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a nested state that shares nothing mutable with it, each tensor replaced by what `change` makes of it."""
+    """A copy of a nested state down to its leaves, each tensor replaced by what `change` makes of it."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -116,7 +116,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Its bytes in the order of memory, as its twin on "meta" has them: without a copy, unless it has gaps or overlaps."""
+    """Its bytes as they lie in memory, and as its twin has them; without a copy, unless it has gaps or overlaps."""
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
         tensor = torch.empty_like(tensor).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

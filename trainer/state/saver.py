@@ -4,11 +4,11 @@ All ranks hold the same state, so each writes its stripe of it. The threads of o
 store, under "save/":
 
     token           rank 0's, once: so that a folder is never shared with a stuck writer of an earlier attempt
-    <n>/<rank>      what became of a rank's shard of the n-th save: {"bytes", "sha256"} or {"error"}
+    <n>/<rank>      what became of a rank's part of the n-th save: each file's {"bytes", "sha256"}, or an "error"
     <n>/result      empty when rank 0 committed it, else why not
 
-Nobody but rank 0 waits for the reports, and only it commits. When a rank dies, the save it owed a shard is never
-committed; `wait` then returns False, and the process may end.
+Only rank 0 waits for the reports, and commits. When a rank dies, the save that it owed a part of is never committed:
+`wait` returns False, and `close` lets the process end. A save that failed left nothing behind.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class Saver:
         packed.copy(start, stop, stripe)
         self._number += 1
         about = replace(about, metrics=dict(about.metrics))
-        save = _Save(self._number, about, packed.structure, memoryview(stripe.numpy()), before_commit, keep)
+        save = _Save(self._number, about, packed.structure, stripe.numpy().data, before_commit, keep)
         self._thread = threading.Thread(target=self._run, args=(save,), name="saver", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the save that was started last has ended, well or not; False when it has not: a peer may be dead."""
+        """Until the save started last has ended, well or not; False when it has not by then: a peer may be dead."""
         return self._join(timeout_s)
 
     def close(self) -> None:
@@ -114,25 +114,174 @@ class Saver:
 
     def _run(self, save: _Save) -> None:
         """The thread of one save."""
-        final = self._store.path(save.about.step)
+        error: CheckpointError | None
         try:
-            problem = self._save(save)
-        except (CheckpointError, dist.DistError) as error:
-            problem = f"{final}: could not be written: {error}"
-        if problem:
-            self.error = CheckpointError(problem)
-        else:
-            self.saved, self.error = save.about, None
+            tag = f"{self._await('token')}-{save.number}"
+            self._report(save, tag)
+            if self._rank == 0:
+                self._keys.set(f"{save.number}/result", self._finish(save, tag))
+            result = self._await(f"{save.number}/result")
+            error = CheckpointError(result) if result else None
+        except (_GivenUp, dist.DistError) as cause:  # the key-value store dies with rank 0
+            error = self._store.failure(save.about.step, _told(cause))
+        if error is None:
+            self.saved = save.about
+        self.error = error
 
-    def _save(self, save: _Save) -> str:
-        """Write this rank's shard, and learn what became of the checkpoint: empty, or what went wrong."""
-        tag = f"{self._await('token')}-{save.number}"
-        report = self._attempt(lambda: self._write_shard(save, tag))
+    def _report(self, save: _Save, tag: str) -> None:
+        """Write this rank's part and tell rank 0 what became of it."""
+        report: dict[str, Any] = {}
+        try:
+            writing = self._store.begin(save.about.step, tag)
+            if self._rank == 0:
+                save.before_commit()
+                report[STRUCTURE] = _write_structure(writing, save.structure)
+            name = shard_name(self._rank, self._size)
+            report[name] = _write_file(writing / name, self._chunks(save.stripe))
+        except Exception as error:  # whatever it is: rank 0 waits for this report
+            report = {"error": _told(error)}
         self._keys.set(f"{save.number}/{self._rank}", json.dumps(report))
-        # Every rank has heard how the save before this one ended, so rank 0 has read what they reported of it.
+        # This rank has heard how the save before this one ended, so rank 0 has read its report of that.
         self._keys.delete_key(f"{save.number - 1}/{self._rank}")
-        if self._rank == 0:
-            self._keys.set(f"{save.number}/result", self._finish(save, tag))
-            # Every rank has reported of this save, so each has read the result of the one before.
-            self._keys.delete_key(f"{save.number - 1}/result")
-        return self._await(f"{save.number}/result")
+
+    def _finish(self, save: _Save, tag: str) -> str:
+        """On rank 0: commit what all ranks wrote. Returns what went wrong, or nothing."""
+        about, writing = save.about, self._store.writing(save.about.step, tag)
+        try:
+            reports = self._reports(save.number)
+        except _GivenUp:
+            self._store.discard(writing)
+            raise
+        # Every rank has reported of this save, so it has read the result of the one before.
+        self._keys.delete_key(f"{save.number - 1}/result")
+        problems = [report["error"] for report in reports if "error" in report]
+        if problems:
+            self._store.discard(writing)
+            return str(self._store.failure(about.step, problems[0]))
+        files = {name: said for report in reports for name, said in report.items()}
+        try:
+            self._store.commit(writing, _manifest(about, self._size, files))
+        except CheckpointError as error:
+            return str(error)
+        with suppress(OSError):  # what should have been deleted is there at the next save too
+            self._store.prune(about.step, *save.keep)
+        return ""
+
+    def _reports(self, number: int) -> list[dict[str, Any]]:
+        """What became of each rank's part, in rank order. Waits for all: no rank writes any more when it returns."""
+        self.missing = list(range(self._size))
+
+        def all_came() -> bool:
+            self.missing = [rank for rank in self.missing if not self._keys.check([f"{number}/{rank}"])]
+            return not self.missing
+
+        self._until(all_came)
+        return [json.loads(self._keys.get(f"{number}/{rank}")) for rank in range(self._size)]
+
+    def _await(self, key: str) -> str:
+        """The value of a key, once it has one."""
+        self._until(lambda: self._keys.check([key]))
+        return self._keys.get(key).decode()
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Wait for something, looking less often the longer it takes. Raises _GivenUp.
+
+        The key-value store's own `wait` sleeps in C: a thread that wakes there while Python shuts down aborts the
+        process. And it cannot be called off but by a time-out, which torch prints warnings about.
+        """
+        began = time.monotonic()
+        while not done():
+            if self._closed.wait(min(LONGEST_PAUSE_S, 0.001 + (time.monotonic() - began) / 10)):
+                raise _GivenUp("the attempt ends")
+
+    def _chunks(self, stripe: memoryview) -> Iterator[memoryview]:
+        for start in range(0, len(stripe), CHUNK):
+            if self._closed.is_set():
+                raise _GivenUp("the attempt ends")
+            yield stripe[start : start + CHUNK]
+
+
+class _GivenUp(Exception):
+    """The Saver was closed while it waited or wrote."""
+
+
+def save_alone(
+    store: CheckpointStore, about: About, state: Any, world_size: int, before_commit: Callable[[], None], tag: str
+) -> Manifest:
+    """Save from this process alone, and wait for it: as one shard, without the other ranks or their key-value store.
+
+    It streams, so the memory holds no second copy of the state. `tag` as for `CheckpointStore.writing`. Raises
+    CheckpointError.
+    """
+    writing, name = store.writing(about.step, tag), shard_name(0, 1)
+    try:
+        store.begin(about.step, tag)
+        before_commit()
+        packed = Packed(state)
+        files = {STRUCTURE: _write_structure(writing, packed.structure)}
+        files[name] = _write_file(writing / name, _stream(packed))
+    except Exception as error:  # whatever it is, the caller asks only whether it is saved
+        store.discard(writing)
+        raise store.failure(about.step, _told(error)) from error
+    manifest = _manifest(about, world_size, files)
+    store.commit(writing, manifest)
+    return manifest
+
+
+def _stream(packed: Packed) -> Iterator[memoryview]:
+    """The run of bytes, chunk by chunk; each chunk lives until the next is asked for."""
+    buffer = torch.empty(min(CHUNK, packed.bytes), dtype=torch.uint8)
+    for start in range(0, packed.bytes, CHUNK):
+        chunk = buffer[: packed.bytes - start]
+        packed.copy(start, start + chunk.numel(), chunk)
+        yield chunk.numpy().data
+
+
+def _manifest(about: About, world_size: int, files: dict[str, dict[str, Any]]) -> Manifest:
+    return Manifest(about.step, about.epoch, about.samples, world_size, dict(about.metrics), files)
+
+
+def _write_structure(writing: Path, structure: Any) -> dict[str, Any]:
+    """Write the structure, in memory first: torch.save would hide what the disk has to say in an error of its own."""
+    data = io.BytesIO()
+    torch.save(structure, data)
+    data.seek(0)
+    torch.load(data, weights_only=True)  # what could never be loaded must not be committed
+    return _write_file(writing / STRUCTURE, [data.getbuffer()])
+
+
+def _write_file(path: Path, chunks: Iterable[memoryview]) -> dict[str, Any]:
+    """Write a new file so that it survives a power cut; returns what the manifest says of it."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    fsync(path.parent)  # its name too, should this node be the only one that knows of it
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, (OSError, _GivenUp)) else f"{type(error).__name__}: {error}"
+
+
+def _boundary(count: int, rank: int, size: int) -> int:
+    """Where the stripe of `rank` begins in a run of `count` bytes, a multiple of ALIGNMENT itself."""
+    return count * rank // size // ALIGNMENT * ALIGNMENT
+
+
+def _kept_buffer(count: int, device: torch.device) -> Tensor:
+    """Memory for the stripe that every later save copies into: no page of it is new to the system then.
+
+    On the CPU it is kept from processes forked meanwhile, such as loader workers. Otherwise each page would have to be
+    copied for them at the next save, which makes that save ten times as slow.
+    """
+    if device.type == "cuda":
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):  # Linux
+        memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()

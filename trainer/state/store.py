@@ -58,7 +58,8 @@ class Manifest:
     @property
     def shards(self) -> list[str]:
         """Names of the files that hold the run of bytes, in order."""
-        return sorted(self.files.keys() - {STRUCTURE})
+        size = len(self.files) - 1
+        return [shard_name(rank, size) for rank in range(size)]
 
 
 class CheckpointStore:
@@ -87,12 +88,16 @@ class CheckpointStore:
         for unfinished in self.folder.glob(".writing-*"):
             self.discard(unfinished)
 
-    def begin(self, step: int, tag: str) -> Path:
-        """Make the folder that a checkpoint is written into; every rank that writes calls it. Raises OSError.
+    def writing(self, step: int, tag: str) -> Path:
+        """Where a checkpoint stands until it is committed.
 
         `tag` tells it from every other try at the same step: an earlier one may have a writer that is stuck, not dead.
         """
-        writing = self.folder / f".writing-{self.path(step).name}-{tag}"
+        return self.folder / f".writing-{self.path(step).name}-{tag}"
+
+    def begin(self, step: int, tag: str) -> Path:
+        """Make that folder; every rank that writes calls it. Raises OSError."""
+        writing = self.writing(step, tag)
         writing.mkdir(parents=True, exist_ok=True)
         return writing
 
@@ -123,8 +128,12 @@ class CheckpointStore:
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             self.discard(writing)
-            raise CheckpointError(f"{final}: could not be written: {error}") from error
+            raise self.failure(manifest.step, error) from error
         return final
+
+    def failure(self, step: int, why: object) -> CheckpointError:
+        """What there is to say when the checkpoint of `step` could not be written."""
+        return CheckpointError(f"{self.path(step)}: could not be written: {why}")
 
     def discard(self, writing: Path) -> None:
         """Remove what will not be committed: on a full disk half a checkpoint is in everybody's way."""
@@ -159,10 +168,11 @@ class CheckpointStore:
             raise CheckpointError(f"manifest.json cannot be read: {error}") from None
         if manifest.format != FORMAT:
             raise CheckpointError(f"format {manifest.format}, this Laststep reads {FORMAT}")
-        files = manifest.files
-        described = all(isinstance(f, dict) and {"bytes", "sha256"} <= set(f) for f in files.values())
-        complete = {STRUCTURE, *(shard_name(rank, len(files) - 1) for rank in range(len(files) - 1))}
-        if manifest.step != step or len(files) < 2 or files.keys() != complete or not described:
+        described = isinstance(manifest.files, dict) and all(
+            isinstance(said, dict) and {"bytes", "sha256"} <= said.keys() for said in manifest.files.values()
+        )
+        complete = described and manifest.shards and manifest.files.keys() == {STRUCTURE, *manifest.shards}
+        if manifest.step != step or not complete:
             raise CheckpointError(f"manifest.json is not that of step {step}")
         return manifest
 
