@@ -103,7 +103,7 @@ class Faulty(Classification):
         super().__init__(config)
         self.steps = -1  # the first call is the warm-up's
         self.kind, _, place, _, ranks = os.environ.get("LASTSTEP_TEST_FAULT", "none step 0 rank 0").split()
-        self.place = int(place)
+        self.place = (int(place) - 1) * config.train.accumulate + 1
         self.here = str(World.detect().rank) in ranks.split(",")
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:

@@ -28,6 +28,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rescue")
 
 
+def slug(request: pytest.FixtureRequest) -> str:
+    """A run's name, for a test's parameters."""
+    return str(request.node.callspec.id).replace(" ", "-").replace(",", "-")
+
+
 def befall(root: Path, name: str, ranks: int, fault: str, *options: str) -> tuple[Attempt, list[int]]:
     """One attempt that `fault` befalls; returns it and its exit statuses. Ranks that it leaves halted are killed."""
     attempt = Attempt(config(root, name, ranks, (*FAULTY, *options)), {"LASTSTEP_TEST_FAULT": fault})
@@ -67,7 +72,7 @@ def only(attempt: Attempt) -> dict[str, Any]:
 def test_killed(root: Path, ranks: int, fault: str, request: pytest.FixtureRequest) -> None:
     """Out of memory, or a node gone: who is left saves the last whole step. Batch norm, dropout, AdamW, averaging and
     accumulation all carry state, and rank 0's batch norm counts even when it is rank 0 that died."""
-    name, step = request.node.callspec.id.replace(" ", "-"), int(fault.split()[2])
+    name, step = slug(request), int(fault.split()[2])
     attempt, codes = befall(root, name, ranks, fault, *EVERYTHING)
     hit = [int(rank) for rank in fault.split()[-1].split(",")]
     assert codes == [KILLED if rank in hit else 1 for rank in range(ranks)], attempt.output()
@@ -82,7 +87,7 @@ def test_killed(root: Path, ranks: int, fault: str, request: pytest.FixtureReque
 @pytest.mark.parametrize("fault", ["halt step 10 rank 1", "halt step 10 rank 0", "sleep step 4 rank 1"], ids=str)
 def test_stuck(root: Path, fault: str, request: pytest.FixtureRequest) -> None:
     """A stuck rank raises nothing: the others would wait for it for ever, at the price of every GPU of the job."""
-    name = request.node.callspec.id.replace(" ", "-")
+    name = slug(request)
     kind, _, step, _, hit = fault.split()
     attempt, codes = befall(root, name, 2, fault)
     assert 1 in codes, attempt.output()
@@ -137,7 +142,7 @@ def test_a_loader_worker_is_killed(root: Path) -> None:
 @pytest.mark.parametrize(("ranks", "dies"), [(2, "1"), (2, "0"), (4, "0,2")])
 def test_killed_in_the_save_of_a_stop(root: Path, ranks: int, dies: str) -> None:
     """The checkpoint that all were to write together will never be whole: one that is left writes all of it."""
-    name = f"save-{ranks}-{dies}"
+    name = f"save-{ranks}-{dies[0]}"
     signalled = config(root, name, ranks, ("task=tests.tasks.DiesInTheSave",))
     env = {"LASTSTEP_TEST_SIGNAL": "SIGUSR2 step 4 rank 0", "LASTSTEP_TEST_DIES": dies}
     attempt = Attempt(signalled, env)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import sys
 from pathlib import Path
 
 from trainer.config import Config, ConfigError
 from trainer.trainer import Trainer
+from trainer.world.signals import die_with_parent
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(folder: str) -> int:
     """Train; returns the exit status, unless a stop's SystemExit carries it."""
-    if sys.platform == "linux":  # when the launcher is killed its ranks stop, rather than train on unseen
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)  # when the launcher is killed its ranks stop, rather than train on unseen
     try:
         Trainer(Config.load(Path(folder) / "config.yaml"))()
     except ConfigError as error:

@@ -92,7 +92,7 @@ class Attempt:
 
             self.phases.done("importing torch")
             self.group = join(self.config, self.run_dir, self.world)
-            self.watch.join(self.group.store.clone())
+            self.watch.join(self.group.store)
             self.phases.done("meeting")
             told = self.group.tell(newest.step if newest else None)
             self.start_step = told or 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import time
 from collections import Counter
@@ -176,11 +177,14 @@ class Learner:
     def _parallel(self) -> nn.Module:
         if self.group.world.size == 1:
             return self.model
+        # The name of the switch since torch 2.13, and before: not to share buffers, which is what `Buffers` does.
+        switches = ("forward_sync_buffers", "broadcast_buffers")
+        known = inspect.signature(DistributedDataParallel).parameters
         return DistributedDataParallel(
             _Tapped(self.model, self.tap),
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,
+            **{next(switch for switch in switches if switch in known): False},
         )
 
     def _backward(self, loss: Tensor) -> None:

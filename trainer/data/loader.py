@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.order import Order, seed_generators, seed_of
-from trainer.world.signals import ignore_in_worker
+from trainer.world.signals import set_up_worker
 
 VALIDATION = -1  # in the place of an epoch: a validation sample is the same in every epoch
 Key = tuple[int, int]  # epoch, sample index
@@ -51,7 +51,7 @@ class Loading:
             timeout=self.timeout_s if self.workers else 0,
             collate_fn=self.collate,
             pin_memory=self.pin,
-            worker_init_fn=ignore_in_worker,
+            worker_init_fn=set_up_worker,
             # Not the global generator: what the loader draws to seed its workers would shift the model's draws.
             generator=torch.Generator().manual_seed(seed_of("loader", seed)),
             persistent_workers=self.workers > 0,

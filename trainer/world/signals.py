@@ -7,8 +7,10 @@ though, writes each number to a wake-up file descriptor at once (signal.set_wake
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 # USR2 is submitit's "requeue me", USR1 some sites' word for it; TERM is Slurm's word on preemption, requeue and cancel.
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STOPS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
@@ -78,11 +81,19 @@ class Signals:
                     self._listener(number)
 
 
-def ignore_in_worker(_: Any = None) -> None:
-    """For a loader's worker process: a stop is the rank's business, which ends its workers itself."""
+def set_up_worker(_: Any = None) -> None:
+    """For a loader's worker process: a stop is the rank's business, which ends its workers itself. One that outlived a
+    killed rank would hold its connections open, and its peers would not hear of its death."""
     signal.set_wakeup_fd(-1)
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Send this process a signal when its parent dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

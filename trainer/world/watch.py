@@ -68,6 +68,7 @@ class Watch:
         self._timeout_s = hang_timeout_s
         self._on_fault = on_fault
         self._store: dist.Store | None = None
+        self._reports: dist.Store | None = None
         self._round = 0
         self._unanswered_s = 0.0
         self._silent_s = [0.0] * world.size  # rank 0's view of each rank
@@ -81,8 +82,9 @@ class Watch:
         self._threads[0].start()
 
     def join(self, store: dist.Store) -> None:
-        """The ranks have met: begin to beat. `store` must serve no other thread."""
-        self._store = store
+        """The ranks have met: begin to beat."""
+        # A client of TCPStore serves one caller at a time.
+        self._store, self._reports = store.clone(), store.clone()
         self._threads.append(threading.Thread(target=self._beat, name="beat", daemon=True))
         self._threads[1].start()
 
@@ -90,6 +92,7 @@ class Watch:
         """The rank comes to the next part of the attempt; that counts as progress."""
         self.phase = phase
         self._phases += 1
+        self._arm()
 
     def silent(self, rank: int, seconds: float) -> bool:
         """Whether that rank has given no sign of life for so long; known to rank 0 alone."""
@@ -97,12 +100,10 @@ class Watch:
 
     def report(self, fault: Fault) -> None:
         """Tell every rank. The first report stands."""
-        if self._closed.is_set():
-            return
-        if self._store is not None:
-            with contextlib.suppress(Exception):  # the store may be what has failed
-                self._store.clone().compare_set("watch/fault", "", json.dumps(asdict(fault)))
-        self._raise(fault)
+        if not self._closed.is_set():
+            # Beside what follows: the store may be what has failed, and then not even say so for a long time.
+            threading.Thread(target=self._publish, args=(fault,), name="report", daemon=True).start()
+            self._raise(fault)
 
     def close(self) -> None:
         """Stop watching: the rank has nothing left to do with the others."""
@@ -111,16 +112,18 @@ class Watch:
         for thread in self._threads:
             thread.join(timeout=5)
 
+    def _publish(self, fault: Fault) -> None:
+        if self._reports is not None:
+            with contextlib.suppress(Exception):
+                self._reports.compare_set("watch/fault", "", json.dumps(asdict(fault)))
+
     def _raise(self, fault: Fault) -> None:
         if not self._closed.is_set() and self._faulted.acquire(blocking=False):
             threading.Thread(target=self._on_fault, args=(fault,), name="fault", daemon=True).start()
 
     def _watch(self) -> None:
         while not self._closed.wait(BEAT_S):
-            if self.phase not in self.PATIENT:
-                # Should user code hold the interpreter's lock for ever, not even this thread runs again; this one is
-                # in C and does not need the lock.
-                faulthandler.dump_traceback_later(2 * self._timeout_s, exit=True)
+            self._arm()
             if (fault := self.grace_over()) is not None:
                 self.report(fault)
             if self._store is not None:
@@ -128,6 +131,11 @@ class Watch:
                 if self._unanswered_s > self._timeout_s:
                     host = self.world.hosts[0]
                     self._raise(Fault("hung", f"rank 0 on {host} has not answered for {self._timeout_s:.0f} s"))
+
+    def _arm(self) -> None:
+        """Should user code hold the interpreter's lock for ever, no thread of Python's runs again; this one is in C."""
+        if self.phase not in self.PATIENT:
+            faulthandler.dump_traceback_later(2 * self._timeout_s, exit=True)
 
     def _beat(self) -> None:
         assert self._store is not None
