@@ -18,6 +18,8 @@ from trainer.learner import Learner, learning_rate
 from trainer.observe.metrics import MetricsFile
 from trainer.observe.progress import Progress
 from trainer.rundir import RunDir
+from trainer.state.pack import load
+from trainer.state.saver import About, save_alone
 from trainer.state.store import CheckpointError, CheckpointStore
 from trainer.task import load_task
 from trainer.world.detect import World
@@ -89,8 +91,7 @@ class Loop:
         micro_batch = train.batch_size // (self.size * train.accumulate)
         self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
         if step is not None:
-            path = self.store.path(step) / "state.pt"
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = load(self.store.path(step), self.store.manifest(step))
             self.position = Position(**state["position"])
         self.learner.load_state_dict(state)
         self.saved = (self.position.step, self.position.validated)
@@ -140,14 +141,13 @@ class Loop:
         try:
             position.metrics_offset = self.metrics.sync()
             state = {"position": asdict(position), **self.learner.state_dict()}
-            self.store.write(
+            about = About(
                 position.step,
                 self.order.epoch(max(position.step - 1, 0)) + 1,
                 position.samples,
-                self.size,
                 position.metrics if position.validated == position.step else {},
-                lambda file: torch.save(state, file),
             )
+            save_alone(self.store, about, state, self.size, lambda: None, "rank0")
         except (CheckpointError, OSError) as error:
             self.failed_saves += 1
             if self.failed_saves >= MAX_FAILED_SAVES:

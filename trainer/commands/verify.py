@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trainer.cluster import runs
 from trainer.config import Config
 from trainer.rundir import RunDir
-from trainer.state.store import CheckpointError, CheckpointStore
+from trainer.state.store import CheckpointError, CheckpointStore, Manifest
 
 
 def verify(name: str, overrides: Sequence[str], as_json: bool) -> int:
@@ -41,16 +42,14 @@ def _inspect(store: CheckpointStore, step: int) -> dict[str, Any]:
     try:
         manifest = store.verify(step)
         record |= {"epoch": manifest.epoch, "world_size": manifest.world_size, "bytes": manifest.bytes}
-        outcome |= {"ok": True, "weights_sha256": _weights(store, step)}
+        outcome |= {"ok": True, "weights_sha256": _weights(store.path(step), manifest)}
     except CheckpointError as error:
         outcome["error"] = str(error)
     return record | outcome
 
 
-def _weights(store: CheckpointStore, step: int) -> str:
-    import torch
-
+def _weights(folder: Path, manifest: Manifest) -> str:
+    from trainer.state.pack import load
     from trainer.state.weights import weights_sha256
 
-    state = torch.load(store.path(step) / "state.pt", map_location="cpu", weights_only=True)
-    return weights_sha256(state["model"])
+    return weights_sha256(load(folder, manifest)["model"])

@@ -1,0 +1,126 @@
+"""A nested state as a small structure and one run of bytes, which any number of ranks may write and read in stripes.
+
+The run is made of the tensors, in the order in which the state is walked, each at an offset aligned to ALIGNMENT and
+laid out as it lies in memory, so that packing is plain copying, for channels_last too. The structure is the state with
+each tensor replaced by its twin on the "meta" device, which has shape, strides and dtype and no data.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from trainer.state.store import STRUCTURE, CheckpointError, Manifest
+
+ALIGNMENT = 64  # bytes: a multiple of every dtype's size, and a cache line
+
+
+class Packed:
+    """A state's structure and run of bytes. It references the tensors and copies nothing."""
+
+    def __init__(self, state: Any) -> None:
+        self._tensors: list[Tensor] = []
+        self.structure = _map(state, self._twin)
+        *self._offsets, self.bytes = accumulate((_aligned(t.nbytes) for t in self._tensors), initial=0)
+
+    def copy(self, start: int, stop: int, into: Tensor) -> None:
+        """Copy bytes [start, stop) of the run into a uint8 tensor of that length on the CPU.
+
+        Done when it returns, from a GPU too.
+        """
+        done = start
+        for number in range(max(0, bisect_right(self._offsets, start) - 1), len(self._offsets)):
+            offset = self._offsets[number]
+            if offset >= stop:
+                break
+            source = _bytes_of(self._tensors[number])[max(0, start - offset) : stop - offset]
+            begin = max(start, offset)
+            into[done - start : begin - start].zero_()  # the gap behind the tensor before
+            done = begin + source.numel()
+            into[begin - start : done - start].copy_(source, non_blocking=True)
+        into[done - start :].zero_()
+        for device in {tensor.device for tensor in self._tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        self._tensors.append(tensor.detach())
+        return torch.empty_like(tensor, device="meta")
+
+
+def load(folder: Path, manifest: Manifest) -> Any:
+    """The whole state, on the CPU, of the checkpoint in `folder`, however many shards it has. Raises CheckpointError.
+
+    It does not compare hashes: `CheckpointStore.verify` does.
+    """
+    try:
+        structure = torch.load(folder / STRUCTURE, weights_only=True)
+        with ExitStack() as files:
+            run = _Run([files.enter_context((folder / name).open("rb")) for name in manifest.shards])
+            state = _map(structure, run.read)
+            run.end()
+        return state
+    except Exception as error:  # whatever a damaged pickle or a failing disk makes of itself
+        raise CheckpointError(f"{folder.name}: could not be loaded: {error}") from error
+
+
+class _Run:
+    """The run of bytes that the shards make up, read from its begin to its end."""
+
+    def __init__(self, shards: list[BinaryIO]) -> None:
+        self._shards = iter(shards)
+        self._shard = next(self._shards)
+
+    def read(self, twin: Tensor) -> Tensor:
+        """The next tensor."""
+        tensor = torch.empty_like(twin, device="cpu")
+        self._fill(_bytes_of(tensor).numpy().data)
+        self._fill(memoryview(bytearray(_aligned(tensor.nbytes) - tensor.nbytes)))
+        return tensor
+
+    def end(self) -> None:
+        """Raise ValueError unless every byte was read."""
+        if any(shard.read(1) for shard in (self._shard, *self._shards)):
+            raise ValueError("its shards hold more bytes than its structure says")
+
+    def _fill(self, buffer: memoryview) -> None:
+        while buffer.nbytes:
+            count = self._shard.readinto(buffer)  # type: ignore[attr-defined]
+            buffer = buffer[count:]
+            if not count:
+                following = next(self._shards, None)
+                if following is None:
+                    raise ValueError("its shards hold fewer bytes than its structure says")
+                self._shard = following
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a nested state down to its leaves, each tensor replaced by what `change` makes of it."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        mapped = copy.copy(value)  # keeps its class, and the _metadata of a module's state_dict
+        for key, item in value.items():
+            mapped[key] = _map(item, change)
+        return mapped
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(item, change) for item in value])
+    return copy.deepcopy(value)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Its bytes as they lie in memory, and as its twin has them; without a copy, unless it has gaps or overlaps."""
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+        tensor = torch.empty_like(tensor).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
