@@ -6,6 +6,7 @@ skipped or deleted, throws away days.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -14,15 +15,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.state.store import CheckpointError, CheckpointStore
+from trainer.state.store import CheckpointError, CheckpointStore, Manifest, fsync
 
 STATE = bytes(range(256)) * 20
+FIRST, SECOND = "shard_0000-of-0002.bin", "shard_0001-of-0002.bin"
 # Every call by which a commit or a deletion touches the disk; Path and shutil go through these too.
 DISK_CALLS = [
     *((os, name) for name in ("mkdir", "rename", "replace", "rmdir", "unlink", "fsync", "open")),
@@ -58,15 +60,6 @@ def failing_at(call: int, error: BaseException) -> Iterator[list[str]]:
             setattr(module, name, real)
 
 
-def put(data: bytes) -> Callable[[BinaryIO], None]:
-    """Writes the data to the file that it is given."""
-
-    def write_it(file: BinaryIO) -> None:
-        file.write(data)
-
-    return write_it
-
-
 def damage(data: bytes) -> Callable[[Path], None]:
     """Puts the data in place of a checkpoint's manifest."""
 
@@ -77,14 +70,27 @@ def damage(data: bytes) -> Callable[[Path], None]:
 
 
 def write(store: CheckpointStore, step: int, state: bytes = STATE, **metrics: float) -> Path:
-    """Commit a checkpoint of `state`."""
-    return store.write(step, 1 + step // 10, 8 * step, 2, metrics, put(state))
+    """Commit a checkpoint of `state`, as two ranks would."""
+    writing, half = store.writing(step, "test"), len(state) // 2
+    files: dict[str, dict[str, Any]] = {}
+    try:
+        store.begin(step, "test")
+        for name, data in {"structure.pt": b"structure", FIRST: state[:half], SECOND: state[half:]}.items():
+            (writing / name).write_bytes(data)
+            fsync(writing / name)
+            files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    except OSError as error:
+        store.discard(writing)
+        raise store.failure(step, error) from error
+    return store.commit(writing, Manifest(step, 1 + step // 10, 8 * step, 2, metrics, files))
 
 
 def read(store: CheckpointStore) -> tuple[int, bytes] | None:
     """Step and state of the checkpoint that a resume would take."""
     newest = store.newest(lambda text: None)
-    return None if newest is None else (newest.step, (store.path(newest.step) / "state.pt").read_bytes())
+    if newest is None:
+        return None
+    return newest.step, b"".join((store.path(newest.step) / name).read_bytes() for name in newest.shards)
 
 
 @pytest.fixture
@@ -100,7 +106,7 @@ def test_write_and_read(store: CheckpointStore) -> None:
     assert store.steps() == [3, 12] and store.path(12) == path
     manifest = store.verify(12)
     assert (manifest.step, manifest.epoch, manifest.samples, manifest.world_size) == (12, 2, 96, 2)
-    assert manifest.bytes == len(b"newer")
+    assert manifest.bytes == len(b"structure") + len(b"newer")
     assert store.verify(3).metrics == {"val_loss": 0.5}
     assert read(store) == (12, b"newer")
     assert sorted(path.name for path in store.folder.iterdir()) == ["step_000000003", "step_000000012"]
@@ -153,13 +159,13 @@ def test_fails_twice(tmp_path: Path) -> None:
 
 
 def truncate(path: Path) -> None:
-    os.truncate(path / "state.pt", len(STATE) - 1)
+    os.truncate(path / SECOND, len(STATE) // 2 - 1)
 
 
 def flip(path: Path) -> None:
-    data = bytearray((path / "state.pt").read_bytes())
+    data = bytearray((path / SECOND).read_bytes())
     data[100] ^= 1
-    (path / "state.pt").write_bytes(data)
+    (path / SECOND).write_bytes(data)
 
 
 def other_manifest(**fields: Any) -> Callable[[Path], None]:
@@ -170,16 +176,23 @@ def other_manifest(**fields: Any) -> Callable[[Path], None]:
     return damage
 
 
+def without_a_shard(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"][SECOND]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
 def empty(path: Path) -> None:
     for file in path.iterdir():
         file.unlink()
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
-    ("truncated", truncate, "state.pt has 5119 bytes, its manifest says 5120"),
-    ("bit-flipped", flip, "state.pt differs from its SHA-256 in the manifest"),
-    ("emptied", lambda path: os.truncate(path / "state.pt", 0), "state.pt has 0 bytes"),
-    ("no-state", lambda path: (path / "state.pt").unlink(), "state.pt is missing"),
+    ("truncated", truncate, f"{SECOND} has 2559 bytes, its manifest says 2560"),
+    ("bit-flipped", flip, f"{SECOND} differs from its SHA-256 in the manifest"),
+    ("emptied", lambda path: os.truncate(path / SECOND, 0), f"{SECOND} has 0 bytes"),
+    ("no-shard", lambda path: (path / SECOND).unlink(), f"{SECOND} is missing"),
+    ("no-structure", lambda path: (path / "structure.pt").unlink(), "structure.pt is missing"),
     ("no-manifest", lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
     ("half-deleted", empty, "manifest.json is missing"),
     ("manifest-empty", damage(b""), "manifest.json cannot be read"),
@@ -188,8 +201,10 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     ("manifest-list", damage(b"[]"), "manifest.json cannot be read"),
     ("manifest-of-another-step", other_manifest(step=6), "manifest.json is not that of step 7"),
     ("manifest-without-files", other_manifest(files={}), "manifest.json is not that of step 7"),
-    ("format", other_manifest(format=99), "format 99, this Laststep reads 1"),
-    ("unknown-field", other_manifest(shards=3), "manifest.json cannot be read"),
+    ("manifest-with-a-list-of-files", other_manifest(files=[]), "manifest.json is not that of step 7"),
+    ("manifest-without-a-shard", without_a_shard, "manifest.json is not that of step 7"),
+    ("format", other_manifest(format=99), "format 99, this Laststep reads 2"),
+    ("unknown-field", other_manifest(colour=3), "manifest.json cannot be read"),
 ]  # fmt: skip
 
 
@@ -242,7 +257,7 @@ def test_manifest_bit_flips(store: CheckpointStore) -> None:
 def test_unreadable_is_skipped(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that answers with an error for one file has not lost the others."""
     write(store, 3, b"good")
-    bad = write(store, 7) / "state.pt"
+    bad = write(store, 7) / SECOND
     real = Path.open
 
     def broken(self: Path, *words: Any, **named: Any) -> Any:
@@ -269,7 +284,7 @@ def test_prune(found: dict[int, tuple[float | None, str]], keep_last: int, keep_
         for step, (loss, condition) in found.items():
             path = write(store, step, b"x", **({} if loss is None else {"val_loss": loss}))
             if condition == "s":
-                (path / "state.pt").unlink()
+                (path / SECOND).unlink()
             if condition == "m":
                 (path / "manifest.json").unlink()
             else:

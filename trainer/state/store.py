@@ -32,6 +32,7 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 STRUCTURE = "structure.pt"
 HASHED_AT_ONCE = 4  # files
+CHUNK = 4 << 20  # bytes read at a time
 
 
 class CheckpointError(RuntimeError):
@@ -234,8 +235,8 @@ def _explained(name: str) -> Iterator[None]:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(4 << 20))
     with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(min(CHUNK, 1 + os.fstat(file.fileno()).st_size)))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
