@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -90,13 +90,15 @@ StorageUser=root
 
 
 class Cluster:
-    """A real Slurm (slurmctld, slurmdbd, four slurmd) on this machine, in one folder."""
+    """A real Slurm (slurmctld, slurmdbd, a slurmd per node) on this machine, in one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nodes: Sequence[str] = NODES, slurm_conf: str = SLURM_CONF) -> None:
         self.folder = folder.resolve()
+        self.nodes = nodes
+        self.template = slurm_conf
         self.conf = self.folder / "slurm.conf"
         self.logs = self.folder / "logs"
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: dict[str, subprocess.Popen[bytes]] = {}  # by the name of its log
         surrounding = ("SLURM_", "SBATCH_", "SUBMITIT_")
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(surrounding)} | {
             "SLURM_CONF": str(self.conf)
@@ -104,15 +106,25 @@ class Cluster:
 
     @classmethod
     def start(
-        cls, folder: Path, *, kill_wait_s: int = 15, accounting: bool = True, owner: int | None = None
+        cls,
+        folder: Path,
+        *,
+        kill_wait_s: int = 15,
+        accounting: bool = True,
+        owner: int | None = None,
+        nodes: Sequence[str] = NODES,
+        slurm_conf: str = SLURM_CONF,
     ) -> Cluster:
-        """Start one, in place of any in this folder; any next start stops those whose `owner` (a pid) has died."""
+        """Start one, in place of any in this folder; any next start stops those whose `owner` (a pid) has died.
+
+        `slurm_conf` is the template of slurm.conf, with `nodes` in it.
+        """
         if lack := missing():
             raise RuntimeError(lack)
         for _, previous_owner, abandoned in _run_folders():
             if not Path(f"/proc/{previous_owner}").exists():
                 cls(abandoned).stop()
-        cluster = cls(folder)
+        cluster = cls(folder, nodes, slurm_conf)
         cluster.stop()
         try:
             cluster._start(kill_wait_s, accounting, owner or os.getpid())
@@ -127,9 +139,9 @@ class Cluster:
         run = Path(tempfile.mkdtemp(prefix="ls-", dir="/tmp"))
         (run / "owner").write_text(f"{owner}\n{self.folder}")
         run.chmod(0o755)  # munged insists that clients of any user can reach its socket
-        ports = _free_ports(2 + len(NODES))
+        ports = _free_ports(2 + len(self.nodes))
         self._write_configuration(run, ports, kill_wait_s, accounting)
-        _name_nodes()
+        _name_nodes(self.nodes)
 
         (run / "munge.key").touch(0o400)
         (run / "munge.key").write_bytes(os.urandom(128))
@@ -153,13 +165,24 @@ class Cluster:
         if accounting:
             self._daemon("slurmdbd", "-D", env={"MYSQL_UNIX_PORT": f"{run}/db/socket"})  # no TCP: for root alone
             self._until("slurmdbd", lambda: _listens(ports[1]))
-        self._daemon("slurmctld", "-D", "-f", str(self.conf))
+        self.start_daemon("slurmctld")
         self._until("slurmctld", lambda: _listens(ports[0]))
-        for node in NODES:
-            self._daemon("slurmd", "-D", "-N", node, "-f", str(self.conf), log=f"slurmd.{node}")
-        for node in NODES:
-            state = partial(self.run, "sinfo", "-h", "-p", "main", "-n", node, "-o", "%t", check=False)
+        for node in self.nodes:
+            self.start_daemon(f"slurmd.{node}")
+        for node in self.nodes:
+            state = partial(self.run, "sinfo", "-h", "-n", node, "-o", "%t", check=False)
             self._until(f"slurmd.{node}", lambda state=state: state() == "idle\n")  # type: ignore[misc]
+
+    def start_daemon(self, name: str) -> None:
+        """Start "slurmctld" or "slurmd.NODE", for the first time or again."""
+        program, _, node = name.partition(".")
+        self._daemon(program, "-D", *(("-N", node) if node else ()), "-f", str(self.conf), log=name)
+
+    def stop_daemon(self, name: str, number: signal.Signals) -> None:
+        """End "slurmctld" or "slurmd.NODE" by a signal; what it started for jobs lives on."""
+        child = self._children.pop(name)
+        child.send_signal(number)
+        child.wait(timeout=START_DEADLINE_S)
 
     def _write_configuration(self, run: Path, ports: list[int], kill_wait_s: int, accounting: bool) -> None:
         host = socket.gethostname().split(".")[0]
@@ -169,12 +192,12 @@ class Cluster:
         nodes = [
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory={MEMORY_MB} "
             f"Gres=gpu:{GPUS}"
-            for node, port in zip(NODES, ports[2:])
+            for node, port in zip(self.nodes, ports[2:])
         ]
         values = dict(
             host=host, run=run, ctld_port=ports[0], dbd_port=ports[1], kill_wait_s=kill_wait_s, nodes="\n".join(nodes)
         )
-        self.conf.write_text((SLURM_CONF + (SLURM_CONF_ACCOUNTING if accounting else "")).format(**values))
+        self.conf.write_text((self.template + (SLURM_CONF_ACCOUNTING if accounting else "")).format(**values))
         (self.folder / "gres.conf").write_text(f"Name=gpu File={run}/gpu[0-{GPUS - 1}]\n")
         dbd_conf = self.folder / "slurmdbd.conf"
         dbd_conf.touch(0o600)  # slurmdbd refuses a file that others can read
@@ -185,7 +208,7 @@ class Cluster:
     ) -> subprocess.Popen[bytes]:
         """Start a program of this cluster, in a session of its own: it outlives this process and its terminal."""
         variables = self.env | {MARK: str(self.folder)} | (env or {})
-        with (self.logs / f"{log or program}.log").open("wb") as out:
+        with (self.logs / f"{log or program}.log").open("ab") as out:
             child = subprocess.Popen(
                 [program, *words],
                 env=variables,
@@ -195,14 +218,14 @@ class Cluster:
                 stderr=out,
                 start_new_session=True,
             )
-        self._children.append(child)
+        self._children[log or program] = child
         return child
 
     def _until(self, log: str, ready: Callable[[], bool]) -> None:
         """Wait for a daemon; an error shows the end of its log."""
         deadline = time.monotonic() + START_DEADLINE_S
         while not ready():
-            dead = [child.args for child in self._children if child.poll()]
+            dead = [child.args for child in self._children.values() if child.poll()]
             if dead or time.monotonic() > deadline:
                 tail = (self.logs / f"{log}.log").read_text(errors="replace")[-2000:]
                 what = f"{dead[0]!r} ended" if dead else f"not ready after {START_DEADLINE_S} s"
@@ -241,7 +264,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"throwaway Slurm: processes that do not end: {pids}")
             time.sleep(0.02)
-        for child in self._children:
+        for child in self._children.values():
             child.wait()
         self._children.clear()
         for run, _, folder in _run_folders():
@@ -293,9 +316,9 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _name_nodes() -> None:
+def _name_nodes(nodes: Sequence[str]) -> None:
     """Make the nodes' names resolve (srun, torch's rendezvous): appends one line to /etc/hosts, once for good."""
-    line, hosts = f"127.0.0.1 {' '.join(NODES)}", Path("/etc/hosts")
+    line, hosts = f"127.0.0.1 {' '.join(nodes)}", Path("/etc/hosts")
     if line not in hosts.read_text().splitlines():
         with hosts.open("a") as file:
             file.write(f"\n{line}\n")

@@ -1,0 +1,110 @@
+"""`python -m tests.faults --faults N --seed S`: N random faults on real runs on a throwaway Slurm; `make chaos`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from tests.faults.checks import Undisturbed
+from tests.faults.faults import FAULTS
+from tests.faults.plan import RunPlan, layouts, make_plan
+from tests.faults.report import Report
+from tests.faults.run import Hit, Run
+from tests.faults.site import MOST_AT_ONCE, Site
+from tests.slurm.cluster import missing
+
+LIVES = 3  # a fault that could not be aimed at a run is tried on fresh ones, but not for ever
+
+
+class Harness:
+    """Runs the plan, so many runs at once, and keeps what they say."""
+
+    def __init__(self, site: Site, plan: Sequence[RunPlan], report: Report, keep: Path) -> None:
+        self.site = site
+        self.plan = deque(plan)
+        self.report = report
+        self.keep = keep
+        self.undisturbed: dict[str, Undisturbed] = {}
+        self._layouts = deque(layouts(plan))
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """All of it: first the runs that nobody touches, then the others."""
+        for work in (self._undisturbed, self._under_faults):
+            with ThreadPoolExecutor(self.report.at_once) as pool:
+                for done in [pool.submit(work, slot) for slot in range(self.report.at_once)]:
+                    done.result()
+
+    def _undisturbed(self, slot: int) -> None:
+        while self._layouts:
+            setting = self._layouts.popleft()
+            run = Run(self.site, slot, RunPlan(f"undisturbed-{setting.layout}", setting, ()), self._tell)
+            run.live(None)
+            if run.wrong:
+                raise RuntimeError(f"the run that nobody touched, {run.victim.run.path}: {run.wrong}")
+            self.undisturbed[setting.layout] = run.result()
+
+    def _under_faults(self, slot: int) -> None:
+        while self.plan:
+            plan = self.plan.popleft()
+            run = Run(self.site, slot, plan, self._tell)
+            left = run.live(self.undisturbed[plan.setting.layout])
+            run.close(self.keep)
+            with self._lock:
+                self.report.runs += 1
+                self.report.wrong += [f"{plan.name}: {what}" for what in run.wrong]
+                for what in run.wrong:
+                    print(f"         WRONG  {plan.name}: {what}", flush=True)
+            name, _, life = plan.name.partition(".")
+            if left and int(life or 1) < LIVES:
+                self.plan.append(replace(plan, name=f"{name}.{int(life or 1) + 1}", shots=tuple(left)))
+            elif left:
+                self.report.wrong.append(f"{plan.name}: never struck: {', '.join(shot.fault for shot in left)}")
+
+    def _tell(self, hit: Hit) -> None:
+        with self._lock:
+            self.report.hits.append(hit)
+            print(self.report.line(hit), flush=True)
+
+
+def main(words: Sequence[str]) -> int:
+    """Returns 1 when anything was not as it must be, 2 when nothing could be tried."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--faults", type=int, default=30, metavar="N", help="how many to inject (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the plan (default: 0)")
+    parser.add_argument("--at-once", type=int, default=3, metavar="K", choices=range(1, MOST_AT_ONCE + 1), help="runs")
+    parser.add_argument("--only", action="append", choices=sorted(FAULTS), help="this kind alone; may be repeated")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the table there, e.g. docs/chaos.md")
+    given = parser.parse_args(words)
+    if lack := missing():
+        print(lack, file=sys.stderr)
+        return 2
+    folder = Path(tempfile.mkdtemp(prefix="laststep-faults-"))
+    site = Site(folder)
+    try:
+        kinds = {name: fault for name, fault in FAULTS.items() if not given.only or name in given.only}
+        plan = make_plan(kinds, given.faults, given.seed, site.lacks.keys())
+        report = Report(given.seed, given.faults, given.at_once, site.lacks)
+        Harness(site, plan, report, folder).run()
+    finally:
+        site.close()
+    print(report.terminal())
+    if given.report:
+        given.report.write_text(report.markdown())
+    if report.violations:
+        print(f"the runs are kept in {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

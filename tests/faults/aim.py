@@ -1,0 +1,65 @@
+"""Taking aim: bring a run to the moment at which a fault is to strike, and say where it was found."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from tests.faults.checks import Attempt
+from tests.faults.plan import Moment
+from tests.faults.victim import Missed, NeverCame, Victim
+
+DEADLINE_S = 60.0
+SAVE_POLL_S = 0.002  # a save lasts some tens of milliseconds
+
+
+def aim(victim: Victim, moment: Moment, delay_ms: int) -> None:
+    """Wait for the moment and then the delay, stopping the run by a requeue first where the moment needs it.
+
+    The run is at work, or, for its start and restore, may not have begun yet. Raises Missed when the moment does not
+    come.
+    """
+    first = not victim.log.events and moment in (Moment.START, Moment.RESTORE)
+    old = {rank.attempt for rank in victim.ranks().values()}
+    resumed, stopped = victim.log.last("resume"), victim.log.last("stop")
+    if moment in (Moment.START, Moment.RESTORE, Moment.STOP, Moment.HOLD) and not first:
+        victim.slurm("scontrol", "requeue", victim.job.job_id)
+    try:
+        if moment is Moment.START:
+            victim.wait(lambda: {r.attempt for r in victim.ranks().values()} - old, DEADLINE_S, "no rank started")
+        elif moment is Moment.RESTORE:
+            victim.wait(lambda: victim.log.last("resume") is not resumed, DEADLINE_S, "no attempt began")
+        elif moment is Moment.STOP:
+            victim.wait(lambda: victim.log.last("stop") is not stopped, DEADLINE_S, "no rank said that it stops")
+        elif moment is Moment.HOLD:
+            victim.wait(lambda: not victim.ranks() and victim.job.state == "PENDING", DEADLINE_S, "no requeue")
+        elif moment is Moment.VALIDATION:
+            victim.wait(victim.validates, DEADLINE_S, "no validation")
+        elif moment is Moment.SAVE:
+            with contextlib.suppress(NeverCame):  # so fast a save that none is seen: then any moment will do
+                victim.wait(victim.writing, DEADLINE_S / 3, "no save", SAVE_POLL_S)
+        else:
+            step = victim.log.last("step")
+            victim.wait(lambda: victim.log.last("step") is not step, DEADLINE_S, "no step")
+    except NeverCame as error:
+        raise Missed(str(error)) from None
+    time.sleep(delay_ms / 1000)
+
+
+def whereabouts(victim: Victim) -> tuple[Attempt | None, Moment]:
+    """The attempt at work, if any, and what it does."""
+    ranks = victim.ranks()
+    if not ranks:
+        return None, Moment.HOLD
+    attempt = max(rank.attempt for rank in ranks.values())
+    begun = victim.traces().get(attempt)
+    if begun is None:
+        return attempt, Moment.START
+    if begun <= 0:
+        return attempt, Moment.RESTORE
+    kinds = [event.kind for event in victim.log.events if event.kind in ("resume", "stop")]
+    if kinds[-1:] == ["stop"]:
+        return attempt, Moment.STOP
+    if victim.writing():
+        return attempt, Moment.SAVE
+    return attempt, Moment.VALIDATION if victim.validates() else Moment.STEP

@@ -1,0 +1,113 @@
+"""Faults that announce nothing: processes and nodes that die or stick, daemons that go away."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from tests.faults.plan import Fault, Loss, Moment, Return, Shot
+from tests.faults.signals import ALWAYS, AT_WORK, WITH_RANKS
+from tests.faults.site import SLURMD_TIMEOUT_S
+from tests.faults.victim import Missed, Victim
+
+CONTROLLER = "slurmctld"
+
+
+def kill_rank_0(victim: Victim, shot: Shot) -> None:
+    """The rank that writes and serves the store is gone."""
+    victim.signal(signal.SIGKILL, victim.rank(0).pid)
+
+
+def kill_other_rank(victim: Victim, shot: Shot) -> None:
+    """As when a node runs out of memory."""
+    victim.signal(signal.SIGKILL, victim.rank(1 + int(shot.aim * (victim.setting.world_size - 1))).pid)
+
+
+def kill_all(victim: Victim, shot: Shot) -> None:
+    """Nobody is left to save or to say so."""
+    victim.signal(signal.SIGKILL, *(rank.pid for rank in victim.all_ranks()))
+
+
+def kill_srun(victim: Victim, shot: Shot) -> None:
+    """The ranks lose who started them."""
+    found = [p.pid for p in victim.processes() if p.argv[0].endswith("srun")]
+    victim.signal(signal.SIGKILL, *found)
+
+
+def kill_worker(victim: Victim, shot: Shot) -> None:
+    """A loader's worker dies, as the first thing that an overfull memory takes."""
+    workers = victim.workers()
+    if not workers:
+        raise Missed("no worker is at work")
+    victim.signal(signal.SIGKILL, workers[int(shot.aim * len(workers))].pid)
+
+
+def freeze_rank(victim: Victim, shot: Shot) -> None:
+    """A rank that neither works nor dies."""
+    victim.signal(signal.SIGSTOP, victim.rank(victim.pick(shot.aim)).pid)
+
+
+def crash_node(victim: Victim, shot: Shot) -> None:
+    """A node loses its power, and comes back sooner or later than Slurm gives it up."""
+    node = victim.node(shot.aim)
+    victim.site.cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
+    victim.signal(signal.SIGKILL, *victim.on_node(node))
+    _back_later(victim, node, 3 + 2 * SLURMD_TIMEOUT_S * shot.aim)
+
+
+def restart_slurmd(victim: Victim, shot: Shot) -> None:
+    """A node's daemon is upgraded: its ranks work on."""
+    node = victim.node(shot.aim)
+    victim.site.cluster.stop_daemon(f"slurmd.{node}", signal.SIGTERM if shot.aim < 0.5 else signal.SIGKILL)
+    time.sleep(1 + 2 * shot.aim)
+    victim.site.cluster.start_daemon(f"slurmd.{node}")
+
+
+def lose_slurmd(victim: Victim, shot: Shot) -> None:
+    """A node is cut off: Slurm gives it up and starts the job anew, while the ranks there work on until it is back."""
+    node = victim.node(shot.aim)
+    victim.site.cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
+    _back_later(victim, node, 2.5 * SLURMD_TIMEOUT_S)
+
+
+def restart_controller(victim: Victim, shot: Shot) -> None:
+    """slurmctld is upgraded: nobody may notice."""
+    victim.site.cluster.stop_daemon(CONTROLLER, signal.SIGTERM)
+    _controller_back(victim, 1 + 4 * shot.aim)
+
+
+def controller_away_at_stop(victim: Victim, shot: Shot) -> None:
+    """The ranks stop for a requeue, and there is nobody yet to ask for it."""
+    victim.slurm("scancel", "--signal", "USR2", victim.job.job_id)
+    victim.site.cluster.stop_daemon(CONTROLLER, signal.SIGTERM)
+    _controller_back(victim, 1 + 4 * shot.aim)
+
+
+def _controller_back(victim: Victim, seconds: float) -> None:
+    time.sleep(seconds)
+    cluster = victim.site.cluster
+    cluster.start_daemon(CONTROLLER)
+    victim.wait(cluster.answers, 60, "slurmctld did not come back")
+
+
+def _back_later(victim: Victim, node: str, seconds: float) -> None:
+    victim.later(seconds, lambda: victim.site.cluster.start_daemon(f"slurmd.{node}"))
+
+
+SINCE_SAVE, STAYS = Loss.SINCE_SAVE, Return.STAYS
+STEADY = (Moment.STEP, Moment.VALIDATION, Moment.SAVE)
+FAULTS = [
+    Fault("kill-rank-0", "SIGKILL of rank 0", kill_rank_0, ALWAYS),
+    Fault("kill-rank", "SIGKILL of another rank", kill_other_rank, ALWAYS),
+    Fault("kill-all", "SIGKILL of every rank", kill_all, ALWAYS, SINCE_SAVE),
+    Fault("kill-srun", "SIGKILL of srun", kill_srun, WITH_RANKS, SINCE_SAVE),
+    Fault("kill-worker", "SIGKILL of a loader's worker", kill_worker, STEADY, needs=lambda run: run.workers > 0),
+    Fault("freeze-rank", "SIGSTOP of a rank", freeze_rank, AT_WORK),
+    Fault("node-crash", "a node dies", crash_node, STEADY, Loss.UNLESS_A_NODE_LIVES),
+    Fault("slurmd-restart", "slurmd away for 1 to 3 s", restart_slurmd, STEADY, returns=STAYS, slow=True),
+    Fault(
+        "slurmd-lost", "slurmd given up, the ranks alive", lose_slurmd, STEADY, SINCE_SAVE, slow=True, deadline_s=150
+    ),
+    Fault("slurmctld-restart", "slurmctld away for 1 to 5 s", restart_controller, AT_WORK, returns=STAYS, alone=True),
+    Fault("slurmctld-at-stop", "USR2, and slurmctld away for 1 to 5 s", controller_away_at_stop, AT_WORK, alone=True),
+]

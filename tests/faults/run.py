@@ -1,0 +1,335 @@
+"""One run under faults, from its submission to the last check."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.faults import checks
+from tests.faults.aim import aim, whereabouts
+from tests.faults.checks import Attempt, Undisturbed
+from tests.faults.damage import Unrefused
+from tests.faults.faults import FAULTS
+from tests.faults.plan import Fault, Loss, Moment, Return, RunPlan, Shot
+from tests.faults.site import NODES, Site
+from tests.faults.task import ASIDE
+from tests.faults.victim import Missed, NeverCame, Victim, identity
+from trainer.config import Config, fields_of
+from trainer.observe.metrics import read_lines
+from trainer.rundir import RunDir
+
+CONFIG = Path(__file__).with_name("run.yaml")
+DISK_MB = 64
+FAST_MS, SLOW_MS = 10, 400  # pace of a batch: on its way to a fault; while it waits
+BACK_DEADLINE_S = 90.0  # for a run that a fault is aimed at, or that its user has resumed
+GONE_S = 2.0  # without a job for so long, a run does not come back by itself
+LAST_STEPS = 30  # a run that has no more to go takes no more faults: a fresh one gets them
+STRAY_S = 15.0  # a loader's worker takes 5 s to see that its rank has died
+POLL_S = 0.05
+
+
+@dataclass
+class Hit:
+    """One fault that struck, and what came of it."""
+
+    run: str
+    fault: str
+    moment: Moment  # where it found the run
+    after_ms: int  # the planned delay
+    back_s: float = 0.0  # from the fault to the first new step
+    by: str = ""  # who brought the run back: itself, its user; or it stayed
+    lost: int = 0
+    allowed: int = 0
+    recorded: str = ""  # the reason in attempts.jsonl
+    wrong: list[str] = field(default_factory=list)
+
+
+class GaveUp(Exception):
+    """The run cannot go on."""
+
+
+class Run:
+    """Submits a run, hits it by its plan, waits until it is back each time, and checks it."""
+
+    def __init__(self, site: Site, slot: int, plan: RunPlan, tell: Callable[[Hit], None]) -> None:
+        self.site = site
+        self.plan = plan
+        self.tell = tell
+        self.wrong: list[str] = []
+        self.root = site.folder / (f"disk-{plan.name}" if plan.setting.disk else "runs")
+        self.root.mkdir(exist_ok=True)
+        if plan.setting.disk:
+            site.mount(self.root, DISK_MB)
+        self.victim = Victim(site, RunDir(self.root / plan.name), site.folder / "aside" / plan.name, plan.setting)
+        config = Config.load(CONFIG)
+        self.log_every = config.train.log_every
+        self.total = config.train.epochs * int(config.data.args["samples"]) // config.train.batch_size
+        self.words = self._words(slot)
+        self.resumed = 0  # the step after which the attempt at work began
+        self.settled: set[Attempt] = set()  # those whose loss has been judged
+        self.set_back: set[Attempt] = set()  # those whose last checkpoint we damaged
+
+    def _words(self, slot: int) -> list[str]:
+        setting, victim = self.plan.setting, self.victim
+        others = ",".join(node for node in NODES if node not in self.site.pair(slot))
+        words = [
+            *("--config", str(CONFIG), "--name", self.plan.name, "--partition", setting.partition),
+            *("--nodes", str(setting.nodes), "--tasks-per-node", str(setting.tasks_per_node)),
+            f"launch.root={self.root}",
+            f"launch.exclude={others}",
+            f"launch.env.{ASIDE}={victim.aside}",
+            f"data.workers={setting.workers}",
+        ]
+        if setting.clock:
+            words += [f"launch.env.LD_PRELOAD={self.site.clock}", f"launch.env.LASTSTEP_FAULTS_CLOCK={victim.clock}"]
+        if "launch.max_failures" in {key for key, _, _ in fields_of(Config)}:
+            words.append("launch.max_failures=20")  # a run that is hit again and again at its start is not to blame
+        return words
+
+    # --- from submission to end
+
+    def live(self, undisturbed: Undisturbed | None) -> list[Shot]:
+        """The whole life of the run; returns the shots that it did not take. What was wrong is in `wrong`, and in what
+        `tell` heard of each fault."""
+        missed: list[Shot] = []
+        shots = list(self.plan.shots)
+        try:
+            self._types("submit", *self.words)
+            while shots and self._is_ready(shots[0]):
+                if not self._take(shots[0]):
+                    missed.append(shots[0])
+                shots.pop(0)
+            self._end()
+            if undisturbed is not None:
+                self._check(undisturbed)
+        except GaveUp as error:
+            self.wrong.append(str(error))
+            self._clear_away()
+        return missed + shots
+
+    def result(self) -> Undisturbed:
+        """What the finished run gave."""
+        return Undisturbed(self._verified()[-1]["weights_sha256"], read_lines(self.victim.run.metrics))
+
+    def close(self, keep: Path) -> None:
+        """Take away the run's disk; what went wrong is copied to `keep` first."""
+        if self.plan.setting.disk:
+            if self.wrong:
+                shutil.copytree(self.victim.run.path, keep / self.plan.name)
+            self.site.unmount(self.root)
+
+    def _types(self, *words: str) -> None:
+        done = self.site.launch(*words)
+        if done.returncode:
+            said = (done.stdout + done.stderr).strip()
+            raise GaveUp(f"`launch.py {words[0]}` exited with {done.returncode}: {said[-500:]}")
+
+    def _is_ready(self, shot: Shot) -> bool:
+        """Wait until the next fault can be aimed; False when the run has no room for it."""
+        victim = self.victim
+        if victim.traces() or shot.moment not in (Moment.START, Moment.RESTORE):
+            self._gets_to_work()
+        last = victim.log.last("step")
+        return not victim.finished and (last is None or last.number < self.total - LAST_STEPS)
+
+    def _gets_to_work(self) -> None:
+        """After a fault's own requeue, or a fault that came too late to strike."""
+        if self._come_back(self._at_work, BACK_DEADLINE_S) != "itself":
+            self.wrong.append("its job left the queue, though no fault had struck")
+
+    def _at_work(self) -> bool:
+        attempt, where = whereabouts(self.victim)
+        working = where in (Moment.STEP, Moment.VALIDATION, Moment.SAVE)
+        return attempt is not None and working and self.victim.traces()[attempt] > 1
+
+    def _take(self, shot: Shot) -> bool:
+        """Let a fault strike and wait until the run is back; False when it could not be aimed."""
+        fault, victim = FAULTS[shot.fault], self.victim
+        again = Moment.STEP if Moment.STEP in fault.moments else shot.moment
+        for moment in (shot.moment, again, again):
+            victim.set_pace(SLOW_MS)
+            with self.site.turn.take(fault.alone):
+                victim.set_pace(FAST_MS)
+                try:
+                    aim(victim, moment, shot.delay_ms)
+                    self._strike(fault, shot)
+                except Missed:
+                    self._gets_to_work()
+                else:
+                    return True
+            if victim.finished:
+                break
+        return False
+
+    def _strike(self, fault: Fault, shot: Shot) -> None:
+        """Raises Missed when the fault found nothing to strike, and GaveUp when the run does not come back."""
+        victim = self.victim
+        victim.log.poll()
+        attempt, where = whereabouts(victim)
+        if victim.finished:
+            raise Missed("the run has finished")
+        known = set(victim.traces()) | ({attempt} if attempt else set())
+        kept = victim.kept()
+        if fault.slow:
+            victim.set_pace(SLOW_MS)
+        hit = Hit(self.plan.name, fault.name, where, shot.delay_ms)
+        struck = time.monotonic()
+        try:
+            struck = fault.inject(victim, shot) or struck
+        except (Unrefused, NeverCame) as error:
+            hit.wrong.append(str(error))
+        if fault.loses is Loss.NEWEST:
+            kept = victim.kept()
+            self.set_back |= set(map(Attempt.of, victim.records()[-1:]))
+        try:
+            hit.by = self._by_whom(fault, attempt, known)
+            hit.back_s = time.monotonic() - struck
+            victim.set_pace(FAST_MS)
+            victim.settle()
+            self._judge(hit, fault, attempt, kept)
+        except GaveUp as error:
+            hit.wrong.append(str(error))
+            raise GaveUp(f"given up after {fault.name} ({where.words})") from None
+        finally:
+            self.tell(hit)
+
+    def _by_whom(self, fault: Fault, attempt: Attempt | None, known: set[Attempt]) -> str:
+        """Wait until the run is back; returns who brought it there."""
+        victim = self.victim
+        may_stay = fault.returns in (Return.STAYS, Return.PERHAPS)
+        if may_stay:
+            victim.settle()
+        before = {attempt: count for attempt, count in victim.traces().items()}
+        saved = victim.kept()
+
+        def began_anew() -> bool:
+            return any(count > 1 for found, count in victim.traces().items() if found not in known)
+
+        def stayed() -> bool:
+            goes_on = attempt is not None and victim.traces().get(attempt, 0) > before.get(attempt, 0) + 1
+            return may_stay and goes_on and (victim.kept() > saved or not fault.saves_again)
+
+        by = self._come_back(lambda: began_anew() or stayed(), fault.deadline_s)
+        return by if victim.finished or began_anew() else "stayed"
+
+    def _come_back(self, back: Callable[[], bool], deadline_s: float) -> str:
+        """Wait until `back`, or until the run has finished. One whose job is gone is resumed, as its user would do.
+
+        Returns who brought it back. Raises GaveUp when it does not come back.
+        """
+        victim, by, gone_at = self.victim, "itself", float("inf")
+        deadline = time.monotonic() + deadline_s
+        while not back() and not victim.finished:
+            now = time.monotonic()
+            if victim.jobs or victim.ranks():
+                gone_at = float("inf")
+            gone_at = min(gone_at, now)
+            if now > gone_at + GONE_S:
+                if by != "itself":
+                    raise GaveUp("its job left the queue again after launch.py resume")
+                self._types("resume", victim.run.name, f"launch.root={self.root}")
+                by, gone_at, deadline = "launch.py resume", float("inf"), now + BACK_DEADLINE_S
+            if now > deadline:
+                jobs = ", ".join(f"{job.job_id} {job.state}" for job in victim.jobs) or "none"
+                raise GaveUp(
+                    f"HANGS: not back within {deadline_s:.0f} s; jobs: {jobs}; ranks: {sorted(victim.ranks())}"
+                )
+            time.sleep(POLL_S)
+            victim.log.poll()
+        return by
+
+    # --- what must hold
+
+    def _judge(self, hit: Hit, fault: Fault, attempt: Attempt | None, kept: int) -> None:
+        """Enter in `hit` what the fault cost, and what is wrong with that."""
+        victim, returns, itself = self.victim, fault.returns, hit.by == "itself"
+        hit.recorded = next((r["reason"] for r in victim.records() if Attempt.of(r) == attempt), "")
+        if victim.finished:
+            return  # the fault came too late to cost anything; the last checks look at the whole run
+        if returns in (Return.ITSELF, Return.PERHAPS) and hit.by == "launch.py resume":
+            hit.wrong.append("did not come back by itself")
+        if returns is Return.USER and itself:
+            hit.wrong.append("came back, though it was cancelled")
+        if returns is Return.STAYS and hit.by != "stayed":
+            hit.wrong.append("ended, though there was no need")
+        if hit.by == "stayed":
+            return
+        victim.log.poll()
+        resume = victim.log.last("resume")
+        assert resume is not None
+        starts = {Attempt.of(record): int(record["start_step"]) for record in victim.records()}
+        begun = {
+            a: count for a, count in victim.traces().items() if a in starts and a not in self.settled and count > 0
+        }
+        hit.lost = max(
+            self.resumed - resume.number,
+            *(checks.lost_steps(starts[a], count, resume.number) for a, count in begun.items()),
+            0,
+        )
+        hit.allowed = 0 if checks.spares(fault.loses, self.plan.setting.nodes) else hit.lost + resume.number - kept
+        hit.wrong += checks.check_loss(fault.loses, self.plan.setting.nodes, resume.number, hit.lost, kept)
+        self.resumed = resume.number
+        self.settled |= set(starts)
+        self._leaves_nothing()
+
+    def _leaves_nothing(self) -> None:
+        """What belongs to earlier attempts ends."""
+        victim = self.victim
+        now, _ = whereabouts(victim)
+
+        def strays() -> list[str]:
+            return [f"{p.pid} {' '.join(p.argv)[:80]}" for p in victim.processes() if p.attempt != now]
+
+        self.victim.set_pace(SLOW_MS)
+        try:
+            victim.wait(lambda: not strays(), STRAY_S, "")
+        except NeverCame:
+            self.wrong.append(f"left processes of earlier attempts behind: {'; '.join(strays())}")
+        self.victim.set_pace(FAST_MS)
+
+    def _end(self) -> None:
+        """Let the run finish. Nothing of it may be left then, in the queue or on the nodes."""
+        victim = self.victim
+        victim.set_pace(0)
+        if self._come_back(lambda: False, BACK_DEADLINE_S) != "itself":
+            self.wrong.append("its job left the queue before the run had finished")
+        try:
+            victim.wait(lambda: not victim.jobs, BACK_DEADLINE_S, "has finished, but has jobs in the queue")
+            victim.wait(lambda: not victim.processes(), STRAY_S, "has finished, but left processes behind")
+        except NeverCame as error:
+            left = [f"{p.pid} {' '.join(p.argv)[:80]}" for p in victim.processes()]
+            self.wrong.append(f"{error}: {victim.jobs} {left}")
+            self._clear_away()
+
+    def _check(self, undisturbed: Undisturbed) -> None:
+        victim = self.victim
+        damaged = {int(path.name[5:]) for path in victim.checkpoints() if identity(path) in victim.own}
+        resumed = [event.number for event in victim.log.events if event.kind == "resume"]
+        records, begun = victim.records(), victim.traces()
+        self.wrong += checks.check_metrics(read_lines(victim.run.metrics), undisturbed.metrics)
+        self.wrong += checks.check_checkpoints(self._verified(), damaged, undisturbed.weights)
+        self.wrong += checks.check_attempts(records, begun, resumed, self.set_back, self.log_every)
+
+    def _verified(self) -> list[dict[str, Any]]:
+        done = self.site.launch("verify", self.victim.run.name, "--json", f"launch.root={self.root}")
+        try:
+            found: list[dict[str, Any]] = json.loads(done.stdout)
+        except ValueError:
+            raise GaveUp(f"`launch.py verify` said {(done.stdout + done.stderr)[-500:]}") from None
+        return found
+
+    def _clear_away(self) -> None:
+        """End what the next run in this place must not meet."""
+        for job in self.victim.jobs:
+            self.site.cluster.run("scancel", job.job_id, check=False)
+        for process in self.victim.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)

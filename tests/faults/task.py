@@ -1,0 +1,80 @@
+"""What the runs under faults train: everything random in it, at a pace that the harness sets, and with a trace of its
+own of what was done, so that the product's word for its lost steps need not be taken.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from trainer.config import Config
+from trainer.task import Task
+from trainer.world.detect import World
+
+# Where a run's pace, trace and clock are, outside its folder: launch.env brings it to the ranks.
+ASIDE = "LASTSTEP_FAULTS_ASIDE"
+TRAINED, VALIDATED = b"s", b"v"  # the trace has one byte per batch begun; its first is the warm-up's
+SIZE, CLASSES = 8, 10  # pixels across, kinds of image
+
+
+class Blobs(Dataset[Any]):
+    """Noisy pictures of CLASSES patterns, flipped, shifted and noised anew each time that one is taken."""
+
+    def __init__(self, samples: int, augment: bool) -> None:
+        self.augment = augment
+        draws = torch.Generator().manual_seed(samples)
+        self.labels = torch.randint(CLASSES, (samples,), generator=draws)
+        patterns = torch.randn(CLASSES, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+        self.images = patterns[self.labels] + torch.randn(samples, 1, SIZE, SIZE, generator=draws)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = self.images[index]
+        if self.augment:
+            image = image.roll(int(torch.randint(-1, 2, ())), dims=2) + 0.1 * torch.randn(image.shape)
+        return image, self.labels[index]
+
+
+class Traced(Task):
+    """A small network with batch norm and dropout. Each batch takes at least as long as the file `pace` says, in ms."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        aside, world = Path(os.environ[ASIDE]), World.detect()
+        self.pace = aside / "pace"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self.trace = os.open(aside / f"{world.attempt}.rank{world.rank}.trace", flags, 0o666)
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        return Blobs(self.config.data.args["samples"], augment=True), Blobs(100, augment=False)
+
+    def model(self) -> nn.Module:
+        width = 32
+        return nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.2),
+            nn.Linear(width * SIZE**2, 128),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(128, CLASSES),
+        )
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        os.write(self.trace, TRAINED if model.training else VALIDATED)
+        time.sleep(float(self.pace.read_text()) / 1000)
+        images, labels = batch
+        logits = model(images)
+        accuracy = (logits.argmax(1) == labels).float().mean()
+        return {"loss": functional.cross_entropy(logits, labels), "accuracy": accuracy}

@@ -1,0 +1,296 @@
+"""A run as the faults see it: its processes, its job, its log, its checkpoints, and a trace of what it really did."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.faults.checks import Attempt
+from tests.faults.plan import Setting
+from tests.faults.site import Job, Site
+from tests.faults.task import ASIDE, TRAINED, VALIDATED
+from trainer.observe.metrics import read_lines
+from trainer.rundir import RunDir
+
+T = TypeVar("T")
+POLL_S = 0.02
+# Words of the log that faults aim at. They are read for the moment alone: what is checked stands in the run's files.
+MARKS = {
+    "resume": re.compile(r"\[laststep[^]]*\] (?:resuming after step (\d+)|starting)"),
+    "step": re.compile(r"\[laststep[^]]*\] step (\d+)/"),
+    "stop": re.compile(r"\[laststep[^]]*\] .*stopping"),
+    "skip": re.compile(r"\[laststep[^]]*\] .*skipped step_(\d+)"),
+}
+
+
+class Missed(Exception):
+    """What a fault was aimed at is no longer there."""
+
+
+class NeverCame(Exception):
+    """What was waited for did not come within its deadline."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of the run, rank or not."""
+
+    pid: int
+    parent: int
+    argv: tuple[str, ...]
+    env: dict[str, str]
+
+    @property
+    def attempt(self) -> Attempt:
+        """The start of a job that it belongs to."""
+        return Attempt(self.env.get("SLURM_JOB_ID", "none"), int(self.env.get("SLURM_RESTART_COUNT", 0)))
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a rank, or a worker that a rank forked."""
+        return "submitit.core._submit" in self.argv and "python" in os.path.basename(self.argv[0])
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of rank 0's log that says something of `kind`, and when it was seen."""
+
+    time: float
+    kind: str
+    number: int
+
+
+@dataclass
+class Log:
+    """What rank 0 has said, over all jobs of the run."""
+
+    folder: Path
+    events: list[Event] = field(default_factory=list)
+    _read: dict[Path, int] = field(default_factory=dict)
+
+    def poll(self) -> None:
+        """Take in what is new."""
+        for path in sorted(self.folder.glob("*_0_log.out")):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                whole, newline, _ = file.read().rpartition(b"\n")
+                self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
+                for line in whole.decode(errors="replace").splitlines():
+                    for kind, words in MARKS.items():
+                        if found := words.match(line):
+                            number = found.group(1) if words.groups else None
+                            self.events.append(Event(time.monotonic(), kind, int(number or 0)))
+
+    def last(self, kind: str) -> Event | None:
+        """The newest event of a kind."""
+        return next((event for event in reversed(self.events) if event.kind == kind), None)
+
+
+class Victim:
+    """One run under faults."""
+
+    def __init__(self, site: Site, run: RunDir, aside: Path, setting: Setting) -> None:
+        self.site = site
+        self.run = run
+        self.aside = aside
+        self.setting = setting
+        self.log = Log(run.logs)
+        self.clock = aside / "clock"
+        self.own: set[str] = set()  # checkpoints that this harness damaged, by `identity`
+        self._later: list[threading.Timer] = []
+        aside.mkdir(parents=True)
+        self.clock.write_bytes(bytes(8))
+        self.set_pace(0)
+
+    def set_pace(self, milliseconds: int) -> None:
+        """How long each batch takes at least."""
+        temporary = self.aside / "pace.tmp"
+        temporary.write_text(str(milliseconds))
+        temporary.replace(self.aside / "pace")
+
+    def set_clock(self, seconds: int) -> None:
+        """How far the ranks' wall clock is off."""
+        with self.clock.open("r+b") as file:
+            file.write(struct.pack("q", seconds))
+
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Do something while the run goes on."""
+        timer = threading.Timer(seconds, act)
+        timer.start()
+        self._later.append(timer)
+
+    def settle(self) -> None:
+        """Wait for all that was to be done `later`."""
+        while self._later:
+            self._later.pop().join()
+
+    # --- the job
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Its jobs in the queue, the one at work first."""
+        return sorted(self.site.jobs(self.run.name), key=lambda job: (job.state == "PENDING", job.job_id))
+
+    @property
+    def job(self) -> Job:
+        """Its job at work, or else waiting."""
+        for job in self.jobs:
+            return job
+        raise Missed("no job in the queue")
+
+    def slurm(self, *words: str) -> str:
+        """The output of a Slurm command. Raises Missed when Slurm refuses: the job is not what it was."""
+        try:
+            return self.site.cluster.run(*words)
+        except RuntimeError as error:
+            raise Missed(str(error)) from None
+
+    # --- the processes
+
+    def processes(self) -> list[Process]:
+        """All that belong to the run: its ranks, their workers, srun, the batch script, whatever they left behind."""
+        marks = (f"{ASIDE}={self.aside}\0".encode(), f"SLURM_JOB_NAME={self.run.name}\0".encode())
+        conf = f"SLURM_CONF={self.site.cluster.conf}\0".encode()
+        return [p for p in _processes(marks, f"{self.run.path}/".encode()) if _mine(p, conf) and p.pid != os.getpid()]
+
+    def ranks(self) -> dict[int, Process]:
+        """The ranks at work, by number."""
+        training = {p.pid: p for p in self.processes() if p.trains and "SLURM_PROCID" in p.env}
+        return {int(p.env["SLURM_PROCID"]): p for p in training.values() if p.parent not in training}
+
+    def pick(self, aim: float) -> int:
+        """A rank's number, from `aim` in [0, 1)."""
+        return int(aim * self.setting.world_size)
+
+    def rank(self, number: int) -> Process:
+        """A rank. Raises Missed when there is none."""
+        with contextlib.suppress(NeverCame):  # srun may be starting them one after another
+            return self.wait(lambda: self.ranks().get(number), 2, f"no rank {number}")
+        raise Missed(f"no rank {number} is at work")
+
+    def all_ranks(self) -> list[Process]:
+        """Every rank. Raises Missed when one is not there."""
+        with contextlib.suppress(NeverCame):
+            self.wait(lambda: len(self.ranks()) == self.setting.world_size, 2, "ranks are missing")
+            return list(self.ranks().values())
+        raise Missed("not all ranks are at work")
+
+    def node(self, aim: float) -> str:
+        """A node that a rank works on, from `aim` in [0, 1). Raises Missed."""
+        nodes = sorted({rank.env["SLURMD_NODENAME"] for rank in self.ranks().values()})
+        if not nodes:
+            raise Missed("no rank is at work")
+        return nodes[int(aim * len(nodes))]
+
+    def on_node(self, node: str) -> list[int]:
+        """All processes of the run on one node, those that started them for Slurm included."""
+        found = [p for p in self.processes() if p.env.get("SLURMD_NODENAME") == node]
+        return sorted({p.pid for p in found} | {p.parent for p in found if _command(p.parent) == "slurmstepd"})
+
+    def workers(self) -> list[Process]:
+        """The loaders' workers."""
+        training = {p.pid: p for p in self.processes() if p.trains}
+        return [p for p in training.values() if p.parent in training]
+
+    def signal(self, number: signal.Signals, *pids: int) -> None:
+        """To these processes, at once. Raises Missed when none of them is there any more."""
+        hit = 0
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                hit += 1
+        if not hit:
+            raise Missed("the process has ended")
+
+    # --- what it did
+
+    def traces(self) -> dict[Attempt, int]:
+        """Training batches that each attempt has begun in any rank, the warm-up's not counted."""
+        begun: dict[Attempt, int] = {}
+        for path in self.aside.glob("*.trace"):
+            job_id, _, restart = path.name.split(".")[0].rpartition("-")
+            attempt = Attempt(job_id, int(restart))
+            begun[attempt] = max(begun.get(attempt, 0), path.read_bytes().count(TRAINED) - 1)
+        return begun
+
+    def records(self) -> list[dict[str, Any]]:
+        """attempts.jsonl."""
+        return read_lines(self.run.attempts)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end."""
+        return any(record["reason"] == "finished" for record in self.records())
+
+    def checkpoints(self) -> list[Path]:
+        """Its checkpoints, damaged ones too, oldest first."""
+        return sorted(path for path in self.run.checkpoints.glob("step_*") if path.name[5:].isdigit())
+
+    def kept(self) -> int:
+        """The step of its newest checkpoint that this harness has not damaged."""
+        whole = [path for path in self.checkpoints() if identity(path) not in self.own]
+        return max((int(path.name[5:]) for path in whole), default=0)
+
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written: something stands beside the whole ones."""
+        with contextlib.suppress(FileNotFoundError):
+            return any(not re.fullmatch(r"step_\d+", name) for name in os.listdir(self.run.checkpoints))
+        return False
+
+    def validates(self) -> bool:
+        """Whether the newest batch that a rank began is a validation's."""
+        with contextlib.suppress(OSError, ValueError):
+            newest = max(self.aside.glob("*.trace"), key=lambda path: path.stat().st_mtime_ns)
+            return newest.read_bytes().endswith(VALIDATED)
+        return False
+
+    def wait(self, condition: Callable[[], T | None], deadline_s: float, what: str, poll_s: float = POLL_S) -> T:
+        """Poll until `condition` gives something true. Raises NeverCame."""
+        deadline = time.monotonic() + deadline_s
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                raise NeverCame(f"{what} (waited {deadline_s:.0f} s)")
+            time.sleep(poll_s)
+            self.log.poll()
+        return value
+
+
+def identity(path: Path) -> str:
+    """What tells a folder from one of the same name that was written later."""
+    with contextlib.suppress(FileNotFoundError):
+        stat = path.stat()
+        return f"{path.name} {stat.st_ino} {stat.st_mtime_ns}"
+    return ""
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def _mine(process: Process, conf: bytes) -> bool:
+    """Not a process of another cluster's run of the same name."""
+    return "SLURM_CONF" not in process.env or f"SLURM_CONF={process.env['SLURM_CONF']}\0".encode() == conf
+
+
+def _processes(marks: tuple[bytes, ...], word: bytes) -> Iterator[Process]:
+    """Processes with one of `marks` in their environment, or `word` in their command line."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            environ, command = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
+            if not command or not (word in command or any(mark in environ for mark in marks)):
+                continue
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            argv = tuple(command.decode(errors="replace").split("\0"))
+            pairs = (pair.partition("=") for pair in environ.decode(errors="replace").split("\0"))
+            yield Process(int(entry.name), parent, argv, {key: value for key, _, value in pairs})
