@@ -1,0 +1,213 @@
+"""Hits a training on a throwaway Slurm with a fault, and sees from its record what that cost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks._measure import PROJECT, wait_for
+from benchmarks.peers.workload import BATCH_SIZE, EPOCHS, LEARNING_RATE, MOMENTUM, RECORD, STEPS_PER_EPOCH
+from tests.slurm.cluster import Cluster
+from trainer.commands.verify import inspect
+from trainer.rundir import RunDir
+
+STRIKE_AT = STEPS_PER_EPOCH + STEPS_PER_EPOCH // 2  # in the middle of the second epoch
+TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH
+DEADLINE_S = 180.0  # for a job to begin, to come back, to leave, to finish
+TIME_MIN = 60  # of each job; nobody reaches it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a fault cost. Steps count from the start of the run."""
+
+    reached: int  # the last step before the attempt that was hit ended
+    lost: int  # steps done more than once
+    by_itself: bool  # it went on without anyone doing anything
+    standstill_s: float | None  # from the last step of the attempt that was hit to the first that is beyond it
+    same_weights: bool | None  # as those of the undisturbed run; None: it did not finish
+
+
+class Training:
+    """One training under one trainer, in a folder and on a cluster of its own."""
+
+    def __init__(self, trainer: str, folder: Path, cluster: Cluster) -> None:
+        folder.mkdir(parents=True)
+        self.trainer, self.folder, self.cluster = trainer, folder, cluster
+        self.started = False
+
+    def submit(self) -> None:
+        """What its user types; the second time, to go on with it."""
+        subprocess.run(
+            COMMANDS[self.trainer](self.folder, self.started),
+            cwd=PROJECT,
+            env={**self.cluster.env, "OMP_NUM_THREADS": "1", RECORD: str(self.folder)},
+            check=True,
+            stdout=subprocess.DEVNULL,
+            timeout=DEADLINE_S,
+        )
+        self.started = True
+
+    def attempts(self) -> list[list[tuple[int, float]]]:
+        """(step, Unix time) of each step of each attempt that has done one, in order."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        steps = self.folder / "steps.txt"
+        for line in steps.read_text().splitlines() if steps.exists() else ():
+            step, at, pid = line.split()
+            found.setdefault(pid, []).append((int(step), float(at)))
+        return list(found.values())
+
+    def jobs(self, *options: str) -> list[str]:
+        """Ids of jobs in the queue, those of other partitions left out."""
+        return self.cluster.run("squeue", "-h", "-p", "main", "-o", "%i", *options).split()
+
+    def weights(self) -> str | None:
+        """Fingerprint of the final weights; None as long as there are none."""
+        if self.trainer != "Laststep":
+            file = self.folder / "weights.sha256"
+            return file.read_text() if file.exists() else None
+        newest = inspect(RunDir(self.folder / "run"))[-1:]
+        return newest[0]["weights_sha256"] if newest and newest[0]["step"] == TOTAL_STEPS else None
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for it. Raises TimeoutError, which says `what` did not happen."""
+        wait_for(condition, f"{self.trainer} in {self.folder}: {what}", DEADLINE_S)
+
+    def clear(self) -> None:
+        """Cancel what is in the queue, and wait until it is gone."""
+        if jobs := self.jobs():
+            self.cluster.run("scancel", *jobs)
+        self.until(lambda: not self.jobs(), "cancelled jobs stay in the queue")
+
+
+def undisturbed(training: Training) -> str:
+    """The weights that nobody hindered."""
+    training.submit()
+    training.until(lambda: not training.jobs(), "did not end")
+    if (weights := training.weights()) is None:
+        raise RuntimeError(f"{training.trainer} did not finish undisturbed; its logs are in {training.folder}")
+    return weights
+
+
+def hit(training: Training, strike: Callable[[Training, str], None], weights: str) -> Outcome:
+    """Strike in the middle of an epoch, and see it through to the end, by hand where it does not come back."""
+    training.submit()
+    training.until(lambda: len(training.attempts()) and training.attempts()[0][-1][0] >= STRIKE_AT, "did not begin")
+    (job,) = training.jobs("-t", "RUNNING")
+    strike(training, job)
+    with contextlib.suppress(TimeoutError):
+        training.until(lambda: len(training.attempts()) > 1 or not training.jobs(), "did not come back")
+    by_itself = len(training.attempts()) > 1
+    if not by_itself and training.weights() is None:
+        training.clear()
+        training.submit()
+        training.until(lambda: len(training.attempts()) > 1, "did not come back by hand either")
+    try:
+        training.until(lambda: not training.jobs(), "did not end")
+    except TimeoutError:
+        training.clear()
+
+    first, *rest = training.attempts()
+    steps = [step for attempt in (first, *rest) for step, _ in attempt]
+    reached, at = first[-1]
+    beyond = [time for attempt in rest for step, time in attempt if step > reached]
+    final = training.weights()
+    return Outcome(
+        reached=reached,
+        lost=len(steps) - len(set(steps)),
+        by_itself=by_itself,
+        standstill_s=round(beyond[0] - at, 1) if by_itself and beyond else None,
+        same_weights=None if final is None else final == weights,
+    )
+
+
+def preempt(training: Training, job: str) -> None:
+    """A job of higher priority takes all nodes: Slurm sends SIGTERM, KillWait later SIGKILL, and requeues the job."""
+    words = ("--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    training.cluster.run("sbatch", *words)
+
+
+def user_signal(training: Training, job: str) -> None:
+    """The signal that asks for a requeue, by hand."""
+    training.cluster.run("scancel", "--signal=USR2", job)
+
+
+def kill_one(training: Training, job: str) -> None:
+    """As the kernel does when a node is out of memory."""
+    _kill(training, 1)
+
+
+def kill_all(training: Training, job: str) -> None:
+    """The same to every rank."""
+    _kill(training, 0, 1)
+
+
+def time_limit(training: Training, job: str) -> None:
+    """The job's time limit comes within a minute or so, with a warning by SIGUSR2; the next attempt has time again."""
+    minutes, seconds = training.cluster.run("squeue", "-h", "-j", job, "-o", "%M").strip().split(":")
+    limit = int(minutes) + (1 if int(seconds) <= 30 else 2)
+    training.cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+    training.until(lambda: job not in training.jobs("-t", "RUNNING"), "outlived its time limit")
+    deadline = time.monotonic() + DEADLINE_S
+    while job in training.jobs() and time.monotonic() < deadline:
+        if job in training.jobs("-t", "PENDING"):
+            training.cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={TIME_MIN}")
+            return
+        time.sleep(0.1)
+
+
+def _kill(training: Training, *ranks: int) -> None:
+    for pid in [int((training.folder / f"rank_{rank}.pid").read_text()) for rank in ranks]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _plain(folder: Path, again: bool) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.peers.plain", str(folder)]
+
+
+def _lightning(folder: Path, again: bool) -> list[str]:
+    rank = f"{sys.executable} -u -m benchmarks.peers.autorequeue {folder}"
+    size = ("--nodes=2", "--ntasks-per-node=1", f"--time={TIME_MIN}", "--signal=SIGUSR2@20")
+    logs = ("--open-mode=append", f"--output={folder}/log_%j.txt")
+    return ["sbatch", *size, *logs, f"--wrap=srun {rank}"]
+
+
+def _laststep(folder: Path, again: bool) -> list[str]:
+    root = f"launch.root={folder}"
+    if again:
+        return [sys.executable, "launch.py", "resume", "run", root]
+    training = {
+        "task": "benchmarks.peers.laststep.Recorded",
+        "train.epochs": EPOCHS,
+        "train.batch_size": BATCH_SIZE,
+        "optim.lr": LEARNING_RATE,
+        "optim.momentum": MOMENTUM,
+        "optim.weight_decay": 0,
+        "optim.schedule": "constant",
+        "optim.warmup_steps": 0,
+        "launch.signal_delay_s": 20,
+    }
+    words = [f"{key}={value}" for key, value in training.items()]
+    return [sys.executable, "launch.py", "--nodes", "2", "--time", str(TIME_MIN), "--name", "run", root, *words]
+
+
+# What a user types to start a training in a folder, or to go on with it.
+COMMANDS: dict[str, Callable[[Path, bool], list[str]]] = {
+    "submitit, checkpointable": _plain,
+    "Lightning, auto-requeue": _lightning,
+    "Laststep": _laststep,
+}
+FAULTS: dict[str, Callable[[Training, str], None]] = {
+    "preempted (SIGTERM)": preempt,
+    "SIGUSR2": user_signal,
+    "time limit": time_limit,
+    "SIGKILL of one rank": kill_one,
+    "SIGKILL of all ranks": kill_all,
+}

@@ -1,0 +1,62 @@
+"""The training that all three trainers do alike, and the record that they leave of it.
+
+The step is read from the model itself (batch norm counts the batches that it has learned from, and that count is part
+of the weights), so that no trainer can be mistaken about where it has resumed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import Dataset
+
+from trainer.data.datasets import open_datasets
+from trainer.schema import Data
+from trainer.tasks.models import build_model
+
+EPOCHS = 5
+BATCH_SIZE = 32  # over both ranks
+STEPS_PER_EPOCH = 125  # of the 4,000 digits
+LEARNING_RATE, MOMENTUM = 0.05, 0.9
+# As if on a larger model: the steps of all trainers take the same time, far longer than what a trainer adds to them.
+STEP_S = 0.1
+RECORD = "LASTSTEP_PEERS_RECORD"  # the folder of the record, in the environment of every rank
+
+
+def build() -> nn.Module:
+    """The model, from a fixed seed: the tests' small network, with dropout."""
+    torch.manual_seed(0)
+    model: nn.Module = build_model("convnet", 1, 10, 28, {})
+    return model
+
+
+def training_set() -> Dataset[Any]:
+    """4,000 digits."""
+    return open_datasets(Data(), 1, 28)[0]
+
+
+def record_steps(model: nn.Module, rank: int) -> None:
+    """From now on, write "step time pid" into the record after each step of rank 0, and make each step last STEP_S.
+
+    The rank's pid goes into a file of its own, for the fault that kills it.
+    """
+    folder = Path(os.environ[RECORD])
+    (folder / f"rank_{rank}.pid").write_text(str(os.getpid()))
+    norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+    begun = time.monotonic()
+
+    def after_step(*_: Any) -> None:
+        nonlocal begun
+        if rank == 0:
+            with (folder / "steps.txt").open("a") as file:
+                file.write(f"{int(norm.num_batches_tracked or 0)} {time.time()} {os.getpid()}\n")
+        time.sleep(max(0.0, begun + STEP_S - time.monotonic()))
+        begun = time.monotonic()
+
+    register_optimizer_step_post_hook(after_step)
