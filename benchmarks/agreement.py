@@ -81,7 +81,7 @@ def _rank(rank: int, meeting: Path, repeats: int, results: multiprocessing.queue
     signals = Signals.catch()
     world = World(rank, 2, rank, 0, 1, ("localhost",), "benchmark", 0, "local")
     group = meet(world, torch.device("cpu"), meeting, DEADLINE_S)
-    stop = Stop(world, group.store, signals, DEADLINE_S)
+    stop = Stop(world, group.store, signals, on_failure=print)
     times: Times = {"begin_tick": [], "empty loop": []}
     for _ in range(repeats):
         times["begin_tick"].append(_nanoseconds(_ticks, stop.begin_tick))

@@ -11,7 +11,6 @@ from trainer.trainer import Trainer
 from trainer.world.signals import die_with_parent
 
 
-
 def main(folder: str) -> int:
     """Train; returns the exit status, unless a stop's SystemExit carries it."""
     die_with_parent(signal.SIGTERM)  # when the launcher is killed its ranks stop, rather than train on unseen

@@ -177,14 +177,15 @@ class Learner:
     def _parallel(self) -> nn.Module:
         if self.group.world.size == 1:
             return self.model
-        # The name of the switch since torch 2.13, and before: not to share buffers, which is what `Buffers` does.
+        # The newer and the older name of the switch; sharing buffers is what `Buffers` does.
         switches = ("forward_sync_buffers", "broadcast_buffers")
         known = inspect.signature(DistributedDataParallel).parameters
+        unshared: dict[str, Any] = {next(switch for switch in switches if switch in known): False}
         return DistributedDataParallel(
             _Tapped(self.model, self.tap),
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            **{next(switch for switch in switches if switch in known): False},
+            **unshared,
         )
 
     def _backward(self, loss: Tensor) -> None:
