@@ -130,10 +130,12 @@ class Attempt:
     def _fail(self, error: Exception) -> None:
         """The main thread came out with an error: tell the others, take part in the end, and then raise it."""
         host, rank = self.world.host_of(self.world.rank), self.world.rank
+        # What is wrong with the configuration is on one line; of anything else the traceback tells.
+        story = str(error) if isinstance(error, ConfigError) else traceback.format_exc()[-20_000:]
+        text = f"rank {rank} on {host} failed:\n{story}"
         if self.group is None:  # the others are not there to be told; they notice when they come to meet
             self.watch.close()
             again = not isinstance(error, ConfigError)
-            text = f"rank {rank} on {host} failed:\n{traceback.format_exc()[-20_000:]}"
             start = self.start_step
             end_attempt(self.run_dir, self.world, self.config.launch, "failed", start, start, error=text, retry=again)
             return
@@ -143,7 +145,6 @@ class Attempt:
         if is_of_absence(error):
             fault = Fault("failed", f"rank {rank} on {host} lost contact: {error}", cause=False)
         else:
-            text = f"rank {rank} on {host} failed:\n{traceback.format_exc()[-20_000:]}"
             # What fails while it prepares the data would fail again, and so would a gradient that is not finite.
             again = self.loop is not None and not isinstance(error, (ConfigError, ArithmeticError))
             fault = self._failure = Fault("failed", text, retry=again)
