@@ -15,9 +15,18 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trainer.config import Config
+from trainer.learner import Learner
 from trainer.loop import Loop
+from trainer.state.store import CheckpointStore
 from trainer.tasks.classification import Classification
 from trainer.world.detect import World
+
+
+def await_agreement() -> None:
+    """Until the ranks have agreed on where to stop."""
+    for agreement in [thread for thread in threading.enumerate() if thread.name == "stop"]:
+        agreement.join(timeout=60)
+        assert not agreement.is_alive(), "the ranks did not agree on a stop within 60 s"
 
 
 class Signalled(Classification):
@@ -42,15 +51,58 @@ class Signalled(Classification):
             self.done[unit] += 1
             if unit == self.unit and self.done[unit] == (self.place - 1) * self.per_unit(unit) + 1:
                 os.kill(os.getpid(), self.number)
-                for agreement in [t for t in threading.enumerate() if t.name == "stop"]:
-                    agreement.join(timeout=60)
-                    assert not agreement.is_alive(), "the ranks did not agree on a stop within 60 s"
+                await_agreement()
         self.warm = True
         return super().step(model, batch)
 
     def per_unit(self, unit: str) -> int:
         """Calls of `step` per unit of work."""
         return self.config.train.accumulate if unit == "step" else 1
+
+
+class SignalledElsewhere(Classification):
+    """Rank 1 signals itself where no step is under way: LASTSTEP_TEST_WHERE is "preparing", "warming-up", "restoring",
+    "saving" (a save's files are written, and are not committed before the ranks have agreed to stop), "ending" (the
+    last save), or "everywhere" (every signal there is, to both ranks and to their loader workers)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.rank = World.detect().rank
+        self.where = os.environ.get("LASTSTEP_TEST_WHERE", "nowhere")
+        self.steps = -1
+        if self.where == "restoring" and self.rank == 1:
+            self.before(Learner, "load_state_dict")
+        if self.where == "ending" and self.rank == 1:
+            self.before(Loop, "_save_last")
+        if self.where == "saving" and self.rank == 0:
+            self.before(CheckpointStore, "commit", agree=True)
+
+    def before(self, owner: Any, name: str, agree: bool = False) -> None:
+        """Signal before a method runs for the first time."""
+        method = getattr(owner, name)
+
+        def signalled(*words: Any, **more: Any) -> Any:
+            setattr(owner, name, method)
+            os.kill(os.getpid(), signal.SIGTERM)
+            if agree:
+                await_agreement()
+            return method(*words, **more)
+
+        setattr(owner, name, signalled)
+
+    def prepare(self) -> None:
+        if self.where == "preparing" and self.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        if self.where == "warming-up" and self.rank == 1 and self.steps == -1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.steps += 1
+        if self.where == "everywhere" and self.steps == 3:
+            for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+                for process in (*multiprocessing.active_children(), multiprocessing.current_process()):
+                    os.kill(process.pid or 0, number)
+        return super().step(model, batch)
 
 
 class Prepared(Classification):

@@ -141,15 +141,17 @@ class Loop:
         if not (self.whole.acquire(timeout=timeout_s) and self.restored):
             return False
         try:
-            self._enter(self._values())
-        except NotFinite:
+            with self.learner.beside():
+                self._enter(self._values())
+        except (NotFinite, TimeoutError):
             return False
         return True
 
     def save_alone(self, tag: str) -> None:
         """Save a frozen state without the other ranks. Raises CheckpointError."""
         self.position.records = self.metrics.count
-        save_alone(self.store, self._about(), self._state(), self.size, self.metrics.take_over, tag)
+        with self.learner.beside():
+            save_alone(self.store, self._about(), self._state(), self.size, self.metrics.take_over, tag)
 
     def flush(self) -> None:
         """Enter the finished steps in metrics.jsonl. Until then their losses stay on the device, so that a step waits
