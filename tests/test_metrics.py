@@ -33,13 +33,11 @@ def test_each_step_once(attempts: list[tuple[int, int, int]]) -> None:
             assert len(read_lines(path)) <= step + lost + 1
         MetricsFile(path).rewind(offset)
         assert read_lines(path) == [{"step": i + 1} for i in range(step)]
-        assert MetricsFile(path).last_step() == step
 
 
 def test_no_file_yet(tmp_path: Path) -> None:
     """A run that has not begun is no error to whoever looks."""
     assert read_lines(tmp_path / "metrics.jsonl") == []
-    assert MetricsFile(tmp_path / "metrics.jsonl").last_step() == 0
 
 
 def test_a_new_run_forgets_what_stood_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,7 +115,10 @@ class Trainer:
         assert number is not None
         if log is not None:
             end = ending(number, world, launch.signal_delay_s)
-            end_attempt(self.run, world, launch, end.reason, loop.position.step, loop.position.step)
+            end_attempt(self.run, world, launch, end.reason, loop.position.step, loop.position.step, error=end.error)
             if end.requeue and signals.requeue is not None:
-                signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
+                try:
+                    signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
+                except (OSError, subprocess.SubprocessError) as error:
+                    print(f"[laststep] {error}; the batch shell tries again", flush=True)
         raise Stopped(number, world)

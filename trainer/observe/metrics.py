@@ -55,10 +55,6 @@ class MetricsFile:
                 raise
         self._unwritten = b""
 
-    def last_step(self) -> int:
-        """The newest step that has a line, 0 when none has."""
-        return max((int(record["step"]) for record in read_lines(self.path)), default=0)
-
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a .jsonl file; a line cut short by a crash is passed over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -37,5 +38,20 @@ def hold(path: Path, world: World) -> None:
             return
         else:
             os.truncate(descriptor, 0)
-            os.write(descriptor, f"job {world.job_id} on {world.hosts[0]}\n".encode())
+            os.write(descriptor, f"{signature(world)}\n".encode())
             return
+
+
+def signature(world: World) -> str:
+    """How an attempt signs the lock that it holds."""
+    return f"job {world.job_id} on {world.hosts[0]}"
+
+
+def holder(path: Path) -> str | None:
+    """The signature of who has locked the run; None when nobody has, or locks do not work here."""
+    with contextlib.suppress(OSError), path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip()
+    return None
