@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.observe.metrics import MetricsFile, last_step, read_lines
+from trainer.observe.metrics import MetricsFile, read_lines
 
 
 @settings(deadline=None)
@@ -35,13 +35,11 @@ def test_each_step_once(attempts: list[tuple[int, int, int]]) -> None:
             assert len(read_lines(path)) <= step + lost + 1
         MetricsFile(path, writes=True).rewind(step)
         assert read_lines(path) == [{"step": i + 1} for i in range(step)]
-        assert last_step(path) == step
 
 
 def test_no_file_yet(tmp_path: Path) -> None:
     """A run that has not begun is no error to whoever looks."""
     assert read_lines(tmp_path / "metrics.jsonl") == []
-    assert last_step(tmp_path / "metrics.jsonl") == 0
 
 
 def test_a_new_run_forgets_what_stood_there(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import faulthandler
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -108,22 +109,25 @@ class Attempt:
         """The orderly end: everything is saved. Rank 0 records it before anything else, and waits for nobody."""
         self.watch.close()
         step = loop.position.step
-        requeue = False
+        requeue, why = False, None
         number = loop.stop.signal
         if self.world.rank == 0:
             reason = "finished"
             if not finished:
                 assert number is not None
                 end = ending(number, self.world, self.config.launch.signal_delay_s)
-                reason, requeue = end.reason, end.requeue
-            end_attempt(self.run_dir, self.world, self.config.launch, reason, step, step, lost_s=0.0)
+                reason, requeue, why = end.reason, end.requeue, end.error
+            end_attempt(self.run_dir, self.world, self.config.launch, reason, step, step, lost_s=0.0, error=why)
         loop.close()
         group.close()
         if finished:
             loop.progress.finished(loop.position.metrics)
             return loop.position.metrics
         if requeue and self.signals.requeue is not None:
-            self.signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
+            try:
+                self.signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
+            except (OSError, subprocess.SubprocessError) as error:
+                _say(f"{error}; the batch shell tries again")
         assert number is not None
         raise Stopped(number, self.world)
 

@@ -55,7 +55,7 @@ PreemptMode=REQUEUE
 JobRequeue=1
 KillWait={kill_wait_s}
 # A slurmd that was killed makes its node DOWN, and its jobs requeue, after this long; one that returns serves again.
-SlurmdTimeout=30
+SlurmdTimeout={slurmd_timeout_s}
 ReturnToService=2
 # Schedule at once, and look for jobs to preempt every second, instead of sparing a controller of thousands of nodes.
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
@@ -68,7 +68,9 @@ GresTypes=gpu
 SlurmdParameters=config_overrides
 {nodes}
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1
-PartitionName=grace Nodes=ALL PriorityTier=1 GraceTime=15
+PartitionName=grace Nodes=ALL PriorityTier=1 GraceTime={grace_s}
+PartitionName=cancel Nodes=ALL PriorityTier=1 PreemptMode=CANCEL
+PartitionName=cancel-grace Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime={grace_s}
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 SLURM_CONF_ACCOUNTING = """\
@@ -110,6 +112,8 @@ class Cluster:
         folder: Path,
         *,
         kill_wait_s: int = 15,
+        grace_s: int = 15,
+        slurmd_timeout_s: int = 30,
         accounting: bool = True,
         owner: int | None = None,
         nodes: Sequence[str] = NODES,
@@ -117,7 +121,8 @@ class Cluster:
     ) -> Cluster:
         """Start one, in place of any in this folder; any next start stops those whose `owner` (a pid) has died.
 
-        `slurm_conf` is the template of slurm.conf, with `nodes` in it.
+        `grace_s` is the GraceTime of the partitions that have one; `slurm_conf` is the template of slurm.conf, with
+        `nodes` in it.
         """
         if lack := missing():
             raise RuntimeError(lack)
@@ -127,20 +132,21 @@ class Cluster:
         cluster = cls(folder, nodes, slurm_conf)
         cluster.stop()
         try:
-            cluster._start(kill_wait_s, accounting, owner or os.getpid())
+            waits = dict(kill_wait_s=kill_wait_s, grace_s=grace_s, slurmd_timeout_s=slurmd_timeout_s)
+            cluster._start(waits, accounting, owner or os.getpid())
         except BaseException:  # Ctrl-C too
             cluster.stop()
             raise
         return cluster
 
-    def _start(self, kill_wait_s: int, accounting: bool, owner: int) -> None:
+    def _start(self, waits: dict[str, int], accounting: bool, owner: int) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
         # A UNIX socket's path holds at most 107 bytes, less than many a test's folder, so sockets go elsewhere.
         run = Path(tempfile.mkdtemp(prefix="ls-", dir="/tmp"))
         (run / "owner").write_text(f"{owner}\n{self.folder}")
         run.chmod(0o755)  # munged insists that clients of any user can reach its socket
         ports = _free_ports(2 + len(self.nodes))
-        self._write_configuration(run, ports, kill_wait_s, accounting)
+        self._write_configuration(run, ports, waits, accounting)
         _name_nodes(self.nodes)
 
         (run / "munge.key").touch(0o400)
@@ -184,7 +190,7 @@ class Cluster:
         child.send_signal(number)
         child.wait(timeout=START_DEADLINE_S)
 
-    def _write_configuration(self, run: Path, ports: list[int], kill_wait_s: int, accounting: bool) -> None:
+    def _write_configuration(self, run: Path, ports: list[int], waits: dict[str, int], accounting: bool) -> None:
         host = socket.gethostname().split(".")[0]
         for index in range(GPUS):
             os.mknod(run / f"gpu{index}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # a /dev/null plays each GPU
@@ -194,9 +200,7 @@ class Cluster:
             f"Gres=gpu:{GPUS}"
             for node, port in zip(self.nodes, ports[2:])
         ]
-        values = dict(
-            host=host, run=run, ctld_port=ports[0], dbd_port=ports[1], kill_wait_s=kill_wait_s, nodes="\n".join(nodes)
-        )
+        values = dict(host=host, run=run, ctld_port=ports[0], dbd_port=ports[1], nodes="\n".join(nodes), **waits)
         self.conf.write_text((self.template + (SLURM_CONF_ACCOUNTING if accounting else "")).format(**values))
         (self.folder / "gres.conf").write_text(f"Name=gpu File={run}/gpu[0-{GPUS - 1}]\n")
         dbd_conf = self.folder / "slurmdbd.conf"

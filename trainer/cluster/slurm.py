@@ -7,8 +7,10 @@ import dataclasses
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,7 +100,7 @@ def make_executor(config: Config, run: RunDir) -> _Executor:
         cpus_per_task=launch.cpus_per_task,
         time=launch.time_min,
         signal_delay_s=launch.signal_delay_s,
-        setup=_setup(config),
+        setup=_setup(config, run),
         # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). A rank that fails ends the
         # others, whatever they wait for; at a stop every rank but 0 exits 0, see Stopped.
         srun_args=[f"--cpus-per-task={launch.cpus_per_task}", "--kill-on-bad-exit=1"],
@@ -120,14 +122,28 @@ def living_jobs(run: RunDir) -> list[str]:
     return sorted(ids & set(asked.stdout.split()))
 
 
-def _setup(config: Config) -> list[str]:
+def _setup(config: Config, run: RunDir) -> list[str]:
     """Shell lines before srun."""
     environment = {
         "OMP_NUM_THREADS": str(config.launch.cpus_per_task),
         "PYTHONPATH": runs.python_path(),
         **config.launch.env,
     }
-    return [f"export {name}={_quote(value)}" for name, value in environment.items()] + list(config.launch.setup)
+    python, folder = shlex.quote(sys.executable), shlex.quote(str(run.path))
+    return [
+        # The shell outlives every rank, so it can requeue the job when all of them are dead.
+        "afterwards() {",
+        "    status=$?",
+        "    trap '' TERM USR1 USR2",
+        "    if [ $status != 0 ]; then",
+        f"        SUBMITIT_EXECUTOR=slurm timeout -s KILL 300 {python} -m trainer.cluster.afterwards {folder} $status",
+        "    fi",
+        "}",
+        "trap afterwards EXIT",
+        "trap : TERM USR1 USR2",
+        *(f"export {name}={_quote(value)}" for name, value in environment.items()),
+        *config.launch.setup,
+    ]
 
 
 def _quote(value: str) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.observe.metrics import last_step, read_lines
+from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
 from trainer.schema import Launch
 from trainer.world.detect import World
@@ -37,13 +37,7 @@ class AttemptLog:
     def __init__(self, run: RunDir, world: World, start_step: int) -> None:
         """The attempt begins, at the state of `start_step`; rank 0 alone calls this, before it rewinds metrics.jsonl:
         what a lost attempt had reached stands there."""
-        for left in (run.attempt_ended, run.attempt_now):
-            for record in read_lines(left):
-                if not _is_of(record, world):
-                    # Of the job of this attempt: then it has come back by itself.
-                    comes_back = record["job_id"] == world.job_id
-                    _enter(run, record if record["reason"] else _as_lost(run, left, record, start_step, comes_back))
-        run.attempt_ended.unlink(missing_ok=True)
+        settle(run, start_step, returned=world.job_id)
         self.record: Record = {
             "attempt": len(read_lines(run.attempts)),
             "job_id": world.job_id,
@@ -81,7 +75,7 @@ def end_attempt(
     Raises OSError when the disk refuses: another rank may try, or the next attempt enters this one as lost.
     """
     record = next(iter(read_lines(run.attempt_now)), None)
-    if record is None or not _is_of(record, world):  # the rank of an older attempt, still on its way out
+    if record is None or not is_of(record, world):  # the rank of an older attempt, still on its way out
         return None
     record |= {
         "end": time.time(),
@@ -120,12 +114,35 @@ def goes_on(records: Sequence[Record], launch: Launch, retry: bool = True) -> bo
     return bool(last["reason"] == "preempted")
 
 
+def all_ends(run: RunDir, kept_step: int, returned: str | None = None) -> list[Record]:
+    """Every attempt's end; that of one which could not say how it ended as `settle` would enter it."""
+    ends = read_lines(run.attempts)
+    for left in (run.attempt_ended, run.attempt_now):
+        for record in read_lines(left):
+            if record["attempt"] not in {end["attempt"] for end in ends}:
+                came_back = record["job_id"] == returned
+                ends.append(record if record["reason"] else _as_lost(run, left, record, kept_step, came_back))
+    return ends
+
+
+def settle(run: RunDir, kept_step: int, returned: str | None = None) -> None:
+    """Enter what an attempt left behind that could not say, or not enter, how it ended.
+
+    `kept_step` is that of the newest checkpoint, and `returned` the job that came back by itself.
+    """
+    for record in all_ends(run, kept_step, returned):
+        _enter(run, record)
+    run.attempt_ended.unlink(missing_ok=True)
+    run.attempt_now.unlink(missing_ok=True)
+
+
 def record_of(run: RunDir, world: World) -> Record | None:
     """The record of this attempt, once it has ended."""
-    return next((record for record in read_lines(run.attempts) if _is_of(record, world)), None)
+    return next((record for record in reversed(read_lines(run.attempts)) if is_of(record, world)), None)
 
 
-def _is_of(record: Record, world: World) -> bool:
+def is_of(record: Record, world: World) -> bool:
+    """Whether the record is that of this attempt."""
     return (record["job_id"], record["restart"]) == (world.job_id, world.restart)
 
 
@@ -137,7 +154,9 @@ def _made_progress(record: Record) -> bool:
 def _as_lost(run: RunDir, left: Path, record: Record, kept_step: int, requeue: bool) -> Record:
     """What metrics.jsonl tells of an attempt that told nothing but what stands in the file that it `left`."""
     last_sign = run.metrics if run.metrics.exists() else left
-    reached = max(kept_step, last_step(run.metrics))
+    # What an attempt before it had reached and not kept may still stand there, and was lost then.
+    done = [line["step"] for line in read_lines(run.metrics) if line.get("time", 0) >= record["start"]]
+    reached = max(kept_step, *done, record["start_step"])
     return record | {
         "end": max(record["start"], last_sign.stat().st_mtime),
         "end_step": reached,

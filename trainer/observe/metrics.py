@@ -80,11 +80,6 @@ class MetricsFile:
         self._unwritten = 0
 
 
-def last_step(path: Path) -> int:
-    """The newest step that has a line in a metrics.jsonl, 0 when none has."""
-    return max((int(record["step"]) for record in read_lines(path)), default=0)
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a .jsonl file; a line cut short by a crash is passed over."""
     records = []

@@ -38,7 +38,7 @@ def hold(path: Path, world: World) -> None:
             return
         else:
             os.truncate(descriptor, 0)
-            os.write(descriptor, _name(world).encode())
+            os.write(descriptor, signature(world).encode())
             return
 
 
@@ -46,13 +46,21 @@ def still_holds(path: Path, world: World) -> bool:
     """Whether the run is still this attempt's, so that a rank may stand in for rank 0: rank 0 lives and has the lock,
     or it has died and nobody else has taken the lock yet, which then is taken."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    if os.pread(descriptor, 1000, 0).decode(errors="replace") != _name(world):
-        return False
-    with contextlib.suppress(OSError):  # held by rank 0, or no locks here
+    with contextlib.suppress(OSError):  # held by rank 0 or by another attempt, or no locks here
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return os.pread(descriptor, 1000, 0).decode(errors="replace") == _name(world)
+    return os.pread(descriptor, 1000, 0).decode(errors="replace") == signature(world)
 
 
-def _name(world: World) -> str:
-    restart = f", restart {world.restart}" if world.restart else ""
-    return f"job {world.job_id}{restart} on {world.hosts[0]}\n"
+def signature(world: World) -> str:
+    """How an attempt signs the lock that it holds."""
+    return f"job {world.job_id}, restart {world.restart}, on {world.hosts[0]}"
+
+
+def holder(path: Path) -> str | None:
+    """The signature of who has locked the run; None when nobody has, or locks do not work here."""
+    with contextlib.suppress(OSError), path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip()
+    return None

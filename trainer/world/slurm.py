@@ -2,20 +2,31 @@
 
 Seen on Slurm 22.05 (`scontrol show job`, unchanged from the moment of the signal to 3 s after it):
 
-    cause                               JobState    Restarts   other             comes back by itself
-    scontrol requeue, preemption        COMPLETING  one more                     yes
-    preemption with GraceTime, first    RUNNING     the same   PreemptTime set   only if it outlives the grace
-    time limit                          COMPLETING  the same   Reason=TimeLimit  no
-    scancel                             COMPLETING  the same                     no, and must not
-    scancel --signal, kill              RUNNING     the same                     no
+    cause                                  JobState    Restarts   other                        comes back by itself
+    scontrol requeue, preemption, a node   COMPLETING  one more                                yes
+        that fails
+    preemption with GraceTime, first       RUNNING     the same   PreemptTime set              only if it outlives the
+                                                                                               grace, and not of CANCEL
+    preemption with PreemptMode=CANCEL     COMPLETING  the same   EndTime = PreemptTime        no
+    the same after a GraceTime             COMPLETING  the same   TimeLimit, PreemptTime set   no
+    time limit                             COMPLETING  the same   Reason=TimeLimit             no
+    the batch shell was killed             COMPLETING  the same   Reason=JobLaunchFailure      no
+    scancel                                COMPLETING  the same                                no, and must not
+    scancel within a GraceTime             COMPLETING  the same   EndTime after PreemptTime    no, and must not
+    scancel --signal, kill                 RUNNING     the same                                no
+
+`scontrol requeue` brings back all of them, as long as some process of the job is left to call it. After a slurmctld
+that was killed has come back, a job may start again with the same Restarts: it writes its state down every 5 s.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.world.detect import World
@@ -23,6 +34,12 @@ from trainer.world.detect import World
 # Slurm looks at time limits seldom, so that `--signal=USR2@S` may come up to 60 s early (man sbatch).
 EARLY_S = 60
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+NEVER = float("inf")
+Job = Mapping[str, str]  # the fields of `scontrol show job`
+
+
+class SlurmError(RuntimeError):
+    """Slurm refuses, or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +48,12 @@ class Ending:
 
     reason: str
     requeue: bool
+    error: str | None = None
 
 
 def ending(number: signal.Signals, world: World, signal_delay_s: int) -> Ending:
     """Why the signal came. Asks Slurm, where this is a Slurm job."""
-    job = _show_job(world.job_id) if world.on_slurm else None
+    job = show_job(world.job_id) if world.on_slurm else None
     if job is None:
         # Outside Slurm, or when it does not answer: the signal's own meaning.
         wants_requeue = number in USER_SIGNALS
@@ -43,49 +61,73 @@ def ending(number: signal.Signals, world: World, signal_delay_s: int) -> Ending:
     return judge(number, job, world.restart, signal_delay_s, time.time())
 
 
-def judge(number: signal.Signals, job: dict[str, str], restart: int, signal_delay_s: int, now: float) -> Ending:
+def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, now: float) -> Ending:
     """`ending`, from what `scontrol show job` says: the table above, as code."""
-    if int(job.get("Restarts", restart)) > restart:
+    preempted_at = _unix_time(job.get("PreemptTime", ""))
+    if comes_back(job, restart):
         return Ending("preempted", requeue=False)
     if job.get("Reason") == "TimeLimit":
-        return Ending("timeout", requeue=True)
+        return Ending("timeout" if preempted_at == NEVER else "preempted", requeue=True)
     if job.get("JobState") == "COMPLETING":
-        return Ending("cancelled", requeue=False)
+        if job.get("Reason") == "JobLaunchFailure":
+            return Ending("failed", requeue=True, error="the job's batch shell was killed")
+        at_once = _unix_time(job.get("EndTime", "")) <= preempted_at + 1 < NEVER
+        return Ending("preempted", requeue=True) if at_once else Ending("cancelled", requeue=False)
+    if preempted_at < NEVER:
+        return Ending("preempted", requeue=True)
     if number in USER_SIGNALS:
         left_s = _unix_time(job.get("EndTime", "")) - now
         return Ending("timeout" if left_s <= signal_delay_s + EARLY_S else "preempted", requeue=True)
-    if _unix_time(job.get("PreemptTime", "")) < float("inf"):
-        return Ending("preempted", requeue=True)
     return Ending("cancelled", requeue=False)
+
+
+def comes_back(job: Job, restart: int) -> bool:
+    """Whether the job, in which this is the start after `restart` others, starts again in any case."""
+    return int(job.get("Restarts", restart)) > restart
+
+
+def is_left_to_us(job: Job, restart: int) -> bool:
+    """Whether the job, all of whose ranks have ended, was not cancelled and does not come back unless requeued."""
+    if comes_back(job, restart):
+        return False
+    return job.get("JobState") == "RUNNING" or judge(signal.SIGTERM, job, restart, 0, 0).requeue
+
+
+def show_job(job_id: str) -> Job | None:
+    """The fields of `scontrol show job`, or None when there is no answer."""
+    with contextlib.suppress(SlurmError):
+        shown = scontrol("show", "job", "--oneliner", job_id)
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+    return None
 
 
 def kill_wait_s() -> int | None:
     """Seconds that this cluster gives a job between SIGTERM and SIGKILL; None when Slurm does not answer."""
-    found = re.search(r"^KillWait\s*=\s*(\d+) sec", scontrol("show", "config") or "", re.MULTILINE)
-    return int(found[1]) if found else None
-
-
-def scontrol(*words: str) -> str | None:
-    """What scontrol prints, or None when it fails, or is not there."""
-    for _ in range(3):  # Slurm signals every process of the job, so a second SIGTERM may end the first scontrol
-        try:
-            asked = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if asked.returncode == 0:
-            return asked.stdout
+    with contextlib.suppress(SlurmError):
+        found = re.search(r"^KillWait\s*=\s*(\d+) sec", scontrol("show", "config"), re.MULTILINE)
+        return int(found[1]) if found else None
     return None
 
 
-def _show_job(job_id: str) -> dict[str, str] | None:
-    """The fields of `scontrol show job`, or None when there is no answer."""
-    shown = scontrol("show", "job", "--oneliner", job_id)
-    return None if shown is None else dict(word.split("=", 1) for word in shown.split() if "=" in word)
+def scontrol(*words: str) -> str:
+    """What scontrol prints. Raises SlurmError when it fails, is not there, or gets no answer within 10 s."""
+    for _ in range(3):
+        try:
+            asked = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=10)
+        except FileNotFoundError:
+            raise SlurmError("no scontrol on this machine") from None
+        except subprocess.TimeoutExpired:
+            raise SlurmError("no answer within 10 s") from None
+        if asked.returncode >= 0:  # Slurm signals every process of the job, so a second SIGTERM may end this one too
+            break
+    if asked.returncode:
+        raise SlurmError(" ".join(asked.stderr.split()) or f"scontrol exited with {asked.returncode}")
+    return asked.stdout
 
 
 def _unix_time(text: str) -> float:
-    """Seconds since 1970 of Slurm's local time; infinity for Unknown, None and N/A."""
+    """Seconds since 1970 of Slurm's local time; NEVER for Unknown, None and N/A."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
-        return float("inf")
+        return NEVER

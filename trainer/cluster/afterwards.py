@@ -1,0 +1,119 @@
+"""What the job's batch shell runs when srun has failed, whatever of: does the run go on, and must the job be requeued?
+
+A rank that can still speak enters the end of its attempt in attempts.jsonl, and rank 0 requeues the job at a stop. But
+all ranks may have been killed, srun with them, or Slurm did not answer: the shell outlives them all.
+`python -m trainer.cluster.afterwards RUN_FOLDER STATUS`, with srun's exit status, asks Slurm only when there is a
+reason to, and does not import torch. When it fails, the job ends as it would have without it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+from trainer.config import Config
+from trainer.observe.attempts import FAILURES, AttemptLog, Record, all_ends, end_attempt, goes_on, is_of, settle
+from trainer.rundir import RunDir
+from trainer.schema import Launch
+from trainer.state.store import CheckpointError, CheckpointStore
+from trainer.world.detect import World
+from trainer.world.lock import holder, signature
+from trainer.world.signals import STOPS
+from trainer.world.slurm import Job, SlurmError, comes_back, is_left_to_us, judge, scontrol, show_job
+
+# How long a slurmctld may take to come back, or its backup to take over; the nodes are idle meanwhile.
+PATIENCE_S = 180.0
+POLL_S = 2.0
+
+
+def afterwards(run: RunDir, world: World, launch: Launch, status: int) -> None:
+    """Requeue the job when the attempt that ended in it is to go on and nothing else brings it back."""
+    at_work = holder(run.lock)
+    if at_work not in (None, signature(world)):
+        return _say(f"not requeued: another attempt is at work on this run ({at_work})")
+    returns = _requeue(run, world, launch, status, at_work is not None)
+    if at_work is None:  # else only srun was killed: the ranks live, and say themselves how they end
+        settle(run, _newest_step(run), returned=world.job_id if returns else None)
+
+
+def _requeue(run: RunDir, world: World, launch: Launch, status: int, at_work: bool) -> bool:
+    """Whether the job starts again, by itself or by our doing."""
+    ends = all_ends(run, _newest_step(run))
+    end = next((end for end in reversed(ends) if is_of(end, world)), None)
+    if end is not None and not (end["requeue"] or (end["reason"] == "lost" and goes_on(ends, launch))):
+        if end["reason"] in FAILURES:
+            _say_why_not(run, launch, end)
+        return False
+    job = _ask(world)
+    if job is None:
+        _say("not requeued: Slurm does not answer")
+        return False
+    if not is_left_to_us(job, world.restart):
+        return comes_back(job, world.restart)
+    if end is None and not at_work:
+        end = _never_began(run, world, launch, status, job)
+        if not end["requeue"]:
+            _say_why_not(run, launch, end)
+            return False
+    _say(f"requeueing job {world.job_id}: the attempt ended ({end['reason'] if end else 'srun'}), the run goes on")
+    try:
+        scontrol("requeue", world.job_id)
+    except SlurmError as error:
+        _say(f"not requeued: {error}")
+        return False
+    return True
+
+
+def _ask(world: World) -> Job | None:
+    """What Slurm says of the job, waiting for a slurmctld that is about to come back."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (job := show_job(world.job_id)) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return job
+
+
+def _never_began(run: RunDir, world: World, launch: Launch, status: int, job: Job) -> Record:
+    """Enter an attempt that ended before it began: a node that could not start it, a kill while Python was starting.
+
+    Unless Slurm ended it, it counts as a failure, or this could go on for ever.
+    """
+    cause = judge(signal.SIGTERM, job, world.restart, 0, 0)
+    step = AttemptLog(run, world, _newest_step(run)).record["start_step"]
+    error = f"srun exited with {status} before the attempt began"
+    end = end_attempt(run, world, launch, cause.reason if cause.requeue else "failed", step, step, error=error)
+    assert end is not None, "nobody else is at work on the run"
+    return end
+
+
+def _say_why_not(run: RunDir, launch: Launch, end: Record) -> None:
+    _say(
+        f"not requeued: the attempt ended ({end['reason']}) and the next one would, too "
+        f"(launch.max_failures={launch.max_failures}); `python launch.py resume {run.name}` tries it"
+    )
+
+
+def _newest_step(run: RunDir) -> int:
+    """The step that the next attempt begins at, unless it finds that checkpoint damaged."""
+    store = CheckpointStore(run.checkpoints)
+    for step in reversed(store.steps()):
+        try:
+            return store.manifest(step).step
+        except CheckpointError:
+            continue
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"[laststep] {text}", flush=True)
+
+
+if __name__ == "__main__":
+    for number in STOPS:  # that of the requeue itself among them
+        signal.signal(number, signal.SIG_IGN)
+    folder = RunDir(sys.argv[1])
+    try:
+        afterwards(folder, World.detect(), Config.load(folder.config).launch, int(sys.argv[2]))
+    except Exception as error:
+        _say(f"not requeued: {type(error).__name__}: {error}")
+        raise SystemExit(1) from error
