@@ -55,9 +55,10 @@ def job(
         pytest.param(SIGUSR2, job("RUNNING") | {"EndTime": "Unknown"}, Ending("preempted", True), id="no-limit-usr2"),
         pytest.param(SIGTERM, job("COMPLETING"), Ending("cancelled", False), id="scancel"),
         pytest.param(SIGUSR2, job("COMPLETING"), Ending("cancelled", False), id="scancel-after-usr2"),
-        pytest.param(SIGTERM, job("RUNNING"), Ending("cancelled", False), id="kill"),
+        pytest.param(SIGTERM, job("RUNNING"), Ending("preempted", True), id="kill"),
+        pytest.param(SIGINT, job("RUNNING"), Ending("cancelled", False), id="ctrl-c"),
         pytest.param(SIGINT, job("RUNNING"), Ending("cancelled", False), id="ctrl-c-in-srun"),
-        pytest.param(SIGTERM, job("RUNNING", preempted="N/A"), Ending("cancelled", False), id="kill-na"),
+        pytest.param(SIGTERM, job("RUNNING", preempted="N/A"), Ending("preempted", True), id="kill-na"),
         pytest.param(SIGTERM, {"JobState": "COMPLETING"}, Ending("cancelled", False), id="few-fields"),
     ],
 )

@@ -23,6 +23,7 @@ from trainer.config import Config, ConfigError
 from trainer.observe.attempts import AttemptLog, end_attempt, record_of
 from trainer.observe.phases import Phases
 from trainer.rundir import RunDir
+from trainer.say import fall_silent, say
 from trainer.state.rescue import Survivor, gather, take_turns
 from trainer.state.store import CheckpointError, CheckpointStore, Manifest
 from trainer.world.detect import World
@@ -84,7 +85,7 @@ class Attempt:
                 hold(self.run_dir.lock, self.world)
                 self.store.recover()
                 shutil.rmtree(self.run_dir.rescues, ignore_errors=True)
-                newest = self.store.newest(warn=_say)
+                newest = self.store.newest(warn=say)
                 self.start_step = newest.step if newest else 0
                 AttemptLog(self.run_dir, self.world, self.start_step)
                 self.phases.done("checking checkpoints")
@@ -127,7 +128,7 @@ class Attempt:
             try:
                 self.signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
             except (OSError, subprocess.SubprocessError) as error:
-                _say(f"{error}; the batch shell tries again")
+                say(f"{error}; the batch shell tries again")
         assert number is not None
         raise Stopped(number, self.world)
 
@@ -156,7 +157,7 @@ class Attempt:
         self._over.wait()
         record = record_of(self.run_dir, self.world)
         if record is not None and record["requeue"]:
-            traceback.print_exc()
+            say(traceback.format_exc())
             # submitit would take any other exception for the end of the run and write it down as its result.
             raise SystemExit(1) from error
 
@@ -166,7 +167,7 @@ class Attempt:
         try:
             self._end_by_fault(fault)
         except BaseException:
-            traceback.print_exc()
+            say(traceback.format_exc())
         finally:
             self._over.set()
         if not self._main_is_out.wait(COME_OUT_S):
@@ -174,7 +175,7 @@ class Attempt:
 
     def _end_by_fault(self, fault: Fault) -> None:
         """Keep the last whole step if any rank has it, and record how the attempt ended: one rank does, see rescue."""
-        _say(fault.text)
+        say(fault.text)
         if fault.reason == "hung":
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         loop = self.loop
@@ -207,7 +208,7 @@ class Attempt:
         )
         if record is not None:
             lost = f"{record['lost_steps']} steps lost" if record["lost_steps"] else "no step lost"
-            _say(f"attempt ended ({reason}) after step {end_step}, {lost}")
+            say(f"attempt ended ({reason}) after step {end_step}, {lost}")
 
     def _keep(self, loop: Loop, kept: int) -> int:
         """Save the last whole step; returns the step that is kept now."""
@@ -218,14 +219,14 @@ class Attempt:
         if step == kept or step in self.store.steps():
             return step
         if not still_holds(self.run_dir.lock, self.world):
-            _say(f"another attempt is at work on this run; the checkpoint of step {kept} stands")
+            say(f"another attempt is at work on this run; the checkpoint of step {kept} stands")
             return kept
         try:
             loop.save_alone(tag=f"rescue-{self.world.rank}")
         except (CheckpointError, OSError) as error:
-            _say(f"WARNING: {error}; the checkpoint of step {kept} stands")
+            say(f"WARNING: {error}; the checkpoint of step {kept} stands")
             return kept
-        _say(f"rank {self.world.rank} saved step {step} alone")
+        say(f"rank {self.world.rank} saved step {step} alone")
         return step
 
     def _explain(self, fault: Fault, survivors: list[Survivor]) -> str:
@@ -265,7 +266,7 @@ class Attempt:
             reason = self._fault.reason if self._fault and self._fault.reason != "signal" else "preempted"
             end_attempt(self.run_dir, self.world, self.config.launch, reason, done, kept)
 
-        _say("the grace is over; the newest checkpoint stands")
+        say("the grace is over; the newest checkpoint stands")
         recording = threading.Thread(target=record, daemon=True)  # the disk may be what everything waits for
         recording.start()
         recording.join(LAST_MOMENT_S / 2)
@@ -273,10 +274,5 @@ class Attempt:
 
     def _exit(self) -> None:
         """End this process although its main thread cannot."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        fall_silent()
         os._exit(1)
-
-
-def _say(text: str) -> None:
-    print(f"[laststep] {text.strip()}", flush=True)

@@ -11,6 +11,7 @@ from trainer.config import Config
 from trainer.observe.attempts import goes_on
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
+from trainer.say import say
 from trainer.world.detect import World
 from trainer.world.signals import Signals
 
@@ -46,10 +47,9 @@ class Trainer:
         The state is on disk by now, see `Attempt`.
         """
         if not goes_on(read_lines(self.run.attempts), self.config.launch):
-            print(
-                f"[laststep] not requeued: launch.max_timeouts={self.config.launch.max_timeouts} is spent; "
-                f"`python launch.py resume {self.run.name}` goes on",
-                flush=True,
+            say(
+                f"not requeued: launch.max_timeouts={self.config.launch.max_timeouts} is spent; "
+                f"`python launch.py resume {self.run.name}` goes on"
             )
             return None
         return DelayedSubmission(Trainer(self.config))

@@ -15,6 +15,7 @@ import time
 from trainer.config import Config
 from trainer.observe.attempts import FAILURES, AttemptLog, Record, all_ends, end_attempt, goes_on, is_of, settle
 from trainer.rundir import RunDir
+from trainer.say import say
 from trainer.schema import Launch
 from trainer.state.store import CheckpointError, CheckpointStore
 from trainer.world.detect import World
@@ -31,7 +32,7 @@ def afterwards(run: RunDir, world: World, launch: Launch, status: int) -> None:
     """Requeue the job when the attempt that ended in it is to go on and nothing else brings it back."""
     at_work = holder(run.lock)
     if at_work not in (None, signature(world)):
-        return _say(f"not requeued: another attempt is at work on this run ({at_work})")
+        return say(f"not requeued: another attempt is at work on this run ({at_work})")
     returns = _requeue(run, world, launch, status, at_work is not None)
     if at_work is None:  # else only srun was killed: the ranks live, and say themselves how they end
         settle(run, _newest_step(run), returned=world.job_id if returns else None)
@@ -47,7 +48,7 @@ def _requeue(run: RunDir, world: World, launch: Launch, status: int, at_work: bo
         return False
     job = _ask(world)
     if job is None:
-        _say("not requeued: Slurm does not answer")
+        say("not requeued: Slurm does not answer")
         return False
     if not is_left_to_us(job, world.restart):
         return comes_back(job, world.restart)
@@ -56,11 +57,11 @@ def _requeue(run: RunDir, world: World, launch: Launch, status: int, at_work: bo
         if not end["requeue"]:
             _say_why_not(run, launch, end)
             return False
-    _say(f"requeueing job {world.job_id}: the attempt ended ({end['reason'] if end else 'srun'}), the run goes on")
+    say(f"requeueing job {world.job_id}: the attempt ended ({end['reason'] if end else 'srun'}), the run goes on")
     try:
         scontrol("requeue", world.job_id)
     except SlurmError as error:
-        _say(f"not requeued: {error}")
+        say(f"not requeued: {error}")
         return False
     return True
 
@@ -87,7 +88,7 @@ def _never_began(run: RunDir, world: World, launch: Launch, status: int, job: Jo
 
 
 def _say_why_not(run: RunDir, launch: Launch, end: Record) -> None:
-    _say(
+    say(
         f"not requeued: the attempt ended ({end['reason']}) and the next one would, too "
         f"(launch.max_failures={launch.max_failures}); `python launch.py resume {run.name}` tries it"
     )
@@ -104,10 +105,6 @@ def _newest_step(run: RunDir) -> int:
     return 0
 
 
-def _say(text: str) -> None:
-    print(f"[laststep] {text}", flush=True)
-
-
 if __name__ == "__main__":
     for number in STOPS:  # that of the requeue itself among them
         signal.signal(number, signal.SIG_IGN)
@@ -115,5 +112,5 @@ if __name__ == "__main__":
     try:
         afterwards(folder, World.detect(), Config.load(folder.config).launch, int(sys.argv[2]))
     except Exception as error:
-        _say(f"not requeued: {type(error).__name__}: {error}")
+        say(f"not requeued: {type(error).__name__}: {error}")
         raise SystemExit(1) from error

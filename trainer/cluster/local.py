@@ -21,6 +21,8 @@ from trainer.world.signals import STOPS
 
 # How long the ranks that are left have, after one has ended, to notice, to save what they hold, and to leave.
 GRACE_S = 60.0
+# The same when it refused the configuration: then nothing has begun.
+REFUSED_S = 5.0
 POLL_S = 0.05
 
 
@@ -45,7 +47,8 @@ def run_local(config: Config, run: RunDir) -> int:
                 _say("killed" if kill else "stopping after this step; Ctrl-C again to kill")
             if ended != len(ranks) - living:
                 ended, ended_at = len(ranks) - living, time.monotonic()
-            if ended and time.monotonic() > ended_at + GRACE_S:
+            grace_s = REFUSED_S if any(rank.returncode == 2 for rank in ranks) else GRACE_S
+            if ended and time.monotonic() > ended_at + grace_s:
                 _send(ranks, signal.SIGKILL)
             time.sleep(POLL_S)
         print_new(logs[0], shown)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.say import say
+
 
 class Progress:
     """A line now and then; silent on every rank but 0."""
@@ -49,7 +51,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print one line, marked as Laststep's and with the time."""
         if self.prints:
-            print(f"[laststep {time.strftime('%H:%M:%S')}] {text}", flush=True)
+            say(text, at=time.strftime("%H:%M:%S"))
 
 
 def _named(metrics: Mapping[str, Any]) -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from trainer.world.watch import Fault
 
-# Ranks hear of a fault within a second; the dead cannot be waited for.
-GATHER_S = 3.0
+# Ranks hear of a fault within half a second; the dead cannot be waited for, and Slurm may be about to end the living.
+GATHER_S = 1.5
 # How long the next in line waits for the one before it.
 TURN_S = 15.0
 POLL_S = 0.05

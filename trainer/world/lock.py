@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from trainer.config import ConfigError
+from trainer.say import say
 from trainer.world.detect import World
 
 # A killed predecessor may still be on its way out: its loader workers look for it every 5 s, and after the death of a
@@ -26,15 +27,15 @@ def hold(path: Path, world: World) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            at_work = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
             if time.monotonic() > deadline:
-                raise ConfigError(f"{path.parent.name}: another attempt is at work on this run ({holder})") from None
+                raise ConfigError(f"{path.parent.name}: another attempt is at work on this run ({at_work})") from None
             if not said:
-                print(f"[laststep] waiting for another attempt to leave this run ({holder})", flush=True)
+                say(f"waiting for another attempt to leave this run ({at_work})")
                 said = True
             time.sleep(POLL_S)
         except OSError as error:  # a file system without locks, as some Lustre mounts
-            print(f"[laststep] {path}: cannot be locked here ({error.strerror}); start no second attempt", flush=True)
+            say(f"{path}: cannot be locked here ({error.strerror}); start no second attempt")
             return
         else:
             os.truncate(descriptor, 0)

@@ -13,7 +13,8 @@ Seen on Slurm 22.05 (`scontrol show job`, unchanged from the moment of the signa
     the batch shell was killed             COMPLETING  the same   Reason=JobLaunchFailure      no
     scancel                                COMPLETING  the same                                no, and must not
     scancel within a GraceTime             COMPLETING  the same   EndTime after PreemptTime    no, and must not
-    scancel --signal, kill                 RUNNING     the same                                no
+    scancel --signal, kill, a node that    RUNNING     the same                                no
+        was away and ends an older start
 
 `scontrol requeue` brings back all of them, as long as some process of the job is left to call it. After a slurmctld
 that was killed has come back, a job may start again with the same Restarts: it writes its state down every 5 s.
@@ -78,7 +79,8 @@ def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, n
     if number in USER_SIGNALS:
         left_s = _unix_time(job.get("EndTime", "")) - now
         return Ending("timeout" if left_s <= signal_delay_s + EARLY_S else "preempted", requeue=True)
-    return Ending("cancelled", requeue=False)
+    # Nobody knows of an end of this job. Ctrl-C and its like are a user's wish; SIGTERM comes of a node in trouble.
+    return Ending("cancelled", requeue=False) if number == signal.SIGINT else Ending("preempted", requeue=True)
 
 
 def comes_back(job: Job, restart: int) -> bool:

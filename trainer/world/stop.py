@@ -20,6 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from trainer.say import say
 from trainer.world.detect import World
 from trainer.world.signals import Signals
 
@@ -69,7 +70,7 @@ class Stop:
         # Where the store went with rank 0, the attempt has ended, or ends with the next collective.
         with contextlib.suppress(dist.DistError):
             self._write_notice(self._notices, number)
-        print(f"[laststep] rank {self._world.rank}: {number.name} received, stopping after this step", flush=True)
+        say(f"rank {self._world.rank}: {number.name} received, stopping after this step")
 
     @staticmethod
     def _write_notice(store: dist.Store, number: int) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainer.say import say
 from trainer.world.detect import World
 
 if TYPE_CHECKING:
@@ -180,10 +181,9 @@ class Watch:
             steps = beats[0].progress - before[0].progress
             busy = [new.busy_s - old.busy_s for old, new in zip(before, beats)]
             if (slow := straggler(busy, time.monotonic() - since)) is not None:
-                print(
-                    f"[laststep] rank {slow} on {beats[slow].host} holds the others up: {busy[slow] / steps:.3g} s of "
-                    f"its own work a step, the median rank {statistics.median(busy) / steps:.3g} s",
-                    flush=True,
+                say(
+                    f"rank {slow} on {beats[slow].host} holds the others up: {busy[slow] / steps:.3g} s of "
+                    f"its own work a step, the median rank {statistics.median(busy) / steps:.3g} s"
                 )
             self._window = (time.monotonic(), beats)
 

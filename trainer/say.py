@@ -1,0 +1,19 @@
+"""What a rank says of itself, into its log."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+
+def say(text: str, at: str = "") -> None:
+    """Print a line, marked as ours. The log may be on a disk that is full by now: no reason to end the training."""
+    with contextlib.suppress(OSError):
+        print(f"[laststep{at and ' '}{at}] {text.strip()}", flush=True)
+
+
+def fall_silent() -> None:
+    """Before the process ends itself: what was printed shall reach the log, if it can."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
