@@ -102,6 +102,21 @@ class Broken(Classification):
         return super().step(model, batch)
 
 
+class FailsOnce(Classification):
+    """Rank 1 fails in the 80th step of a job's first attempt, as of a bug that shows once in a million steps."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.steps = -1  # the first call is the warm-up's
+        self.fails = World.detect().rank == 1 and World.detect().restart == 0
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += model.training
+        if self.fails and self.steps == 80:
+            raise ValueError("a bad sample")
+        return super().step(model, batch)
+
+
 class DiesAtTheEnd(Signalled):
     """Like Signalled; and rank 1 is killed once it has no more to do with the stop, while rank 0 still saves."""
 

@@ -70,7 +70,6 @@ SlurmdParameters=config_overrides
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1
 PartitionName=grace Nodes=ALL PriorityTier=1 GraceTime={grace_s}
 PartitionName=cancel Nodes=ALL PriorityTier=1 PreemptMode=CANCEL
-PartitionName=cancel-grace Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime={grace_s}
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 SLURM_CONF_ACCOUNTING = """\
@@ -98,7 +97,7 @@ class Cluster:
         self.folder = folder.resolve()
         self.conf = self.folder / "slurm.conf"
         self.logs = self.folder / "logs"
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: dict[str, subprocess.Popen[bytes]] = {}  # by the name of its log
         surrounding = ("SLURM_", "SBATCH_", "SUBMITIT_")
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(surrounding)} | {
             "SLURM_CONF": str(self.conf)
@@ -136,6 +135,8 @@ class Cluster:
 
     def _start(self, waits: dict[str, int], accounting: bool, owner: int) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
+        for old in self.logs.glob("*.log"):
+            old.unlink()
         # A UNIX socket's path holds at most 107 bytes, less than many a test's folder, so sockets go elsewhere.
         run = Path(tempfile.mkdtemp(prefix="ls-", dir="/tmp"))
         (run / "owner").write_text(f"{owner}\n{self.folder}")
@@ -166,13 +167,23 @@ class Cluster:
         if accounting:
             self._daemon("slurmdbd", "-D", env={"MYSQL_UNIX_PORT": f"{run}/db/socket"})  # no TCP: for root alone
             self._until("slurmdbd", lambda: _listens(ports[1]))
-        self._daemon("slurmctld", "-D", "-f", str(self.conf))
+        self.start_controller()
         self._until("slurmctld", lambda: _listens(ports[0]))
         for node in NODES:
             self._daemon("slurmd", "-D", "-N", node, "-f", str(self.conf), log=f"slurmd.{node}")
         for node in NODES:
             state = partial(self.run, "sinfo", "-h", "-p", "main", "-n", node, "-o", "%t", check=False)
             self._until(f"slurmd.{node}", lambda state=state: state() == "idle\n")  # type: ignore[misc]
+
+    def start_controller(self) -> None:
+        """Start slurmctld, again after `kill("slurmctld")`."""
+        self._daemon("slurmctld", "-D", "-f", str(self.conf))
+
+    def kill(self, daemon: str) -> None:
+        """SIGKILL to slurmctld, or to slurmd.NODE; what slurmd has started lives on."""
+        child = self._children.pop(daemon)
+        child.kill()
+        child.wait()
 
     def _write_configuration(self, run: Path, ports: list[int], waits: dict[str, int], accounting: bool) -> None:
         host = socket.gethostname().split(".")[0]
@@ -196,7 +207,7 @@ class Cluster:
     ) -> subprocess.Popen[bytes]:
         """Start a program of this cluster, in a session of its own: it outlives this process and its terminal."""
         variables = self.env | {MARK: str(self.folder)} | (env or {})
-        with (self.logs / f"{log or program}.log").open("wb") as out:
+        with (self.logs / f"{log or program}.log").open("ab") as out:
             child = subprocess.Popen(
                 [program, *words],
                 env=variables,
@@ -206,14 +217,14 @@ class Cluster:
                 stderr=out,
                 start_new_session=True,
             )
-        self._children.append(child)
+        self._children[log or program] = child
         return child
 
     def _until(self, log: str, ready: Callable[[], bool]) -> None:
         """Wait for a daemon; an error shows the end of its log."""
         deadline = time.monotonic() + START_DEADLINE_S
         while not ready():
-            dead = [child.args for child in self._children if child.poll()]
+            dead = [child.args for child in self._children.values() if child.poll()]
             if dead or time.monotonic() > deadline:
                 tail = (self.logs / f"{log}.log").read_text(errors="replace")[-2000:]
                 what = f"{dead[0]!r} ended" if dead else f"not ready after {START_DEADLINE_S} s"
@@ -252,7 +263,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"throwaway Slurm: processes that do not end: {pids}")
             time.sleep(0.02)
-        for child in self._children:
+        for child in self._children.values():
             child.wait()
         self._children.clear()
         for run, _, folder in _run_folders():
