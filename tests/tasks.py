@@ -181,6 +181,33 @@ class Faulty(Classification):
             raise ValueError("a bad sample")
 
 
+class Broken(Classification):
+    """Fails in the 3rd step of rank 1, of every attempt: a bug."""
+
+    fails_at = 3
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.steps = -1  # the first call is the warm-up's
+        self.fails = World.detect().rank == 1
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += model.training
+        if self.fails and self.steps == self.fails_at:
+            raise ValueError("a bad sample")
+        return super().step(model, batch)
+
+
+class FailsOnce(Broken):
+    """Fails in the 80th step of a job's first attempt, as of a bug that shows once in a million steps."""
+
+    fails_at = 80
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.fails = self.fails and World.detect().restart == 0
+
+
 class Unprepared(Classification):
     """Rank 1 cannot read the data."""
 

@@ -70,7 +70,6 @@ SlurmdParameters=config_overrides
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1
 PartitionName=grace Nodes=ALL PriorityTier=1 GraceTime={grace_s}
 PartitionName=cancel Nodes=ALL PriorityTier=1 PreemptMode=CANCEL
-PartitionName=cancel-grace Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime={grace_s}
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 SLURM_CONF_ACCOUNTING = """\
@@ -141,6 +140,8 @@ class Cluster:
 
     def _start(self, waits: dict[str, int], accounting: bool, owner: int) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
+        for old in self.logs.glob("*.log"):
+            old.unlink()
         # A UNIX socket's path holds at most 107 bytes, less than many a test's folder, so sockets go elsewhere.
         run = Path(tempfile.mkdtemp(prefix="ls-", dir="/tmp"))
         (run / "owner").write_text(f"{owner}\n{self.folder}")

@@ -41,6 +41,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     started.stop()
 
 
+def processes() -> Iterator[tuple[int, list[str], dict[str, str]]]:
+    """Pid, words and environment of every process here."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            environ = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            yield int(folder.name), command, dict(word.split("=", 1) for word in environ if "=" in word)
+
+
+def parent(pid: int) -> int:
+    """The pid of the process that started this one."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 class User:
     """Someone in the project's folder, at a terminal of that cluster."""
 
@@ -104,16 +118,29 @@ class User:
 
     def kills(self, name: str, *ranks: int) -> None:
         """SIGKILL to these ranks of the run, in this order and at once."""
-        pids = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                command, environ = (process / "cmdline").read_bytes(), (process / "environ").read_bytes().split(b"\0")
-                if b"submitit.core._submit" in command and str(self.run(name).logs).encode() in command:
-                    rank = next((v for v in environ if v.startswith(b"SLURM_PROCID=")), None)
-                    if rank is not None and b"srun" not in command:
-                        pids[int(rank.split(b"=")[1])] = int(process.name)
+        pids = {
+            int(environ["SLURM_PROCID"]): pid
+            for pid, command, environ in processes()
+            if "submitit.core._submit" in command and str(self.run(name).logs) in command and command[0] != "srun"
+        }
         for number in ranks:
             os.kill(pids[number], signal.SIGKILL)
+
+    def kills_srun(self, name: str) -> None:
+        """SIGKILL to the run's srun, but first to its child, which would have the ranks killed too."""
+        found = [pid for pid, command, _ in processes() if command[0] == "srun" and str(self.run(name).logs) in command]
+        assert found, f"no srun of {name}"
+        for pid in sorted(found, key=lambda pid: parent(pid) not in found):
+            os.kill(pid, signal.SIGKILL)
+
+    def kills_node(self, node: str) -> None:
+        """As a power cut would: slurmd, and all that it has started."""
+        self.cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
+        ours = {"SLURM_CONF": str(self.cluster.conf), "SLURMD_NODENAME": node}
+        tasks = {pid for pid, _, environ in processes() if ours.items() <= environ.items()}
+        keepers = {pid for pid, command, _ in processes() if command[0].startswith("slurmstepd")}
+        for pid in tasks | keepers & {parent(pid) for pid in tasks}:
+            os.kill(pid, signal.SIGKILL)
 
     def waits_until_gone(self, job: str, deadline_s: float = DEADLINE_S) -> None:
         """Until the job has left the queue."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from submitit import SlurmJob
 
+from trainer.observe.attempts import FAILURES
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
 
@@ -25,14 +26,14 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
     try:
         while True:
             # First look for the end, then read: so the last lines are in what is read.
-            reasons = [record["reason"] for record in read_lines(run.attempts)[seen:]]
+            ends = read_lines(run.attempts)[seen:]
             gone = False
             if time.monotonic() > next_look:
                 gone, next_look = not in_queue(job.job_id), time.monotonic() + QUEUE_POLL_S
             offset = print_new(job.paths.stdout, offset)
-            if "finished" in reasons:
+            if any(end["reason"] == "finished" for end in ends):
                 return 0
-            if "failed" in reasons:
+            if any(end["reason"] in FAILURES and not end["requeue"] for end in ends):
                 print(f"[laststep] the run failed; each rank's log is in {run.logs}", file=sys.stderr)
                 return 1
             if gone:

@@ -1,0 +1,110 @@
+"""What ends an attempt by force or by mistake, and whether the run then goes on by itself, on a real Slurm.
+
+A run that nobody watches must come back from what passes, and must not burn a cluster's hours on what does not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.ranks import fingerprint
+from tests.slurm.cluster import Cluster
+from tests.slurm.conftest import DEADLINE_S, User
+
+TWO_RANKS = ("--nodes", "2", "train.max_steps=160")  # 63 steps an epoch, a checkpoint after each
+MID_EPOCH = "step 80/160"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(user: User) -> dict[str, Any]:
+    """The fingerprint of the run that nobody touched."""
+    user.types(*TWO_RANKS, "--name", "calm", "--follow")
+    return fingerprint(user.run("calm"))
+
+
+def comes_back(user: User, name: str, undisturbed: dict[str, Any]) -> dict[str, Any]:
+    """See a run end as if nothing had been, after one attempt that ended early, in the same job; returns that one."""
+    user.waits_for_end(name, "finished")
+    first, second = user.attempts(name)
+    assert (first["job_id"], second["job_id"]) == (user.job_of(name), user.job_of(name))
+    assert first["requeue"] and first["end_step"] - first["lost_steps"] == second["start_step"]
+    assert fingerprint(user.run(name)) == undisturbed
+    return first
+
+
+def test_every_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
+    """SIGKILL of all at once leaves nobody to say how it ended or to ask for a requeue, but the batch shell."""
+    following = user.begins(*TWO_RANKS, "--name", "killed", "--follow")
+    user.waits_for("killed", MID_EPOCH)
+    user.kills("killed", 0, 1)
+    (lost,) = user.waits_for_end("killed", "lost")
+    assert lost["end_step"] >= 80 and lost["end_step"] - lost["lost_steps"] == 63, "known from metrics.jsonl"
+    assert lost["lost_s"] > 0
+    said, _ = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 0 and "the attempt ended (lost), the run goes on" in said
+    assert "resuming after step 63" in said, "--follow streams through the requeue"
+    comes_back(user, "killed", undisturbed)
+
+
+def test_srun_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
+    """The ranks live on without it, until the batch shell ends and Slurm kills them. Requeued before that, they get
+    the SIGTERM of any requeue, and keep every step."""
+    user.types(*TWO_RANKS, "--name", "srun")
+    user.waits_for("srun", MID_EPOCH)
+    user.kills_srun("srun")
+    first = comes_back(user, "srun", undisturbed)
+    assert (first["reason"], first["lost_steps"]) == ("preempted", 0)
+
+
+def test_a_rank_fails_once(user: User, undisturbed: dict[str, Any]) -> None:
+    """An attempt that fails after it has kept steps is worth another: the next may get past that place."""
+    following = user.begins(*TWO_RANKS, "--name", "fails", "--follow", "task=tests.tasks.FailsOnce")
+    said, _ = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 0, said
+    first = comes_back(user, "fails", undisturbed)
+    assert first["reason"] == "failed" and "ValueError: a bad sample" in first["error"]
+
+
+def test_a_rank_fails_always_at_the_same_place(user: User) -> None:
+    """A bug is no bad luck: after launch.max_failures attempts that kept no step, the run ends and says so."""
+    options = ("--name", "bug", "task=tests.tasks.Broken", "launch.max_failures=1")
+    following = user.begins(*TWO_RANKS, "--follow", *options)
+    said, _ = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 1 and "the run failed" in said
+    assert [(end["reason"], end["requeue"]) for end in user.attempts("bug")] == [("failed", True), ("failed", False)]
+    user.waits_until_gone(user.job_of("bug"))
+    user.waits_for("bug", "not requeued: the attempt ended (failed) and the next one would, too")
+
+
+@pytest.fixture(scope="module")
+def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    """A user of another cluster, whose daemons die; it takes a silent node for dead after 10 s."""
+    cluster = Cluster.start(tmp_path_factory.mktemp("fragile"), slurmd_timeout_s=10, owner=os.getpid())
+    yield User(cluster, tmp_path_factory.mktemp("runs"))
+    cluster.stop()
+
+
+def test_the_controller_is_away(fragile: User, undisturbed: dict[str, Any]) -> None:
+    """While slurmctld is restarted nobody can requeue anything: it must not cost the run."""
+    fragile.types(*TWO_RANKS, "--name", "away")
+    fragile.waits_for("away", MID_EPOCH)
+    fragile.cluster.stop_daemon("slurmctld", signal.SIGKILL)
+    fragile.kills("away", 0, 1)
+    fragile.waits_for("away", "Killed")
+    fragile.cluster.start_daemon("slurmctld")
+    assert comes_back(fragile, "away", undisturbed)["reason"] == "lost"
+
+
+def test_a_node_dies(fragile: User, undisturbed: dict[str, Any]) -> None:
+    """With its slurmd and its rank; the run goes on on the nodes that are left."""
+    fragile.types(*TWO_RANKS, "--name", "node")
+    fragile.waits_for("node", MID_EPOCH)
+    node = fragile.cluster.run("squeue", "-h", "-j", fragile.job_of("node"), "-O", "NodeList:.20").strip()
+    assert node == "n[1-2]"
+    fragile.kills_node("n2")
+    comes_back(fragile, "node", undisturbed)
