@@ -1,4 +1,7 @@
-"""All benchmarks, one after another: `python -m benchmarks`. Each writes its figures into results/."""
+"""All benchmarks that need nothing but Laststep, one after another: `python -m benchmarks`, about a quarter of an hour.
+
+Each writes its figures into results/. What needs Slurm and other trainers is a package of its own: benchmarks.peers.
+"""
 
 from __future__ import annotations
 

@@ -25,9 +25,10 @@ TEXT = """\
 
 The same training (the small network on 4,000 digits, 2 ranks on 2 nodes, {steps} steps of {step_ms} ms in {epochs}
 epochs) under three trainers, hit once in the middle of its second epoch, on a real Slurm with KillWait at {kill_wait}
-s. Both peers write a checkpoint after each epoch and are given more than what is usually copied: they look for it
-however they were started, whereas the usual submitit script does so only at SIGUSR2, and Lightning's page on Slurm
-not at all. All steps are read from the model's own count, by one harness (`python -m benchmarks.peers`).
+s. Both peers write a checkpoint after each epoch, and are kinder than what is usually copied: they go on from their
+newest checkpoint however they were started. The usual submitit script looks for it at SIGUSR2 alone, and Lightning's
+page on Slurm for the one of its own signal alone, so that both start from nothing after a preemption. The steps are
+read from the model's own count, by one harness for all (`python -m benchmarks.peers`).
 
 *Lost* are steps that had to be done again. *Back in* is the time from the last step before to the first step beyond
 it, queue included; *by hand*: the job was gone or hung for {deadline} s, and somebody had to start it again. *Same

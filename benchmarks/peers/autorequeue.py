@@ -1,7 +1,8 @@
 """Lightning's auto-requeue, as its page on Slurm tells: SLURMEnvironment, DDP, and a checkpoint after each epoch.
 
-`srun python -m benchmarks.peers.autorequeue FOLDER` is one rank. Kinder than that page: `ckpt_path="last"`, so that a
-job that comes back without Lightning's own requeue (a preemption) goes on from the last epoch.
+`srun python -m benchmarks.peers.autorequeue FOLDER` is one rank. Kinder than that page, which names no `ckpt_path`: it
+goes on from the newest checkpoint, whether it was written at the signal or after an epoch. (Without a name, a job that
+Lightning did not requeue itself starts from nothing; with "last", what was written at the signal is passed over.)
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def main(folder: Path) -> None:
     )
     workload.record_steps(digits.model, trainer.global_rank)
     loader = DataLoader(workload.training_set(), batch_size=workload.BATCH_SIZE // trainer.world_size, shuffle=True)
-    trainer.fit(digits, loader, ckpt_path="last")
+    written = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    trainer.fit(digits, loader, ckpt_path=written[-1] if written else None)
     if trainer.is_global_zero:
         (folder / "weights.sha256").write_text(weights_sha256(digits.model.state_dict()))
 

@@ -20,7 +20,7 @@ from trainer.data.datasets import open_datasets
 from trainer.schema import Data
 from trainer.tasks.models import build_model
 
-EPOCHS = 5
+EPOCHS = 6
 BATCH_SIZE = 32  # over both ranks
 STEPS_PER_EPOCH = 125  # of the 4,000 digits
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
