@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train check test slurm slurm-down bench clean
+.PHONY: train check test slurm slurm-down chaos bench clean
 
 train: $(VENV)/installed  ## the main job: learn 5,000 handwritten digits on this machine
 	$(BIN)/python launch.py --local
@@ -21,6 +21,12 @@ slurm: $(VENV)/installed slurm-packages  ## a real Slurm on this machine, thrown
 
 slurm-down:
 	$(BIN)/python -m tests.slurm.cluster down
+
+# N faults (200 take the better half of an hour), by the plan of SEED; 1 in the exit status when anything went wrong.
+N ?= 30
+SEED ?= 1
+chaos: $(VENV)/installed-dev slurm-packages  ## random faults at random moments on real runs, and one table: docs/chaos.md
+	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) --report docs/chaos.md
 
 bench: $(VENV)/installed  ## every figure that README quotes
 	$(BIN)/python -m benchmarks

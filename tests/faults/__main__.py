@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,14 +34,27 @@ class Harness:
         self.keep = keep
         self.undisturbed: dict[str, Undisturbed] = {}
         self._layouts = deque(layouts(plan))
+        self._slots = range(report.at_once)
+        self._errors: list[BaseException] = []
         self._lock = threading.Lock()
 
     def run(self) -> None:
         """All of it: first the runs that nobody touches, then the others."""
         for work in (self._undisturbed, self._under_faults):
-            with ThreadPoolExecutor(self.report.at_once) as pool:
-                for done in [pool.submit(work, slot) for slot in range(self.report.at_once)]:
-                    done.result()
+            # Daemons, as an interrupted harness must not wait for runs whose cluster it ends.
+            threads = [threading.Thread(target=self._do, args=(work, slot), daemon=True) for slot in self._slots]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if self._errors:
+                raise self._errors[0]
+
+    def _do(self, work: Callable[[int], None], slot: int) -> None:
+        try:
+            work(slot)
+        except BaseException as error:  # whatever it is, the main thread raises it
+            self._errors.append(error)
 
     def _undisturbed(self, slot: int) -> None:
         while self._layouts:
@@ -87,20 +100,21 @@ def main(words: Sequence[str]) -> int:
     if lack := missing():
         print(lack, file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the cluster ends too
     folder = Path(tempfile.mkdtemp(prefix="laststep-faults-"))
     site = Site(folder)
     try:
         kinds = {name: fault for name, fault in FAULTS.items() if not given.only or name in given.only}
         plan = make_plan(kinds, given.faults, given.seed, site.lacks.keys())
         report = Report(given.seed, given.faults, given.at_once, site.lacks)
-        Harness(site, plan, report, folder).run()
+        Harness(site, plan, report, folder / "kept").run()
     finally:
         site.close()
     print(report.terminal())
     if given.report:
         given.report.write_text(report.markdown())
     if report.violations:
-        print(f"the runs are kept in {folder}")
+        print(f"what went wrong is kept in {folder / 'kept'}")
         return 1
     shutil.rmtree(folder)
     return 0

@@ -20,7 +20,7 @@ def aim(victim: Victim, moment: Moment, delay_ms: int) -> None:
     come.
     """
     first = not victim.log.events and moment in (Moment.START, Moment.RESTORE)
-    old = {rank.attempt for rank in victim.ranks().values()}
+    old = set() if first else {rank.attempt for rank in victim.ranks().values()}
     resumed, stopped = victim.log.last("resume"), victim.log.last("stop")
     if moment in (Moment.START, Moment.RESTORE, Moment.STOP, Moment.HOLD) and not first:
         victim.slurm("scontrol", "requeue", victim.job.job_id)

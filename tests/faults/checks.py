@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.faults.plan import Loss
+from trainer.observe.metrics import read_lines
+from trainer.rundir import RunDir
 
 CLOCKS = ("time", "samples_per_s")
 Record = Mapping[str, Any]
@@ -36,6 +38,27 @@ class Undisturbed:
 
     weights: str
     metrics: Sequence[Record]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the harness saw of a run by means of its own."""
+
+    begun: Mapping[Attempt, int]  # training batches that each attempt began
+    resumed: Sequence[int]  # steps that the log says its attempts started after
+    damaged: AbstractSet[int]  # steps whose checkpoints, as they stand, it damaged
+    set_back: AbstractSet[Attempt]  # attempts after which it damaged the newest checkpoint
+
+
+def check_run(
+    run: RunDir, verified: Sequence[Record], undisturbed: Undisturbed, seen: Seen, log_every: int
+) -> list[str]:
+    """All that must hold of a finished run's folder; `verified` is what `launch.py verify --json` says of it."""
+    return [
+        *check_metrics(read_lines(run.metrics), undisturbed.metrics),
+        *check_checkpoints(verified, seen.damaged, undisturbed.weights),
+        *check_attempts(read_lines(run.attempts), seen, log_every),
+    ]
 
 
 def without_clocks(line: Record) -> dict[str, Any]:
@@ -79,19 +102,8 @@ def check_checkpoints(verified: Sequence[Record], damaged: AbstractSet[int], wei
     return wrong
 
 
-def check_attempts(
-    records: Sequence[Record],
-    begun: Mapping[Attempt, int],
-    resumed: Sequence[int],
-    set_back: AbstractSet[Attempt],
-    log_every: int,
-) -> list[str]:
-    """attempts.jsonl tells what happened.
-
-    `begun` has the training batches that each attempt began, by our own count; `resumed` the steps that the log says
-    they started after; `set_back` the attempts after which we damaged the newest checkpoint. What a lost attempt did is
-    known but for its last `log_every` steps.
-    """
+def check_attempts(records: Sequence[Record], seen: Seen, log_every: int) -> list[str]:
+    """attempts.jsonl tells what happened. What a lost attempt did is known but for its last `log_every` steps."""
     wrong = []
     numbers = [record["attempt"] for record in records]
     first = numbers[0] if numbers else 0
@@ -100,22 +112,22 @@ def check_attempts(
     known = [Attempt.of(record) for record in records]
     if twice := [str(attempt) for attempt, count in Counter(known).items() if count > 1]:
         wrong.append(f"attempts.jsonl has more than one record of {', '.join(twice)}")
-    if missing := sorted(str(attempt) for attempt, count in begun.items() if count > 0 and attempt not in known):
+    if missing := sorted(str(attempt) for attempt, count in seen.begun.items() if count > 0 and attempt not in known):
         wrong.append(f"attempts.jsonl has no record of {', '.join(missing)}, which trained")
     reasons = [record["reason"] for record in records]
     if "finished" not in reasons[-1:] or "finished" in reasons[:-1]:
         wrong.append(f"attempts.jsonl ends as {reasons[-1:]}, finished {reasons.count('finished')} times")
     for attempt, record in zip(known, records):
-        did, trained = record["end_step"] - record["start_step"], begun.get(attempt, 0)
+        did, trained = record["end_step"] - record["start_step"], seen.begun.get(attempt, 0)
         if not trained - 1 - log_every <= did <= trained:
             wrong.append(f"attempt {attempt} is recorded with {did} steps, but began {trained}")
     for (attempt, record), after in zip(zip(known, records), records[1:]):
         kept = record["end_step"] - record["lost_steps"]
-        if after["start_step"] != kept and attempt not in set_back:
+        if after["start_step"] != kept and attempt not in seen.set_back:
             wrong.append(
                 f"attempt {attempt} kept step {kept} by its record, but the next started at {after['start_step']}"
             )
-    if unknown := sorted(set(resumed) - {record["start_step"] for record in records}):
+    if unknown := sorted(set(seen.resumed) - {record["start_step"] for record in records}):
         wrong.append(f"the log says that it resumed after steps {_some(unknown)}, attempts.jsonl does not")
     return wrong
 

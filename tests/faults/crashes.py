@@ -63,11 +63,17 @@ def restart_slurmd(victim: Victim, shot: Shot) -> None:
     victim.site.cluster.start_daemon(f"slurmd.{node}")
 
 
-def lose_slurmd(victim: Victim, shot: Shot) -> None:
+def lose_slurmd(victim: Victim, shot: Shot) -> float:
     """A node is cut off: Slurm gives it up and starts the job anew, while the ranks there work on until it is back."""
-    node = victim.node(shot.aim)
-    victim.site.cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
-    _back_later(victim, node, 2.5 * SLURMD_TIMEOUT_S)
+    node, cluster = victim.node(shot.aim), victim.site.cluster
+    cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
+    try:
+        victim.wait(
+            lambda: "down" in cluster.run("sinfo", "-h", "-n", node, "-o", "%t"), 60, f"{node} was not given up"
+        )
+        return time.monotonic()
+    finally:
+        _back_later(victim, node, 5)
 
 
 def restart_controller(victim: Victim, shot: Shot) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.faults import checks
 from tests.faults.aim import aim, whereabouts
-from tests.faults.checks import Attempt, Undisturbed
+from tests.faults.checks import Attempt, Seen, Undisturbed
 from tests.faults.damage import Unrefused
 from tests.faults.faults import FAULTS
 from tests.faults.plan import Fault, Loss, Moment, Return, RunPlan, Shot
@@ -64,8 +64,8 @@ class Run:
         self.plan = plan
         self.tell = tell
         self.wrong: list[str] = []
+        self.spoiled = False  # by what a fault did
         self.root = site.folder / (f"disk-{plan.name}" if plan.setting.disk else "runs")
-        self.root.mkdir(exist_ok=True)
         if plan.setting.disk:
             site.mount(self.root, DISK_MB)
         self.victim = Victim(site, RunDir(self.root / plan.name), site.folder / "aside" / plan.name, plan.setting)
@@ -104,9 +104,9 @@ class Run:
         try:
             self._types("submit", *self.words)
             while shots and self._is_ready(shots[0]):
-                if not self._take(shots[0]):
-                    missed.append(shots[0])
-                shots.pop(0)
+                shot = shots.pop(0)
+                if not self._take(shot):
+                    missed.append(shot)
             self._end()
             if undisturbed is not None:
                 self._check(undisturbed)
@@ -120,10 +120,13 @@ class Run:
         return Undisturbed(self._verified()[-1]["weights_sha256"], read_lines(self.victim.run.metrics))
 
     def close(self, keep: Path) -> None:
-        """Take away the run's disk; what went wrong is copied to `keep` first."""
+        """Take away the run's folder; one with anything wrong moves to `keep`."""
+        if self.wrong or self.spoiled:
+            keep.mkdir(exist_ok=True)
+            shutil.copytree(self.victim.run.path, keep / self.plan.name)
+            shutil.copytree(self.victim.aside, keep / self.plan.name / "aside")
+        shutil.rmtree(self.victim.run.path)
         if self.plan.setting.disk:
-            if self.wrong:
-                shutil.copytree(self.victim.run.path, keep / self.plan.name)
             self.site.unmount(self.root)
 
     def _types(self, *words: str) -> None:
@@ -199,6 +202,7 @@ class Run:
             hit.wrong.append(str(error))
             raise GaveUp(f"given up after {fault.name} ({where.words})") from None
         finally:
+            self.spoiled |= bool(hit.wrong)
             self.tell(hit)
 
     def _by_whom(self, fault: Fault, attempt: Attempt | None, known: set[Attempt]) -> str:
@@ -263,8 +267,9 @@ class Run:
         if hit.by == "stayed":
             return
         victim.log.poll()
-        resume = victim.log.last("resume")
-        assert resume is not None
+        if (resume := victim.log.last("resume")) is None:
+            hit.wrong.append("its log does not say where it resumed")
+            return
         starts = {Attempt.of(record): int(record["start_step"]) for record in victim.records()}
         begun = {
             a: count for a, count in victim.traces().items() if a in starts and a not in self.settled and count > 0
@@ -311,12 +316,13 @@ class Run:
 
     def _check(self, undisturbed: Undisturbed) -> None:
         victim = self.victim
-        damaged = {int(path.name[5:]) for path in victim.checkpoints() if identity(path) in victim.own}
-        resumed = [event.number for event in victim.log.events if event.kind == "resume"]
-        records, begun = victim.records(), victim.traces()
-        self.wrong += checks.check_metrics(read_lines(victim.run.metrics), undisturbed.metrics)
-        self.wrong += checks.check_checkpoints(self._verified(), damaged, undisturbed.weights)
-        self.wrong += checks.check_attempts(records, begun, resumed, self.set_back, self.log_every)
+        seen = Seen(
+            begun=victim.traces(),
+            resumed=[event.number for event in victim.log.events if event.kind == "resume"],
+            damaged={int(path.name[5:]) for path in victim.checkpoints() if identity(path) in victim.own},
+            set_back=self.set_back,
+        )
+        self.wrong += checks.check_run(victim.run, self._verified(), undisturbed, seen, self.log_every)
 
     def _verified(self) -> list[dict[str, Any]]:
         done = self.site.launch("verify", self.victim.run.name, "--json", f"launch.root={self.root}")

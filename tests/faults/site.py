@@ -46,7 +46,8 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.turn = Turn()
-        self.lacks: dict[str, str] = {}  # what this machine cannot do, and so which runs are not made: why
+        self.lacks: dict[str, str] = {}  # what this machine cannot do, and why: no run then has it
+        self._mounted: set[Path] = set()
         conf = re.sub(r"^PartitionName=.*\n", "", SLURM_CONF, flags=re.MULTILINE)
         conf = re.sub(r"^SlurmdTimeout=.*$", f"SlurmdTimeout={SLURMD_TIMEOUT_S}", conf, flags=re.MULTILINE)
         self.cluster = Cluster.start(
@@ -54,13 +55,22 @@ class Site:
         )
         self._looking = threading.Lock()
         self._looked_at, self._jobs = 0.0, list[Job]()
-        self.clock = self._compile_clock()
-        if reason := _try_mount(folder / "try"):
-            self.lacks["disk"] = reason
+        self.clock: Path | None = None
+        try:
+            self.clock = compile_clock(folder)
+        except OSError as error:
+            self.lacks["clock"] = f"no run has a clock of its own: {error}"
+        try:
+            self.mount(folder / "try", megabytes=1)
+            self.unmount(folder / "try")
+        except OSError as error:
+            self.lacks["disk"] = f"a small disk cannot be mounted: {error}"
 
     def close(self) -> None:
-        """End the cluster."""
+        """End the cluster, and take away the disks."""
         self.cluster.stop()
+        for folder in list(self._mounted):
+            self.unmount(folder)
 
     def launch(self, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """`python launch.py WORDS`, as a user of this cluster types it."""
@@ -91,36 +101,28 @@ class Site:
 
     def mount(self, folder: Path, megabytes: int) -> None:
         """A small disk. Raises OSError where this process may not mount."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise OSError(done.stderr.strip())
+        self._mounted.add(folder)
 
     def unmount(self, folder: Path) -> None:
         """The disk and what is on it are gone."""
         subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
+        self._mounted.remove(folder)
         folder.rmdir()
 
-    def _compile_clock(self) -> Path | None:
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            self.lacks["clock"] = "no C compiler"
-            return None
-        library = self.folder / "clock.so"
-        source = Path(__file__).with_name("clock.c")
-        subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
-        return library
 
-
-def _try_mount(folder: Path) -> str | None:
-    """Why this process cannot mount a small disk, or None."""
-    folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], capture_output=True, text=True)
-    if done.returncode:
-        return done.stderr.strip()
-    subprocess.run(["umount", str(folder)], check=True)
-    return None
+def compile_clock(folder: Path) -> Path:
+    """The library in `folder` that moves the clock of who preloads it. Raises OSError without a compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise OSError("no C compiler")
+    library, source = folder / "clock.so", Path(__file__).with_name("clock.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
+    return library
 
 
 class Turn:

@@ -125,6 +125,7 @@ class Victim:
     def later(self, seconds: float, act: Callable[[], object]) -> None:
         """Do something while the run goes on."""
         timer = threading.Timer(seconds, act)
+        timer.daemon = True
         timer.start()
         self._later.append(timer)
 

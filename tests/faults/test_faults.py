@@ -1,0 +1,254 @@
+"""A short selection of faults on real runs, and that what the harness checks can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.checks import Attempt, Seen, Undisturbed, check_loss, check_run, lost_steps
+from tests.faults.faults import FAULTS
+from tests.faults.plan import Loss, make_plan
+from tests.faults.site import PROJECT, Turn, compile_clock
+from tests.slurm.cluster import missing
+from trainer.rundir import RunDir
+
+DEADLINE_S = 600.0
+# A kind of each family.
+KINDS = ("requeue", "preempt", "usr2", "usr2-rank", "scancel", "bit-flipped", "resume-twice", "slurmctld-restart")
+WEIGHTS = "0f0f"
+FIRST, SECOND = Attempt("7", 0), Attempt("7", 1)
+
+
+@pytest.mark.slurm
+def test_runs_come_back_from_eight_faults() -> None:
+    """The promise of the project. `make chaos N=200` is the long form of this."""
+    if lack := missing():
+        if os.environ.get("LASTSTEP_REQUIRE_SLURM"):
+            pytest.fail(lack)
+        pytest.skip(lack)
+    only = [word for kind in KINDS for word in ("--only", kind)]
+    command = [sys.executable, "-m", "tests.faults", "--faults", "8", "--seed", "1", "--at-once", "2", *only]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 faults of 8 planned" in done.stdout and "0 violations" in done.stdout
+
+
+class Folder:
+    """A run of 10 steps, 5 an epoch, that was stopped once after the 6th, and all that is known of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.run = RunDir(path)
+        steps = [{"step": step, "epoch": (step + 4) // 5, "loss": 1 / step, "lr": 0.1} for step in range(1, 11)]
+        epochs = [{"epoch": 1, "step": 5, "val_loss": 0.5}, {"epoch": 2, "step": 10, "val_loss": 0.25}]
+        self.metrics: list[dict[str, Any]] = [*steps[:5], epochs[0], *steps[5:], epochs[1]]
+        self.undisturbed = Undisturbed(WEIGHTS, [{**line, "time": 1.0} for line in self.metrics])
+        self.verified: list[dict[str, Any]] = [
+            {"step": 6, "ok": True, "error": None, "weights_sha256": "abab"},
+            {"step": 10, "ok": True, "error": None, "weights_sha256": WEIGHTS},
+        ]
+        stopped = {"start_step": 0, "end_step": 6, "reason": "preempted", "lost_steps": 0}
+        finished = {"start_step": 6, "end_step": 10, "reason": "finished", "lost_steps": 0}
+        self.attempts: list[dict[str, Any]] = [
+            {"attempt": 0, "job_id": "7", "restart": 0, **stopped},
+            {"attempt": 1, "job_id": "7", "restart": 1, **finished},
+        ]
+        self.begun = {FIRST: 6, SECOND: 4}
+        self.resumed = [0, 6]
+        self.damaged: set[int] = set()
+        self.set_back: set[Attempt] = set()
+
+    def wrong(self, log_every: int = 0) -> str:
+        """What the harness finds wrong with it."""
+        self.run.path.mkdir(exist_ok=True)
+        for path, lines in ((self.run.metrics, self.metrics), (self.run.attempts, self.attempts)):
+            path.write_text("".join(json.dumps({**line, "time": 2.0}) + "\n" for line in lines))
+        seen = Seen(self.begun, self.resumed, self.damaged, self.set_back)
+        return "; ".join(check_run(self.run, self.verified, self.undisturbed, seen, log_every))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "run")
+
+
+def test_a_run_as_it_must_be(folder: Folder) -> None:
+    """Nothing is found wrong with it: a check that always fails would be looked away from."""
+    assert folder.wrong() == ""
+
+
+def test_a_doubled_step_line_is_found(folder: Folder) -> None:
+    """As a resume that forgot to rewind metrics.jsonl would leave."""
+    folder.metrics.insert(3, folder.metrics[2])
+    assert folder.wrong() == "metrics.jsonl has more than one line of steps 3"
+
+
+def test_a_missing_step_line_is_found(folder: Folder) -> None:
+    """As a resume that rewound metrics.jsonl too far would leave."""
+    del folder.metrics[7]
+    assert folder.wrong() == "metrics.jsonl has no line of steps 7"
+
+
+def test_step_lines_out_of_order_are_found(folder: Folder) -> None:
+    """As two attempts that wrote at once would leave."""
+    folder.metrics[1], folder.metrics[2] = folder.metrics[2], folder.metrics[1]
+    assert folder.wrong() == "metrics.jsonl has its steps out of order"
+
+
+@pytest.mark.parametrize(("line", "key"), [(0, "loss"), (3, "lr"), (5, "val_loss")])
+def test_a_value_that_differs_is_found(folder: Folder, line: int, key: str) -> None:
+    """The last bit of one number is enough: a resume that is not exact shows there first."""
+    folder.metrics[line] = {**folder.metrics[line], key: folder.metrics[line][key] * (1 + 2**-52)}
+    assert "metrics.jsonl differs from the undisturbed run's at steps" in folder.wrong()
+
+
+def test_an_epoch_line_too_many_is_found(folder: Folder) -> None:
+    """As a validation that was done again after a stop could leave."""
+    folder.metrics.append(folder.metrics[-1])
+    assert folder.wrong() == "metrics.jsonl has 13 lines, the undisturbed run's 12"
+
+
+def test_wrong_weights_are_found(folder: Folder) -> None:
+    """Even where every metric is right."""
+    folder.verified[-1]["weights_sha256"] = "f0f0"
+    assert folder.wrong() == "the final weights differ from the undisturbed run's: f0f0"
+
+
+def test_a_damaged_checkpoint_is_found(folder: Folder) -> None:
+    """Unless the harness damaged it itself; then it must be found out by verify."""
+    folder.verified[0] |= {"ok": False, "error": "state.pt is missing"}
+    assert folder.wrong() == "the checkpoint of step 6 is damaged, and not by us: state.pt is missing"
+    folder.damaged = {6}
+    assert folder.wrong() == ""
+    folder.verified[0] |= {"ok": True, "error": None}
+    assert folder.wrong() == "the checkpoint of step 6 was damaged by us, and verify takes it for whole"
+
+
+def test_an_attempt_without_a_record_is_found(folder: Folder) -> None:
+    """One that trained, by the harness's own trace, must have a line in attempts.jsonl."""
+    folder.begun[Attempt("8", 0)] = 1
+    assert folder.wrong() == "attempts.jsonl has no record of 8-0, which trained"
+
+
+def test_attempts_that_do_not_join_are_found(folder: Folder) -> None:
+    """The next attempt starts where the one before says that it left off, or steps are lost and nobody says so."""
+    folder.attempts[1]["start_step"] = folder.resumed[1] = 5
+    folder.begun[SECOND] = 5
+    assert folder.wrong() == "attempt 7-0 kept step 6 by its record, but the next started at 5"
+    folder.set_back = {FIRST}
+    assert folder.wrong() == "", "the harness damaged what it had kept"
+
+
+def test_a_record_that_hides_what_was_done_is_found(folder: Folder) -> None:
+    """Lost steps are counted by the harness, so that a run that hid them would be found out."""
+    folder.begun[FIRST] = 9
+    assert folder.wrong() == "attempt 7-0 is recorded with 6 steps, but began 9"
+    assert folder.wrong(log_every=5) == "", "of an attempt that could not say, what metrics.jsonl had is known"
+
+
+def test_a_log_that_says_something_else_is_found(folder: Folder) -> None:
+    """The step after which a resume began is told twice."""
+    folder.resumed = [0, 4]
+    assert folder.wrong() == "the log says that it resumed after steps 4, attempts.jsonl does not"
+
+
+def test_a_gap_in_the_attempts_is_found(folder: Folder) -> None:
+    """Each attempt has one line, in order."""
+    folder.attempts[1]["attempt"] = 2
+    assert folder.wrong() == "attempts.jsonl counts [0, 2]"
+
+
+def test_a_run_that_did_not_finish_is_found(folder: Folder) -> None:
+    """Or that finished twice."""
+    folder.attempts[1]["reason"] = "failed"
+    assert "attempts.jsonl ends as ['failed'], finished 0 times" in folder.wrong()
+
+
+def test_lost_steps_are_counted() -> None:
+    """A step is known to be done when the next has begun: of 11 begun after step 20, 10 are."""
+    assert lost_steps(start=20, begun=11, resumed=30) == 0
+    assert lost_steps(start=20, begun=11, resumed=31) == 0
+    assert lost_steps(start=20, begun=11, resumed=28) == 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "nodes", "resumed", "lost", "wrong"),
+    [
+        (Loss.NOTHING, 1, 30, 0, ""),
+        (Loss.NOTHING, 1, 29, 1, "1 steps lost, 0 allowed"),
+        (Loss.SINCE_SAVE, 1, 20, 10, ""),
+        (Loss.SINCE_SAVE, 1, 19, 11, "resumed after step 19, but step 20 had been saved"),
+        (Loss.UNLESS_A_NODE_LIVES, 1, 20, 10, ""),
+        (Loss.UNLESS_A_NODE_LIVES, 2, 20, 10, "10 steps lost, 0 allowed"),
+        (Loss.NEWEST, 1, 20, 10, ""),
+        (Loss.NEWEST, 1, 30, 0, "resumed after step 30, but 20 was the newest whole checkpoint"),
+    ],
+)
+def test_what_a_fault_may_cost(loss: Loss, nodes: int, resumed: int, lost: int, wrong: str) -> None:
+    """After 30 steps, with a save at 20: one step too many is found, and so is a damaged checkpoint that was loaded."""
+    assert "; ".join(check_loss(loss, nodes, resumed, lost, kept=20)) == wrong
+
+
+def test_the_plan_is_a_function_of_the_seed() -> None:
+    """Else a violation could not be looked at again."""
+    plan = make_plan(FAULTS, 200, seed=1)
+    assert plan == make_plan(FAULTS, 200, seed=1) != make_plan(FAULTS, 200, seed=2)
+    shots = [shot for run in plan for shot in run.shots]
+    assert len(shots) == 200
+    assert set(Counter(shot.fault for shot in shots)) == set(FAULTS), "no kind is left out of a long run"
+    for run in plan:
+        for shot in run.shots:
+            assert FAULTS[shot.fault].needs(run.setting) and shot.moment in FAULTS[shot.fault].moments
+
+
+def test_the_plan_leaves_out_what_the_machine_lacks() -> None:
+    """Without a compiler there is no clock to set; and where nothing can be tried, that is an error, not a success."""
+    plan = make_plan(FAULTS, 200, seed=1, lacks={"clock", "disk"})
+    assert not {"clock-step", "disk-full", "disk-full-at-stop"} & {shot.fault for run in plan for shot in run.shots}
+    with pytest.raises(ValueError, match="can try none of clock-step"):
+        make_plan({"clock-step": FAULTS["clock-step"]}, 8, seed=1, lacks={"clock"})
+
+
+def test_faults_that_everybody_feels_are_alone() -> None:
+    """A run that is hit while the controller is away for another's sake would be judged by the wrong fault."""
+    turn, alone, order = Turn(), threading.Event(), list[str]()
+
+    def take_alone() -> None:
+        with turn.take(alone=True):
+            alone.set()
+            order.append("alone")
+
+    with turn.take(alone=False), turn.take(alone=False):
+        waiting = threading.Thread(target=take_alone)
+        waiting.start()
+        assert not alone.wait(0.2)
+        order.append("shared")
+    waiting.join(timeout=10)
+    assert order == ["shared", "alone"]
+
+
+def test_the_clock_can_be_set(tmp_path: Path) -> None:
+    """A clock that did not step would make its fault a fault that does nothing."""
+    if not (shutil.which("cc") or shutil.which("gcc")):
+        pytest.skip("no C compiler: the harness leaves clocks alone too, and says so")
+    offset = tmp_path / "clock"
+    offset.write_bytes((-3600).to_bytes(8, "little", signed=True))
+    ask = "import time; print(time.time()); start = time.monotonic(); time.sleep(0.1); print(time.monotonic() - start)"
+    moved = {"LD_PRELOAD": str(compile_clock(tmp_path)), "LASTSTEP_FAULTS_CLOCK": str(offset)}
+    now, moved_now = (
+        subprocess.run(
+            [sys.executable, "-c", ask], env={**os.environ, **env}, capture_output=True, text=True, check=True
+        )
+        for env in ({}, moved)
+    )
+    (here, _), (there, slept) = (map(float, done.stdout.split()) for done in (now, moved_now))
+    assert here - there == pytest.approx(3600, abs=60)
+    assert 0.1 <= slept < 10, "and what measures durations does not step"
