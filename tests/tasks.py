@@ -19,6 +19,7 @@ from trainer.learner import Learner
 from trainer.loop import Loop
 from trainer.state.store import CheckpointStore
 from trainer.tasks.classification import Classification
+from trainer.world import watch
 from trainer.world.detect import World
 
 
@@ -102,6 +103,34 @@ class SignalledElsewhere(Classification):
             for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
                 for process in (*multiprocessing.active_children(), multiprocessing.current_process()):
                     os.kill(process.pid or 0, number)
+        return super().step(model, batch)
+
+
+class Poisoned(Classification):
+    """The loss of the 5th step of the run is not a number, on rank 1 alone: a bad sample."""
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        output = super().step(model, batch)
+        if model.training and World.detect().rank == 1 and self.poisoned():
+            output["loss"] = output["loss"] * float("nan")
+        return output
+
+    def poisoned(self) -> bool:
+        """Whether this is that step. The warm-up's call comes first."""
+        self.calls = getattr(self, "calls", -1) + 1
+        return self.calls == 5
+
+
+class Slow(Classification):
+    """Rank 1 takes its time for every step, and the watchdog looks every second."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        watch.SLOW_WINDOW_S = 1.0
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        if World.detect().rank == 1:
+            time.sleep(0.2)
         return super().step(model, batch)
 
 

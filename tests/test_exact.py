@@ -83,7 +83,7 @@ def test_stop_anywhere(root: Path, place: str, request: pytest.FixtureRequest) -
     [
         "optim.schedule=step optim.warmup_steps=2",
         "optim.schedule=constant optim.name=adamw optim.lr=0.001",
-        "train.precision=bf16",
+        "train.precision=bf16 checkpoint.every_steps=2 checkpoint.asynchronous=false",
         "train.precision=fp16 optim.clip_norm=0.5",
         "train.channels_last=true train.activation_checkpointing=true",
         "train.max_steps=10 checkpoint.every_steps=2 checkpoint.keep_last=1 checkpoint.keep_best=0",

@@ -102,3 +102,37 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     losses = {line["step"]: line["val_loss"] for line in read_lines(run.metrics) if "val_loss" in line}
     best = min(losses, key=lambda step: losses[step])
     assert [checkpoint["step"] for checkpoint in inspect(run)] == sorted({best, 42})
+
+
+def test_a_step_that_is_not_finite_fails_the_run(tmp_path: Path) -> None:
+    """NaN would soon be in every weight, and the rest of the job's hours wasted. The same step would fail again, so the
+    run is not tried again; what stands in metrics.jsonl is what a checkpoint keeps."""
+    options = ("task=tests.tasks.Poisoned", "checkpoint.every_steps=2")
+    attempt = Attempt(config(tmp_path, "nan", 2, options))
+    assert attempt.wait() == [1, 1]
+    (record,) = read_lines(attempt.run.attempts)
+    assert record["reason"] == "failed" and record["requeue"] is False
+    assert "step 5: the loss is not finite; train.nonfinite=skip would leave such steps out" in record["error"]
+    assert [checkpoint["step"] for checkpoint in inspect(attempt.run)] == [2, 4]
+
+
+def test_a_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
+    """One bad sample of a million need not end a run: every rank leaves out that step, though only one saw the NaN, and
+    the curve says so in valid JSON."""
+    options = ("task=tests.tasks.Poisoned", "train.nonfinite=skip")
+    attempt = Attempt(config(tmp_path, "skip", 2, options))
+    assert attempt.wait() == [0, 0], attempt.output()
+    lines = [line for line in read_lines(attempt.run.metrics) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    assert [line["step"] for line in lines if line["loss"] is None and line["skipped"]] == [5]
+    assert all("skipped" not in line for line in lines if line["step"] != 5)
+    assert "NaN" not in attempt.run.metrics.read_text()
+    assert "step 5: the loss is not finite, its update was left out (1 so far)" in attempt.output()
+
+
+def test_the_rank_that_holds_the_others_up_is_named(tmp_path: Path) -> None:
+    """One slow node makes every step of every node slow, and no log would say which."""
+    attempt = Attempt(config(tmp_path, "slow", 2, ("task=tests.tasks.Slow", "train.max_steps=12")))
+    assert attempt.wait() == [0, 0]
+    assert "[laststep] rank 1 on " in attempt.logs[0].read_text()
+    assert "holds the others up" in attempt.logs[0].read_text()

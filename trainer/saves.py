@@ -62,6 +62,8 @@ class Saves:
             self.saving = copy.copy(position)
             self._began = time.monotonic()
             self._saver.start(about, state, self._metrics.sync, (self._settings.keep_last, self._settings.keep_best))
+            if not self._settings.asynchronous:
+                self.wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the save under way, if there is one, so long at most. Raises like `begin`."""

@@ -96,6 +96,7 @@ class Checkpoint:
     every_steps: int | None = setting(None, "save each time this many steps are done", least=1)
     every_minutes: float | None = setting(10.0, "save after this many minutes, at the next progress line", least=0)
     every_epochs: int | None = setting(1, "save after the validation of each N-th epoch", least=1)
+    asynchronous: bool = setting(True, "write beside the training; false waits until each checkpoint is on the disk")
     keep_last: int = setting(2, "newest checkpoints to keep", least=1)
     keep_best: int = setting(1, "checkpoints with the lowest validation loss to keep besides", least=0)
 
