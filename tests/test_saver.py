@@ -156,7 +156,7 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_process, args=(body, folder, rank, size, there))
+            process = context.Process(target=_process, args=(body, folder, rank, size, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
