@@ -46,7 +46,8 @@ def state_of(step: int) -> dict[str, Any]:
         "model": {"weight": weight.to(memory_format=torch.channels_last), "batches": torch.tensor(step)},
         "optimizer": {
             "state": {0: {"momentum": torch.randn(180_000, generator=generator)}},
-            "lr": [0.1, None, (1, "x")],
+            "lr": [0.1, 0.2],
+            "groups": [None, (1, "x")],
         },
     }
 
@@ -156,7 +157,7 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_process, args=(body, folder, rank, size, there))
+            process = context.Process(target=_process, args=(body, folder, rank, size, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -221,15 +222,18 @@ def test_any_number_of_ranks(size: int, tmp_path: Path, store: CheckpointStore) 
 def test_what_training_changes_meanwhile_is_not_saved(store: CheckpointStore) -> None:
     """The next step changes weights, momentum and counters while the writer has yet to write them."""
     for step in (1, 2):  # into a new buffer, and into the kept one
-        state, changed = state_of(step), threading.Event()
+        state, metrics, changed = state_of(step), {"val_loss": 0.5}, threading.Event()
         with savers(store, 1) as [saver]:
-            saver.start(about(step), state, lambda event=changed: event.wait(DEADLINE_S), KEEP)  # type: ignore[misc]
+            said = About(step, 1, 8, metrics)
+            saver.start(said, state, lambda event=changed: event.wait(DEADLINE_S), KEEP)  # type: ignore[misc]
             state["model"]["weight"].zero_()
             state["optimizer"]["state"][0]["momentum"] = torch.zeros(1)
             state["optimizer"]["lr"].append(3)
             state["position"]["step"] = 99
+            metrics["val_loss"] = 99.0
             changed.set()
             end(saver)
+        assert store.manifest(step).metrics == {"val_loss": 0.5}
     assert_only_whole(store, 1, 2)
 
 

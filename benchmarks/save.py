@@ -1,0 +1,279 @@
+"""What a periodic save costs the training: the Saver against torch.save and torch.distributed.checkpoint.
+
+`python -m benchmarks.save [--rounds N] [--folder F]`. Two gloo ranks train a small network; the state that they save is
+that of a ResNet-50 with AdamW and a moving average, some 400 MB, alike on both ranks. In each round every way of saving
+has its turn, in an order that rotates, on the same file system; the first round, which fills kept buffers, is dropped.
+
+Of each save it takes the stall (how long the loop stood still, on the slower rank) and what the steps beside the write
+took longer than quiet steps. The Saver's stall must be at most a tenth of a synchronous torch.save's with fsync, and at
+most the best of torch.distributed.checkpoint's; the exit status says whether it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+from torchvision import models
+
+from benchmarks.start import machine
+from trainer.state.pack import Packed
+from trainer.state.saver import About, Saver
+from trainer.state.store import CheckpointStore
+
+RESULT = Path(__file__).resolve().parent / "results" / "save.json"
+RANKS = 2
+QUIET_STEPS = 8  # before each save
+LIMIT = 0.1  # of the synchronous save's stall
+OURS, SYNCHRONOUS, UNSYNCED, ASYNC_SAVE = "Saver", "torch.save + fsync", "torch.save", "async_save"
+
+# Saves the state into a folder and returns when the loop may go on; what it returns says whether the save has ended.
+Save = Callable[[Path, int], Callable[[], bool]]
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure, print a table, write the results; 1 when the Saver's stall is over a limit."""
+    parser = argparse.ArgumentParser(prog="benchmarks.save", description="What a periodic save costs the training.")
+    parser.add_argument("--rounds", type=int, default=15, help="saves of each kind (default: 15)")
+    parser.add_argument("--folder", type=Path, help="on the file system to measure (default: that of temporary files)")
+    options = parser.parse_args(words)
+    if options.rounds < 2:
+        parser.error("--rounds must be at least 2")
+
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        spawn(_rank, (folder, options.rounds), nprocs=RANKS)
+        measured = json.loads((folder / "measured.json").read_text())
+        where = {"torch": torch.__version__, "file_system": file_system(folder)}
+    trials = measured.pop("trials")
+    results = {name: summary(trials[name], trials[SYNCHRONOUS]) for name in trials}
+    rival = min(result["stall_ms"] for name, result in results.items() if name.startswith(ASYNC_SAVE))
+
+    print(f"{measured['bytes'] / 1e6:.0f} MB, {RANKS} ranks, {options.rounds} saves of each kind, medians")
+    print(f"{'stall':>8}  {'10-90 %':>15}  {'ratio':>6}  {'write':>6}  {'step beside':>11}  {'lost':>8}")
+    for name, r in results.items():
+        print(
+            f"{r['stall_ms']:>5.0f} ms  {r['stall_p10_ms']:>5.0f} - {r['stall_p90_ms']:>4.0f} ms  {r['ratio']:>6.3f}  "
+            f"{r['write_s']:>4.1f} s  {r['slow_down']:>9.2f} x  {r['lost_ms']:>5.0f} ms  {name}"
+        )
+    print(
+        "bytes of a rank:", ", ".join(f"{count / 1e6:.1f} MB of {n}" for n, count in measured["bytes_per_rank"].items())
+    )
+    record = {**machine(), **where, "ranks": RANKS, "rounds": options.rounds, "limit": LIMIT, **measured}
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
+    return int(results[OURS]["ratio"] > LIMIT or results[OURS]["stall_ms"] > rival)
+
+
+def summary(trials: list[dict[str, float]], synchronous: list[dict[str, float]]) -> dict[str, float]:
+    """Medians and spread of a way of saving, and its stall's ratio to the synchronous save's."""
+    stalls = [1000 * trial["stall_s"] for trial in trials]
+    tenths = statistics.quantiles(stalls, n=10, method="inclusive")
+    median = statistics.median(stalls)
+    return {
+        "stall_ms": round(median, 1),
+        "stall_p10_ms": round(tenths[0], 1),
+        "stall_p90_ms": round(tenths[-1], 1),
+        "ratio": round(median / statistics.median(1000 * trial["stall_s"] for trial in synchronous), 4),
+        "write_s": round(statistics.median(trial["write_s"] for trial in trials), 3),
+        # How much longer than a quiet one a step took that ran beside the write, and all that the loop lost.
+        "slow_down": round(statistics.median(trial["slow_down"] for trial in trials), 3),
+        "lost_ms": round(statistics.median(1000 * trial["lost_s"] for trial in trials), 1),
+    }
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system that a folder is on."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    return max((len(place), kind) for _, place, kind, *_ in mounts if folder.resolve().is_relative_to(place))[1]
+
+
+def _rank(rank: int, folder: Path, rounds: int) -> None:
+    """One rank: every way of saving has its turn in each round."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # async_save's processes talk a lot; an exception reaches main anyway
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    keys = dist.FileStore(str(folder / "keys"), RANKS)
+    dist.init_process_group("gloo", store=keys, rank=rank, world_size=RANKS)
+    state = resnet_state()
+    loop = Loop()
+    ways = ways_to_save(state, keys, rank)
+    trials: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        order = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
+        for name in order:
+            trials[name].append(loop.trial(ways[name], folder / f"{number} {name}", number))
+            if rank == 0:
+                for path in folder.glob("* *"):
+                    shutil.rmtree(path)
+                os.sync()  # what one way left to the disk must not slow down the next
+    if rank == 0:
+        measured = {
+            "bytes": Packed(state).bytes,
+            "tensors": sum(1 for _ in torch.utils._pytree.tree_leaves(state) if isinstance(_, Tensor)),
+            "quiet_step_ms": round(1000 * statistics.median(loop.quiet), 1),
+            "bytes_per_rank": bytes_per_rank(state, folder),
+            "trials": {name: taken[1:] for name, taken in trials.items()},
+        }
+        (folder / "measured.json").write_text(json.dumps(measured))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Loop:
+    """Training of a small network, in which saves take place."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
+        self.model = DistributedDataParallel(nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 1000)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.batch = torch.randn(16, 3, 32, 32)
+        self.quiet: list[float] = []  # seconds of steps beside which nothing was written
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        start = time.perf_counter()
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    def trial(self, save: Save, folder: Path, number: int) -> dict[str, float]:
+        """One save: its stall, and what the steps lost that ran beside the write, in seconds."""
+        dist.barrier()
+        quiet = [self.step() for _ in range(QUIET_STEPS)]
+        self.quiet += quiet
+        dist.barrier()
+        start = time.perf_counter()
+        ended = save(folder, number)
+        stall = largest(time.perf_counter() - start)
+        beside = []
+        while largest(float(not ended())):
+            beside.append(self.step())
+        step = statistics.median(quiet)
+        return {
+            "stall_s": stall,
+            "write_s": time.perf_counter() - start,
+            "slow_down": statistics.fmean(beside) / step if beside else 1.0,
+            "lost_s": stall + sum(taken - step for taken in beside),
+        }
+
+
+def largest(value: float) -> float:
+    """The largest over the ranks."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def resnet_state() -> dict[str, Any]:
+    """What a checkpoint of a ResNet-50 holds, the same on every rank: weights, their average, AdamW's moments."""
+    torch.manual_seed(0)
+    model = models.resnet50()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    average = copy.deepcopy(model.state_dict())
+    return {"model": model.state_dict(), "average": average, "optimizer": optimizer.state_dict()}
+
+
+def ways_to_save(state: dict[str, Any], keys: dist.Store, rank: int) -> dict[str, Save]:
+    """Every way of saving that is compared."""
+    group = dist.new_group(backend="gloo")  # async_save talks from a thread of its own
+    savers: list[Saver] = []
+
+    def ours(folder: Path, number: int) -> Callable[[], bool]:
+        if not savers:
+            savers.append(Saver(CheckpointStore(folder.parent / "ours"), keys, rank, RANKS, torch.device("cpu")))
+        saver = savers[0]
+        saver.start(About(number + 1, 1, 1, {}), state, lambda: None, (1, 0))
+
+        def ended() -> bool:
+            if saver.error:
+                raise saver.error
+            return saver.wait(0)
+
+        return ended
+
+    def synchronous(fsync: bool) -> Save:
+        def save(folder: Path, number: int) -> Callable[[], bool]:
+            if rank == 0:
+                folder.mkdir()
+                with (folder / "state.pt").open("wb") as file:
+                    torch.save(state, file)
+                    if fsync:
+                        file.flush()
+                        os.fsync(file.fileno())
+            dist.barrier()
+            return lambda: True
+
+        return save
+
+    def async_save(kind: AsyncCheckpointerType, stager: DefaultStager | None) -> Save:
+        def save(folder: Path, number: int) -> Callable[[], bool]:
+            answer = dcp.async_save(
+                state, checkpoint_id=folder, process_group=group, async_checkpointer_type=kind, async_stager=stager
+            )
+
+            def ended() -> bool:
+                if answer.done():
+                    answer.result()
+                return answer.done()
+
+            return ended
+
+        return save
+
+    thread, process = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+    kept = DefaultStager(StagingOptions(False, False, False, False))
+    shared = DefaultStager(StagingOptions(False, True, False, False))
+    return {
+        OURS: ours,
+        SYNCHRONOUS: synchronous(fsync=True),
+        UNSYNCED: synchronous(fsync=False),
+        f"{ASYNC_SAVE}, as it comes": async_save(thread, None),
+        f"{ASYNC_SAVE}, kept staging": async_save(thread, kept),
+        f"{ASYNC_SAVE}, process": async_save(process, None),
+        f"{ASYNC_SAVE}, process, kept shared staging": async_save(process, shared),
+    }
+
+
+def bytes_per_rank(state: Any, folder: Path) -> dict[int, int]:
+    """The most that a rank writes into its shard, by the number of ranks; here they are threads of one process."""
+    most = {}
+    for size in (1, 2, 4):
+        store, keys = CheckpointStore(folder / f"of {size}"), dist.HashStore()
+        savers = [Saver(store, keys, rank, size, torch.device("cpu")) for rank in range(size)]
+        for saver in savers:
+            saver.start(About(1, 1, 1, {}), state, lambda: None, (1, 0))
+        for saver in savers:
+            if not saver.wait(600) or saver.error:
+                raise saver.error or TimeoutError("a save took ten minutes")
+        manifest = store.manifest(1)
+        most[size] = max(manifest.files[name]["bytes"] for name in manifest.shards)
+        shutil.rmtree(store.folder)
+    return most
+
+
+if __name__ == "__main__":
+    sys.exit(main())
