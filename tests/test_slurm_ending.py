@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from trainer.world.detect import World
-from trainer.world.slurm import EARLY_S, Ending, ending, is_left_to_us, judge, kill_wait_s
+from trainer.world.slurm import EARLY_S, Ending, ending, judge, kill_wait_s
 
 NOW = 1_800_000_000.0
 DELAY_S = 90
@@ -28,6 +28,7 @@ def slurm_time(seconds: float) -> str:
 
 
 AT_ONCE = slurm_time(NOW)
+UNEXPLAINED = Ending("failed", True, "SIGTERM came, though Slurm had not ended the job")
 
 
 def job(
@@ -84,35 +85,17 @@ def job(
         pytest.param(SIGUSR2, job("RUNNING") | {"EndTime": "Unknown"}, Ending("preempted", True), id="no-limit-usr2"),
         pytest.param(SIGTERM, job("COMPLETING"), Ending("cancelled", False), id="scancel"),
         pytest.param(SIGUSR2, job("COMPLETING"), Ending("cancelled", False), id="scancel-after-usr2"),
-        pytest.param(SIGTERM, job("RUNNING"), Ending("cancelled", False), id="kill"),
+        pytest.param(SIGTERM, job("RUNNING"), UNEXPLAINED, id="kill"),
+        pytest.param(SIGTERM, job("CANCELLED"), Ending("cancelled", False), id="scancel-quick"),
+        pytest.param(SIGTERM, job("RUNNING", restarts=2), Ending("preempted", False), id="requeue-runs-again"),
         pytest.param(SIGINT, job("RUNNING"), Ending("cancelled", False), id="ctrl-c-in-srun"),
-        pytest.param(SIGTERM, job("RUNNING", preempted="N/A"), Ending("cancelled", False), id="kill-na"),
+        pytest.param(SIGTERM, job("RUNNING", preempted="N/A"), UNEXPLAINED, id="kill-na"),
         pytest.param(SIGTERM, {"JobState": "COMPLETING"}, Ending("cancelled", False), id="few-fields"),
     ],
 )
 def test_table(number: Signals, shown: dict[str, str], expected: Ending) -> None:
     """Each cause of a signal, as Slurm shows it, has its reason in attempts.jsonl and its answer."""
     assert judge(number, shown, restart=1, signal_delay_s=DELAY_S, now=NOW) == expected
-
-
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        (job("RUNNING"), True),
-        (job("RUNNING", preempted=AT_ONCE), True),
-        (job("COMPLETING", left_s=0, preempted=AT_ONCE), True),
-        (job("COMPLETING", reason="TimeLimit"), True),
-        (job("COMPLETING"), False),
-        (job("CANCELLED"), False),
-        (job("COMPLETING", restarts=2), False),
-        (job("PENDING", restarts=2), False),
-        (job("RUNNING", restarts=2), False),
-    ],
-    ids=["runs", "grace", "preempted", "limit", "scancel", "gone", "requeued", "queued", "runs-again"],
-)
-def test_what_is_left_to_the_batch_shell(shown: dict[str, str], expected: bool) -> None:
-    """After the ranks' death it requeues what would end otherwise: nothing twice, and nothing that was cancelled."""
-    assert is_left_to_us(shown, restart=1) == expected
 
 
 @pytest.mark.parametrize("world", [ON_SLURM, ELSEWHERE], ids=["slurm-silent", "no-slurm"])

@@ -38,17 +38,12 @@ def hold(path: Path, world: World) -> None:
             return
         else:
             os.truncate(descriptor, 0)
-            os.write(descriptor, f"{signature(world)}\n".encode())
+            os.write(descriptor, f"job {world.job_id} on {world.hosts[0]}\n".encode())
             return
 
 
-def signature(world: World) -> str:
-    """How an attempt signs the lock that it holds."""
-    return f"job {world.job_id} on {world.hosts[0]}"
-
-
 def holder(path: Path) -> str | None:
-    """The signature of who has locked the run; None when nobody has, or locks do not work here."""
+    """Who has locked the run, as "job 12 on n1"; None when nobody has, or locks do not work here."""
     with contextlib.suppress(OSError), path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
