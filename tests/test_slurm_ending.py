@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from trainer.world.detect import World
-from trainer.world.slurm import EARLY_S, Ending, ending, judge
+from trainer.world.slurm import EARLY_S, Ending, ending, judge, kill_wait_s
 
 NOW = 1_800_000_000.0
 DELAY_S = 90
@@ -27,10 +27,17 @@ def slurm_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
 
 
+AT_ONCE = slurm_time(NOW)
+UNEXPLAINED = Ending("failed", True, "SIGTERM came, though Slurm had not ended the job")
+
+
 def job(
     state: str, restarts: int = 1, reason: str = "None", left_s: float = 3600, preempted: str = "None"
 ) -> dict[str, str]:
-    """The fields of `scontrol show job` that matter; the attempt that asks is the one after restart 1."""
+    """The fields of `scontrol show job` that matter; the attempt that asks is the one after restart 1.
+
+    `left_s` are the seconds to EndTime, negative for a job that has ended.
+    """
     return {
         "JobState": state,
         "Restarts": str(restarts),
@@ -46,7 +53,30 @@ def job(
         pytest.param(SIGTERM, job("COMPLETING", restarts=2), Ending("preempted", False), id="requeue"),
         pytest.param(SIGTERM, job("PENDING", restarts=2), Ending("preempted", False), id="requeue-quick"),
         pytest.param(SIGUSR2, job("COMPLETING", restarts=2), Ending("preempted", False), id="requeue-by-usr2"),
-        pytest.param(SIGTERM, job("RUNNING", preempted=slurm_time(NOW)), Ending("preempted", True), id="grace"),
+        pytest.param(SIGTERM, job("RUNNING", preempted=AT_ONCE), Ending("preempted", True), id="grace"),
+        pytest.param(SIGUSR2, job("RUNNING", left_s=9, preempted=AT_ONCE), Ending("preempted", True), id="grace-usr2"),
+        pytest.param(SIGTERM, job("COMPLETING", left_s=0, preempted=AT_ONCE), Ending("preempted", True), id="cancel"),
+        pytest.param(
+            SIGTERM, job("COMPLETING", left_s=1, preempted=AT_ONCE), Ending("preempted", True), id="cancel-1s"
+        ),
+        pytest.param(
+            SIGTERM,
+            job("COMPLETING", reason="TimeLimit", left_s=10, preempted=AT_ONCE),
+            Ending("preempted", True),
+            id="cancel-after-grace",
+        ),
+        pytest.param(
+            SIGTERM,
+            job("COMPLETING", left_s=4, preempted=AT_ONCE),
+            Ending("cancelled", False),
+            id="scancel-within-grace",
+        ),
+        pytest.param(
+            SIGTERM,
+            job("COMPLETING", reason="JobLaunchFailure", left_s=0),
+            Ending("failed", True, "the job's batch shell was killed"),
+            id="batch-shell",
+        ),
         pytest.param(SIGTERM, job("COMPLETING", reason="TimeLimit"), Ending("timeout", True), id="limit-term"),
         pytest.param(SIGUSR2, job("RUNNING", left_s=DELAY_S), Ending("timeout", True), id="limit-usr2"),
         pytest.param(SIGUSR1, job("RUNNING", left_s=DELAY_S), Ending("timeout", True), id="limit-usr1"),
@@ -55,10 +85,11 @@ def job(
         pytest.param(SIGUSR2, job("RUNNING") | {"EndTime": "Unknown"}, Ending("preempted", True), id="no-limit-usr2"),
         pytest.param(SIGTERM, job("COMPLETING"), Ending("cancelled", False), id="scancel"),
         pytest.param(SIGUSR2, job("COMPLETING"), Ending("cancelled", False), id="scancel-after-usr2"),
-        pytest.param(SIGTERM, job("RUNNING"), Ending("preempted", True), id="kill"),
-        pytest.param(SIGINT, job("RUNNING"), Ending("cancelled", False), id="ctrl-c"),
+        pytest.param(SIGTERM, job("RUNNING"), UNEXPLAINED, id="kill"),
+        pytest.param(SIGTERM, job("CANCELLED"), Ending("cancelled", False), id="scancel-quick"),
+        pytest.param(SIGTERM, job("RUNNING", restarts=2), Ending("preempted", False), id="requeue-runs-again"),
         pytest.param(SIGINT, job("RUNNING"), Ending("cancelled", False), id="ctrl-c-in-srun"),
-        pytest.param(SIGTERM, job("RUNNING", preempted="N/A"), Ending("preempted", True), id="kill-na"),
+        pytest.param(SIGTERM, job("RUNNING", preempted="N/A"), UNEXPLAINED, id="kill-na"),
         pytest.param(SIGTERM, {"JobState": "COMPLETING"}, Ending("cancelled", False), id="few-fields"),
     ],
 )
@@ -91,3 +122,17 @@ def test_reads_what_scontrol_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answers.pop(0))
     assert ending(SIGTERM, ON_SLURM, DELAY_S) == Ending("timeout", True)
     assert answers == []
+
+
+def test_kill_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to save in is the cluster's own, as it stands among some 200 other lines."""
+    said = "KeepAliveTime           = SYSTEM_DEFAULT\nKillOnBadExit           = 0\nKillWait                = 45 sec\n"
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, said, ""))
+    assert kill_wait_s() == 45
+
+
+def test_kill_wait_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no Slurm, or it does not answer, nobody knows."""
+    refused = subprocess.CompletedProcess([], 1, "", "slurm_load_ctl_conf error: Unable to contact slurm controller\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
+    assert kill_wait_s() is None

@@ -48,7 +48,8 @@ class Trainer:
         """
         if not goes_on(read_lines(self.run.attempts), self.config.launch):
             say(
-                f"not requeued: launch.max_timeouts={self.config.launch.max_timeouts} is spent; "
+                f"not requeued: launch.max_timeouts={self.config.launch.max_timeouts} or "
+                f"launch.max_failures={self.config.launch.max_failures} is spent; "
                 f"`python launch.py resume {self.run.name}` goes on"
             )
             return None

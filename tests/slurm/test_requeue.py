@@ -68,10 +68,10 @@ def test_user_signal(user: User, undisturbed: dict[str, Any]) -> None:
     hit_and_compare(user, "usr2", "main", ("scancel", "--signal", "USR2", "{job}"), undisturbed)
 
 
-@pytest.mark.parametrize("partition", ["main", "grace"])
+@pytest.mark.parametrize("partition", ["main", "grace", "cancel"])
 def test_preemption(user: User, undisturbed: dict[str, Any], partition: str) -> None:
     """A job in `high` takes the nodes. In a partition with a GraceTime Slurm believes a job that leaves at the first
-    SIGTERM to be done, so there the run must requeue itself."""
+    SIGTERM to be done, with PreemptMode=CANCEL it would end the job for good: there the run must requeue itself."""
     everything = ("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     hit_and_compare(user, f"preempted-in-{partition}", partition, everything, undisturbed)
 
@@ -100,7 +100,8 @@ def test_scancel_ends_the_run_and_resume_goes_on_at_another_size(user: User, und
     said = user.types("resume", "cancelled", status=2)
     assert f"job {job} of this run is in the queue" in said, "two jobs at once on one run would tear it apart"
     user.cluster.run("scancel", job)
-    user.waits_for_end("cancelled", "cancelled")
+    (cancelled,) = user.waits_for_end("cancelled", "cancelled")
+    assert not cancelled["requeue"]
     user.waits_until_gone(job)
 
     user.types("resume", "cancelled", "--nodes", "1", "--follow")
@@ -113,31 +114,14 @@ def test_scancel_ends_the_run_and_resume_goes_on_at_another_size(user: User, und
 
 
 def test_one_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
-    """As when a node runs out of memory: the other ranks and the job end in seconds, not after a timeout, the record
-    says that it failed, and a resume goes on from the newest checkpoint."""
+    """As when a node runs out of memory: the other ranks end in seconds, not after a timeout, the record says that it
+    failed, and the job starts again from the newest checkpoint."""
     user.types(*FOUR_RANKS, "--name", "oom", *SHORT)
     user.waits_for("oom", MID_EPOCH)
     user.kills("oom", 3)
     user.cluster.wait_for(lambda: user.attempts("oom"), 30, "the other ranks did not notice")
-    user.waits_until_gone(user.job_of("oom"), deadline_s=30)
-    user.types("resume", "oom", "--follow")
-    first, second = user.attempts("oom")
-    assert (first["reason"], second["reason"]) == ("failed", "finished")
+    first, second = user.waits_for_end("oom", "finished")
+    assert (first["reason"], first["requeue"]) == ("failed", True)
+    assert (first["job_id"], second["job_id"]) == (user.job_of("oom"), user.job_of("oom"))
     assert second["start_step"] == 63 and first["lost_steps"] == first["end_step"] - 63
     assert fingerprint(user.run("oom")) == undisturbed
-
-
-def test_every_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
-    """SIGKILL of all at once: the newest checkpoint stands, the steps since are done again, and are counted."""
-    user.types(*FOUR_RANKS, "--name", "killed", *SHORT)
-    user.waits_for("killed", MID_EPOCH)
-    job = user.job_of("killed")
-    user.kills("killed", 0, 1, 2, 3)
-    user.waits_until_gone(job)
-    assert user.attempts("killed") == [], "nobody was left to write a record"
-    user.types("resume", "killed", "--follow")
-    first, second = user.attempts("killed")
-    assert (first["reason"], second["reason"]) == ("lost", "finished")
-    assert second["start_step"] == 63 and first["end_step"] >= 80, "what was done is known from metrics.jsonl"
-    assert first["lost_steps"] == first["end_step"] - second["start_step"]
-    assert fingerprint(user.run("killed")) == undisturbed

@@ -46,9 +46,12 @@ def test_slurm_refuses(user: User) -> None:
 
 
 def test_gpus_that_torch_cannot_use(user: User) -> None:
-    """A node whose GPUs do not work must not train on its CPUs in silence: the run fails and says so."""
+    """A node whose GPUs do not work must not train on its CPUs in silence: the run fails and says so, and is not
+    requeued, since the next attempt would find the same."""
     user.types("--name", "nogpu", "--gpus-per-node", "2", *TINY)
     (attempt,) = user.waits_for_end("nogpu", "failed")
     assert "torch finds no GPU on this machine" in attempt["error"]
     assert attempt["world_size"] == 2, "one task per GPU"
+    assert not attempt["requeue"]
     user.waits_until_gone(user.job_of("nogpu"))
+    assert len(user.attempts("nogpu")) == 1

@@ -19,9 +19,9 @@ from trainer.say import say
 from trainer.schema import Launch
 from trainer.state.store import CheckpointError, CheckpointStore
 from trainer.world.detect import World
-from trainer.world.lock import holder, signature
+from trainer.world.lock import holder, is_of_job
 from trainer.world.signals import STOPS
-from trainer.world.slurm import Job, SlurmError, comes_back, is_left_to_us, judge, scontrol, show_job
+from trainer.world.slurm import Ending, Job, SlurmError, comes_back, judge, scontrol, show_job
 
 # How long a slurmctld may take to come back, or its backup to take over; the nodes are idle meanwhile.
 PATIENCE_S = 180.0
@@ -31,10 +31,10 @@ POLL_S = 2.0
 def afterwards(run: RunDir, world: World, launch: Launch, status: int) -> None:
     """Requeue the job when the attempt that ended in it is to go on and nothing else brings it back."""
     at_work = holder(run.lock)
-    if at_work not in (None, signature(world)):
+    if at_work and not is_of_job(at_work, world):
         return say(f"not requeued: another attempt is at work on this run ({at_work})")
-    returns = _requeue(run, world, launch, status, at_work is not None)
-    if at_work is None:  # else only srun was killed: the ranks live, and say themselves how they end
+    returns = _requeue(run, world, launch, status, bool(at_work))
+    if not at_work:  # else a rank 0 of this job lives, since only srun was killed or its node is cut off
         settle(run, _newest_step(run), returned=world.job_id if returns else None)
 
 
@@ -50,10 +50,11 @@ def _requeue(run: RunDir, world: World, launch: Launch, status: int, at_work: bo
     if job is None:
         say("not requeued: Slurm does not answer")
         return False
-    if not is_left_to_us(job, world.restart):
+    cause = judge(signal.SIGTERM, job, world.restart, 0, 0)
+    if not cause.requeue:
         return comes_back(job, world.restart)
     if end is None and not at_work:
-        end = _never_began(run, world, launch, status, job)
+        end = _never_began(run, world, launch, status, cause)
         if not end["requeue"]:
             _say_why_not(run, launch, end)
             return False
@@ -74,15 +75,14 @@ def _ask(world: World) -> Job | None:
     return job
 
 
-def _never_began(run: RunDir, world: World, launch: Launch, status: int, job: Job) -> Record:
+def _never_began(run: RunDir, world: World, launch: Launch, status: int, cause: Ending) -> Record:
     """Enter an attempt that ended before it began: a node that could not start it, a kill while Python was starting.
 
     Unless Slurm ended it, it counts as a failure, or this could go on for ever.
     """
-    cause = judge(signal.SIGTERM, job, world.restart, 0, 0)
     step = AttemptLog(run, world, _newest_step(run)).record["start_step"]
     error = f"srun exited with {status} before the attempt began"
-    end = end_attempt(run, world, launch, cause.reason if cause.requeue else "failed", step, step, error=error)
+    end = end_attempt(run, world, launch, cause.reason, step, step, error=error)
     assert end is not None, "nobody else is at work on the run"
     return end
 

@@ -57,8 +57,13 @@ def signature(world: World) -> str:
     return f"job {world.job_id}, restart {world.restart}, on {world.hosts[0]}"
 
 
+def is_of_job(signed: str, world: World) -> bool:
+    """Whether a signature is that of an attempt of this job, perhaps of an earlier start of it."""
+    return signed.startswith(f"job {world.job_id}, ")
+
+
 def holder(path: Path) -> str | None:
-    """The signature of who has locked the run; None when nobody has, or locks do not work here."""
+    """Who has locked the run, as "job 12, restart 0, on n1"; None when nobody has, or locks do not work here."""
     with contextlib.suppress(OSError), path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -13,11 +13,13 @@ Seen on Slurm 22.05 (`scontrol show job`, unchanged from the moment of the signa
     the batch shell was killed             COMPLETING  the same   Reason=JobLaunchFailure      no
     scancel                                COMPLETING  the same                                no, and must not
     scancel within a GraceTime             COMPLETING  the same   EndTime after PreemptTime    no, and must not
-    scancel --signal, kill, a node that    RUNNING     the same                                no
-        was away and ends an older start
+    scancel --signal, kill, srun after     RUNNING     the same                                no
+        another rank's death
 
-`scontrol requeue` brings back all of them, as long as some process of the job is left to call it. After a slurmctld
-that was killed has come back, a job may start again with the same Restarts: it writes its state down every 5 s.
+`scontrol requeue` brings back all of them, as long as some process of the job is left to call it. A SIGTERM to a job
+that still runs is no cancellation: on a busy cluster slurmctld repeats, a minute later, the order to end the ranks of
+an attempt that failed, and it hits those of the next one, whose step has the same number (seen). After a slurmctld that
+was killed has come back, a job may start again with the same Restarts: it writes its state down every 5 s.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, n
         return Ending("preempted", requeue=False)
     if job.get("Reason") == "TimeLimit":
         return Ending("timeout" if preempted_at == NEVER else "preempted", requeue=True)
-    if job.get("JobState") == "COMPLETING":
+    if job.get("JobState") != "RUNNING":
         if job.get("Reason") == "JobLaunchFailure":
             return Ending("failed", requeue=True, error="the job's batch shell was killed")
         at_once = _unix_time(job.get("EndTime", "")) <= preempted_at + 1 < NEVER
@@ -79,20 +81,14 @@ def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, n
     if number in USER_SIGNALS:
         left_s = _unix_time(job.get("EndTime", "")) - now
         return Ending("timeout" if left_s <= signal_delay_s + EARLY_S else "preempted", requeue=True)
-    # Nobody knows of an end of this job. Ctrl-C and its like are a user's wish; SIGTERM comes of a node in trouble.
-    return Ending("cancelled", requeue=False) if number == signal.SIGINT else Ending("preempted", requeue=True)
+    if number == signal.SIGINT:  # typed at srun
+        return Ending("cancelled", requeue=False)
+    return Ending("failed", requeue=True, error=f"{number.name} came, though Slurm had not ended the job")
 
 
 def comes_back(job: Job, restart: int) -> bool:
     """Whether the job, in which this is the start after `restart` others, starts again in any case."""
     return int(job.get("Restarts", restart)) > restart
-
-
-def is_left_to_us(job: Job, restart: int) -> bool:
-    """Whether the job, all of whose ranks have ended, was not cancelled and does not come back unless requeued."""
-    if comes_back(job, restart):
-        return False
-    return job.get("JobState") == "RUNNING" or judge(signal.SIGTERM, job, restart, 0, 0).requeue
 
 
 def show_job(job_id: str) -> Job | None:
