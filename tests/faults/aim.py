@@ -10,7 +10,7 @@ from tests.faults.plan import Moment
 from tests.faults.victim import Missed, NeverCame, Victim
 
 DEADLINE_S = 60.0
-SAVE_POLL_S = 0.002  # a save lasts some tens of milliseconds
+QUICK_POLL_S = 0.002  # a save and a restore last some tens of milliseconds
 
 
 def aim(victim: Victim, moment: Moment, delay_ms: int) -> None:
@@ -21,14 +21,14 @@ def aim(victim: Victim, moment: Moment, delay_ms: int) -> None:
     """
     first = not victim.log.events and moment in (Moment.START, Moment.RESTORE)
     old = set() if first else {rank.attempt for rank in victim.ranks().values()}
-    resumed, stopped = victim.log.last("resume"), victim.log.last("stop")
+    traced, stopped = set(victim.traces()), victim.log.last("stop")
     if moment in (Moment.START, Moment.RESTORE, Moment.STOP, Moment.HOLD) and not first:
         victim.slurm("scontrol", "requeue", victim.job.job_id)
     try:
         if moment is Moment.START:
             victim.wait(lambda: {r.attempt for r in victim.ranks().values()} - old, DEADLINE_S, "no rank started")
         elif moment is Moment.RESTORE:
-            victim.wait(lambda: victim.log.last("resume") is not resumed, DEADLINE_S, "no attempt began")
+            victim.wait(lambda: set(victim.traces()) - traced, DEADLINE_S, "no attempt began", QUICK_POLL_S)
         elif moment is Moment.STOP:
             victim.wait(lambda: victim.log.last("stop") is not stopped, DEADLINE_S, "no rank said that it stops")
         elif moment is Moment.HOLD:
@@ -37,7 +37,7 @@ def aim(victim: Victim, moment: Moment, delay_ms: int) -> None:
             victim.wait(victim.validates, DEADLINE_S, "no validation")
         elif moment is Moment.SAVE:
             with contextlib.suppress(NeverCame):  # so fast a save that none is seen: then any moment will do
-                victim.wait(victim.writing, DEADLINE_S / 3, "no save", SAVE_POLL_S)
+                victim.wait(victim.writing, DEADLINE_S / 3, "no save", QUICK_POLL_S)
         else:
             step = victim.log.last("step")
             victim.wait(lambda: victim.log.last("step") is not step, DEADLINE_S, "no step")

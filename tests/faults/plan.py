@@ -22,7 +22,7 @@ class Moment(Enum):
     """What a fault waits for before its delay: the words for it, and the longest delay in ms."""
 
     START = "start of the ranks", 4000
-    RESTORE = "restore", 300
+    RESTORE = "warm-up and restore", 100
     STEP = "steps", 700
     VALIDATION = "validation", 150
     SAVE = "save", 40
@@ -119,7 +119,7 @@ class Fault:
     alone: bool = False  # it is felt by every run, so that no other fault is under way meanwhile
     slow: bool = False  # it takes its time, so the run is to take it easy
     saves_again: bool = False  # the run has come through only when it has saved again
-    deadline_s: float = 90.0  # from the fault to the first new step
+    deadline_s: float = 120.0  # from the fault to the first new step
 
 
 def make_plan(

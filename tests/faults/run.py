@@ -21,7 +21,7 @@ from tests.faults.faults import FAULTS
 from tests.faults.plan import Fault, Loss, Moment, Return, RunPlan, Shot
 from tests.faults.site import NODES, Site
 from tests.faults.task import ASIDE
-from tests.faults.victim import Missed, NeverCame, Victim, identity
+from tests.faults.victim import Missed, NeverCame, Victim
 from trainer.config import Config, fields_of
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
@@ -29,7 +29,7 @@ from trainer.rundir import RunDir
 CONFIG = Path(__file__).with_name("run.yaml")
 DISK_MB = 64
 FAST_MS, SLOW_MS = 10, 400  # pace of a batch: on its way to a fault; while it waits
-BACK_DEADLINE_S = 90.0  # for a run that a fault is aimed at, or that its user has resumed
+BACK_DEADLINE_S = 120.0  # for a run that a fault is aimed at, or that its user has resumed
 GONE_S = 2.0  # without a job for so long, a run does not come back by itself
 LAST_STEPS = 30  # a run that has no more to go takes no more faults: a fresh one gets them
 STRAY_S = 15.0  # a loader's worker takes 5 s to see that its rank has died
@@ -186,7 +186,8 @@ class Run:
         hit = Hit(self.plan.name, fault.name, where, shot.delay_ms)
         struck = time.monotonic()
         try:
-            struck = fault.inject(victim, shot) or struck
+            if later := fault.inject(victim, shot):
+                struck, kept = later, victim.kept()
         except (Unrefused, NeverCame) as error:
             hit.wrong.append(str(error))
         if fault.loses is Loss.NEWEST:
@@ -281,6 +282,10 @@ class Run:
         )
         hit.allowed = 0 if checks.spares(fault.loses, self.plan.setting.nodes) else hit.lost + resume.number - kept
         hit.wrong += checks.check_loss(fault.loses, self.plan.setting.nodes, resume.number, hit.lost, kept)
+        if fault.loses is Loss.NEWEST:
+            said = {event.number for event in victim.log.events if event.kind == "skip"}
+            unsaid = [step for step in victim.spoiled() if step > resume.number and step not in said]
+            hit.wrong += [f"the log does not say that the checkpoint of step {step} was skipped" for step in unsaid]
         self.resumed = resume.number
         self.settled |= set(starts)
         self._leaves_nothing()
@@ -319,7 +324,7 @@ class Run:
         seen = Seen(
             begun=victim.traces(),
             resumed=[event.number for event in victim.log.events if event.kind == "resume"],
-            damaged={int(path.name[5:]) for path in victim.checkpoints() if identity(path) in victim.own},
+            damaged=victim.spoiled(),
             set_back=self.set_back,
         )
         self.wrong += checks.check_run(victim.run, self._verified(), undisturbed, seen, self.log_every)

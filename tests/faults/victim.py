@@ -23,12 +23,12 @@ from trainer.rundir import RunDir
 
 T = TypeVar("T")
 POLL_S = 0.02
-# Words of the log that faults aim at. They are read for the moment alone: what is checked stands in the run's files.
+# Lines of the log that tell the moment; "resume" and "skip" are compared with the files of the run, too.
 MARKS = {
     "resume": re.compile(r"\[laststep[^]]*\] (?:resuming after step (\d+)|starting)"),
     "step": re.compile(r"\[laststep[^]]*\] step (\d+)/"),
     "stop": re.compile(r"\[laststep[^]]*\] .*stopping"),
-    "skip": re.compile(r"\[laststep[^]]*\] .*skipped step_(\d+)"),
+    "skip": re.compile(r"\[laststep[^]]*\] .*skipped step_(\d+): ."),  # and why
 }
 
 
@@ -240,6 +240,10 @@ class Victim:
         """The step of its newest checkpoint that this harness has not damaged."""
         whole = [path for path in self.checkpoints() if identity(path) not in self.own]
         return max((int(path.name[5:]) for path in whole), default=0)
+
+    def spoiled(self) -> set[int]:
+        """Steps of the checkpoints that this harness damaged, as far as they still stand."""
+        return {int(path.name[5:]) for path in self.checkpoints() if identity(path) in self.own}
 
     def writing(self) -> bool:
         """Whether a checkpoint is being written: something stands beside the whole ones."""
