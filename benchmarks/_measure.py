@@ -15,13 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trainer.cluster import runs
 from trainer.config import Config
 from trainer.rundir import RunDir
-
-T = TypeVar("T")
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -60,16 +58,6 @@ def write_results(name: str, results: dict[str, Any]) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps({**machine(), **results}, indent=1) + "\n")
 
 
-def wait_for(condition: Callable[[], T], message: str, deadline_s: float = DEADLINE_S) -> T:
-    """Poll until `condition` gives something true, and return that. Raises TimeoutError with `message`."""
-    deadline = time.monotonic() + deadline_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{message} (waited {deadline_s:.0f} s)")
-        time.sleep(0.005)
-    return value
-
-
 def new_run(root: Path, *words: str) -> RunDir:
     """A run folder for two ranks on this machine, configured by `key=value` words; nothing is started."""
     config = Config.load("mnist", ["launch.tasks_per_node=2", f"launch.root={root}", *words])
@@ -96,6 +84,16 @@ class Ranks:
         for rank, log in enumerate(self.logs):
             who = {**place, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
             self.processes.append(start([sys.executable, "-u", "-m", "trainer", str(run.path)], who, log))
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for it. Raises TimeoutError or RuntimeError, with the ranks' logs, when it does not happen."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} within {DEADLINE_S:.0f} s:\n{self.output()}")
+            if self.processes[0].poll() is not None and not condition():
+                raise RuntimeError(f"{what}, but rank 0 ended:\n{self.output()}")
+            time.sleep(0.005)
 
     def signal(self, number: signal.Signals, rank: int) -> float:
         """Send a signal to one rank; returns when, in Unix seconds."""

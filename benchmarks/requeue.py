@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks._measure import Ranks, ended, new_run, spread, start, wait_for, write_results
+from benchmarks._measure import Ranks, ended, new_run, spread, start, write_results
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
 
@@ -78,21 +78,16 @@ def resume(run: RunDir) -> dict[str, float]:
     """Resume the run for a step or a few, then stop it; seconds by phase up to the end of the first step."""
     before = len(read_lines(run.metrics))
     with ended(Ranks(run)) as ranks:
-        wait_for(
-            lambda: len(read_lines(run.metrics)) > before or ranks.processes[0].poll() is not None,
-            f"no first step:\n{ranks.output()}",
-        )
+        ranks.until(lambda: len(read_lines(run.metrics)) > before, "no first step")
         ranks.signal(signal.SIGTERM, 0)
         ranks.wait()
-    steps = read_lines(run.metrics)[before:]
-    if not steps:
-        raise RuntimeError(f"the run ended before its first step:\n{ranks.output()}")
+    first = read_lines(run.metrics)[before]
     phases = {}
     if said := SAID.search(ranks.logs[0].read_text()):
         for phase in said[1].split(", "):
             name, _, seconds = phase.rpartition(" ")
             phases[name] = float(seconds)
-    return {**phases, "in all": steps[0]["time"] - ranks.started}
+    return {**phases, "in all": first["time"] - ranks.started}
 
 
 def floor(run: RunDir) -> dict[str, float]:

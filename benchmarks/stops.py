@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._measure import Ranks, ended, new_run, spread, wait_for, write_results
+from benchmarks._measure import Ranks, ended, new_run, spread, write_results
 from trainer.config import Config
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
@@ -64,10 +64,7 @@ def main(words: list[str] | None = None) -> int:
 def first_epoch(run: RunDir) -> float:
     """Train until the first epoch is over; returns how long its steps took, in seconds."""
     with ended(Ranks(run)) as ranks:
-        wait_for(
-            lambda: CheckpointStore(run.checkpoints).steps() or ranks.processes[0].poll() is not None,
-            f"no checkpoint after an epoch:\n{ranks.output()}",
-        )
+        ranks.until(lambda: CheckpointStore(run.checkpoints).steps(), "no checkpoint")
         ranks.signal(signal.SIGTERM, 0)
         ranks.wait()
     return step_seconds(run) * CheckpointStore(run.checkpoints).steps()[0]
@@ -78,10 +75,7 @@ def stop(run: RunDir, draw: random.Random, epoch_s: float) -> dict[str, Any]:
     of both ranks, and how many steps were lost."""
     number, rank, moment = draw.choice(SIGNALS), draw.randrange(2), draw.uniform(0, epoch_s)
     with ended(Ranks(run)) as ranks:
-        wait_for(
-            lambda: "resuming after step" in ranks.logs[0].read_text() or ranks.processes[0].poll() is not None,
-            f"the run did not resume:\n{ranks.output()}",
-        )
+        ranks.until(lambda: "resuming after step" in ranks.logs[0].read_text(), "not resumed")
         time.sleep(moment)
         signalled = ranks.signal(number, rank)
         exited = ranks.wait()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._measure import PROJECT, wait_for
+from benchmarks._measure import PROJECT
 from benchmarks.peers.workload import BATCH_SIZE, EPOCHS, LEARNING_RATE, MOMENTUM, RECORD, STEPS_PER_EPOCH
 from tests.slurm.cluster import Cluster
 from trainer.commands.verify import inspect
@@ -78,13 +78,13 @@ class Training:
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for it. Raises TimeoutError, which says `what` did not happen."""
-        wait_for(condition, f"{self.trainer} in {self.folder}: {what}", DEADLINE_S)
+        self.cluster.wait_for(condition, DEADLINE_S, f"{self.trainer} in {self.folder} {what}")
 
     def clear(self) -> None:
         """Cancel what is in the queue, and wait until it is gone."""
         if jobs := self.jobs():
             self.cluster.run("scancel", *jobs)
-        self.until(lambda: not self.jobs(), "cancelled jobs stay in the queue")
+        self.until(lambda: not self.jobs(), "stays in the queue though cancelled")
 
 
 def undisturbed(training: Training) -> str:
