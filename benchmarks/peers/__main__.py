@@ -65,6 +65,7 @@ def main() -> int:
     # Not before: they import torch.
     from benchmarks.peers import harness, workload
 
+    versions = {"lightning": version("lightning"), "slurm": slurm_version()}
     outcomes: Outcomes = {fault: {trainer: [] for trainer in harness.COMMANDS} for fault in harness.FAULTS}
     kill_wait_s = 15
     with tempfile.TemporaryDirectory() as name:
@@ -83,7 +84,6 @@ def main() -> int:
             cluster.stop()
 
     results = {f: {t: [dataclasses.asdict(o) for o in cell] for t, cell in row.items()} for f, row in outcomes.items()}
-    versions = {"lightning": version("lightning"), "slurm": slurm_version()}
     write_results("peers", {**versions, "kill_wait_s": kill_wait_s, "runs": runs, "faults": results})
     PAGE.write_text(
         TEXT.format(
@@ -105,9 +105,10 @@ def in_words(runs: list[Outcome]) -> str:
     lost = " or ".join(dict.fromkeys(f"{o.lost} of {o.reached}" for o in runs))
     back = [o.standstill_s for o in runs if o.standstill_s is not None]
     ways = [f"back in {statistics.median(back):.0f} s"] if back else []
-    ways += ["by hand"] if not back else [f"{len(runs) - len(back)} time(s) by hand"] if len(back) < len(runs) else []
+    if by_hand := sum(not o.by_itself for o in runs):
+        ways.append("by hand" if by_hand == len(runs) else f"{by_hand} of {len(runs)} times by hand")
     weights = dict.fromkeys(WEIGHTS[o.same_weights] for o in runs)
-    return f"{lost} lost, {', '.join(ways)}, {' or '.join(weights)}"
+    return ", ".join([f"{lost} lost", *ways, " or ".join(weights)])
 
 
 def table(outcomes: Outcomes) -> str:
@@ -119,8 +120,8 @@ def table(outcomes: Outcomes) -> str:
 
 
 def slurm_version() -> str:
-    """Of the Slurm that is installed here."""
-    return subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
+    """Of the Slurm that is installed here. Its other programs tell only where a slurm.conf is."""
+    return subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout.split()[-1]
 
 
 if __name__ == "__main__":

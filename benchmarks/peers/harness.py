@@ -30,7 +30,7 @@ class Outcome:
 
     reached: int  # the last step before the attempt that was hit ended
     lost: int  # steps done more than once
-    by_itself: bool  # it went on without anyone doing anything
+    by_itself: bool  # it went on, or came to its end, without anyone doing anything
     standstill_s: float | None  # from the last step of the attempt that was hit to the first that is beyond it
     same_weights: bool | None  # as those of the undisturbed run; None: it did not finish
 
@@ -104,8 +104,8 @@ def hit(training: Training, strike: Callable[[Training, str], None], weights: st
     strike(training, job)
     with contextlib.suppress(TimeoutError):
         training.until(lambda: len(training.attempts()) > 1 or not training.jobs(), "did not come back")
-    by_itself = len(training.attempts()) > 1
-    if not by_itself and training.weights() is None:
+    by_itself = len(training.attempts()) > 1 or training.weights() is not None
+    if not by_itself:
         training.clear()
         training.submit()
         training.until(lambda: len(training.attempts()) > 1, "did not come back by hand either")
