@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import threading
 import time
@@ -113,6 +114,8 @@ class Loop:
 
     def run(self) -> bool:
         """Train and save. True when the run is finished, False when the ranks agreed to stop."""
+        gc.freeze()  # what was made up to here stays: nothing to look through for garbage
+        gc.enable()
         self.watch.enter("training")
         batches = iter(self.loading.loader(self.train_set, self.config.seed, self._plan()))
         try:

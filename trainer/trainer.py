@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 from submitit.helpers import DelayedSubmission
@@ -36,9 +37,14 @@ class Trainer:
         """
         signals = Signals.catch()
         world = World.detect()
+        # Importing torch makes a million objects that live as long as the process. The garbage collector would walk
+        # over them again and again while they are made, which takes longer than the import (benchmarks/requeue.py).
+        gc.disable()
         try:
             return Attempt(self.config, self.run, world, signals).run()
         finally:
+            gc.freeze()  # and once more when the interpreter ends, while a signal's grace runs (benchmarks/stops.py)
+            gc.enable()
             signals.release(process_ends=world.launcher != "python")
 
     def checkpoint(self) -> DelayedSubmission | None:
