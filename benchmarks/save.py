@@ -58,11 +58,12 @@ def main(words: list[str] | None = None) -> int:
     if options.rounds < 2:
         parser.error("--rounds must be at least 2")
 
+    load = round(os.getloadavg()[0], 1)  # processes that wanted to run: what else the machine did
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         spawn(_rank, (folder, options.rounds), nprocs=RANKS)
         measured = json.loads((folder / "measured.json").read_text())
-        where = {"torch": torch.__version__, "file_system": file_system(folder)}
+        where = {"torch": torch.__version__, "file_system": file_system(folder), "load_before": load}
     trials = measured.pop("trials")
     results = {name: summary(trials[name], trials[SYNCHRONOUS]) for name in trials}
     rival = min(result["stall_ms"] for name, result in results.items() if name.startswith(ASYNC_SAVE))

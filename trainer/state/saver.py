@@ -1,6 +1,6 @@
 """Saving beside the training: the loop pays the copy of its rank's stripe, a thread does the rest.
 
-All ranks hold the same state, so each writes its stripe of it. The threads of one save talk over the ranks' key-value
+All ranks hold the same state, so each writes its stripe of it. The ranks' threads talk over the ranks' key-value
 store, under "save/":
 
     token           rank 0's, once: so that a folder is never shared with a stuck writer of an earlier attempt
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -75,8 +76,12 @@ class Saver:
             self._keys.set("token", secrets.token_hex(4))
         self._number = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._saves: SimpleQueue[_Save | None] = SimpleQueue()
+        self._ended, self._closed = threading.Event(), threading.Event()
+        self._ended.set()
+        # Kept, since on a busy machine it takes long until a new thread runs, and `start` would have to wait for that.
+        self._thread = threading.Thread(target=self._work, name="saver", daemon=True)
+        self._thread.start()
 
     def start(self, about: About, state: Any, before_commit: Callable[[], None], keep: tuple[int, int]) -> None:
         """Save `state`, which may change as soon as this returns. Waits first for the save before it.
@@ -84,7 +89,7 @@ class Saver:
         All ranks call it at the same step with the same state. `before_commit` is called on rank 0, in the writer's
         thread; when it raises, the save fails. `keep` is (keep_last, keep_best).
         """
-        self._join(None)
+        self._ended.wait()
         packed = Packed(state)
         start, stop = (_boundary(packed.bytes, rank, self._size) for rank in (self._rank, self._rank + 1))
         if self._buffer.numel() < stop - start:
@@ -94,26 +99,29 @@ class Saver:
         self._number += 1
         about = replace(about, metrics=dict(about.metrics))
         save = _Save(self._number, about, packed.structure, stripe.numpy().data, before_commit, keep)
-        self._thread = threading.Thread(target=self._run, args=(save,), name="saver", daemon=True)
-        self._thread.start()
+        self._ended.clear()
+        self._saves.put(save)
 
     def wait(self, timeout_s: float) -> bool:
         """Until the save started last has ended, well or not; False when it has not by then: a peer may be dead."""
-        return self._join(timeout_s)
+        return self._ended.wait(timeout_s)
 
     def close(self) -> None:
         """End the thread, and with it a save under way."""
         self._closed.set()
-        self._join(FAREWELL_S)
+        self._saves.put(None)
+        self._thread.join(FAREWELL_S)
 
-    def _join(self, timeout_s: float | None) -> bool:
-        if self._thread is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    def _work(self) -> None:
+        """The thread."""
+        while save := self._saves.get():
+            try:
+                self._run(save)
+            finally:
+                self._ended.set()
 
     def _run(self, save: _Save) -> None:
-        """The thread of one save."""
+        """One save, in the thread."""
         error: CheckpointError | None
         try:
             tag = f"{self._await('token')}-{save.number}"
@@ -122,7 +130,7 @@ class Saver:
                 self._keys.set(f"{save.number}/result", self._finish(save, tag))
             result = self._await(f"{save.number}/result")
             error = CheckpointError(result) if result else None
-        except (_GivenUp, dist.DistError) as cause:  # the key-value store dies with rank 0
+        except Exception as cause:  # such as a dist.DistError: the key-value store dies with rank 0
             error = self._store.failure(save.about.step, _told(cause))
         if error is None:
             self.saved = save.about
