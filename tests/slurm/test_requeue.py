@@ -11,6 +11,7 @@ import pytest
 
 from tests.ranks import fingerprint
 from tests.slurm.conftest import DEADLINE_S, User
+from trainer.config import Config
 
 FOUR_RANKS = ("--nodes", "2", "--tasks-per-node", "2")
 SHORT = ("train.max_steps=160",)  # 63 steps an epoch
@@ -30,6 +31,8 @@ def test_four_ranks_on_two_nodes(user: User, undisturbed: dict[str, Any]) -> Non
     (attempt,) = user.attempts("undisturbed")
     assert attempt["reason"] == "finished"
     assert attempt["world_size"] == 4 and len(attempt["hosts"]) == 2
+    config = Config.load(user.run("undisturbed").config)
+    assert config.launch.grace_s == 15, "the cluster's KillWait"
     job = user.job_of("undisturbed")
     logs = sorted(path.name for path in user.run("undisturbed").logs.glob("*_log.out"))
     assert logs == [f"{job}_{rank}_log.out" for rank in range(4)]

@@ -2,8 +2,8 @@
 
 A rank that can still speak enters the end of its attempt in attempts.jsonl, and rank 0 requeues the job at a stop. But
 all ranks may have been killed, srun with them, or Slurm did not answer: the shell outlives them all.
-`python -m trainer.cluster.afterwards RUN_FOLDER STATUS`, with srun's exit status, asks Slurm only when there is a
-reason to, and does not import torch. When it fails, the job ends as it would have without it.
+`python -m trainer.cluster.afterwards LOGS STATUS`, with the folder of submitit's files and srun's exit status, asks
+Slurm only when there is a reason to, and does not import torch. When it fails, the job ends as it would without it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import signal
 import sys
 import time
 
-from trainer.config import Config
+from submitit.core.utils import DelayedSubmission, JobPaths
+
 from trainer.observe.attempts import FAILURES, AttemptLog, Record, all_ends, end_attempt, goes_on, is_of, settle
 from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.schema import Launch
 from trainer.state.store import CheckpointError, CheckpointStore
+from trainer.trainer import Trainer
 from trainer.world.detect import World
 from trainer.world.lock import holder, is_of_job
 from trainer.world.signals import STOPS
@@ -105,12 +107,20 @@ def _newest_step(run: RunDir) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def main(logs: str, status: int) -> int:
+    """Do it for the run that this job trains; in an array each job has its own. Returns 1 when that went wrong."""
     for number in STOPS:  # that of the requeue itself among them
         signal.signal(number, signal.SIG_IGN)
-    folder = RunDir(sys.argv[1])
     try:
-        afterwards(folder, World.detect(), Config.load(folder.config).launch, int(sys.argv[2]))
-    except Exception as error:
+        world = World.detect()
+        trainer = DelayedSubmission.load(JobPaths(logs, world.job_id).submitted_pickle).function
+        assert isinstance(trainer, Trainer)
+        afterwards(trainer.run, world, trainer.config.launch, status)
+    except Exception as error:  # whatever is wrong with this node or its disk, the log must have it on one line
         say(f"not requeued: {type(error).__name__}: {error}")
-        raise SystemExit(1) from error
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -129,15 +129,14 @@ def _setup(config: Config, run: RunDir) -> list[str]:
         "PYTHONPATH": runs.python_path(),
         **config.launch.env,
     }
-    python, folder = shlex.quote(sys.executable), shlex.quote(str(run.path))
+    python, logs = shlex.quote(sys.executable), shlex.quote(str(run.logs))
     return [
-        # The shell outlives every rank, so it can requeue the job when all of them are dead.
+        "# This shell outlives all ranks: when they have failed, or are dead, it finds out whether to requeue the job.",
         "afterwards() {",
         "    status=$?",
         "    trap '' TERM USR1 USR2",
-        "    if [ $status != 0 ]; then",
-        f"        SUBMITIT_EXECUTOR=slurm timeout -s KILL 300 {python} -m trainer.cluster.afterwards {folder} $status",
-        "    fi",
+        "    [ $status = 0 ] ||",
+        f"        SUBMITIT_EXECUTOR=slurm timeout -s KILL 300 {python} -m trainer.cluster.afterwards {logs} $status",
         "}",
         "trap afterwards EXIT",
         "trap : TERM USR1 USR2",
