@@ -88,7 +88,7 @@ def _rank(rank: int, meeting: Path, repeats: int, results: multiprocessing.queue
         times["empty loop"].append(_nanoseconds(_nothing, stop.begin_tick))
     waiting = {thread.name for thread in threading.enumerate()}
     assert {"stop", "signals"} <= waiting, f"measured without the waiting threads: {waiting}"
-    group.barrier()
+    group.barrier(DEADLINE_S)
     stop.close()
     group.close()
     results.put((rank, times))

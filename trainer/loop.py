@@ -309,5 +309,4 @@ def _finite(value: float) -> float | None:
 def join(config: Config, run: RunDir, world: World) -> Group:
     """Take this rank's device and meet the other ranks."""
     device = set_up_device(config, world)
-    # Longer than the watchdog waits, which can tell where each rank is stuck.
-    return meet(world, device, run.meeting(world.attempt), 2 * config.launch.hang_timeout_s + 60)
+    return meet(world, device, run.meeting(world.attempt), config.launch.hang_timeout_s)

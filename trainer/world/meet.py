@@ -19,8 +19,9 @@ from torch import Tensor
 
 from trainer.world.detect import World
 
-# Nodes of one job start seconds apart, on a busy cluster minutes (a slow prolog, a cold file system).
-MEETING_S = 600.0
+# Nodes of one job start seconds apart, on a busy cluster a minute (a slow prolog, a cold file system): this is the least
+# that the ranks wait for each other, however short `launch.hang_timeout_s` is.
+MEETING_S = 60.0
 POLL_S = 0.05
 # What gloo, NCCL and the store say when a peer is no longer there.
 OF_ABSENCE = re.compile("gloo|NCCL|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
@@ -79,7 +80,7 @@ class Group:
         told = self.store.get("told").decode()
         return int(told) if told else None
 
-    def barrier(self, timeout_s: float = MEETING_S) -> None:
+    def barrier(self, timeout_s: float) -> None:
         """Wait until every rank is here. Runs over the store, so it may last longer than a collective is allowed to."""
         self._barriers += 1
         key = f"barrier/{self._barriers}"
@@ -117,34 +118,46 @@ def meet(world: World, device: torch.device, meeting: Path, timeout_s: float) ->
     """Meet the other ranks and set up collectives: NCCL on GPUs, gloo on CPUs.
 
     `meeting` is a file of this attempt alone, on a file system that all ranks see. A MASTER_ADDR and MASTER_PORT
-    in the environment win over it. `timeout_s` bounds every later collective.
+    in the environment win over it. A rank waits `timeout_s` for the others here, and twice that in a later collective:
+    the watchdog, which can tell where each rank is stuck, comes first.
 
-    Raises MeetingError when a rank does not come within `MEETING_S`.
+    Raises MeetingError when a rank does not come in time.
     """
     if world.size == 1:
         return Group(world, dist.HashStore(), device)
+    patience = timedelta(seconds=max(MEETING_S, timeout_s))
     try:
-        store = _store(world, meeting)
+        store = _store(world, meeting, patience)
         group = Group(world, store, device)
-        group.barrier()  # before the collectives: they wait no longer than `timeout_s`
+        _await_all(world, store, patience)  # before the collectives: NCCL would wait in C
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("collectives", store),
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=2 * patience,
             device_id=device if device.type == "cuda" else None,
         )
     except dist.DistError as error:
-        raise MeetingError(f"{world}: the ranks did not all meet within {MEETING_S:.0f} s: {error}") from error
+        raise MeetingError(f"{world}: the ranks did not all meet within {patience.seconds} s: {error}") from error
     if world.rank == 0 and meeting.exists():
         meeting.unlink()
     return group
 
 
-def _store(world: World, meeting: Path) -> dist.Store:
+def _await_all(world: World, store: dist.Store, patience: timedelta) -> None:
+    keys = [f"met/{rank}" for rank in range(world.size)]
+    store.set(keys[world.rank], "")
+    try:
+        store.wait(keys, patience)
+    except dist.DistError:
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        names = ", ".join(f"rank {rank} on {world.host_of(rank)}" for rank in absent)
+        raise MeetingError(f"{world}: {names} did not come within {patience.seconds} s") from None
+
+
+def _store(world: World, meeting: Path, timeout: timedelta) -> dist.Store:
     """The key-value store that rank 0 serves to all."""
-    timeout = timedelta(seconds=MEETING_S)
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return dist.TCPStore(host, port, world.size, world.rank == 0, timeout, wait_for_workers=False)
@@ -162,7 +175,7 @@ def _store(world: World, meeting: Path) -> dist.Store:
         temporary.write_text(json.dumps({"host": host, "port": port}))
         temporary.replace(meeting)
         return store
-    deadline = time.monotonic() + MEETING_S
+    deadline = time.monotonic() + timeout.seconds
     while time.monotonic() < deadline:
         try:
             address = json.loads(meeting.read_text())
@@ -171,5 +184,5 @@ def _store(world: World, meeting: Path) -> dist.Store:
             continue
         return dist.TCPStore(address["host"], address["port"], world.size, False, timeout, wait_for_workers=False)
     raise MeetingError(
-        f"{world}: rank 0 on {world.hosts[0]} did not publish its address in {meeting} within {MEETING_S:.0f} s"
+        f"{world}: rank 0 on {world.hosts[0]} did not publish its address in {meeting} within {timeout.seconds} s"
     )
