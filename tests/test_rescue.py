@@ -153,6 +153,21 @@ def test_killed_in_the_save_of_a_stop(root: Path, ranks: int, dies: str) -> None
     assert [(checkpoint["step"], checkpoint["ok"]) for checkpoint in inspect(attempt.run)] == [(4, True)]
 
 
+def test_killed_after_a_damaged_checkpoint(root: Path) -> None:
+    """The step that is to be saved has a checkpoint already, which was found damaged when this attempt began: it must
+    not be taken for the one that is needed now."""
+    signalled = config(root, "damaged", 2, ("task=tests.tasks.Signalled", "checkpoint.every_steps=2"))
+    Attempt(signalled, {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 5 rank 0"}).wait()
+    run = RunDir(root / "damaged")
+    (shard,) = (run.checkpoints / "step_000000005").glob("shard_0000*")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    attempt, _ = befall(root, "damaged", 2, "kill step 2 rank 1", "checkpoint.every_steps=2")
+    assert "skipped step_000000005: shard_0000" in attempt.output()
+    record = read_lines(run.attempts)[1]
+    assert (record["start_step"], record["end_step"], record["lost_steps"]) == (4, 5, 0)
+    goes_on(root, "damaged", 2, "checkpoint.every_steps=2")
+
+
 def test_no_data(root: Path) -> None:
     """An error before the first step is the same next time: the run is not tried again, and says what is wrong."""
     attempt = Attempt(config(root, "nodata", 2, ("task=tests.tasks.Unprepared",)))

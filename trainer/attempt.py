@@ -201,7 +201,8 @@ class Attempt:
         if fault.reason == "signal":
             number = (loop.stop.signal if loop else None) or self.signals.first
             assert number is not None
-            reason, error = ending(number, self.world, self.config.launch.signal_delay_s).reason, None
+            end = ending(number, self.world, self.config.launch.signal_delay_s)
+            reason, error = end.reason, end.error
         retry = all(own.failure.retry for own in survivors if own.failure) and fault.retry
         record = end_attempt(
             self.run_dir, self.world, self.config.launch, reason, end_step, kept, error=error, retry=retry
@@ -216,7 +217,7 @@ class Attempt:
         if loop.saves.saving is not None and loop.saves.saving.step == step:
             with contextlib.suppress(RuntimeError):
                 loop.saves.wait(COME_OUT_S)  # all ranks may be alive, and just about to have it
-        if step == kept or step in self.store.steps():
+        if step == kept or self._stands(step):
             return step
         if not still_holds(self.run_dir.lock, self.world):
             say(f"another attempt is at work on this run; the checkpoint of step {kept} stands")
@@ -228,6 +229,13 @@ class Attempt:
             return kept
         say(f"rank {self.world.rank} saved step {step} alone")
         return step
+
+    def _stands(self, step: int) -> bool:
+        """Whether there is a whole checkpoint of that step, not merely one that this attempt has found damaged."""
+        with contextlib.suppress(CheckpointError):
+            self.store.verify(step)
+            return True
+        return False
 
     def _explain(self, fault: Fault, survivors: list[Survivor]) -> str:
         """What failed first: the error of a rank that had one of its own; else which ranks are gone."""

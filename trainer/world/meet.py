@@ -19,8 +19,8 @@ from torch import Tensor
 
 from trainer.world.detect import World
 
-# Nodes of one job start seconds apart, on a busy cluster a minute (a slow prolog, a cold file system): this is the least
-# that the ranks wait for each other, however short `launch.hang_timeout_s` is.
+# Nodes of one job start seconds apart, on a busy cluster a minute (a slow prolog, a cold file system): the ranks wait
+# at least so long for each other, however short `launch.hang_timeout_s` is.
 MEETING_S = 60.0
 POLL_S = 0.05
 # What gloo, NCCL and the store say when a peer is no longer there.
