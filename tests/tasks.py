@@ -211,9 +211,9 @@ class Faulty(Classification):
 
 
 class Broken(Classification):
-    """Fails in the 3rd step of rank 1, of every attempt: a bug."""
+    """Fails in the first step of rank 1, of every attempt: a bug."""
 
-    fails_at = 3
+    fails_at = 1
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
