@@ -114,8 +114,7 @@ class Loop:
 
     def run(self) -> bool:
         """Train and save. True when the run is finished, False when the ranks agreed to stop."""
-        gc.freeze()  # what was made up to here stays: nothing to look through for garbage
-        gc.enable()
+        gc.enable()  # see Trainer.__call__
         self.watch.enter("training")
         batches = iter(self.loading.loader(self.train_set, self.config.seed, self._plan()))
         try:

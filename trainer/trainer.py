@@ -43,7 +43,6 @@ class Trainer:
         try:
             return Attempt(self.config, self.run, world, signals).run()
         finally:
-            gc.freeze()  # and once more when the interpreter ends, while a signal's grace runs (benchmarks/stops.py)
             gc.enable()
             signals.release(process_ends=world.launcher != "python")
 
