@@ -69,7 +69,7 @@ def lose_slurmd(victim: Victim, shot: Shot) -> float:
     cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
     try:
         victim.wait(
-            lambda: "down" in cluster.run("sinfo", "-h", "-n", node, "-o", "%t"), 120, f"{node} was not given up"
+            lambda: "State=DOWN" in cluster.run("scontrol", "show", "node", node), 60, f"{node} was not given up"
         )
         return time.monotonic()
     finally:
