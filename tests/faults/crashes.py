@@ -11,6 +11,7 @@ from tests.faults.site import SLURMD_TIMEOUT_S
 from tests.faults.victim import Missed, Victim
 
 CONTROLLER = "slurmctld"
+REQUEUE_HOLD_S = 6  # how long Slurm lets a requeued job wait, with the cluster's cred_expire
 
 
 def kill_rank_0(victim: Victim, shot: Shot) -> None:
@@ -73,7 +74,8 @@ def lose_slurmd(victim: Victim, shot: Shot) -> float:
         )
         return time.monotonic()
     finally:
-        _back_later(victim, node, 5)
+        # Not before the job has started on another node: Slurm 22.05 would kill it here along with what was left of it.
+        _back_later(victim, node, 2 * REQUEUE_HOLD_S)
 
 
 def restart_controller(victim: Victim, shot: Shot) -> None:
