@@ -16,8 +16,8 @@ from pathlib import Path
 from tests.faults.checks import Undisturbed
 from tests.faults.faults import FAULTS
 from tests.faults.plan import RunPlan, layouts, make_plan
-from tests.faults.report import Report
-from tests.faults.run import Hit, Run
+from tests.faults.report import Hit, Report
+from tests.faults.run import Run
 from tests.faults.site import MOST_AT_ONCE, Site
 from tests.slurm.cluster import missing
 

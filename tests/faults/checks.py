@@ -48,6 +48,7 @@ class Seen:
     resumed: Sequence[int]  # steps that the log says its attempts started after
     damaged: AbstractSet[int]  # steps whose checkpoints, as they stand, it damaged
     set_back: AbstractSet[Attempt]  # attempts after which it damaged the newest checkpoint
+    unwritten: AbstractSet[Attempt]  # attempts that had no disk to write on what they did
 
 
 def check_run(
@@ -119,7 +120,8 @@ def check_attempts(records: Sequence[Record], seen: Seen, log_every: int) -> lis
         wrong.append(f"attempts.jsonl ends as {reasons[-1:]}, finished {reasons.count('finished')} times")
     for attempt, record in zip(known, records):
         did, trained = record["end_step"] - record["start_step"], seen.begun.get(attempt, 0)
-        if not trained - 1 - log_every <= did <= trained:
+        least = 0 if attempt in seen.unwritten and record["reason"] == "lost" else trained - 1 - log_every
+        if not least <= did <= trained:
             wrong.append(f"attempt {attempt} is recorded with {did} steps, but began {trained}")
     for (attempt, record), after in zip(zip(known, records), records[1:]):
         kept = record["end_step"] - record["lost_steps"]

@@ -11,6 +11,7 @@ from tests.faults.site import SLURMD_TIMEOUT_S
 from tests.faults.victim import Missed, Victim
 
 CONTROLLER = "slurmctld"
+REQUEUE_HOLD_S = 6  # how long Slurm lets a requeued job wait, with the cluster's cred_expire
 
 
 def kill_rank_0(victim: Victim, shot: Shot) -> None:
@@ -69,11 +70,12 @@ def lose_slurmd(victim: Victim, shot: Shot) -> float:
     cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
     try:
         victim.wait(
-            lambda: "down" in cluster.run("sinfo", "-h", "-n", node, "-o", "%t"), 120, f"{node} was not given up"
+            lambda: "State=DOWN" in cluster.run("scontrol", "show", "node", node), 60, f"{node} was not given up"
         )
         return time.monotonic()
     finally:
-        _back_later(victim, node, 5)
+        # Not before the job has started on another node: Slurm 22.05 would kill it here along with what was left of it.
+        _back_later(victim, node, 2 * REQUEUE_HOLD_S)
 
 
 def restart_controller(victim: Victim, shot: Shot) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from tests.faults import site
 from tests.faults.faults import FAULTS
 from tests.faults.plan import Moment
-from tests.faults.run import Hit
 
 COLUMNS = (
     "fault",
@@ -25,6 +24,22 @@ COLUMNS = (
     "worst time to a new step",
     "violations",
 )
+
+
+@dataclass
+class Hit:
+    """One fault that struck, and what came of it."""
+
+    run: str
+    fault: str
+    moment: Moment  # where it found the run
+    after_ms: int  # the planned delay
+    back_s: float = 0.0  # from the fault to the first new step
+    by: str = ""  # who brought the run back: itself, its user; or it stayed
+    lost: int = 0
+    allowed: int = 0
+    recorded: str = ""  # the reason in attempts.jsonl
+    wrong: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.faults.checks import Attempt, Seen, Undisturbed
 from tests.faults.damage import Unrefused
 from tests.faults.faults import FAULTS
 from tests.faults.plan import Fault, Loss, Moment, Return, RunPlan, Shot
+from tests.faults.report import Hit
 from tests.faults.site import NODES, Site
 from tests.faults.task import ASIDE
 from tests.faults.victim import Missed, NeverCame, Victim
@@ -34,22 +34,6 @@ GONE_S = 2.0  # without a job for so long, a run does not come back by itself
 LAST_STEPS = 30  # a run that has no more to go takes no more faults: a fresh one gets them
 STRAY_S = 15.0  # a loader's worker takes 5 s to see that its rank has died
 POLL_S = 0.05
-
-
-@dataclass
-class Hit:
-    """One fault that struck, and what came of it."""
-
-    run: str
-    fault: str
-    moment: Moment  # where it found the run
-    after_ms: int  # the planned delay
-    back_s: float = 0.0  # from the fault to the first new step
-    by: str = ""  # who brought the run back: itself, its user; or it stayed
-    lost: int = 0
-    allowed: int = 0
-    recorded: str = ""  # the reason in attempts.jsonl
-    wrong: list[str] = field(default_factory=list)
 
 
 class GaveUp(Exception):
@@ -76,6 +60,7 @@ class Run:
         self.resumed = 0  # the step after which the attempt at work began
         self.settled: set[Attempt] = set()  # those whose loss has been judged
         self.set_back: set[Attempt] = set()  # those whose last checkpoint we damaged
+        self.unwritten: set[Attempt] = set()  # those whose disk was full
 
     def _words(self, slot: int) -> list[str]:
         setting, victim = self.plan.setting, self.victim
@@ -111,7 +96,7 @@ class Run:
             if undisturbed is not None:
                 self._check(undisturbed)
         except GaveUp as error:
-            self.wrong.append(str(error))
+            self.wrong += filter(None, [str(error)])
             self._clear_away()
         return missed + shots
 
@@ -190,6 +175,8 @@ class Run:
                 struck, kept = later, victim.kept()
         except (Unrefused, NeverCame) as error:
             hit.wrong.append(str(error))
+        if fault.saves_again and attempt is not None:
+            self.unwritten.add(attempt)
         if fault.loses is Loss.NEWEST:
             kept = victim.kept()
             self.set_back |= set(map(Attempt.of, victim.records()[-1:]))
@@ -201,7 +188,7 @@ class Run:
             self._judge(hit, fault, attempt, kept)
         except GaveUp as error:
             hit.wrong.append(str(error))
-            raise GaveUp(f"given up after {fault.name} ({where.words})") from None
+            raise GaveUp() from None  # it is told of the fault
         finally:
             self.spoiled |= bool(hit.wrong)
             self.tell(hit)
@@ -326,6 +313,7 @@ class Run:
             resumed=[event.number for event in victim.log.events if event.kind == "resume"],
             damaged=victim.spoiled(),
             set_back=self.set_back,
+            unwritten=self.unwritten,
         )
         self.wrong += checks.check_run(victim.run, self._verified(), undisturbed, seen, self.log_every)
 

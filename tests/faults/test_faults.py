@@ -65,13 +65,14 @@ class Folder:
         self.resumed = [0, 6]
         self.damaged: set[int] = set()
         self.set_back: set[Attempt] = set()
+        self.unwritten: set[Attempt] = set()
 
     def wrong(self, log_every: int = 0) -> str:
         """What the harness finds wrong with it."""
         self.run.path.mkdir(exist_ok=True)
         for path, lines in ((self.run.metrics, self.metrics), (self.run.attempts, self.attempts)):
             path.write_text("".join(json.dumps({**line, "time": 2.0}) + "\n" for line in lines))
-        seen = Seen(self.begun, self.resumed, self.damaged, self.set_back)
+        seen = Seen(self.begun, self.resumed, self.damaged, self.set_back, self.unwritten)
         return "; ".join(check_run(self.run, self.verified, self.undisturbed, seen, log_every))
 
 
@@ -152,6 +153,10 @@ def test_a_record_that_hides_what_was_done_is_found(folder: Folder) -> None:
     folder.begun[FIRST] = 9
     assert folder.wrong() == "attempt 7-0 is recorded with 6 steps, but began 9"
     assert folder.wrong(log_every=5) == "", "of an attempt that could not say, what metrics.jsonl had is known"
+    folder.unwritten = {FIRST}
+    assert folder.wrong(), "a full disk excuses one that could not say, not one that did"
+    folder.attempts[0]["reason"] = "lost"
+    assert folder.wrong() == ""
 
 
 def test_a_log_that_says_something_else_is_found(folder: Folder) -> None:
