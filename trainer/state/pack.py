@@ -24,10 +24,14 @@ ALIGNMENT = 64  # bytes: a multiple of every dtype's size, and a cache line
 
 
 class Packed:
-    """A state's structure and run of bytes. It references the tensors and copies nothing."""
+    """A state's structure and run of bytes. It references the tensors and copies nothing.
+
+    Thousands of small tensors are common, and the training waits for `copy`: it does no more than it must for each.
+    """
 
     def __init__(self, state: Any) -> None:
         self._tensors: list[Tensor] = []
+        self._dense: list[bool] = []  # whether the tensor's bytes lie in memory without gaps and overlaps
         self.structure = _map(state, self._twin)
         *self._offsets, self.bytes = accumulate((_aligned(t.nbytes) for t in self._tensors), initial=0)
 
@@ -38,21 +42,27 @@ class Packed:
         """
         done = start
         for number in range(max(0, bisect_right(self._offsets, start) - 1), len(self._offsets)):
-            offset = self._offsets[number]
+            offset, tensor = self._offsets[number], self._tensors[number]
             if offset >= stop:
                 break
-            source = _bytes_of(self._tensors[number])[max(0, start - offset) : stop - offset]
+            source = _bytes_of(tensor if self._dense[number] else torch.empty_like(tensor).copy_(tensor))
             begin = max(start, offset)
-            into[done - start : begin - start].zero_()  # the gap behind the tensor before
-            done = begin + source.numel()
-            into[begin - start : done - start].copy_(source, non_blocking=True)
-        into[done - start :].zero_()
+            end = max(begin, min(stop, offset + tensor.nbytes))
+            if end - begin < tensor.nbytes:
+                source = source[begin - offset : end - offset]
+            if begin > done:
+                into[done - start : begin - start] = 0  # the gap behind the tensor before
+            into[begin - start : end - start].copy_(source, non_blocking=True)
+            done = end
+        into[done - start :] = 0
         for device in {tensor.device for tensor in self._tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
     def _twin(self, tensor: Tensor) -> Tensor:
+        twin = torch.empty_like(tensor, device="meta")  # which never has gaps or overlaps
         self._tensors.append(tensor.detach())
-        return torch.empty_like(tensor, device="meta")
+        self._dense.append(twin.stride() == tensor.stride())
+        return twin
 
 
 def load(folder: Path, manifest: Manifest) -> Any:
@@ -115,11 +125,9 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return copy.deepcopy(value)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Its bytes as they lie in memory, and as its twin has them; without a copy, unless it has gaps or overlaps."""
-    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-        tensor = torch.empty_like(tensor).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+def _bytes_of(dense: Tensor) -> Tensor:
+    """The bytes of a tensor without gaps and overlaps, as they lie in memory; a view."""
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _aligned(count: int) -> int:
