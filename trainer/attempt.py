@@ -19,6 +19,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
+from trainer import compiler
 from trainer.config import Config, ConfigError
 from trainer.observe.attempts import AttemptLog, end_attempt, record_of
 from trainer.observe.phases import Phases
@@ -89,6 +90,8 @@ class Attempt:
                 self.start_step = newest.step if newest else 0
                 AttemptLog(self.run_dir, self.world, self.start_step)
                 self.phases.done("checking checkpoints")
+            if not self.config.train.compile:
+                compiler.leave_out()
             # Here and not above, so that a signal during the seconds of importing torch is caught too.
             from trainer.loop import Loop, join
 

@@ -114,7 +114,9 @@ class Loop:
 
     def run(self) -> bool:
         """Train and save. True when the run is finished, False when the ranks agreed to stop."""
-        gc.enable()  # see Trainer.__call__
+        # See Trainer.__call__. What there is by now is there to stay, and is never walked over again.
+        gc.freeze()
+        gc.enable()
         self.watch.enter("training")
         batches = iter(self.loading.loader(self.train_set, self.config.seed, self._plan()))
         try:

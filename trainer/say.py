@@ -9,7 +9,9 @@ import sys
 def say(text: str, at: str = "") -> None:
     """Print a line, marked as ours. The log may be on a disk that is full by now: no reason to end the training."""
     with contextlib.suppress(OSError):
-        print(f"[laststep{at and ' '}{at}] {text.strip()}", flush=True)
+        # In one piece, unlike print: threads talk too, and a line of theirs must not get into the middle of this one.
+        sys.stdout.write(f"[laststep{at and ' '}{at}] {text.strip()}\n")
+        sys.stdout.flush()
 
 
 def fall_silent() -> None:

@@ -96,9 +96,11 @@ class Saver:
             self._buffer = _kept_buffer(stop - start, self._device)
         stripe = self._buffer[: stop - start]
         packed.copy(start, stop, stripe)
+        structure = packed.structure
+        del packed  # thousands of tensors, before the thread begins to compete for Python's lock
         self._number += 1
         about = replace(about, metrics=dict(about.metrics))
-        save = _Save(self._number, about, packed.structure, stripe.numpy().data, before_commit, keep)
+        save = _Save(self._number, about, structure, stripe.numpy().data, before_commit, keep)
         self._ended.clear()
         self._saves.put(save)
 
