@@ -34,12 +34,11 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 
-from benchmarks.start import machine
+from benchmarks._measure import write_results
 from trainer.state.pack import Packed
 from trainer.state.saver import About, Saver
 from trainer.state.store import CheckpointStore
 
-RESULT = Path(__file__).resolve().parent / "results" / "save.json"
 RANKS = 2
 QUIET_STEPS = 8  # before each save
 LIMIT = 0.1  # of the synchronous save's stall
@@ -63,7 +62,7 @@ def main(words: list[str] | None = None) -> int:
         folder = Path(name)
         spawn(_rank, (folder, options.rounds), nprocs=RANKS)
         measured = json.loads((folder / "measured.json").read_text())
-        where = {"torch": torch.__version__, "file_system": file_system(folder), "load_before": load}
+        where = {"file_system": file_system(folder), "load_before": load}
     trials = measured.pop("trials")
     results = {name: summary(trials[name], trials[SYNCHRONOUS]) for name in trials}
     rival = min(result["stall_ms"] for name, result in results.items() if name.startswith(ASYNC_SAVE))
@@ -78,9 +77,8 @@ def main(words: list[str] | None = None) -> int:
     print(
         "bytes of a rank:", ", ".join(f"{count / 1e6:.1f} MB of {n}" for n, count in measured["bytes_per_rank"].items())
     )
-    record = {**machine(), **where, "ranks": RANKS, "rounds": options.rounds, "limit": LIMIT, **measured}
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
+    settings = {"ranks": RANKS, "rounds": options.rounds, "limit": LIMIT}
+    write_results("save", {**where, **settings, **measured, "results": results})
     return int(results[OURS]["ratio"] > LIMIT or results[OURS]["stall_ms"] > rival)
 
 

@@ -7,21 +7,14 @@ them alike. Each must take at most 1.5 times the median of the imports; the exit
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
-PROJECT = Path(__file__).resolve().parent.parent
-RESULT = Path(__file__).resolve().parent / "results" / "start.json"
+from benchmarks._measure import PROJECT, write_results
+
 LAUNCH = [sys.executable, str(PROJECT / "launch.py")]
 BASELINE = "import submitit, omegaconf"
 COMMANDS = {
@@ -46,8 +39,7 @@ def main(words: list[str] | None = None) -> int:
     print(f"{'median':>8}  {'10-90 %':>13}  {'ratio':>5}  command ({runs} runs each)")
     for name, r in results.items():
         print(f"{r['median_ms']:>5.0f} ms  {r['p10_ms']:>4.0f} - {r['p90_ms']:>3.0f} ms  {r['ratio']:>5.2f}  {name}")
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({**machine(), "runs": runs, "limit": LIMIT, "results": results}, indent=1) + "\n")
+    write_results("start", {"runs": runs, "limit": LIMIT, "results": results})
     return int(any(r["ratio"] > LIMIT for r in results.values()))
 
 
@@ -72,20 +64,6 @@ def summary(taken: list[float], baseline: float) -> dict[str, float]:
         "p10_ms": round(1000 * tenths[0], 1),
         "p90_ms": round(1000 * tenths[-1], 1),
         "ratio": round(median / baseline, 3),
-    }
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": models[0] if models else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "submitit": version("submitit"),
-        "omegaconf": version("omegaconf"),
     }
 
 

@@ -6,6 +6,7 @@ tests/slurm/ has it on a real one.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import subprocess
 import time
@@ -21,6 +22,7 @@ from trainer.observe.attempts import AttemptLog, end_attempt
 from trainer.observe.metrics import MetricsFile, read_lines
 from trainer.rundir import RunDir
 from trainer.schema import Launch
+from trainer.state.store import STRUCTURE, CheckpointStore, Manifest, shard_name
 from trainer.world.detect import World
 
 WORLD = World(0, 2, 0, 0, 2, ("n1", "n2"), "7", 0, "slurm")
@@ -78,6 +80,24 @@ def test_nobody_was_left_to_say(run: RunDir, slurm: Slurm, capsys: pytest.Captur
     afterwards(run, begin(run, restart=1), LAUNCH, KILLED)
     assert slurm.requeues == 1 and ends(run) == [("lost", True), ("lost", False)]
     assert "not requeued: the attempt ended (lost) and the next one would, too" in capsys.readouterr().out
+
+
+def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: Slurm) -> None:
+    """The next attempt will begin at the one before it: a step that nobody has any more must not stand as kept."""
+    store = CheckpointStore(run.checkpoints)
+    for step in (1, 2):
+        writing = store.begin(step, "test")
+        files = {}
+        for name in (STRUCTURE, shard_name(0, 1)):
+            (writing / name).write_bytes(b"whole")
+            files[name] = {"bytes": 5, "sha256": hashlib.sha256(b"whole").hexdigest()}
+        store.commit(writing, Manifest(step, 1, step, 1, {}, files))
+    (store.path(2) / STRUCTURE).write_bytes(b"wrong")
+    world = begin(run)
+    MetricsFile(run.metrics, writes=True).append([{"step": 2, "time": time.time()}])
+    afterwards(run, world, LAUNCH, KILLED)
+    (end,) = read_lines(run.attempts)
+    assert (end["end_step"], end["lost_steps"]) == (2, 1)
 
 
 def test_what_a_rank_has_said_counts(run: RunDir, slurm: Slurm) -> None:

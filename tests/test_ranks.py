@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from submitit.core.utils import DelayedSubmission
 
 from tests.ranks import Attempt, fingerprint, reasons, train
 from tests.test_exact import config
 from trainer.commands.verify import inspect
 from trainer.observe.metrics import read_lines
+from trainer.trainer import Trainer
 
 
 def test_data_is_prepared_by_one_rank_of_each_node_in_turn(tmp_path: Path) -> None:
@@ -69,6 +74,27 @@ def test_a_disk_that_stays_full(tmp_path: Path) -> None:
     assert attempt["lost_steps"] == attempt["end_step"] - 2
     assert [(checkpoint["step"], checkpoint["ok"]) for checkpoint in inspect(full.run)] == [(2, True)]
     assert not list(full.run.checkpoints.glob(".*")), "no half checkpoint is left to fill the disk further"
+
+
+def test_half_a_result_of_a_full_disk(tmp_path: Path) -> None:
+    """submitit refuses to write beside what it could not finish an attempt ago: the finished run would have failed."""
+    one = config(tmp_path, "one", 1, ("train.max_steps=1",))
+    job = tmp_path / "one" / "logs"
+    job.mkdir(parents=True)
+    DelayedSubmission(Trainer(one)).dump(job / "7_submitted.pkl")
+    for name in ("7_0_result.pkl.save_tmp", "7_submitted.pkl.save_tmp"):
+        (job / name).write_bytes(b"half a pic")
+    place = {"EXECUTOR": "local", "LOCAL_JOB_ID": "7", "LOCAL_NTASKS": "1", "LOCAL_JOB_NUM_NODES": "1"}
+    place |= {"LOCAL_NODEID": "0", "LOCAL_GLOBALID": "0", "LOCAL_LOCALID": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "submitit.core._submit", str(job)],
+        env={**os.environ, **{f"SUBMITIT_{key}": value for key, value in place.items()}},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in job.iterdir()) == ["7_0_result.pkl", "7_submitted.pkl"]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """torch's compiler, left out of a process that compiles nothing.
 
-DistributedDataParallel, torch.optim and torchvision import torch._dynamo, and with it sympy and half of torch._inductor:
-hundreds of files, over a network file system too, only to ask it for what does nothing where nothing is compiled.
-`leave_out` puts a module in its place that has these few answers. Whatever else is asked of it loads the real one, so a
-task that compiles by itself gets what it wants, and so does a torch that asks for more than this one knows of.
+DistributedDataParallel, torch.optim and torchvision import torch._dynamo, and with it sympy and half of
+torch._inductor: hundreds of files, over a network file system too, only to ask it for what does nothing where nothing
+is compiled. `leave_out` puts a module in its place that has these few answers. Whatever else is asked of it loads the
+real one, so a task that compiles by itself gets what it wants, and so does a torch that asks for more than this one
+knows of.
 """
 
 from __future__ import annotations

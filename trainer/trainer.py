@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 
+from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
 from trainer.attempt import Attempt
@@ -38,6 +40,7 @@ class Trainer:
         """
         signals = Signals.catch()
         world = World.detect()
+        _clear_unfinished(world)
         # Importing torch makes a million objects that live as long as the process. The garbage collector would walk
         # over them again and again while they are made, which takes longer than the import (benchmarks/requeue.py).
         gc.disable()
@@ -65,3 +68,13 @@ class Trainer:
             )
             return None
         return DelayedSubmission(Trainer(self.config))
+
+
+def _clear_unfinished(world: World) -> None:
+    """Remove what an attempt before this one could not finish writing, on a full disk say: submitit refuses to write
+    beside it, and a run that has finished would end as a failed job."""
+    if "SUBMITIT_FOLDER" not in os.environ:  # not one of submitit's own processes
+        return
+    paths = JobEnvironment().paths
+    for path in [paths.result_pickle, *([] if world.rank else [paths.submitted_pickle])]:
+        path.with_suffix(f"{path.suffix}.save_tmp").unlink(missing_ok=True)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
@@ -18,7 +20,7 @@ from trainer.observe.attempts import FAILURES, AttemptLog, Record, all_ends, end
 from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.schema import Launch
-from trainer.state.store import CheckpointError, CheckpointStore
+from trainer.state.store import CheckpointStore
 from trainer.trainer import Trainer
 from trainer.world.detect import World
 from trainer.world.lock import holder, is_of_job
@@ -35,14 +37,17 @@ def afterwards(run: RunDir, world: World, launch: Launch, status: int) -> None:
     at_work = holder(run.lock)
     if at_work and not is_of_job(at_work, world):
         return say(f"not requeued: another attempt is at work on this run ({at_work})")
-    returns = _requeue(run, world, launch, status, bool(at_work))
+    kept_step = cache(lambda: _newest_step(run))
+    returns = _requeue(run, world, launch, status, bool(at_work), kept_step)
     if not at_work:  # else a rank 0 of this job lives, since only srun was killed or its node is cut off
-        settle(run, _newest_step(run), returned=world.job_id if returns else None)
+        settle(run, kept_step, returned=world.job_id if returns else None)
 
 
-def _requeue(run: RunDir, world: World, launch: Launch, status: int, at_work: bool) -> bool:
+def _requeue(
+    run: RunDir, world: World, launch: Launch, status: int, at_work: bool, kept_step: Callable[[], int]
+) -> bool:
     """Whether the job starts again, by itself or by our doing."""
-    ends = all_ends(run, _newest_step(run))
+    ends = all_ends(run, kept_step)
     end = next((end for end in reversed(ends) if is_of(end, world)), None)
     if end is not None and not (end["requeue"] or (end["reason"] == "lost" and goes_on(ends, launch))):
         if end["reason"] in FAILURES:
@@ -56,7 +61,7 @@ def _requeue(run: RunDir, world: World, launch: Launch, status: int, at_work: bo
     if not cause.requeue:
         return comes_back(job, world.restart)
     if end is None and not at_work:
-        end = _never_began(run, world, launch, status, cause)
+        end = _never_began(run, world, launch, status, cause, kept_step())
         if not end["requeue"]:
             _say_why_not(run, launch, end)
             return False
@@ -77,12 +82,12 @@ def _ask(world: World) -> Job | None:
     return job
 
 
-def _never_began(run: RunDir, world: World, launch: Launch, status: int, cause: Ending) -> Record:
+def _never_began(run: RunDir, world: World, launch: Launch, status: int, cause: Ending, step: int) -> Record:
     """Enter an attempt that ended before it began: a node that could not start it, a kill while Python was starting.
 
     Unless Slurm ended it, it counts as a failure, or this could go on for ever.
     """
-    step = AttemptLog(run, world, _newest_step(run)).record["start_step"]
+    AttemptLog(run, world, step)
     error = f"srun exited with {status} before the attempt began"
     end = end_attempt(run, world, launch, cause.reason, step, step, error=error)
     assert end is not None, "nobody else is at work on the run"
@@ -97,14 +102,9 @@ def _say_why_not(run: RunDir, launch: Launch, end: Record) -> None:
 
 
 def _newest_step(run: RunDir) -> int:
-    """The step that the next attempt begins at, unless it finds that checkpoint damaged."""
-    store = CheckpointStore(run.checkpoints)
-    for step in reversed(store.steps()):
-        try:
-            return store.manifest(step).step
-        except CheckpointError:
-            continue
-    return 0
+    """The step that the next attempt begins at. Reads the whole checkpoint to know, which may take a while."""
+    newest = CheckpointStore(run.checkpoints).newest(warn=say)
+    return newest.step if newest else 0
 
 
 def main(logs: str, status: int) -> int:

@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class AttemptLog:
     def __init__(self, run: RunDir, world: World, start_step: int) -> None:
         """The attempt begins, at the state of `start_step`; rank 0 alone calls this, before it rewinds metrics.jsonl:
         what a lost attempt had reached stands there."""
-        settle(run, start_step, returned=world.job_id)
+        settle(run, lambda: start_step, returned=world.job_id)
         self.record: Record = {
             "attempt": len(read_lines(run.attempts)),
             "job_id": world.job_id,
@@ -114,21 +114,22 @@ def goes_on(records: Sequence[Record], launch: Launch, retry: bool = True) -> bo
     return bool(last["reason"] == "preempted")
 
 
-def all_ends(run: RunDir, kept_step: int, returned: str | None = None) -> list[Record]:
+def all_ends(run: RunDir, kept_step: Callable[[], int], returned: str | None = None) -> list[Record]:
     """Every attempt's end; that of one which could not say how it ended as `settle` would enter it."""
     ends = read_lines(run.attempts)
     for left in (run.attempt_ended, run.attempt_now):
         for record in read_lines(left):
             if record["attempt"] not in {end["attempt"] for end in ends}:
                 came_back = record["job_id"] == returned
-                ends.append(record if record["reason"] else _as_lost(run, left, record, kept_step, came_back))
+                ends.append(record if record["reason"] else _as_lost(run, left, record, kept_step(), came_back))
     return ends
 
 
-def settle(run: RunDir, kept_step: int, returned: str | None = None) -> None:
+def settle(run: RunDir, kept_step: Callable[[], int], returned: str | None = None) -> None:
     """Enter what an attempt left behind that could not say, or not enter, how it ended.
 
-    `kept_step` is that of the newest checkpoint, and `returned` the job that came back by itself.
+    `kept_step` finds that of the newest checkpoint, only when it is asked, and `returned` is the job that came back by
+    itself.
     """
     for record in all_ends(run, kept_step, returned):
         _enter(run, record)
