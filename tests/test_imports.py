@@ -14,7 +14,7 @@ from trainer.tasks.models import model_names
 PROJECT = Path(__file__).resolve().parent.parent
 # Lower to higher: a part may import what stands in a line before its own, and parts of its own package.
 LAYERS = [
-    {"schema", "say"},
+    {"schema", "say", "compiler"},
     {"config", "rundir"},
     {"world"},
     {"data", "state", "observe"},
