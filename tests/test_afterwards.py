@@ -75,7 +75,7 @@ def test_nobody_was_left_to_say(run: RunDir, slurm: Slurm, capsys: pytest.Captur
     """Requeued and entered as lost at once: who looks at a run that waits in the queue sees what became of it."""
     afterwards(run, begin(run), LAUNCH, KILLED)
     assert slurm.requeues == 1 and ends(run) == [("lost", True)] and not run.attempt_now.exists()
-    assert capsys.readouterr().out == "[laststep] requeueing job 7: the attempt ended (lost), the run goes on\n"
+    assert capsys.readouterr().out.endswith("] requeueing job 7: the attempt ended (lost), the run goes on\n")
     slurm.job = {"JobState": "RUNNING", "Restarts": 1}
     afterwards(run, begin(run, restart=1), LAUNCH, KILLED)
     assert slurm.requeues == 1 and ends(run) == [("lost", True), ("lost", False)]
@@ -131,7 +131,7 @@ def test_slurm_refuses(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[
     slurm.refuses = True
     afterwards(run, begin(run), LAUNCH, KILLED)
     assert ends(run) == [("lost", False)]
-    assert capsys.readouterr().out.endswith("[laststep] not requeued: Operation disabled\n")
+    assert capsys.readouterr().out.endswith("] not requeued: Operation disabled\n")
 
 
 def test_slurm_is_away_for_a_while(run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:

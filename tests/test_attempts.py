@@ -43,7 +43,7 @@ def test_one_line_per_attempt(tmp_path: Path) -> None:
     ]
     assert set(records[0]) == {
         "attempt", "job_id", "restart", "hosts", "world_size", "start", "end", "start_step", "end_step", "reason",
-        "lost_steps", "lost_s", "requeue", "error",
+        "lost_steps", "lost_s", "step_s", "requeue", "error",
     }  # fmt: skip
     assert all(r["start"] <= r["end"] for r in records)
 

@@ -30,6 +30,7 @@ SBATCH = """#!/bin/sh
 cp "$1" "$(dirname "$0")/submitted.sh"
 echo "Submitted batch job 4711"
 """
+SQUEUE = "#!/bin/sh\necho '4711|RUNNING|N/A|None'\n"
 REFUSING = """#!/bin/sh
 echo "sbatch: error: invalid partition specified: nope" >&2
 echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
@@ -54,7 +55,7 @@ def slurm(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a sbatch that takes every job and keeps its script as `submitted.sh`."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\n"), ("squeue", "#!/bin/sh\necho 4711\n")):
+    for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\n"), ("squeue", SQUEUE)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
@@ -265,9 +266,8 @@ def test_submit(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert main(["--nodes", "2", "--name", "mine", "seed=3"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert all(
-        text in out for text in ("run    mine", "job    4711: 2 nodes x 1 ranks", "4711_0_log.out", "scancel 4711")
-    )
+    said = ("run    mine", "job    4711: 2 nodes x 1 ranks", "4711_0_log.out", "launch.py cancel mine")
+    assert all(text in out for text in said)
     run = RunDir(here / "runs" / "mine")
     config = Config.load(run.config)
     assert (config.seed, config.launch.nodes, config.launch.root) == (3, 2, str(here / "runs"))
@@ -280,7 +280,7 @@ def test_resume_while_the_job_lives(slurm: Path, here: Path, capfd: pytest.Captu
     """Two jobs of one run would write one folder: the second is refused, with how to end the first."""
     assert main(["--name", "mine"]) == 0
     capfd.readouterr()
-    assert "`scancel 4711` ends it first" in refusal(["resume", "mine"], capfd, here)
+    assert "`python launch.py cancel mine` ends it first" in refusal(["resume", "mine"], capfd, here)
     (slurm / "squeue").write_text("#!/bin/sh\n")
     assert main(["resume", "mine", "--nodes", "2"]) == 0
     assert Config.load(RunDir(here / "runs" / "mine").config).launch.nodes == 2
@@ -323,7 +323,10 @@ def test_dry_run_leaves_nothing(slurm: Path, here: Path, capfd: pytest.CaptureFi
 
 
 GOLDEN_COMMANDS: dict[str, list[list[str]]] = {
-    "help.txt": [["--help"], ["resume", "--help"], ["verify", "--help"]],
+    "help.txt": [
+        ["--help"],
+        *([verb, "--help"] for verb in ("resume", "status", "logs", "cancel", "drill", "verify")),
+    ],
     "sbatch.txt": [
         ["--dry-run", "--name", "small", "--nodes", "2", "--tasks-per-node", "2"],
         [
@@ -359,7 +362,9 @@ def test_golden(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--dry-run", "--nodes", "2"], ["--name", "mine"], ["resume", "mine"]], ids=" ".join
+    "words",
+    [["--help"], ["--dry-run", "--nodes", "2"], ["--name", "mine"], ["resume", "mine"], ["status"]],
+    ids=" ".join,
 )
 def test_torch_stays_away(words: list[str], slurm: Path, here: Path) -> None:
     """Importing torch takes seconds, and on a login node minutes: these commands answer at once."""

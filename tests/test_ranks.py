@@ -160,5 +160,5 @@ def test_the_rank_that_holds_the_others_up_is_named(tmp_path: Path) -> None:
     """One slow node makes every step of every node slow, and no log would say which."""
     attempt = Attempt(config(tmp_path, "slow", 2, ("task=tests.tasks.Slow", "train.max_steps=12")))
     assert attempt.wait() == [0, 0]
-    assert "[laststep] rank 1 on " in attempt.logs[0].read_text()
+    assert "] rank 1 on " in attempt.logs[0].read_text()
     assert "holds the others up" in attempt.logs[0].read_text()

@@ -95,7 +95,7 @@ def test_stuck(root: Path, fault: str, request: pytest.FixtureRequest) -> None:
     assert (record["reason"], record["end_step"], record["lost_steps"]) == ("hung", int(step) - 1, 0)
     assert f"rank {hit} on " in record["error"]
     living = attempt.logs[1 - int(hit)].read_text()
-    assert f"[laststep] rank {hit} on " in living, "one line says who it was"
+    assert f"] rank {hit} on " in living, "one line says who it was"
     assert "Thread 0x" in living and "in _engine_run_backward" in living, "the stacks of the waiting rank"
     if kind == "sleep":
         assert "is stuck in befall" in record["error"] or "is stuck in wait" in record["error"]

@@ -17,11 +17,11 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer import compiler
 from trainer.config import Config, ConfigError
-from trainer.observe.attempts import AttemptLog, end_attempt, record_of
+from trainer.observe.attempts import AttemptLog, Record, end_attempt, record_of
 from trainer.observe.phases import Phases
 from trainer.rundir import RunDir
 from trainer.say import fall_silent, say
@@ -80,6 +80,7 @@ class Attempt:
         Raises Stopped when a signal ended the attempt before the run was done, SystemExit when it failed and is
         requeued, or whatever made it fail.
         """
+        say(f"attempt begins on {time.strftime('%Y-%m-%d')}: {self.world}")
         newest: Manifest | None = None  # rank 0 looks for all: what the others see of a shared disk may lag
         try:
             if self.world.rank == 0:
@@ -121,7 +122,7 @@ class Attempt:
                 assert number is not None
                 end = ending(number, self.world, self.config.launch.signal_delay_s)
                 reason, requeue, why = end.reason, end.requeue, end.error
-            end_attempt(self.run_dir, self.world, self.config.launch, reason, step, step, lost_s=0.0, error=why)
+            self._end(reason, step, step, lost_s=0.0, error=why)
         loop.close()
         group.close()
         if finished:
@@ -145,7 +146,7 @@ class Attempt:
             self.watch.close()
             again = not isinstance(error, ConfigError)
             start = self.start_step
-            end_attempt(self.run_dir, self.world, self.config.launch, "failed", start, start, error=text, retry=again)
+            self._end("failed", start, start, error=text, retry=again)
             return
         from trainer.world.meet import is_of_absence
 
@@ -207,9 +208,7 @@ class Attempt:
             end = ending(number, self.world, self.config.launch.signal_delay_s)
             reason, error = end.reason, end.error
         retry = all(own.failure.retry for own in survivors if own.failure) and fault.retry
-        record = end_attempt(
-            self.run_dir, self.world, self.config.launch, reason, end_step, kept, error=error, retry=retry
-        )
+        record = self._end(reason, end_step, kept, error=error, retry=retry)
         if record is not None:
             lost = f"{record['lost_steps']} steps lost" if record["lost_steps"] else "no step lost"
             say(f"attempt ended ({reason}) after step {end_step}, {lost}")
@@ -239,6 +238,13 @@ class Attempt:
             self.store.verify(step)
             return True
         return False
+
+    def _end(self, reason: str, end_step: int, kept_step: int, **more: Any) -> Record | None:
+        """Record the end, see `end_attempt`."""
+        step_s = self.loop.progress.step_s() if self.loop else None
+        return end_attempt(
+            self.run_dir, self.world, self.config.launch, reason, end_step, kept_step, step_s=step_s, **more
+        )
 
     def _explain(self, fault: Fault, survivors: list[Survivor]) -> str:
         """What failed first: the error of a rank that had one of its own; else which ranks are gone."""
@@ -275,7 +281,7 @@ class Attempt:
             loop = self.loop
             done, kept = (loop.position.step, loop.saves.saved.step) if loop else (self.start_step, self.start_step)
             reason = self._fault.reason if self._fault and self._fault.reason != "signal" else "preempted"
-            end_attempt(self.run_dir, self.world, self.config.launch, reason, done, kept)
+            self._end(reason, done, kept)
 
         say("the grace is over; the newest checkpoint stands")
         recording = threading.Thread(target=record, daemon=True)  # the disk may be what everything waits for

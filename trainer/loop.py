@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import json
 import math
 import threading
 import time
@@ -71,6 +73,11 @@ class Loop:
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
+
+        if self.rank == 0:
+            plan = {"total_steps": self.total_steps, "batch_size": config.train.batch_size}
+            with contextlib.suppress(OSError):  # who asks for the run's status will see less
+                run.plan.write_text(json.dumps(plan) + "\n")
 
         self.learner = Learner(config, task, group, self.total_steps)
         pin, timeout_s = group.device.type == "cuda", config.launch.hang_timeout_s

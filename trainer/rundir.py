@@ -22,6 +22,32 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def code(self) -> Path:
+        """The code as it was at submission; every attempt in a job runs this copy."""
+        return self.path / "code"
+
+    @property
+    def diff(self) -> Path:
+        """What that code had beyond its commit, where git knows of one."""
+        return self.path / "code.diff"
+
+    @property
+    def packages(self) -> Path:
+        """The Python packages installed then, as `pip freeze` lists them."""
+        return self.path / "packages.txt"
+
+    @property
+    def submissions(self) -> Path:
+        """Each time it was submitted or started, a JSON object a line: job_id, time, host, command,
+        commit."""
+        return self.path / "submissions.jsonl"
+
+    @property
+    def plan(self) -> Path:
+        """How long the run is, as JSON: total_steps, batch_size. Known once the data have been looked at."""
+        return self.path / "plan.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints, one `step_000001234/` each."""
         return self.path / "checkpoints"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 
 
-def say(text: str, at: str = "") -> None:
-    """Print a line, marked as ours. The log may be on a disk that is full by now: no reason to end the training."""
+def say(text: str) -> None:
+    """Print a line, marked as ours and with the time, by which `launch.py logs` puts the ranks' lines in order.
+
+    The log may be on a disk that is full by now: no reason to end the training.
+    """
     with contextlib.suppress(OSError):
         # In one piece, unlike print: threads talk too, and a line of theirs must not get into the middle of this one.
-        sys.stdout.write(f"[laststep{at and ' '}{at}] {text.strip()}\n")
+        sys.stdout.write(f"[laststep {time.strftime('%H:%M:%S')}] {text.strip()}\n")
         sys.stdout.flush()
 
 

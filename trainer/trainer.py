@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -41,6 +42,10 @@ class Trainer:
         signals = Signals.catch()
         world = World.detect()
         _clear_unfinished(world)
+        if world.on_slurm:
+            # srun starts the ranks in the code's copy, so that Python finds that first, see trainer.cluster.slurm.
+            with contextlib.suppress(KeyError, OSError):
+                os.chdir(os.environ["SLURM_SUBMIT_DIR"])
         # Importing torch makes a million objects that live as long as the process. The garbage collector would walk
         # over them again and again while they are made, which takes longer than the import (benchmarks/requeue.py).
         gc.disable()

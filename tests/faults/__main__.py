@@ -69,7 +69,11 @@ class Harness:
         while self.plan:
             plan = self.plan.popleft()
             run = Run(self.site, slot, plan, self._tell)
-            left = run.live(self.undisturbed[plan.setting.layout])
+            try:
+                left = run.live(self.undisturbed[plan.setting.layout])
+            except Exception as error:  # whatever it is, the report of the other runs is worth having
+                run.wrong.append(f"the harness failed: {error!r}")
+                left = []
             run.close(self.keep)
             with self._lock:
                 self.report.runs += 1

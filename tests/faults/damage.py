@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from tests.faults.plan import Fault, Inject, Loss, Moment, Return, Shot
 from tests.faults.signals import AT_WORK, WITH_RANKS, requeue
 from tests.faults.victim import Missed, Victim, identity
+from trainer.world.lock import holder
 
 MANIFEST = "manifest.json"
 
@@ -97,13 +99,18 @@ def resume_twice(victim: Victim, shot: Shot) -> None:
 
 def start_beside(victim: Victim, shot: Shot) -> None:
     """The user resumes it on a machine that knows nothing of the job: the ranks must find the folder locked."""
+    if holder(victim.run.lock) is None:  # Slurm has just ended the attempt once more
+        raise Missed("nobody is at work on the run")
     empty = victim.aside / "no-slurm-here"
     empty.mkdir(exist_ok=True)
     _refused(victim, "resume", victim.run.name, "--local", env={"PATH": str(empty)})
 
 
 def _refused(victim: Victim, *words: str, env: dict[str, str] | None = None) -> None:
-    done = victim.site.launch(*words, f"launch.root={victim.run.path.parent}", env=env)
+    try:
+        done = victim.site.launch(*words, f"launch.root={victim.run.path.parent}", env=env)
+    except subprocess.TimeoutExpired as error:
+        raise Unrefused(f"`launch.py {' '.join(words)}` was not refused in {error.timeout:.0f} s") from None
     said = (done.stdout + done.stderr).strip()
     if done.returncode == 0 or "error: " not in said:
         raise Unrefused(f"`launch.py {' '.join(words)}` was not refused, exit status {done.returncode}: {said[-500:]}")

@@ -44,7 +44,7 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
                 return 1
             time.sleep(POLL_S)
     except KeyboardInterrupt:
-        print(f"\n[laststep] job {job.job_id} goes on; `scancel {job.job_id}` ends it", file=sys.stderr)
+        print(f"\n[laststep] {run.name} goes on; `python launch.py cancel {run.path}` ends it", file=sys.stderr)
         return 130
 
 

@@ -33,6 +33,7 @@ def run_local(config: Config, run: RunDir) -> int:
     The ranks write to their logs themselves, so that they need neither this process nor its terminal.
     """
     job_id = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    runs.note_submission(run, job_id)
     logs = [run.logs / f"{job_id}_{rank}_log.out" for rank in range(config.launch.world_size)]
     with _forwarded_signals() as received:
         ranks = _start(config, run, job_id, logs)

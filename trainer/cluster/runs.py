@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shutil
+import socket
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from trainer.cluster.checks import check_writable
 from trainer.config import Config, ConfigError, nearest
@@ -59,10 +63,22 @@ def remove(run: RunDir) -> None:
     shutil.rmtree(run.path, ignore_errors=True)
 
 
-def python_path() -> str:
-    """PYTHONPATH of the ranks: this project's code, the folder that the command was typed in, and the user's own."""
+def note_submission(run: RunDir, job_id: str, **more: Any) -> None:
+    """Remember the job, and where and how it was started."""
+    record = {"job_id": job_id, "time": time.time(), "host": socket.gethostname(), "command": sys.argv, **more}
+    with run.submissions.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def python_path(code: Path = PROJECT) -> str:
+    """PYTHONPATH of the ranks: this project's code or the copy of it, the folder that the command was typed in where
+    that is not copied, and the user's own."""
+    here = Path.cwd()
+    if here.is_relative_to(PROJECT):
+        here = code / here.relative_to(PROJECT)
+    places = [code, here] if code == PROJECT or here.is_relative_to(code) else [code]
     own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return os.pathsep.join(dict.fromkeys([str(PROJECT), os.getcwd(), *own]))
+    return os.pathsep.join(dict.fromkeys([*map(str, places), *own]))
 
 
 def find(name: str, root: str) -> RunDir:
@@ -74,3 +90,10 @@ def find(name: str, root: str) -> RunDir:
     folder = Path(root).expanduser()
     names = sorted(path.parent.name for path in folder.glob("*/config.yaml")) if os.path.isdir(folder) else []
     raise ConfigError(f"{name}: no such run in {folder}/; {nearest(name, names) if names else 'there is none yet'}")
+
+
+def in_root(root: str) -> list[RunDir]:
+    """All runs in that folder, the youngest last."""
+    folder = Path(root).expanduser()
+    born = {path: path.stat().st_mtime for path in folder.glob("*/config.yaml")} if os.path.isdir(folder) else {}
+    return [RunDir(path.parent) for path in sorted(born, key=lambda path: (born[path], path))]

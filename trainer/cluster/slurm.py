@@ -8,7 +8,6 @@ import io
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,9 @@ from typing import Any
 from submitit import SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from trainer.cluster import checks, runs
+from trainer.cluster import checks, code, runs
+from trainer.cluster.queue import Queue
+from trainer.cluster.standing import jobs_of
 from trainer.config import Config, ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
@@ -65,7 +66,12 @@ def with_grace(config: Config) -> Config:
 
 
 def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
-    """Submit a job for a run whose folder exists. Raises ConfigError when Slurm refuses it."""
+    """Submit a job for a run whose folder exists. Raises ConfigError when Slurm refuses it.
+
+    The first job of a run takes the code along; those that go on with it run the same.
+    """
+    if not run.code.exists():
+        code.keep(run, config)
     executor = make_executor(config, run)
     try:
         # submitit repeats sbatch's words on stderr; we say them once, below.
@@ -77,6 +83,7 @@ def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
             last = reason.rpartition("; ")[2].removeprefix("sbatch: fatal: ")
             raise ConfigError(f"no Slurm answers here ({last}): {checks.WITHOUT_SLURM}") from None
         raise ConfigError(f"Slurm refused the job: {reason}") from None
+    runs.note_submission(run, job.job_id, commit=code.commit())
     return job.task(0)  # type: ignore[return-value]
 
 
@@ -102,8 +109,9 @@ def make_executor(config: Config, run: RunDir) -> _Executor:
         signal_delay_s=launch.signal_delay_s,
         setup=_setup(config, run),
         # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). A rank that fails ends the
-        # others, whatever they wait for; at a stop every rank but 0 exits 0, see Stopped.
-        srun_args=[f"--cpus-per-task={launch.cpus_per_task}", "--kill-on-bad-exit=1"],
+        # others, whatever they wait for; at a stop every rank but 0 exits 0, see Stopped. `python -m` looks into the
+        # folder that it is started in first, see Trainer.
+        srun_args=[f"--cpus-per-task={launch.cpus_per_task}", "--kill-on-bad-exit=1", f"--chdir={run.code}"],
         stderr_to_stdout=True,
         additional_parameters={"requeue": True, **launch.slurm},
         **{key: value for key, value in optional.items() if value is not None},
@@ -112,31 +120,29 @@ def make_executor(config: Config, run: RunDir) -> _Executor:
 
 
 def living_jobs(run: RunDir) -> list[str]:
-    """Jobs of the run that wait or run. None where there is no Slurm. Raises ConfigError when squeue fails."""
-    ids = {path.name.split("_")[0] for path in run.logs.glob("*_submitted.pkl")}
-    if not ids or shutil.which("squeue") is None:
-        return []
-    asked = subprocess.run(["squeue", "--noheader", "--me", "--format=%i"], capture_output=True, text=True, timeout=60)
-    if asked.returncode:
-        raise ConfigError(f"cannot tell whether a job of this run is alive: {asked.stderr.strip()}")
-    return sorted(ids & set(asked.stdout.split()))
+    """Jobs of the run that wait or run. Raises ConfigError when squeue fails."""
+    queue = Queue.ask()
+    if queue.jobs is None:
+        raise ConfigError(f"{run.name}: cannot tell whether a job of it is alive, as squeue does not answer; try again")
+    return [job_id for job_id in jobs_of(run) if job_id in queue.jobs]
 
 
 def _setup(config: Config, run: RunDir) -> list[str]:
     """Shell lines before srun."""
     environment = {
         "OMP_NUM_THREADS": str(config.launch.cpus_per_task),
-        "PYTHONPATH": runs.python_path(),
+        "PYTHONPATH": runs.python_path(run.code),
         **config.launch.env,
     }
-    python, logs = shlex.quote(sys.executable), shlex.quote(str(run.logs))
+    python, logs, copy = (shlex.quote(str(word)) for word in (sys.executable, run.logs, run.code))
     return [
         "# This shell outlives all ranks: when they have failed, or are dead, it finds out whether to requeue the job.",
         "afterwards() {",
         "    status=$?",
         "    trap '' TERM USR1 USR2",
-        "    [ $status = 0 ] ||",
-        f"        SUBMITIT_EXECUTOR=slurm timeout -s KILL 300 {python} -m trainer.cluster.afterwards {logs} $status",
+        "    [ $status = 0 ] && return",
+        f"    cd {copy}",
+        f"    SUBMITIT_EXECUTOR=slurm timeout -s KILL 300 {python} -m trainer.cluster.afterwards {logs} $status",
         "}",
         "trap afterwards EXIT",
         "trap : TERM USR1 USR2",

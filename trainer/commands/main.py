@@ -24,6 +24,10 @@ SUBMIT_EPILOG = """\
 verbs (submit when none is given; `launch.py VERB --help` tells more):
   submit              start a new run
   resume RUN          continue a run in a new job, at any size
+  status [RUN ...]    how all runs stand, or these
+  logs RUN            what its ranks print, merged in time order
+  cancel RUN          a stop: keep every step, then end
+  drill RUN           preempt it on purpose, and see it come back
   verify RUN          is each checkpoint whole, and what is in it
 
 Any key=value sets a key of the configuration, e.g. optim.lr=0.05 model.name=resnet18; docs/configuration.md lists all.
@@ -47,7 +51,15 @@ class _Parser(argparse.ArgumentParser):
 
 def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    verbs: dict[str, Callable[[Sequence[str]], int]] = {"submit": _submit, "resume": _resume, "verify": _verify}
+    verbs: dict[str, Callable[[Sequence[str]], int]] = {
+        "submit": _submit,
+        "resume": _resume,
+        "status": _status,
+        "logs": _logs,
+        "cancel": _cancel,
+        "drill": _drill,
+        "verify": _verify,
+    }
     # Where the command is typed is where the ranks look for a user's own Task, so look there too.
     sys.path.append(os.getcwd())
     try:
@@ -93,16 +105,68 @@ def _resume(words: Sequence[str]) -> int:
     return submit.resume(given.run, _overrides(given, SHORTHANDS), submit.Way.of(given))
 
 
+def _status(words: Sequence[str]) -> int:
+    parser = _parser("launch.py status", "How all runs stand, or those that are named; one alone with its attempts.")
+    parser.add_argument("--watch", action="store_true", help="stay and keep it up to date; Ctrl-C ends it")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.add_argument("words", nargs="*", metavar="RUN", help="names of runs, or their folders")
+    given = parser.parse_intermixed_args(words)
+    names = [word for word in given.words if "=" not in word]
+    overrides = [word for word in given.words if "=" in word]
+
+    from trainer.commands import status
+
+    return status.status(names, overrides, given.json, given.watch)
+
+
+def _logs(words: Sequence[str]) -> int:
+    parser = _parser("launch.py logs", "What the ranks of a run print, merged in time order, through all attempts.")
+    parser.add_argument("--rank", type=int, metavar="R", help="this rank alone")
+    parser.add_argument("--attempt", type=int, metavar="A", help="this attempt alone, by its number in `status RUN`")
+    parser.add_argument("-f", "--follow", action="store_true", help="stay, through every requeue, until the run ends")
+    _add_run(parser)
+    given = parser.parse_intermixed_args(words)
+
+    from trainer.commands import logs
+
+    return logs.logs(given.run, given.overrides, given.rank, given.attempt, given.follow)
+
+
+def _cancel(words: Sequence[str]) -> int:
+    parser = _parser("launch.py cancel", "Stop a run after the step it is in, save it, and end its job.")
+    _add_run(parser)
+    given = parser.parse_intermixed_args(words)
+
+    from trainer.commands import cancel
+
+    return cancel.cancel(given.run, given.overrides)
+
+
+def _drill(words: Sequence[str]) -> int:
+    parser = _parser("launch.py drill", "Preempt a run as the scheduler would, and print what it cost.")
+    _add_run(parser)
+    given = parser.parse_intermixed_args(words)
+
+    from trainer.commands import drill
+
+    return drill.drill(given.run, given.overrides)
+
+
 def _verify(words: Sequence[str]) -> int:
     parser = _parser("launch.py verify", "Read each checkpoint of a run whole and compare it with its manifest.")
-    parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
     parser.add_argument("--json", action="store_true", help="print a JSON list, oldest checkpoint first")
-    parser.add_argument("overrides", nargs="*", metavar="launch.root=FOLDER", help="the folder of all runs")
+    _add_run(parser)
     given = parser.parse_intermixed_args(words)
 
     from trainer.commands import verify
 
     return verify.verify(given.run, given.overrides, given.json)
+
+
+def _add_run(parser: _Parser) -> None:
+    """The run that a verb is about."""
+    parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
+    parser.add_argument("overrides", nargs="*", metavar="launch.root=FOLDER", help="the folder of all runs")
 
 
 def _parser(prog: str, description: str, epilog: str = "") -> _Parser:

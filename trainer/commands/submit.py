@@ -65,7 +65,8 @@ def resume(name: str, overrides: Sequence[str], way: Way) -> int:
         return _dry_run(config)
     alive = slurm.living_jobs(run)
     if alive:
-        raise ConfigError(f"{run.name}: job {alive[0]} of this run is in the queue; `scancel {alive[0]}` ends it first")
+        end = f"python launch.py cancel {run.name}{_root_hint(config.launch)}"
+        raise ConfigError(f"{run.name}: job {alive[0]} of this run is in the queue; `{end}` ends it first")
     checks.check_writable(run.path)
     config.save(run.config)
     return _start(config, run, way)
@@ -104,13 +105,12 @@ def _start(config: Config, run: RunDir, way: Way) -> int:
             print(f"[laststep] stopped and saved; go on with: {resume}")
         return status
     job = slurm.submit_run(config, run)
-    log = job.paths.stdout
     print(f"run    {run.name}")
     print(f"job    {job.job_id}: {launch.nodes} nodes x {launch.ranks_per_node} ranks")
     print(f"folder {_short(run.path)}")
-    print(f"log    {_short(log)} (rank 0)")
-    print(f"next   tail -F {_short(log)}; squeue -j {job.job_id}; scancel {job.job_id}")
-    print(f"       python launch.py verify {run.name}{_root_hint(launch)}", flush=True)
+    print(f"log    {_short(job.paths.stdout)} (rank 0)")
+    for verb in ("logs -f", "status", "cancel"):
+        print(f"next   python launch.py {verb} {run.name}{_root_hint(launch)}", flush=True)
     return follow.follow(run, job) if way is Way.FOLLOW else 0
 
 

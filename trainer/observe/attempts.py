@@ -51,6 +51,7 @@ class AttemptLog:
             "reason": None,
             "lost_steps": 0,
             "lost_s": 0.0,
+            "step_s": None,
             "requeue": False,
             "error": None,
         }
@@ -65,13 +66,15 @@ def end_attempt(
     end_step: int,
     kept_step: int,
     lost_s: float | None = None,
+    step_s: float | None = None,
     error: str | None = None,
     retry: bool = True,
 ) -> Record | None:
     """Any rank says how its attempt ended; returns the record, or None when another rank was first.
 
     `end_step` is the last step done and `kept_step` that of the state saved; `lost_s`, the seconds spent on the steps
-    between, are taken from metrics.jsonl when None. `retry` is False for an error that would only repeat.
+    between, are taken from metrics.jsonl when None; `step_s` is the mean of a step's, None when none was done. `retry`
+    is False for an error that would only repeat.
     Raises OSError when the disk refuses: another rank may try, or the next attempt enters this one as lost.
     """
     record = next(iter(read_lines(run.attempt_now)), None)
@@ -83,6 +86,7 @@ def end_attempt(
         "reason": reason,
         "lost_steps": end_step - kept_step,
         "lost_s": _lost_seconds(run, record["start"], kept_step) if lost_s is None else lost_s,
+        "step_s": step_s,
         "error": error,
     }
     # Elsewhere than on Slurm nobody starts it again.
@@ -156,14 +160,15 @@ def _as_lost(run: RunDir, left: Path, record: Record, kept_step: int, requeue: b
     """What metrics.jsonl tells of an attempt that told nothing but what stands in the file that it `left`."""
     last_sign = run.metrics if run.metrics.exists() else left
     # What an attempt before it had reached and not kept may still stand there, and was lost then.
-    done = [line["step"] for line in read_lines(run.metrics) if line.get("time", 0) >= record["start"]]
-    reached = max(kept_step, *done, record["start_step"])
+    done = [line for line in read_lines(run.metrics) if line.get("time", 0) >= record["start"]]
+    reached = max(kept_step, record["start_step"], *(line["step"] for line in done))
     return record | {
         "end": max(record["start"], last_sign.stat().st_mtime),
         "end_step": reached,
         "reason": "lost",
         "lost_steps": reached - kept_step,
         "lost_s": _lost_seconds(run, record["start"], kept_step),
+        "step_s": (done[-1]["time"] - done[0]["time"]) / (len(done) - 1) if len(done) > 1 else None,
         "requeue": requeue,
     }
 

@@ -90,6 +90,22 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
+def last_lines(path: Path, size: int = 4096) -> list[dict[str, Any]]:
+    """The records in the last `size` bytes of a .jsonl file, however long it is."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - size))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # the first is cut, the last may be half written
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
 def _cut(path: Path, count: int) -> None:
     """Truncate a file after `count` lines."""
     with path.open("ab+") as file:

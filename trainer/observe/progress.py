@@ -15,16 +15,26 @@ class Progress:
     def __init__(self, prints: bool, total_steps: int) -> None:
         self.prints = prints
         self.total_steps = total_steps
-        self.restart_clock()
+        self._steps, self._steps_s = 0, 0.0  # of this attempt, until the clock was last restarted
+        self._samples, self._counted = 0, 0
+        self._since = self._last = time.perf_counter()
 
     def restart_clock(self) -> None:
         """Leave out of the throughput what came before: a validation, a save."""
-        self._samples = 0
-        self._since = time.perf_counter()
+        self._steps += self._counted
+        self._steps_s += self._last - self._since
+        self._samples, self._counted = 0, 0
+        self._since = self._last = time.perf_counter()
 
     def count(self, samples: int) -> None:
-        """`samples` more were trained on."""
+        """A step is done, on so many samples."""
         self._samples += samples
+        self._counted += 1
+        self._last = time.perf_counter()
+
+    def step_s(self) -> float:
+        """Mean seconds that a step of this attempt took, validations and saves left out."""
+        return (self._steps_s + self._last - self._since) / max(1, self._steps + self._counted)
 
     def throughput(self) -> float:
         """Samples per second over all ranks, since the clock was last restarted."""
@@ -51,7 +61,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print one line, marked as Laststep's and with the time."""
         if self.prints:
-            say(text, at=time.strftime("%H:%M:%S"))
+            say(text)
 
 
 def _named(metrics: Mapping[str, Any]) -> str:

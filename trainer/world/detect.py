@@ -67,4 +67,5 @@ class World:
         )
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.size} on {socket.gethostname()} ({self.launcher}, job {self.job_id})"
+        job = f"{self.launcher}, job {self.job_id}, restart {self.restart}"
+        return f"rank {self.rank} of {self.size} on {self.host_of(self.rank)} ({job})"

@@ -66,7 +66,7 @@ def ending(number: signal.Signals, world: World, signal_delay_s: int) -> Ending:
 
 def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, now: float) -> Ending:
     """`ending`, from what `scontrol show job` says: the table above, as code."""
-    preempted_at = _unix_time(job.get("PreemptTime", ""))
+    preempted_at = unix_time(job.get("PreemptTime", ""))
     if comes_back(job, restart):
         return Ending("preempted", requeue=False)
     if job.get("Reason") == "TimeLimit":
@@ -74,12 +74,12 @@ def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, n
     if job.get("JobState") != "RUNNING":
         if job.get("Reason") == "JobLaunchFailure":
             return Ending("failed", requeue=True, error="the job's batch shell was killed")
-        at_once = _unix_time(job.get("EndTime", "")) <= preempted_at + 1 < NEVER
+        at_once = unix_time(job.get("EndTime", "")) <= preempted_at + 1 < NEVER
         return Ending("preempted", requeue=True) if at_once else Ending("cancelled", requeue=False)
     if preempted_at < NEVER:
         return Ending("preempted", requeue=True)
     if number in USER_SIGNALS:
-        left_s = _unix_time(job.get("EndTime", "")) - now
+        left_s = unix_time(job.get("EndTime", "")) - now
         return Ending("timeout" if left_s <= signal_delay_s + EARLY_S else "preempted", requeue=True)
     if number == signal.SIGINT:  # typed at srun
         return Ending("cancelled", requeue=False)
@@ -108,22 +108,27 @@ def kill_wait_s() -> int | None:
 
 
 def scontrol(*words: str) -> str:
-    """What scontrol prints. Raises SlurmError when it fails, is not there, or gets no answer within 10 s."""
+    """What scontrol prints. Raises SlurmError as `command` does."""
+    return command("scontrol", *words)
+
+
+def command(*words: str) -> str:
+    """What one of Slurm's commands prints. Raises SlurmError when it fails, is not here, or has no answer in 10 s."""
     for _ in range(3):
         try:
-            asked = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=10)
+            asked = subprocess.run(words, capture_output=True, text=True, timeout=10)
         except FileNotFoundError:
-            raise SlurmError("no scontrol on this machine") from None
+            raise SlurmError(f"no {words[0]} on this machine") from None
         except subprocess.TimeoutExpired:
             raise SlurmError("no answer within 10 s") from None
         if asked.returncode >= 0:  # Slurm signals every process of the job, so a second SIGTERM may end this one too
             break
     if asked.returncode:
-        raise SlurmError(" ".join(asked.stderr.split()) or f"scontrol exited with {asked.returncode}")
+        raise SlurmError(" ".join(asked.stderr.split()) or f"{words[0]} exited with {asked.returncode}")
     return asked.stdout
 
 
-def _unix_time(text: str) -> float:
+def unix_time(text: str) -> float:
     """Seconds since 1970 of Slurm's local time; NEVER for Unknown, None and N/A."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))

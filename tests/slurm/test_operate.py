@@ -1,0 +1,172 @@
+"""The commands in which a researcher with thirty runs lives, on a real Slurm: with accounting, and without.
+
+They ask squeue and the runs' own files alone; many sites keep no accounting, or not for users.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.conftest import DEADLINE_S, PROJECT, User
+
+TWO_RANKS = ("--tasks-per-node", "2")
+LONG = ("train.epochs=1000",)
+QUEUED = 25
+SUBMIT_MANY = """
+import sys
+from trainer import Config, submit
+for number in range(int(sys.argv[2])):
+    words = [f"launch.root={sys.argv[1]}", f"launch.name=held-{number:02}", "launch.slurm.hold=true"]
+    submit(Config.load("mnist", words))
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    """Someone on a cluster without accounting."""
+    started = Cluster.start(tmp_path_factory.mktemp("bare"), accounting=False, owner=os.getpid())
+    yield User(started, tmp_path_factory.mktemp("bare-runs"))
+    started.stop()
+
+
+@pytest.fixture(params=["accounting", "bare"])
+def anyone(request: pytest.FixtureRequest) -> User:
+    """The same on both clusters."""
+    user: User = request.getfixturevalue("user" if request.param == "accounting" else "bare")
+    return user
+
+
+def stands(user: User, *names: str) -> dict[str, dict[str, Any]]:
+    """`status --json`, by run."""
+    found: list[dict[str, Any]] = json.loads(user.types("status", *names, "--json"))
+    return {one["run"]: one for one in found}
+
+
+def until(user: User, name: str, state: str) -> dict[str, Any]:
+    """Wait until `status` says so."""
+
+    def stood() -> dict[str, Any] | None:
+        found = stands(user, name)[name]
+        return found if found["state"] == state else None
+
+    found = user.cluster.wait_for(stood, DEADLINE_S, f"status never said that {name} is {state}")
+    assert found is not None
+    return found
+
+
+def test_thirty_runs(bare: User, tmp_path: Path) -> None:
+    """One table tells them apart: what waits and why, what runs, came back, failed, was lost, is done."""
+    many = [sys.executable, "-c", SUBMIT_MANY, str(bare.root), str(QUEUED)]
+    subprocess.run(many, cwd=PROJECT, env=bare.env, check=True, timeout=DEADLINE_S)
+    bare.types("--name", "requeued", *LONG)
+    bare.types("--name", "lost", "launch.max_failures=0", "checkpoint.every_minutes=null", *LONG)
+    bare.types("--name", "running", *LONG)
+    bare.types("--name", "failed", *TWO_RANKS, "task=tests.tasks.Broken", "launch.max_failures=0")
+    bare.types("--name", "finished", "train.max_steps=3")
+    bare.waits_for("lost", "step 10/")
+    bare.kills("lost", 0)
+    until(bare, "lost", "lost")
+    until(bare, "failed", "failed")
+    until(bare, "finished", "finished")
+    bare.waits_for("running", "step 10/")
+    bare.waits_for("requeued", "step 10/")
+    bare.cluster.run("scontrol", "requeue", bare.job_of("requeued"))
+    until(bare, "requeued", "requeued")
+
+    found = stands(bare)
+    assert len(found) == QUEUED + 5
+    assert {one["state"] for name, one in found.items() if name.startswith("held")} == {"queued"}
+    assert found["held-00"]["why"] == "JobHeldUser"
+    for state in ("running", "finished", "failed", "lost", "requeued"):
+        assert found[state]["state"] == state
+    running = found["running"]
+    assert running["step"] >= 10 and running["total_steps"] == 63_000 and running["eta_s"] > 0
+    assert 0 < running["goodput"] <= 1 and running["samples_per_s"] > 0
+    assert found["lost"]["lost_steps"] >= 10 and found["requeued"]["lost_steps"] == 0
+
+    table = bare.types("status").splitlines()
+    assert len(table) == 1 + QUEUED + 5 and any(line.startswith("held-24") and "JobHeldUser" in line for line in table)
+    assert "preempted" in bare.types("status", "requeued"), "one run alone comes with its attempts"
+
+    silent = tmp_path / "squeue"
+    silent.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2\nexit 1\n")
+    silent.chmod(0o755)
+    deaf = User(bare.cluster, bare.root)
+    deaf.env["PATH"] = f"{tmp_path}:{deaf.env['PATH']}"
+    unknown = {name for name, one in stands(deaf).items() if one["state"] == "unknown"}
+    assert unknown == set(found) - {"finished", "failed", "lost"}, "a silent scheduler is no sign of an end"
+
+    for name in ("running", "requeued", "held-07"):
+        bare.types("cancel", name)
+        assert stands(bare, name)[name]["state"] == "cancelled"
+    assert "finished, so there is nothing to cancel" in bare.types("cancel", "finished")
+
+
+def test_cancel_keeps_every_step(anyone: User) -> None:
+    """Unlike scancel, with as much time as the step and its save need; and the run goes on at another size."""
+    anyone.types("--name", "stopped", *TWO_RANKS, "train.max_steps=200")
+    anyone.waits_for("stopped", "step 20/200")
+    said = anyone.types("cancel", "stopped")
+    (record,) = anyone.attempts("stopped")
+    assert record["reason"] == "cancelled" and record["lost_steps"] == 0
+    assert f"stopped after step {record['end_step']}, every step is kept" in said
+    assert stands(anyone, "stopped")["stopped"]["state"] == "cancelled"
+    anyone.types("resume", "stopped", "--tasks-per-node", "1", "--follow")
+    found = stands(anyone, "stopped")["stopped"]
+    assert (found["state"], found["step"], found["attempts"]) == ("finished", 200, 2)
+
+
+def test_logs_and_a_drill(anyone: User) -> None:
+    """`logs -f` goes on through the requeue, and `drill` says that it cost no step."""
+    anyone.types("--name", "drilled", *TWO_RANKS, "train.max_steps=150")
+    following = anyone.begins("logs", "drilled", "-f")
+    anyone.waits_for("drilled", "step 20/150")
+    said = anyone.types("drill", "drilled")
+    assert "drilled: 0 lost steps, " in said
+    printed, _ = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 0, printed
+    lines = printed.splitlines()
+    assert any("resuming after step" in line for line in lines) and any("finished: epoch" in line for line in lines)
+    begins = [line.partition(" |")[0].strip() for line in lines if "attempt begins" in line]
+    assert sorted(begins) == ["0", "0", "1", "1"], "both ranks, of both attempts, each line once"
+    assert "\x1b" not in printed
+    second = anyone.types("logs", "drilled", "--attempt", "1", "--rank", "1")
+    assert second.count("attempt begins") == 1 and "restart 1)" in second
+
+
+OWN_TASK = """
+from tests.tasks import Linear
+
+class Mine(Linear):
+    def datasets(self):
+        print("the code of", "{day}", flush=True)
+        return super().datasets()
+"""
+
+
+def test_later_edits_do_not_leak_in(user: User, tmp_path: Path) -> None:
+    """A requeue at three in the morning must not run what was half typed at six."""
+    (tmp_path / "mine.py").write_text(OWN_TASK.format(day="monday"))
+    project = f"{PROJECT}:{user.env.get('PYTHONPATH', '')}".rstrip(":")
+    command = [sys.executable, str(PROJECT / "launch.py"), "--name", "edited", "task=mine.Mine", *LONG]
+    command += [f"launch.root={user.root}", "launch.max_failures=0"]
+    subprocess.run(command, cwd=tmp_path, env={**user.env, "PYTHONPATH": project}, check=True, timeout=DEADLINE_S)
+    user.waits_for("edited", "step 10/")
+    (tmp_path / "mine.py").write_text(OWN_TASK.format(day="tuesday"))
+    user.cluster.run("scontrol", "requeue", user.job_of("edited"))
+    user.waits_for("edited", "resuming after step")
+    said = user.types("cancel", "edited") and user.types("logs", "edited")
+    assert said.count("the code of monday") == 2 and "tuesday" not in said
+    run = user.run("edited")
+    assert (run.code / "mine.py").exists() and (run.code / "trainer" / "loop.py").exists()
+    assert not (run.code / ".git").exists()
+    assert "torch==" in run.packages.read_text()

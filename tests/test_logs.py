@@ -1,0 +1,95 @@
+"""`launch.py logs`: all ranks in one stream, in time order, through restarts and past midnight."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.cluster.logs import Logs
+from trainer.commands.main import main
+from trainer.rundir import RunDir
+
+HEAD = "[laststep {at}] attempt begins on 2026-11-21: rank {rank} of 2 on n1 (slurm, job 7, restart {restart})"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.config.write_text("{}\n")
+    return run
+
+
+def says(run: RunDir, rank: int, *lines: str, end: str = "\n") -> None:
+    """A rank writes to its log."""
+    with (run.logs / f"7_{rank}_log.out").open("a") as file:
+        file.write("\n".join(lines) + end)
+
+
+def texts(logs: Logs, all_of_it: bool = True) -> list[tuple[int, str]]:
+    return [(line.rank, line.text.rpartition("] ")[2]) for line in logs.read(all_of_it)]
+
+
+def test_merged_in_time_order(run: RunDir) -> None:
+    """What a rank prints without a time stays behind the line that it followed."""
+    says(
+        run,
+        0,
+        HEAD.format(at="10:00:00", rank=0, restart=0),
+        "[laststep 10:00:05] a",
+        "user's",
+        "[laststep 10:00:09] d",
+    )
+    says(run, 1, HEAD.format(at="10:00:01", rank=1, restart=0), "[laststep 10:00:07] c", "Traceback")
+    merged = texts(Logs(run))[2:]
+    assert merged == [(0, "a"), (0, "user's"), (1, "c"), (1, "Traceback"), (0, "d")]
+
+
+def test_past_midnight_and_submitits_own_lines(run: RunDir) -> None:
+    """Our lines have no date: the next day's first minutes must not come before the last of this day."""
+    says(run, 0, "submitit INFO (2026-11-21 23:59:50,120) - Starting with JobEnvironment", "[laststep 23:59:59] a")
+    says(run, 0, "[laststep 00:00:03] c")
+    says(run, 1, "submitit INFO (2026-11-22 00:00:01,500) - b")
+    assert [text.rpartition(" - ")[2] for _, text in texts(Logs(run))][1:] == ["a", "b", "c"]
+
+
+def test_read_on_and_on(run: RunDir) -> None:
+    """Each line once, no half ones, and new files as they come."""
+    logs = Logs(run)
+    assert texts(logs, all_of_it=False) == []
+    says(run, 0, "[laststep 10:00:00] a", "[laststep 10:0", end="")
+    assert texts(logs, all_of_it=False) == [(0, "a")]
+    says(run, 0, "0:01] b")
+    says(run, 1, "[laststep 10:00:01] c", "half", end="")
+    assert texts(logs, all_of_it=False) == [(0, "b"), (1, "c")]
+    assert texts(logs) == [(1, "half")]
+
+
+def test_one_rank_one_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that came back writes on into the same files; submitit's first line of a start belongs to it already."""
+    for restart in range(2):
+        for rank in range(2):
+            says(run, rank, f"submitit INFO (2026-11-21 1{restart}:00:00,1) - Starting with x")
+            says(run, rank, HEAD.format(at=f"1{restart}:00:01", rank=rank, restart=restart), f"says {rank} {restart}")
+    records = [{"attempt": 4 + n, "job_id": "7", "restart": n, "reason": "preempted"} for n in range(2)]
+    run.attempts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["logs", str(run.path), "--rank", "1", "--attempt", "5"]) == 0
+    first, _, last = capsys.readouterr().out.splitlines()
+    assert first == "  1 | submitit INFO (2026-11-21 11:00:00,1) - Starting with x" and last == "  1 | says 1 1"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rank", "3"], "--rank 3: no log of it; there are those of rank 0"),
+        (["--attempt", "2"], "--attempt 2: no such attempt; there are none yet"),
+        (["--rank", "x"], "argument --rank: invalid int value: 'x'"),
+    ],
+)
+def test_nothing_of_that_kind(run: RunDir, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says what there is instead."""
+    says(run, 0, "[laststep 10:00:00] a")
+    assert main(["logs", str(run.path), *words]) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"

@@ -1,0 +1,111 @@
+"""The logs of all ranks of a run, merged in time order.
+
+Each rank writes to a file of its own, through all restarts of a job. Laststep's and submitit's own lines carry a time;
+any other line is taken to be as old as the last of these before it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.observe.attempts import Record
+from trainer.rundir import RunDir
+
+OURS = re.compile(rb"\[laststep (\d\d):(\d\d):(\d\d)\] ")
+BEGINS = re.compile(rb"\[laststep [\d:]+\] attempt begins on (\d+)-(\d\d)-(\d\d): rank .*, job (\S+), restart (\d+)\)")
+SUBMITITS = re.compile(rb"submitit \w+ \((\d+)-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d),(\d+)\) - ")
+STARTS = re.compile(SUBMITITS.pattern + rb"Starting with ")
+DAY_S = 86400.0
+NAME = re.compile(r"(.+)_(\d+)_log\.out")
+
+
+@dataclass(frozen=True, order=True)
+class Line:
+    """One line of one rank's log, at a moment in Unix seconds; `attempt` is (job id, restart)."""
+
+    at: float
+    rank: int
+    number: int  # in its file
+    attempt: tuple[str, int]
+    text: str
+
+
+class _Tail:
+    """What has been read of one rank's log."""
+
+    def __init__(self, path: Path, job_id: str, rank: int) -> None:
+        self._path, self._rank = path, rank
+        self._offset = self._number = 0
+        self._rest = b""
+        self._at = 0.0
+        self._starts = 0
+        self._attempt = (job_id, 0)
+
+    def read(self, all_of_it: bool) -> list[Line]:
+        """The lines that are whole by now; with `all_of_it` what is left of a last one too."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if all_of_it and self._rest:
+            lines.append(self._rest)
+            self._rest = b""
+        return [self._line(line) for line in lines]
+
+    def _line(self, raw: bytes) -> Line:
+        if STARTS.match(raw):  # once in each start of the job, before a word of ours
+            self._attempt = (self._attempt[0], self._starts)
+            self._starts += 1
+        self._clock(raw)
+        self._number += 1
+        return Line(self._at, self._rank, self._number, self._attempt, raw.rstrip(b"\r").decode(errors="replace"))
+
+    def _clock(self, raw: bytes) -> None:
+        if found := SUBMITITS.match(raw):
+            *moment, ms = map(int, found.groups())
+            self._at = _unix(*moment) + ms / 1000
+        elif found := BEGINS.match(raw):
+            year, month, day, job_id, restart = found.groups()
+            self._attempt = (job_id.decode(), int(restart))
+            self._at = _unix(int(year), int(month), int(day), 0, 0, 0)
+        if found := OURS.match(raw):
+            hour, minute, second = map(int, found.groups())
+            today = time.localtime(self._at)
+            at = _unix(*today[:3], hour, minute, second)
+            while at < self._at - DAY_S / 2:  # past midnight
+                at += DAY_S
+            self._at = max(self._at, at)
+
+
+class Logs:
+    """The logs of a run, read on and on: new files are found as they come, by polling, which works over NFS."""
+
+    def __init__(self, run: RunDir, rank: int | None = None) -> None:
+        self._run = run
+        self._rank = rank
+        self._tails: dict[Path, _Tail] = {}
+
+    def ranks(self) -> set[int]:
+        """Ranks that have written anything."""
+        return {int(found[2]) for path in self._run.logs.glob("*_log.out") if (found := NAME.fullmatch(path.name))}
+
+    def read(self, all_of_it: bool) -> list[Line]:
+        """What is new since the last call, in time order; with `all_of_it` a half-written last line too."""
+        for path in self._run.logs.glob("*_log.out"):
+            found = NAME.fullmatch(path.name)
+            if found and path not in self._tails and self._rank in (None, int(found[2])):
+                self._tails[path] = _Tail(path, found[1], int(found[2]))
+        return sorted(line for tail in self._tails.values() for line in tail.read(all_of_it))
+
+
+def attempt_numbers(records: list[Record]) -> dict[tuple[str, int], int]:
+    """(job id, restart) of each attempt -> its number in attempts.jsonl."""
+    return {(record["job_id"], record["restart"]): record["attempt"] for record in records}
+
+
+def _unix(year: int, month: int, day: int, hour: int, minute: int, second: int) -> float:
+    return time.mktime((year, month, day, hour, minute, second, 0, 0, -1))

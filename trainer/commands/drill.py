@@ -1,0 +1,78 @@
+"""drill: preempt a run on purpose, as the scheduler would, and see it come back."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from trainer.cluster import runs
+from trainer.cluster.queue import Queue
+from trainer.cluster.standing import records_of, standing
+from trainer.config import Config, ConfigError
+from trainer.observe.attempts import Record
+from trainer.observe.metrics import last_lines
+from trainer.rundir import RunDir
+from trainer.world.slurm import SlurmError, scontrol
+
+POLL_S = 0.2
+QUEUE_S = 10.0
+
+
+class _Gone(Exception):
+    """The job left the queue while it was waited for."""
+
+
+def drill(name: str, overrides: Sequence[str]) -> int:
+    """Preempt the run, wait for its next step, print what that cost; 0 when no step was lost."""
+    run = runs.find(name, Config.load(None, overrides).launch.root)
+    now = standing(run, Queue.ask())
+    if now.state != "running" or now.job_id is None or now.job_id.startswith("local-"):
+        raise ConfigError(f"{run.name}: is {now.state}; a drill needs a run at work in a Slurm job")
+    before = len(records_of(run))
+    began = time.time()
+    try:
+        # Slurm ends the ranks of a requeued job as it does those of a preempted one: SIGTERM, KillWait, SIGKILL.
+        scontrol("requeue", now.job_id)
+        print(f"{run.name}: job {now.job_id} preempted at step {now.step}", flush=True)
+        ended = _until(run, lambda records: records[before - 1] if records[before - 1]["reason"] else None)
+        _say(f"stopped ({ended['reason']}) after step {ended['end_step']}", ended["end"] - began)
+        back = _until(run, lambda records: records[before] if len(records) > before else None)
+        _say(f"started again on {', '.join(back['hosts'])}", back["start"] - ended["end"])
+        first = _until(run, lambda records: _stepped(run, records[before]))
+        _say(f"did step {first['step']}", first["time"] - back["start"])
+    except SlurmError as error:
+        print(f"error: {run.name}: {error}", file=sys.stderr)
+        return 1
+    except _Gone:
+        after = standing(run, Queue.ask())
+        print(f"error: {run.name}: did not come back: {after.state}, {after.why}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\n{run.name}: goes on by itself", file=sys.stderr)
+        return 130
+    lost = ended["lost_steps"]
+    print(f"{run.name}: {lost} lost steps, {first['time'] - began:.1f} s from the preemption to the next step")
+    return int(lost > 0)
+
+
+def _until(run: RunDir, look: Callable[[list[Record]], Record | None]) -> Record:
+    """Wait for what `look` finds in the run's attempts. Raises _Gone when nothing more can come."""
+    queue = Queue.ask()
+    while not (found := look(records_of(run))):
+        time.sleep(POLL_S)
+        if time.time() > queue.at + QUEUE_S:
+            queue = Queue.ask()
+            if not standing(run, queue).alive:
+                raise _Gone
+    return found
+
+
+def _stepped(run: RunDir, attempt: Record) -> Record | None:
+    """The newest step in metrics.jsonl, if the attempt did it."""
+    steps = [line for line in last_lines(run.metrics) if "loss" in line and line["time"] >= attempt["start"]]
+    return min(steps, key=lambda line: int(line["step"]), default=None)
+
+
+def _say(what: str, seconds: float) -> None:
+    print(f"{seconds:>8.1f} s  {what}", flush=True)

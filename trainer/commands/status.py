@@ -1,0 +1,159 @@
+"""status: how runs stand, from one look at Slurm's queue and the runs' own files."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from trainer.cluster import runs
+from trainer.cluster.queue import Queue
+from trainer.cluster.standing import Standing, records_of, standings
+from trainer.config import Config
+from trainer.observe.attempts import Record
+from trainer.rundir import RunDir
+
+WATCH_S = 2.0  # between two looks at the files
+WIDE = 250  # columns
+QUEUE_S = 10.0  # between two questions to the scheduler, which all users share
+COLOURS = {
+    "running": "green",
+    "stopping": "yellow",
+    "requeued": "yellow",
+    "queued": "cyan",
+    "finished": "bold green",
+    "failed": "bold red",
+    "lost": "bold red",
+    "unknown": "magenta",
+}
+
+
+def status(names: Sequence[str], overrides: Sequence[str], as_json: bool, watch: bool) -> int:
+    """Print how the named runs, or all in the root, stand; one run alone with its attempts too."""
+    root = Config.load(None, overrides).launch.root
+    queue = Queue.ask()
+
+    def look() -> list[Standing]:
+        return standings(_chosen(names, root), queue)
+
+    if as_json:
+        print(json.dumps([vars(one) for one in look()], indent=1))
+        return 0
+    if not watch:
+        _console().print(_shown(look(), names, root))
+        return 0
+    with Live(_shown(look(), names, root), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(WATCH_S)
+            if time.time() > queue.at + QUEUE_S:
+                queue = Queue.ask()
+            live.update(_shown(look(), names, root), refresh=True)
+
+
+def _console() -> Console:
+    """As wide as the terminal; into a file or a pipe nothing is cut off."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+
+
+def _chosen(names: Sequence[str], root: str) -> list[RunDir]:
+    """The named runs, or all in the root, the youngest last."""
+    return [runs.find(name, root) for name in names] if names else runs.in_root(root)
+
+
+def _shown(found: Sequence[Standing], names: Sequence[str], root: str) -> Table | Group | Text:
+    if not found:
+        return Text(f"no run in {root}/ yet")
+    if len(names) == 1:
+        return Group(_table(found), *_details(runs.find(names[0], root), found[0]))
+    return _table(found)
+
+
+def _table(found: Sequence[Standing]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("run", no_wrap=True)
+    table.add_column("state")
+    for title in ("step", "epoch", "loss", "samples/s", "left", "attempts", "lost", "goodput"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for one in found:
+        table.add_row(
+            one.run,
+            _state(one),
+            _of(one.step, one.total_steps),
+            _or_dash(one.epoch),
+            _or_dash(one.loss, "{:.4f}"),
+            _or_dash(one.samples_per_s, "{:,.0f}"),
+            duration(one.eta_s),
+            str(one.attempts),
+            str(one.lost_steps),
+            _or_dash(one.goodput, "{:.0%}"),
+        )
+    return table
+
+
+def _state(one: Standing) -> Text:
+    text = Text(one.state, style=COLOURS.get(one.state, ""))
+    said = [one.why] if one.why else []
+    if one.starts_at:
+        said.append(f"expected {_clock(one.starts_at)}")
+    if one.job_id and one.alive:
+        said.insert(0, f"job {one.job_id}")
+    return text.append(f"  {', '.join(said)}" if said else "", style="dim")
+
+
+def _details(run: RunDir, one: Standing) -> list[Table | Text]:
+    """Its attempts, and where to look next."""
+    table = Table(box=None, header_style="bold", pad_edge=False, title="\nattempts", title_justify="left")
+    for title in ("attempt", "job", "began", "lasted", "ranks"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("hosts")
+    for title in ("steps", "lost"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("ended")
+    for record in records_of(run):
+        table.add_row(*_attempt(record))
+    return [table, Text(f"\nfolder {run.path}", style="dim")]
+
+
+def _attempt(record: Record) -> list[str]:
+    end = record["end"] or time.time()
+    job = f"{record['job_id']} (restart {record['restart']})" if record["restart"] else record["job_id"]
+    return [
+        str(record["attempt"]),
+        job,
+        _clock(record["start"]),
+        duration(end - record["start"]),
+        str(record["world_size"]),
+        ", ".join(record["hosts"]),
+        f"{record['start_step']} to {record['end_step']}" if record["reason"] else f"{record['start_step']} on",
+        str(record["lost_steps"]),
+        record["reason"] or "",
+    ]
+
+
+def _of(step: int | None, total: int | None) -> str:
+    return "-" if step is None else f"{step}/{total}" if total else str(step)
+
+
+def _or_dash(value: float | None, form: str = "{}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _clock(at: float) -> str:
+    """A moment in local time, with the day when that is not today."""
+    moment, today = time.localtime(at), time.localtime()
+    return time.strftime("%H:%M:%S" if moment[:3] == today[:3] else "%Y-%m-%d %H:%M", moment)
+
+
+def duration(seconds: float | None) -> str:
+    """h:mm:ss, or "-" when it is not known."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
