@@ -19,6 +19,8 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
     run.logs.mkdir(parents=True)
     run.config.write_text("{}\n")
+    run.submissions.write_text('{"job_id": "7", "time": 0}\n')
+    (run.logs / "8_0_log.out").write_text("[laststep 10:00:00] of another run of the same sweep\n")
     return run
 
 

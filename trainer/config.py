@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,40 @@ class Config:
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(self.to_yaml())
         temporary.replace(path)
+
+
+def variants(config: Config, changes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Config, str]]:
+    """A configuration with each of these changes (values by dotted key, the same keys in each), and its YAML.
+
+    Does for a thousand in seconds what `Config.load` and `to_yaml` do for one. Raises ConfigError.
+    """
+    typed = OmegaConf.structured(config)
+    plain = OmegaConf.create(_escaped(dataclasses.asdict(config)))
+    for change in changes:
+        changed = config
+        for key, value in change.items():
+            _assign(typed, key, value)
+            value = OmegaConf.select(typed, key)
+            value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            changed = _replaced(changed, key.split("."), value)
+            OmegaConf.update(plain, key, _escaped(value))
+        validate(changed)
+        yield changed, OmegaConf.to_yaml(plain)
+
+
+def _replaced(tree: Any, names: Sequence[str], value: Any) -> Any:
+    """Nested dataclasses and dictionaries with one leaf replaced."""
+    if not names:
+        return value
+    name, *rest = names
+    if isinstance(tree, dict):
+        return {**tree, name: _replaced(tree.get(name, {}), rest, value)}
+    return dataclasses.replace(tree, **{name: _replaced(getattr(tree, name), rest, value)})
+
+
+def parse_override(word: str) -> dict[str, Any]:
+    """Values by dotted key of a `key=value` word. Raises ConfigError."""
+    return dict(_leaves(_parse_override(word)))
 
 
 def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

@@ -90,3 +90,8 @@ class RunDir:
     def meeting(self, attempt: str) -> Path:
         """Where rank 0 publishes its address to the other ranks of one attempt."""
         return self.path / "meeting" / f"{attempt}.json"
+
+    @property
+    def sweep(self) -> Path:
+        """Of a sweep's own folder, which has its logs and its code: each of its runs, a JSON object a line."""
+        return self.path / "sweep.jsonl"

@@ -170,3 +170,32 @@ def test_later_edits_do_not_leak_in(user: User, tmp_path: Path) -> None:
     assert (run.code / "mine.py").exists() and (run.code / "trainer" / "loop.py").exists()
     assert not (run.code / ".git").exists()
     assert "torch==" in run.packages.read_text()
+
+
+def test_a_sweep(user: User) -> None:
+    """Twelve runs in one array, four at a time, two of them preempted: all finish, each step of each is kept."""
+    words = ("optim.lr=0.1,0.03,0.01", "seed=0..3", "--name", "scan", "--parallel", "4", "train.max_steps=40")
+    said = user.types("sweep", *words)
+    job = said.partition("job    ")[2].partition(":")[0]
+    assert "12 runs, 4 at a time" in said
+    for number, name in enumerate(("scan-lr_0.1-seed_0", "scan-lr_0.1-seed_1")):
+        log = user.run(name).logs / f"{job}_{number}_0_log.out"
+
+        def stepped(log: Path = log) -> bool:
+            return log.exists() and "step 10/40" in log.read_text()
+
+        user.cluster.wait_for(stepped, DEADLINE_S, f"{name} did no step")
+        user.cluster.run("scontrol", "requeue", f"{job}_{number}")
+
+    def done() -> dict[str, dict[str, Any]] | None:
+        found = {one["run"]: one for one in json.loads(user.types("status", "--sweep", "scan", "--json"))}
+        return found if all(one["state"] == "finished" for one in found.values()) else None
+
+    found = user.cluster.wait_for(done, DEADLINE_S, "the sweep did not finish")
+    assert found is not None and len(found) == 12
+    assert all(one["step"] == 40 and one["lost_steps"] == 0 for one in found.values())
+    assert [found[f"scan-lr_0.1-seed_{seed}"]["attempts"] for seed in (0, 1, 2)] == [2, 2, 1]
+    assert "all of them have finished" in user.types("sweep", *words)
+    best, *_ = user.types("status", "--sweep", "scan", "--by", "val_accuracy").splitlines()[1:]
+    assert best.startswith("scan-lr_")
+    assert user.types("logs", "scan-lr_0.01-seed_3").count("attempt begins") == 1, "its own lines alone"

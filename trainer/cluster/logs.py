@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.cluster.standing import jobs_of
 from trainer.observe.attempts import Record
 from trainer.rundir import RunDir
 
@@ -91,15 +93,22 @@ class Logs:
 
     def ranks(self) -> set[int]:
         """Ranks that have written anything."""
-        return {int(found[2]) for path in self._run.logs.glob("*_log.out") if (found := NAME.fullmatch(path.name))}
+        return {rank for _, _, rank in self._files()}
 
     def read(self, all_of_it: bool) -> list[Line]:
         """What is new since the last call, in time order; with `all_of_it` a half-written last line too."""
+        for path, job_id, rank in self._files():
+            if path not in self._tails and self._rank in (None, rank):
+                self._tails[path] = _Tail(path, job_id, rank)
+        return sorted(line for tail in self._tails.values() for line in tail.read(all_of_it))
+
+    def _files(self) -> Iterator[tuple[Path, str, int]]:
+        """Path, job and rank of each log of this run: the runs of a sweep have theirs in one folder."""
+        jobs = set(jobs_of(self._run))
         for path in self._run.logs.glob("*_log.out"):
             found = NAME.fullmatch(path.name)
-            if found and path not in self._tails and self._rank in (None, int(found[2])):
-                self._tails[path] = _Tail(path, found[1], int(found[2]))
-        return sorted(line for tail in self._tails.values() for line in tail.read(all_of_it))
+            if found and found[1] in jobs:
+                yield path, found[1], int(found[2])
 
 
 def attempt_numbers(records: list[Record]) -> dict[tuple[str, int], int]:

@@ -21,10 +21,19 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
 def with_name(config: Config, stem: str) -> Config:
-    """The configuration with a name for its run, and with an absolute root: the job may start in another folder.
+    """The configuration with a name for its run, as `with_root`. Raises ConfigError when the name given is taken."""
+    named = with_root(config, stem)
+    if RunDir(Path(named.launch.root) / str(named.launch.name)).path.exists():
+        name = named.launch.name
+        raise ConfigError(
+            f"launch.name={name}: this run exists; go on with `python launch.py resume {name}`, or choose another name"
+        )
+    return named
 
-    Raises ConfigError when the name given is taken.
-    """
+
+def with_root(config: Config, stem: str) -> Config:
+    """The configuration with an absolute root, as the job may start in another folder, and with a name, made from
+    `stem` and the time where none is given."""
     root = Path(config.launch.root).expanduser().absolute()
     name = config.launch.name
     if name is None:
@@ -34,10 +43,6 @@ def with_name(config: Config, stem: str) -> Config:
         while (root / name).exists():
             number += 1
             name = f"{base}-{number}"
-    elif (root / name).exists():
-        raise ConfigError(
-            f"launch.name={name}: this run exists; go on with `python launch.py resume {name}`, or choose another name"
-        )
     return dataclasses.replace(config, launch=dataclasses.replace(config.launch, root=str(root), name=name))
 
 

@@ -10,10 +10,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from submitit import SlurmExecutor, SlurmJob
+from submitit import Job, SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from trainer.cluster import checks, code, runs
@@ -72,19 +72,33 @@ def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
     """
     if not run.code.exists():
         code.keep(run, config)
-    executor = make_executor(config, run)
+    (job,) = _submitted(make_executor(config, run), [Trainer(config)])
+    runs.note_submission(run, job.job_id, commit=code.commit())
+    return job.task(0)  # type: ignore[return-value]
+
+
+def submit_array(config: Config, sweep: RunDir, configs: Sequence[Config], parallel: int | None) -> list[str]:
+    """Submit runs as one array, as many at a time as `parallel` says; returns their job ids.
+
+    `config` says what all jobs ask for. Raises ConfigError when Slurm refuses it.
+    """
+    executor = make_executor(config, sweep)
+    executor.update_parameters(array_parallelism=parallel or len(configs))
+    return [job.job_id for job in _submitted(executor, [Trainer(one) for one in configs])]
+
+
+def _submitted(executor: _Executor, trainers: Sequence[Trainer]) -> Sequence[Job[dict[str, float]]]:
+    """submitit's jobs. Raises ConfigError when Slurm refuses them."""
     try:
         # submitit repeats sbatch's words on stderr; we say them once, below.
         with _outside_any_job(), contextlib.redirect_stderr(io.StringIO()):
-            job = executor.submit(Trainer(config))
+            return executor.submit_array(trainers)
     except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
         reason = _reason(error)
         if any(words in reason for words in ("Unable to contact", "configuration source")):
             last = reason.rpartition("; ")[2].removeprefix("sbatch: fatal: ")
             raise ConfigError(f"no Slurm answers here ({last}): {checks.WITHOUT_SLURM}") from None
         raise ConfigError(f"Slurm refused the job: {reason}") from None
-    runs.note_submission(run, job.job_id, commit=code.commit())
-    return job.task(0)  # type: ignore[return-value]
 
 
 def make_executor(config: Config, run: RunDir) -> _Executor:

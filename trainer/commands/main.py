@@ -23,6 +23,7 @@ RUN_NAME = {"--name": ("launch.name", "RUN", "name of the run and of its folder"
 SUBMIT_EPILOG = """\
 verbs (submit when none is given; `launch.py VERB --help` tells more):
   submit              start a new run
+  sweep key=v1,v2     a run per combination of values, as one Slurm array
   resume RUN          continue a run in a new job, at any size
   status [RUN ...]    how all runs stand, or these
   logs RUN            what its ranks print, merged in time order
@@ -53,6 +54,7 @@ def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     verbs: dict[str, Callable[[Sequence[str]], int]] = {
         "submit": _submit,
+        "sweep": _sweep,
         "resume": _resume,
         "status": _status,
         "logs": _logs,
@@ -77,9 +79,7 @@ def main(words: Sequence[str]) -> int:
 
 def _submit(words: Sequence[str]) -> int:
     parser = _parser("launch.py [submit]", "Start a new run: submit it to Slurm, or run it here.", SUBMIT_EPILOG)
-    parser.add_argument(
-        "--config", default="mnist", metavar="NAME|PATH", help="a name in configs/, or a YAML file (default: mnist)"
-    )
+    _add_config(parser)
     _add_shorthands(parser, SHORTHANDS | RUN_NAME)
     _add_ways(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
@@ -88,6 +88,24 @@ def _submit(words: Sequence[str]) -> int:
     from trainer.commands import submit
 
     return submit.submit(given.config, _overrides(given, SHORTHANDS | RUN_NAME), submit.Way.of(given))
+
+
+def _sweep(words: Sequence[str]) -> int:
+    parser = _parser(
+        "launch.py sweep",
+        "Submit a run per combination of values, as one Slurm array. The same sweep again submits what is missing.",
+        "Several values: key=v1,v2 or key=0..4. Shared by all: key=value, and the options.\n"
+        "e.g. python launch.py sweep --name scan --parallel 4 optim.lr=0.1,0.03 seed=0..4 train.epochs=20",
+    )
+    _add_config(parser)
+    _add_shorthands(parser, SHORTHANDS | RUN_NAME)
+    parser.add_argument("--parallel", type=int, metavar="K", help="run so many at a time (default: all)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration, or vary it")
+    given = parser.parse_intermixed_args(words)
+
+    from trainer.commands import sweep
+
+    return sweep.sweep(given.config, _overrides(given, SHORTHANDS | RUN_NAME), given.parallel)
 
 
 def _resume(words: Sequence[str]) -> int:
@@ -107,6 +125,10 @@ def _resume(words: Sequence[str]) -> int:
 
 def _status(words: Sequence[str]) -> int:
     parser = _parser("launch.py status", "How all runs stand, or those that are named; one alone with its attempts.")
+    parser.add_argument("--sweep", metavar="NAME", help="the runs of this sweep, the best first")
+    parser.add_argument(
+        "--by", metavar="METRIC", help="what the best has: a key of an epoch's line (default: val_loss)"
+    )
     parser.add_argument("--watch", action="store_true", help="stay and keep it up to date; Ctrl-C ends it")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.add_argument("words", nargs="*", metavar="RUN", help="names of runs, or their folders")
@@ -116,7 +138,13 @@ def _status(words: Sequence[str]) -> int:
 
     from trainer.commands import status
 
-    return status.status(names, overrides, given.json, given.watch)
+    if given.sweep is None:
+        if given.by is not None:
+            raise ConfigError(f"--by {given.by}: ranks the runs of a sweep; give --sweep NAME too")
+        return status.status(names, overrides, given.json, given.watch)
+    if names:
+        raise ConfigError(f"{names[0]}: name a sweep or runs, not both")
+    return status.status_of_sweep(given.sweep, given.by or "val_loss", overrides, given.json, given.watch)
 
 
 def _logs(words: Sequence[str]) -> int:
@@ -176,6 +204,12 @@ def _parser(prog: str, description: str, epilog: str = "") -> _Parser:
         epilog=epilog,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_config(parser: _Parser) -> None:
+    parser.add_argument(
+        "--config", default="mnist", metavar="NAME|PATH", help="a name in configs/, or a YAML file (default: mnist)"
     )
 
 

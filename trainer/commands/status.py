@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -15,8 +17,10 @@ from rich.text import Text
 from trainer.cluster import runs
 from trainer.cluster.queue import Queue
 from trainer.cluster.standing import Standing, records_of, standings
+from trainer.cluster.sweep import members
 from trainer.config import Config
 from trainer.observe.attempts import Record
+from trainer.observe.metrics import last_lines
 from trainer.rundir import RunDir
 
 WATCH_S = 2.0  # between two looks at the files
@@ -37,23 +41,65 @@ COLOURS = {
 def status(names: Sequence[str], overrides: Sequence[str], as_json: bool, watch: bool) -> int:
     """Print how the named runs, or all in the root, stand; one run alone with its attempts too."""
     root = Config.load(None, overrides).launch.root
+
+    def chosen() -> list[RunDir]:
+        return [runs.find(name, root) for name in names] if names else runs.in_root(root)
+
+    def draw(found: Sequence[Standing]) -> RenderableType:
+        if not found:
+            return Text(f"no run in {root}/ yet")
+        if len(names) == 1:
+            return Group(_table(found), *_details(chosen()[0]))
+        return _table(found)
+
+    return _present(lambda queue: standings(chosen(), queue), draw, as_json, watch)
+
+
+def status_of_sweep(name: str, metric: str, overrides: Sequence[str], as_json: bool, watch: bool) -> int:
+    """The same of a sweep's runs, the best first: the lowest loss, or the highest of any other metric."""
+    sweep = RunDir(Path(Config.load(None, overrides).launch.root) / name)
+    varied = members(sweep)
+
+    def value(run: str) -> float | None:
+        lines = last_lines(RunDir(sweep.path.parent / run).metrics)
+        found = (line[metric] for line in reversed(lines) if metric in line and "loss" not in line)
+        return next(found, None)
+
+    def look(queue: Queue) -> list[Standing]:
+        found = standings([RunDir(sweep.path.parent / run) for run in varied], queue)
+        sign = 1 if "loss" in metric else -1
+        order = {one.run: value(one.run) for one in found}
+        return sorted(found, key=lambda one: math.inf if (v := order[one.run]) is None else sign * v)
+
+    def draw(found: Sequence[Standing]) -> RenderableType:
+        keys = list(dict.fromkeys(key for change in varied.values() for key in change))
+        columns = {key: {run: str(change.get(key, "")) for run, change in varied.items()} for key in keys}
+        columns[metric] = {run: _or_dash(value(run), "{:.4f}") for run in varied}
+        return _table(found, columns)
+
+    return _present(look, draw, as_json, watch)
+
+
+def _present(
+    look: Callable[[Queue], list[Standing]],
+    draw: Callable[[Sequence[Standing]], RenderableType],
+    as_json: bool,
+    watch: bool,
+) -> int:
+    """Print what a look finds, or keep it up to date on the terminal."""
     queue = Queue.ask()
-
-    def look() -> list[Standing]:
-        return standings(_chosen(names, root), queue)
-
     if as_json:
-        print(json.dumps([vars(one) for one in look()], indent=1))
+        print(json.dumps([vars(one) for one in look(queue)], indent=1))
         return 0
     if not watch:
-        _console().print(_shown(look(), names, root))
+        _console().print(draw(look(queue)))
         return 0
-    with Live(_shown(look(), names, root), screen=True, auto_refresh=False) as live:
+    with Live(draw(look(queue)), screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(WATCH_S)
             if time.time() > queue.at + QUEUE_S:
                 queue = Queue.ask()
-            live.update(_shown(look(), names, root), refresh=True)
+            live.update(draw(look(queue)), refresh=True)
 
 
 def _console() -> Console:
@@ -61,28 +107,20 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
-def _chosen(names: Sequence[str], root: str) -> list[RunDir]:
-    """The named runs, or all in the root, the youngest last."""
-    return [runs.find(name, root) for name in names] if names else runs.in_root(root)
-
-
-def _shown(found: Sequence[Standing], names: Sequence[str], root: str) -> Table | Group | Text:
-    if not found:
-        return Text(f"no run in {root}/ yet")
-    if len(names) == 1:
-        return Group(_table(found), *_details(runs.find(names[0], root), found[0]))
-    return _table(found)
-
-
-def _table(found: Sequence[Standing]) -> Table:
+def _table(found: Sequence[Standing], more: Mapping[str, Mapping[str, str]] | None = None) -> Table:
+    """`more` columns have a cell for each run, by its name."""
+    more = more or {}
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("run", no_wrap=True)
+    for title in more:
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("state")
     for title in ("step", "epoch", "loss", "samples/s", "left", "attempts", "lost", "goodput"):
         table.add_column(title, justify="right", no_wrap=True)
     for one in found:
         table.add_row(
             one.run,
+            *(cells[one.run] for cells in more.values()),
             _state(one),
             _of(one.step, one.total_steps),
             _or_dash(one.epoch),
@@ -106,7 +144,7 @@ def _state(one: Standing) -> Text:
     return text.append(f"  {', '.join(said)}" if said else "", style="dim")
 
 
-def _details(run: RunDir, one: Standing) -> list[Table | Text]:
+def _details(run: RunDir) -> list[Table | Text]:
     """Its attempts, and where to look next."""
     table = Table(box=None, header_style="bold", pad_edge=False, title="\nattempts", title_justify="left")
     for title in ("attempt", "job", "began", "lasted", "ranks"):

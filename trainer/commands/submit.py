@@ -65,7 +65,7 @@ def resume(name: str, overrides: Sequence[str], way: Way) -> int:
         return _dry_run(config)
     alive = slurm.living_jobs(run)
     if alive:
-        end = f"python launch.py cancel {run.name}{_root_hint(config.launch)}"
+        end = f"python launch.py cancel {run.name}{root_hint(config.launch)}"
         raise ConfigError(f"{run.name}: job {alive[0]} of this run is in the queue; `{end}` ends it first")
     checks.check_writable(run.path)
     config.save(run.config)
@@ -101,7 +101,7 @@ def _start(config: Config, run: RunDir, way: Way) -> int:
         print(f"run    {run.name}\nranks  {launch.world_size} on this machine\nfolder {_short(run.path)}", flush=True)
         status = local.run_local(config, run)
         if status > 128:
-            resume = f"python launch.py resume {run.name} --local{_root_hint(launch)}"
+            resume = f"python launch.py resume {run.name} --local{root_hint(launch)}"
             print(f"[laststep] stopped and saved; go on with: {resume}")
         return status
     job = slurm.submit_run(config, run)
@@ -110,7 +110,7 @@ def _start(config: Config, run: RunDir, way: Way) -> int:
     print(f"folder {_short(run.path)}")
     print(f"log    {_short(job.paths.stdout)} (rank 0)")
     for verb in ("logs -f", "status", "cancel"):
-        print(f"next   python launch.py {verb} {run.name}{_root_hint(launch)}", flush=True)
+        print(f"next   python launch.py {verb} {run.name}{root_hint(launch)}", flush=True)
     return follow.follow(run, job) if way is Way.FOLLOW else 0
 
 
@@ -121,7 +121,8 @@ def _dry_run(config: Config) -> int:
     return 0
 
 
-def _root_hint(launch: Launch) -> str:
+def root_hint(launch: Launch) -> str:
+    """What a command about a run must say besides its name."""
     default = os.path.abspath(Launch().root)
     return "" if launch.root == default else f" launch.root={launch.root}"
 

@@ -1,0 +1,169 @@
+"""A sweep: many runs that differ in a few keys, as one Slurm array.
+
+runs/NAME/                   the logs and the code that its runs share, and sweep.jsonl: each run with what it varies
+runs/NAME-lr_0.1-seed_3/     one of its runs, a run like any other
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.cluster import code, runs, slurm
+from trainer.cluster.queue import Queue
+from trainer.cluster.standing import standings
+from trainer.config import Config, ConfigError, parse_override, variants
+from trainer.observe.metrics import read_lines
+from trainer.rundir import RunDir
+
+MOST_RUNS = 1000  # of one array; Slurm's own limit (MaxArraySize) is 1001 by default
+RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+Change = dict[str, Any]  # values by dotted key
+
+
+def combinations(words: Iterable[str]) -> list[Change]:
+    """Every combination of the values in `key=v1,v2` and `key=0..4` words. Raises ConfigError."""
+    choices = []
+    for word in words:
+        key, _, text = word.partition("=")
+        choices.append([f"{key}={value}" for piece in _split(text) for value in _range(word, piece)])
+    if (count := math.prod(map(len, choices))) > MOST_RUNS:
+        raise ConfigError(f"{count} combinations: a sweep has at most {MOST_RUNS}")
+    parsed = [[parse_override(word) for word in values] for values in choices]
+    return [{key: value for change in chosen for key, value in change.items()} for chosen in itertools.product(*parsed)]
+
+
+def varies(word: str) -> bool:
+    """Whether a `key=value` word has several values."""
+    text = word.partition("=")[2]
+    return len(_split(text)) > 1 or RANGE.fullmatch(text) is not None
+
+
+def name_of(sweep: str, change: Mapping[str, Any]) -> str:
+    """The run's name: the sweep's, and what it varies, as in lr-scan-lr_0.1-seed_3."""
+    last = [key.rpartition(".")[2] for key in change]
+    parts = []
+    for key, short in zip(change, last):
+        name = key if last.count(short) > 1 else short
+        parts.append(f"{name}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', str(change[key])).strip('_')}")
+    return "-".join([sweep, *parts])[:200]
+
+
+def submit(config: Config, changes: Sequence[Change], parallel: int | None) -> tuple[str | None, list[str], int]:
+    """Submit what is missing of a sweep named `config.launch.name`: runs that were not submitted yet, or that ended
+    before they had finished. Returns the array's job id, the names of its runs, and how many there are in all.
+
+    Raises ConfigError; then nothing was submitted.
+    """
+    root = Path(config.launch.root)
+    assert config.launch.name is not None
+    sweep = RunDir(root / config.launch.name)
+    if sweep.config.exists():
+        raise ConfigError(f"launch.name={sweep.name}: a run has this name; choose another for the sweep")
+    names = [name_of(sweep.name, change) for change in changes]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{twice}: two combinations would have this name; leave one out")
+    changed = [{**change, "launch.name": name} for change, name in zip(changes, names)]
+    planned = dict(zip(names, variants(config, changed)))
+    wanted = [RunDir(root / name) for name in names]
+    there = [run.name for run in wanted if run.config.exists()]
+    for name in there:
+        _check_same(RunDir(root / name), *planned[name])
+    missing = _missing(wanted)
+    if not missing:
+        return None, [], len(names)
+    fresh = not sweep.path.exists()
+    made: list[RunDir] = []
+    try:
+        sweep.logs.mkdir(parents=True, exist_ok=True)
+        if not sweep.code.exists():
+            code.keep(sweep, config)
+        for run in missing:
+            if run.name not in there:
+                made.append(run)
+                _make(run, sweep, planned[run.name][1])
+        jobs = slurm.submit_array(config, sweep, [planned[run.name][0] for run in missing], parallel)
+    except (ConfigError, OSError) as error:
+        for run in made:
+            runs.remove(run)
+        if fresh:
+            shutil.rmtree(sweep.path, ignore_errors=True)
+        raise error if isinstance(error, ConfigError) else ConfigError(f"launch.root={root}: {error}") from None
+    known = {line["run"] for line in read_lines(sweep.sweep)}
+    with sweep.sweep.open("a") as file:
+        for name, change in zip(names, changes):
+            if name not in known:
+                file.write(json.dumps({"run": name, **change}) + "\n")
+    commit = code.commit()
+    for run, job_id in zip(missing, jobs):
+        runs.note_submission(run, job_id, commit=commit)
+    return jobs[0].partition("_")[0], [run.name for run in missing], len(names)
+
+
+def members(sweep: RunDir) -> dict[str, Change]:
+    """What each run of a sweep varies, by its name. Raises ConfigError when there is no such sweep."""
+    found = {line.pop("run"): line for line in read_lines(sweep.sweep)}
+    if not found:
+        raise ConfigError(f"--sweep {sweep.name}: no such sweep in {sweep.path.parent}/")
+    return found
+
+
+def _missing(wanted: Sequence[RunDir]) -> list[RunDir]:
+    queue = Queue.ask()
+    if queue.jobs is None:
+        raise ConfigError("squeue does not answer, so what is missing is not known; try again")
+    return [run for run, now in zip(wanted, standings(wanted, queue)) if not now.alive and now.state != "finished"]
+
+
+def _check_same(run: RunDir, config: Config, text: str) -> None:
+    """Raise ConfigError when the run is there with another configuration; where it may run does not count."""
+    before = run.config.read_text()
+    if before.partition("\nlaunch:")[0] == text.partition("\nlaunch:")[0]:
+        return
+    if dataclasses.replace(Config.load(run.config), launch=config.launch) != config:  # written by an older Laststep
+        raise ConfigError(f"{run.name}: this run exists with another configuration; give the sweep another --name")
+
+
+def _make(run: RunDir, sweep: RunDir, text: str) -> None:
+    """Make the folder of one run."""
+    run.path.mkdir(parents=True)
+    run.config.write_text(text)
+    for shared in (sweep.logs, sweep.code):
+        (run.path / shared.name).symlink_to(Path("..") / sweep.name / shared.name)
+
+
+def _split(text: str) -> list[str]:
+    """Parts between the commas that stand in no brackets or quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        else:
+            depth += (letter in "[{(") - (letter in "]})")
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _range(word: str, text: str) -> list[str]:
+    """The values of one part: those of a range, else itself."""
+    found = RANGE.fullmatch(text)
+    if not found:
+        if not text:
+            raise ConfigError(f"{word}: a value is missing")
+        return [text]
+    first, last = map(int, found.groups())
+    if first > last:
+        raise ConfigError(f"{word}: {text} is empty; the smaller number comes first")
+    return [str(value) for value in range(first, last + 1)]
