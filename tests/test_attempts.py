@@ -87,6 +87,14 @@ def test_a_rank_of_an_older_attempt_ends_nothing(tmp_path: Path) -> None:
     assert not read_lines(run.attempts) and run.attempt_now.exists()
 
 
+def test_ended_by_a_rank_that_knew_no_step_yet(tmp_path: Path) -> None:
+    """Ranks learn in the meeting at which step the attempt begins; one that must end it before has lost nothing."""
+    run = RunDir(tmp_path)
+    AttemptLog(run, restarted(0), start_step=30)
+    record = end_attempt(run, restarted(0), LAUNCH, "preempted", 0, 0)
+    assert record is not None and (record["start_step"], record["end_step"], record["lost_steps"]) == (30, 30, 0)
+
+
 class PowerCut(Exception):
     """Nothing after it happens."""
 

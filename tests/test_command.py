@@ -423,3 +423,15 @@ def test_interrupted(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     monkeypatch.setattr("trainer.commands.submit.submit", interrupted)
     assert main(["--local"]) == 130
     assert capfd.readouterr().err == ""
+
+
+def test_site_profile(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Named once in the environment it serves every verb: runs are found in the site's root, too."""
+    (here / "lab.yaml").write_text(f"launch: {{partition: gpu, root: {here}/scratch}}\n")
+    assert main(["--site", "lab.yaml", "--dry-run", "--name", "x"]) == 0
+    assert "#SBATCH --partition=gpu" in capfd.readouterr().out
+    monkeypatch.setenv("LASTSTEP_SITE", str(here / "lab.yaml"))
+    assert main(["--dry-run", "--name", "x"]) == 0
+    assert f"--output={here}/scratch/x/logs" in capfd.readouterr().out
+    assert main(["status"]) == 0
+    assert f"no run in {here}/scratch/ yet" in capfd.readouterr().out.replace("\n", "")

@@ -255,3 +255,22 @@ def test_ranks() -> None:
     }
     for words, size in sizes.items():
         assert Config.load(None, words).launch.world_size == size
+
+
+def test_a_site_lies_beneath(tmp_path: Path) -> None:
+    """A lab writes its partition and modules once; what a training or a user asks for wins over it."""
+    site, training = tmp_path / "lab.yaml", tmp_path / "training.yaml"
+    site.write_text("launch: {partition: gpu, cpus_per_task: 8, setup: [module load cuda], root: /scratch/runs}\n")
+    training.write_text("launch: {cpus_per_task: 4}\n")
+    launch = Config.load(training, ["launch.root=here"], site).launch
+    assert (launch.partition, launch.cpus_per_task, launch.setup) == ("gpu", 4, ["module load cuda"])
+    assert launch.root == "here"
+    with pytest.raises(
+        ConfigError, match=r"--site exmple: no such file, and no such name in configs/site/; did you mean"
+    ):
+        Config.load(None, [], "exmple")
+
+
+def test_the_example_of_a_site_changes_nothing() -> None:
+    """It is there to be copied; a user who names it gets the defaults."""
+    assert Config.load("mnist", [], "example") == Config.load("mnist")

@@ -40,14 +40,18 @@ class Config:
     launch: Launch = field(default_factory=Launch)
 
     @classmethod
-    def load(cls, source: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-        """The schema, filled from a YAML file (a path, or a name in configs/), then from `key=value` words.
+    def load(
+        cls, source: str | Path | None = None, overrides: Sequence[str] = (), site: str | Path | None = None
+    ) -> Config:
+        """The schema, filled from the YAML file of a site (a path, or a name in configs/site/), then from that of a
+        configuration (a path, or a name in configs/), then from `key=value` words.
 
         Raises ConfigError, which names the field, the value and the fix.
         """
         tree = OmegaConf.structured(cls)
-        if source is not None:
-            path = find_config(source)
+        files = [find_config(site, of_site=True)] if site else []
+        files += [find_config(source)] if source is not None else []
+        for path in files:
             for key, value in _leaves(_read_yaml(path)):
                 _assign(tree, key, value)
         for word in overrides:
@@ -124,16 +128,16 @@ def nearest(name: str, names: Sequence[str]) -> str:
     return f"choose from {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
 
 
-def find_config(source: str | Path) -> Path:
-    """The YAML file for a name in configs/ or a path."""
-    path = Path(source)
-    if path.is_file():
-        return path
-    named = CONFIGS / f"{source}.yaml"
-    if named.is_file():
-        return named
-    names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
-    raise ConfigError(f"--config {source}: no such file, and no such name in configs/; {nearest(str(source), names)}")
+def find_config(source: str | Path, of_site: bool = False) -> Path:
+    """The YAML file for a name in configs/, or in configs/site/, or for a path. Raises ConfigError."""
+    folder, option, label = (
+        (CONFIGS / "site", "--site", "configs/site") if of_site else (CONFIGS, "--config", "configs")
+    )
+    for path in (Path(source), folder / f"{source}.yaml"):
+        if path.is_file():
+            return path
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    raise ConfigError(f"{option} {source}: no such file, and no such name in {label}/; {nearest(str(source), names)}")
 
 
 def validate(config: Config) -> None:

@@ -31,6 +31,9 @@ DISK_MB = 64
 FAST_MS, SLOW_MS = 10, 400  # pace of a batch: on its way to a fault; while it waits
 BACK_DEADLINE_S = 120.0  # for a run that a fault is aimed at, or that its user has resumed
 GONE_S = 2.0  # without a job for so long, a run does not come back by itself
+# slurmctld repeats an order to end the ranks of an attempt, after a node has failed, and it hits the next attempt (seen
+# on Slurm 22.05, see trainer.world.slurm). It costs no step, and the fault under way is not to blame.
+OF_SLURM = "though Slurm had not ended the job"
 LAST_STEPS = 30  # a run that has no more to go takes no more faults: a fresh one gets them
 STRAY_S = 15.0  # a loader's worker takes 5 s to see that its rank has died
 POLL_S = 0.05
@@ -243,14 +246,15 @@ class Run:
     def _judge(self, hit: Hit, fault: Fault, attempt: Attempt | None, kept: int) -> None:
         """Enter in `hit` what the fault cost, and what is wrong with that."""
         victim, returns, itself = self.victim, fault.returns, hit.by == "itself"
-        hit.recorded = next((r["reason"] for r in victim.records() if Attempt.of(r) == attempt), "")
+        record = next((r for r in victim.records() if Attempt.of(r) == attempt), None)
+        hit.recorded = record["reason"] if record else ""
         if victim.finished:
             return  # the fault came too late to cost anything; the last checks look at the whole run
         if returns in (Return.ITSELF, Return.PERHAPS) and hit.by == "launch.py resume":
             hit.wrong.append("did not come back by itself")
         if returns is Return.USER and itself:
             hit.wrong.append("came back, though it was cancelled")
-        if returns is Return.STAYS and hit.by != "stayed":
+        if returns is Return.STAYS and hit.by != "stayed" and not (record and OF_SLURM in (record["error"] or "")):
             hit.wrong.append("ended, though there was no need")
         if hit.by == "stayed":
             return

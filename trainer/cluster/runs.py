@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,16 @@ def python_path(code: Path = PROJECT) -> str:
     places = [code, here] if code == PROJECT or here.is_relative_to(code) else [code]
     own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return os.pathsep.join(dict.fromkeys([*map(str, places), *own]))
+
+
+def site() -> str | None:
+    """The site whose profile in configs/site/ applies where the command names none."""
+    return os.environ.get("LASTSTEP_SITE") or None
+
+
+def root_of(overrides: Sequence[str]) -> str:
+    """The folder of all runs: launch.root among the words, or the site's, or the default."""
+    return Config.load(None, overrides, site()).launch.root
 
 
 def find(name: str, root: str) -> RunDir:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from trainer.cluster import runs
 from trainer.cluster.queue import Queue
 from trainer.cluster.standing import Standing, records_of, standing
-from trainer.config import Config
 from trainer.rundir import RunDir
 from trainer.world.lock import holder
 from trainer.world.slurm import SlurmError, command
@@ -24,7 +23,7 @@ REPEAT_S = 5.0  # a signal is lost on a job whose ranks are yet to be started
 
 def cancel(name: str, overrides: Sequence[str]) -> int:
     """Stop the run, wait until it has gone, and say where; returns the exit status."""
-    run = runs.find(name, Config.load(None, overrides).launch.root)
+    run = runs.find(name, runs.root_of(overrides))
     now = standing(run, Queue.ask())
     if not now.alive:
         print(f"{run.name}: {now.state}, so there is nothing to cancel")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from trainer.cluster import runs
 from trainer.cluster.queue import Queue
 from trainer.cluster.standing import records_of, standing
-from trainer.config import Config, ConfigError
+from trainer.config import ConfigError
 from trainer.observe.attempts import Record
 from trainer.observe.metrics import last_lines
 from trainer.rundir import RunDir
@@ -25,7 +25,7 @@ class _Gone(Exception):
 
 def drill(name: str, overrides: Sequence[str]) -> int:
     """Preempt the run, wait for its next step, print what that cost; 0 when no step was lost."""
-    run = runs.find(name, Config.load(None, overrides).launch.root)
+    run = runs.find(name, runs.root_of(overrides))
     now = standing(run, Queue.ask())
     if now.state != "running" or now.job_id is None or now.job_id.startswith("local-"):
         raise ConfigError(f"{run.name}: is {now.state}; a drill needs a run at work in a Slurm job")

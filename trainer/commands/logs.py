@@ -11,7 +11,7 @@ from trainer.cluster import runs
 from trainer.cluster.logs import Line, Logs, attempt_numbers
 from trainer.cluster.queue import Queue
 from trainer.cluster.standing import records_of, standing
-from trainer.config import Config, ConfigError
+from trainer.config import ConfigError
 from trainer.rundir import RunDir
 
 POLL_S = 1.0
@@ -24,7 +24,7 @@ def logs(name: str, overrides: Sequence[str], rank: int | None, attempt: int | N
 
     Following ends with the run: 0 when it has finished, 1 when it ended otherwise.
     """
-    run = runs.find(name, Config.load(None, overrides).launch.root)
+    run = runs.find(name, runs.root_of(overrides))
     files = Logs(run, rank)
     if rank is not None and rank not in files.ranks():
         raise ConfigError(f"--rank {rank}: no log of it; there are those of {_listed(sorted(files.ranks()), 'rank')}")

@@ -87,7 +87,7 @@ def _submit(words: Sequence[str]) -> int:
 
     from trainer.commands import submit
 
-    return submit.submit(given.config, _overrides(given, SHORTHANDS | RUN_NAME), submit.Way.of(given))
+    return submit.submit(given.config, _overrides(given, SHORTHANDS | RUN_NAME), given.site, submit.Way.of(given))
 
 
 def _sweep(words: Sequence[str]) -> int:
@@ -105,7 +105,7 @@ def _sweep(words: Sequence[str]) -> int:
 
     from trainer.commands import sweep
 
-    return sweep.sweep(given.config, _overrides(given, SHORTHANDS | RUN_NAME), given.parallel)
+    return sweep.sweep(given.config, _overrides(given, SHORTHANDS | RUN_NAME), given.site, given.parallel)
 
 
 def _resume(words: Sequence[str]) -> int:
@@ -210,6 +210,9 @@ def _parser(prog: str, description: str, epilog: str = "") -> _Parser:
 def _add_config(parser: _Parser) -> None:
     parser.add_argument(
         "--config", default="mnist", metavar="NAME|PATH", help="a name in configs/, or a YAML file (default: mnist)"
+    )
+    parser.add_argument(
+        "--site", metavar="NAME|PATH", help="what this cluster needs: a name in configs/site/ (default: $LASTSTEP_SITE)"
     )
 
 

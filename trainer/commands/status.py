@@ -18,7 +18,6 @@ from trainer.cluster import runs
 from trainer.cluster.queue import Queue
 from trainer.cluster.standing import Standing, records_of, standings
 from trainer.cluster.sweep import members
-from trainer.config import Config
 from trainer.observe.attempts import Record
 from trainer.observe.metrics import last_lines
 from trainer.rundir import RunDir
@@ -40,7 +39,7 @@ COLOURS = {
 
 def status(names: Sequence[str], overrides: Sequence[str], as_json: bool, watch: bool) -> int:
     """Print how the named runs, or all in the root, stand; one run alone with its attempts too."""
-    root = Config.load(None, overrides).launch.root
+    root = runs.root_of(overrides)
 
     def chosen() -> list[RunDir]:
         return [runs.find(name, root) for name in names] if names else runs.in_root(root)
@@ -57,7 +56,7 @@ def status(names: Sequence[str], overrides: Sequence[str], as_json: bool, watch:
 
 def status_of_sweep(name: str, metric: str, overrides: Sequence[str], as_json: bool, watch: bool) -> int:
     """The same of a sweep's runs, the best first: the lowest loss, or the highest of any other metric."""
-    sweep = RunDir(Path(Config.load(None, overrides).launch.root) / name)
+    sweep = RunDir(Path(runs.root_of(overrides)) / name)
     varied = members(sweep)
 
     def value(run: str) -> float | None:

@@ -30,9 +30,9 @@ class Way(enum.Enum):
         return next((way for way in cls if getattr(given, way.value, False)), cls.SLURM)
 
 
-def submit(source: str, overrides: Sequence[str], way: Way) -> int:
+def submit(source: str, overrides: Sequence[str], site: str | None, way: Way) -> int:
     """Start a new run; returns the exit status."""
-    config = _fit(Config.load(source, overrides), way)
+    config = _fit(Config.load(source, overrides, site or runs.site()), way)
     config = runs.with_name(config, stem=find_config(source).stem)
     _check(config, way)
     if way is Way.DRY_RUN:
@@ -50,7 +50,7 @@ def submit(source: str, overrides: Sequence[str], way: Way) -> int:
 
 def resume(name: str, overrides: Sequence[str], way: Way) -> int:
     """Go on with a run, perhaps at another size; returns the exit status."""
-    root = Config.load(None, [word for word in overrides if word.startswith("launch.root=")]).launch.root
+    root = runs.root_of([word for word in overrides if word.startswith("launch.root=")])
     run = runs.find(name, root)
     for word in overrides:
         if not word.startswith("launch.") or word.startswith("launch.name="):

@@ -11,7 +11,7 @@ from trainer.commands.submit import root_hint
 from trainer.config import Config, ConfigError, find_config
 
 
-def sweep(source: str, overrides: Sequence[str], parallel: int | None) -> int:
+def sweep(source: str, overrides: Sequence[str], site: str | None, parallel: int | None) -> int:
     """Submit what is missing of a sweep; returns the exit status."""
     several = [word for word in overrides if sweeps.varies(word)]
     if not several:
@@ -21,7 +21,8 @@ def sweep(source: str, overrides: Sequence[str], parallel: int | None) -> int:
             raise ConfigError(f"{word}: all jobs of an array ask for the same; launch.* cannot vary")
     if parallel is not None and parallel < 1:
         raise ConfigError(f"--parallel {parallel}: must be at least 1")
-    config = slurm.with_grace(Config.load(source, [word for word in overrides if word not in several]))
+    shared = [word for word in overrides if word not in several]
+    config = slurm.with_grace(Config.load(source, shared, site or runs.site()))
     config = runs.with_root(config, stem=find_config(source).stem)
     changes = sweeps.combinations(several)
     checks.check_names(config)

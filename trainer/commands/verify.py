@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster import runs
-from trainer.config import Config
 from trainer.rundir import RunDir
 from trainer.state.store import CheckpointError, CheckpointStore, Manifest
 
 
 def verify(name: str, overrides: Sequence[str], as_json: bool) -> int:
     """Print what each checkpoint holds; the exit status is 1 when one is damaged."""
-    root = Config.load(None, overrides).launch.root
+    root = runs.root_of(overrides)
     found = inspect(runs.find(name, root))
     if as_json:
         print(json.dumps(found, indent=1))

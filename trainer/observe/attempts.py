@@ -80,6 +80,8 @@ def end_attempt(
     record = next(iter(read_lines(run.attempt_now)), None)
     if record is None or not is_of(record, world):  # the rank of an older attempt, still on its way out
         return None
+    # Ended while it began, by a rank that had not been told yet where.
+    end_step, kept_step = max(end_step, record["start_step"]), max(kept_step, record["start_step"])
     record |= {
         "end": time.time(),
         "end_step": end_step,
