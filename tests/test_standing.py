@@ -132,7 +132,7 @@ def test_what_squeue_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr(subprocess, "run", answer)
-    jobs = Queue.ask().jobs
+    jobs = Queue.ask([]).jobs
     at = time.mktime(time.strptime("2026-11-21T12:00:00", "%Y-%m-%dT%H:%M:%S"))
     assert jobs == {
         "7": Job("PENDING", "ReqNodeNotAvail, UnavailableNodes:n[1-2]|x", at),
@@ -144,4 +144,4 @@ def test_squeue_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that restarts is no sign that every job is gone."""
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", "slurm_load_jobs"))
-    assert Queue.ask().jobs is None
+    assert Queue.ask([]).jobs is None

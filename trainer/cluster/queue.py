@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trainer.rundir import RunDir
 from trainer.world.slurm import NEVER, unix_time
 
 PATIENCE_S = 30
@@ -25,18 +27,25 @@ class Job:
 
 @dataclass(frozen=True)
 class Queue:
-    """This user's jobs by id (an array's as 12_3) at a moment, in Unix seconds; None when Slurm did not answer."""
+    """Jobs by id (an array's as 12_3) at a moment, in Unix seconds; None when Slurm did not answer."""
 
     at: float
     jobs: dict[str, Job] | None
 
     @classmethod
-    def ask(cls) -> Queue:
-        """Ask squeue, once. Where there is no Slurm at all nothing is queued."""
+    def ask(cls, runs: Iterable[RunDir]) -> Queue:
+        """Ask squeue once, for the jobs of those who own these runs; without Slurm nothing is queued."""
         at = time.time()
+        users = {os.getuid(), *(run.path.stat().st_uid for run in runs if run.path.exists())}
         if shutil.which("squeue") is None:
             return cls(at, {})
-        command = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", f"--format={FIELDS}"]
+        command = [
+            "squeue",
+            "--noheader",
+            "--array",
+            f"--user={','.join(map(str, sorted(users)))}",
+            f"--format={FIELDS}",
+        ]
         try:
             asked = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:

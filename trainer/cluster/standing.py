@@ -59,6 +59,20 @@ class Standing:
         return self.state in ALIVE or self.state == "unknown"
 
 
+class Lookout:
+    """Looks at runs again and again: at their files each time, at the queue, which all users share, now and then."""
+
+    def __init__(self, queue_every_s: float = 10.0) -> None:
+        self._every_s = queue_every_s
+        self._queue: Queue | None = None
+
+    def look(self, runs: Sequence[RunDir]) -> list[Standing]:
+        """How these runs stand, in their order."""
+        if self._queue is None or time.time() > self._queue.at + self._every_s:
+            self._queue = Queue.ask(runs)
+        return standings(runs, self._queue)
+
+
 def standings(runs: Sequence[RunDir], queue: Queue) -> list[Standing]:
     """How these runs stand, in their order."""
     with ThreadPoolExecutor(READ_AT_ONCE) as pool:

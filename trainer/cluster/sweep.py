@@ -116,7 +116,7 @@ def members(sweep: RunDir) -> dict[str, Change]:
 
 
 def _missing(wanted: Sequence[RunDir]) -> list[RunDir]:
-    queue = Queue.ask()
+    queue = Queue.ask(wanted)
     if queue.jobs is None:
         raise ConfigError("squeue does not answer, so what is missing is not known; try again")
     return [run for run, now in zip(wanted, standings(wanted, queue)) if not now.alive and now.state != "finished"]

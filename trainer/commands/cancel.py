@@ -11,8 +11,7 @@ import time
 from collections.abc import Sequence
 
 from trainer.cluster import runs
-from trainer.cluster.queue import Queue
-from trainer.cluster.standing import Standing, records_of, standing
+from trainer.cluster.standing import Lookout, Standing, records_of
 from trainer.rundir import RunDir
 from trainer.world.lock import holder
 from trainer.world.slurm import SlurmError, command
@@ -24,12 +23,13 @@ REPEAT_S = 5.0  # a signal is lost on a job whose ranks are yet to be started
 def cancel(name: str, overrides: Sequence[str]) -> int:
     """Stop the run, wait until it has gone, and say where; returns the exit status."""
     run = runs.find(name, runs.root_of(overrides))
-    now = standing(run, Queue.ask())
+    lookout = Lookout(POLL_S)
+    (now,) = lookout.look([run])
     if not now.alive:
         print(f"{run.name}: {now.state}, so there is nothing to cancel")
         return 0
     try:
-        print(_outcome(run, _stopped(run, now)))
+        print(_outcome(run, _stopped(run, now, lookout)))
         return 0
     except SlurmError as error:
         print(f"error: {run.name}: not cancelled: {error}", file=sys.stderr)
@@ -39,7 +39,7 @@ def cancel(name: str, overrides: Sequence[str]) -> int:
         return 130
 
 
-def _stopped(run: RunDir, now: Standing) -> Standing:
+def _stopped(run: RunDir, now: Standing, lookout: Lookout) -> Standing:
     """Ask for the stop and wait until the run has gone; returns how it stands then. Raises SlurmError."""
     asked_at = -REPEAT_S
     while now.alive:
@@ -47,7 +47,7 @@ def _stopped(run: RunDir, now: Standing) -> Standing:
             asked_at = time.monotonic()
             _stop(run, now)
         time.sleep(POLL_S)
-        now = standing(run, Queue.ask())
+        (now,) = lookout.look([run])
     return now
 
 

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trainer.cluster import runs
-from trainer.cluster.queue import Queue
-from trainer.cluster.standing import records_of, standing
+from trainer.cluster.standing import Lookout, records_of
 from trainer.config import ConfigError
 from trainer.observe.attempts import Record
 from trainer.observe.metrics import last_lines
@@ -16,7 +15,6 @@ from trainer.rundir import RunDir
 from trainer.world.slurm import SlurmError, scontrol
 
 POLL_S = 0.2
-QUEUE_S = 10.0
 
 
 class _Gone(Exception):
@@ -26,7 +24,7 @@ class _Gone(Exception):
 def drill(name: str, overrides: Sequence[str]) -> int:
     """Preempt the run, wait for its next step, print what that cost; 0 when no step was lost."""
     run = runs.find(name, runs.root_of(overrides))
-    now = standing(run, Queue.ask())
+    (now,) = Lookout().look([run])
     if now.state != "running" or now.job_id is None or now.job_id.startswith("local-"):
         raise ConfigError(f"{run.name}: is {now.state}; a drill needs a run at work in a Slurm job")
     before = len(records_of(run))
@@ -45,7 +43,7 @@ def drill(name: str, overrides: Sequence[str]) -> int:
         print(f"error: {run.name}: {error}", file=sys.stderr)
         return 1
     except _Gone:
-        after = standing(run, Queue.ask())
+        (after,) = Lookout().look([run])
         print(f"error: {run.name}: did not come back: {after.state}, {after.why}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -58,13 +56,11 @@ def drill(name: str, overrides: Sequence[str]) -> int:
 
 def _until(run: RunDir, look: Callable[[list[Record]], Record | None]) -> Record:
     """Wait for what `look` finds in the run's attempts. Raises _Gone when nothing more can come."""
-    queue = Queue.ask()
+    lookout = Lookout()
     while not (found := look(records_of(run))):
         time.sleep(POLL_S)
-        if time.time() > queue.at + QUEUE_S:
-            queue = Queue.ask()
-            if not standing(run, queue).alive:
-                raise _Gone
+        if not lookout.look([run])[0].alive:
+            raise _Gone
     return found
 
 

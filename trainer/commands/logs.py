@@ -9,13 +9,11 @@ from collections.abc import Sequence
 
 from trainer.cluster import runs
 from trainer.cluster.logs import Line, Logs, attempt_numbers
-from trainer.cluster.queue import Queue
-from trainer.cluster.standing import records_of, standing
+from trainer.cluster.standing import Lookout, records_of
 from trainer.config import ConfigError
 from trainer.rundir import RunDir
 
 POLL_S = 1.0
-QUEUE_S = 10.0
 COLOURS = (36, 33, 35, 32, 34, 31)  # of the terminal (ECMA-48, SGR)
 
 
@@ -35,16 +33,14 @@ def logs(name: str, overrides: Sequence[str], rank: int | None, attempt: int | N
     if not follow:
         show(files.read(all_of_it=True))
         return 0
-    queue = Queue.ask()
+    lookout = Lookout()
     while True:
-        over = not (now := standing(run, queue)).alive  # looked at first: what the run said last is read after it
+        over = not (now := lookout.look([run])[0]).alive  # looked at first: what the run said last is read after it
         show(files.read(all_of_it=over))
         if over:
             print(f"[laststep] {run.name}: {now.state}{now.why and f', {now.why}'}", file=sys.stderr)
             return 0 if now.state == "finished" else 1
         time.sleep(POLL_S)
-        if time.time() > queue.at + QUEUE_S:
-            queue = Queue.ask()
 
 
 class _Printer:

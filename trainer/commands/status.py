@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.cluster import runs
-from trainer.cluster.queue import Queue
-from trainer.cluster.standing import Standing, records_of, standings
+from trainer.cluster.standing import Lookout, Standing, records_of
 from trainer.cluster.sweep import members
 from trainer.observe.attempts import Record
 from trainer.observe.metrics import last_lines
@@ -24,7 +23,6 @@ from trainer.rundir import RunDir
 
 WATCH_S = 2.0  # between two looks at the files
 WIDE = 250  # columns
-QUEUE_S = 10.0  # between two questions to the scheduler, which all users share
 COLOURS = {
     "running": "green",
     "stopping": "yellow",
@@ -51,7 +49,7 @@ def status(names: Sequence[str], overrides: Sequence[str], as_json: bool, watch:
             return Group(_table(found), *_details(chosen()[0]))
         return _table(found)
 
-    return _present(lambda queue: standings(chosen(), queue), draw, as_json, watch)
+    return _present(lambda lookout: lookout.look(chosen()), draw, as_json, watch)
 
 
 def status_of_sweep(name: str, metric: str, overrides: Sequence[str], as_json: bool, watch: bool) -> int:
@@ -64,8 +62,8 @@ def status_of_sweep(name: str, metric: str, overrides: Sequence[str], as_json: b
         found = (line[metric] for line in reversed(lines) if metric in line and "loss" not in line)
         return next(found, None)
 
-    def look(queue: Queue) -> list[Standing]:
-        found = standings([RunDir(sweep.path.parent / run) for run in varied], queue)
+    def look(lookout: Lookout) -> list[Standing]:
+        found = lookout.look([RunDir(sweep.path.parent / run) for run in varied])
         sign = 1 if "loss" in metric else -1
         order = {one.run: value(one.run) for one in found}
         return sorted(found, key=lambda one: math.inf if (v := order[one.run]) is None else sign * v)
@@ -80,25 +78,23 @@ def status_of_sweep(name: str, metric: str, overrides: Sequence[str], as_json: b
 
 
 def _present(
-    look: Callable[[Queue], list[Standing]],
+    look: Callable[[Lookout], list[Standing]],
     draw: Callable[[Sequence[Standing]], RenderableType],
     as_json: bool,
     watch: bool,
 ) -> int:
     """Print what a look finds, or keep it up to date on the terminal."""
-    queue = Queue.ask()
+    lookout = Lookout()
     if as_json:
-        print(json.dumps([vars(one) for one in look(queue)], indent=1))
+        print(json.dumps([vars(one) for one in look(lookout)], indent=1))
         return 0
     if not watch:
-        _console().print(draw(look(queue)))
+        _console().print(draw(look(lookout)))
         return 0
-    with Live(draw(look(queue)), screen=True, auto_refresh=False) as live:
+    with Live(draw(look(lookout)), screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(WATCH_S)
-            if time.time() > queue.at + QUEUE_S:
-                queue = Queue.ask()
-            live.update(draw(look(queue)), refresh=True)
+            live.update(draw(look(lookout)), refresh=True)
 
 
 def _console() -> Console:
