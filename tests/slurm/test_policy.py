@@ -85,7 +85,7 @@ def test_a_rank_fails_always_at_the_same_place(user: User) -> None:
     options = ("--name", "bug", "task=tests.tasks.Broken", "launch.max_failures=1")
     following = user.begins(*TWO_RANKS, "--follow", *options)
     said, _ = following.communicate(timeout=DEADLINE_S)
-    assert following.returncode == 1 and "the run failed" in said
+    assert following.returncode == 1 and "the run ended: failed" in said
     assert [(end["reason"], end["requeue"]) for end in user.attempts("bug")] == [("failed", True), ("failed", False)]
     user.waits_until_gone(user.job_of("bug"))
     user.waits_for("bug", "not requeued: the attempt ended (failed) and the next one would, too")

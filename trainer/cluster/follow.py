@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from submitit import SlurmJob
 
-from trainer.observe.attempts import FAILURES
-from trainer.observe.metrics import read_lines
+from trainer.cluster.standing import Lookout, Standing
 from trainer.rundir import RunDir
 
 POLL_S = 0.5
-# squeue asks the controller that all users share, so seldom.
-QUEUE_POLL_S = 10.0
 
 
 def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
     """Stay until the run ends; returns the exit status. Ctrl-C leaves the job alone."""
-    seen = len(read_lines(run.attempts))
-    offset, next_look = 0, time.monotonic() + QUEUE_POLL_S
+    lookout, offset = Lookout(), 0
     try:
         while True:
             # First look for the end, then read: so the last lines are in what is read.
-            ends = read_lines(run.attempts)[seen:]
-            gone = False
-            if time.monotonic() > next_look:
-                gone, next_look = not in_queue(job.job_id), time.monotonic() + QUEUE_POLL_S
+            (now,) = lookout.look([run])
             offset = print_new(job.paths.stdout, offset)
-            if any(end["reason"] == "finished" for end in ends):
+            if now.state == "finished":
                 return 0
-            if any(end["reason"] in FAILURES and not end["requeue"] for end in ends):
-                print(f"[laststep] the run failed; each rank's log is in {run.logs}", file=sys.stderr)
-                return 1
-            if gone:
-                print(
-                    f"[laststep] job {job.job_id} left the queue unfinished; go on: python launch.py resume {run.path}",
-                    file=sys.stderr,
-                )
+            if not now.alive:
+                print(f"[laststep] {_ended(run, now)}", file=sys.stderr)
                 return 1
             time.sleep(POLL_S)
     except KeyboardInterrupt:
@@ -48,12 +34,11 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
         return 130
 
 
-def in_queue(job_id: str) -> bool:
-    """Whether the job waits or runs. True when squeue does not answer: unknown is not gone."""
-    asked = subprocess.run(["squeue", "--noheader", "--job", job_id, "--format=%T"], capture_output=True, text=True)
-    if asked.returncode:
-        return "Invalid job id" not in asked.stderr
-    return bool(asked.stdout.strip())
+def _ended(run: RunDir, now: Standing) -> str:
+    why = f" ({now.why})" if now.why else ""
+    if now.state in ("failed", "lost"):
+        return f"the run ended: {now.state}{why}; each rank's log is in {run.logs}"
+    return f"job {now.job_id} left the queue unfinished{why}; go on: python launch.py resume {run.path}"
 
 
 def print_new(log: Path, offset: int) -> int:
