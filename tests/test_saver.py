@@ -451,6 +451,7 @@ def waits_for_rank_0(rank: Rank) -> None:
 
     rank.saver.start(about(2), state_of(2), stuck, KEEP)
     if rank.rank == 1:
+        rank.test.send("knows of the first")
         rank.test.recv()
         end(rank.saver)
         rank.test.send(rank.outcome())
@@ -460,7 +461,7 @@ def waits_for_rank_0(rank: Rank) -> None:
 def test_rank_0_is_killed_before_its_commit(tmp_path: Path, store: CheckpointStore) -> None:
     """The keys die with it. The survivor learns that the save came to nothing, and its process ends well."""
     ranks = Ranks(tmp_path, 2, waits_for_rank_0)
-    assert ranks.hear(0) == "stuck"
+    assert (ranks.hear(0), ranks.hear(1)) == ("stuck", "knows of the first")
     ranks.kill(0)
     ranks.pipes[1].send("killed")
     step, error = ranks.hear(1)
