@@ -72,13 +72,8 @@ class Curve:
 
     @property
     def points(self) -> list[Point]:
-        """The points that have values, in order."""
-        return [point for _, point in sorted(self._points.items()) if point.count]
-
-    @property
-    def flawed(self) -> list[Point]:
-        """The points with flaws, in order."""
-        return [point for _, point in sorted(self._points.items()) if point.flaws]
+        """The points in order; one whose values are all flaws has a count of 0."""
+        return [point for _, point in sorted(self._points.items())]
 
     def _join(self) -> None:
         self.width *= 2

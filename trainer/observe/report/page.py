@@ -13,7 +13,7 @@ from typing import Any
 from trainer.observe.attempts import Record
 from trainer.observe.progress import duration
 from trainer.observe.report.curves import Curve, Curves
-from trainer.observe.report.plot import Line, colour, figure, loss_axis
+from trainer.observe.report.plot import Line, colour, figure, legend, loss_axis
 from trainer.observe.report.scale import Axis
 from trainer.observe.report.timeline import Attempts
 
@@ -128,7 +128,7 @@ def _comparison(runs: Sequence[Run]) -> str:
         if len(set(values)) > 1 and key not in OF_ONE_RUN:
             rows[key] = [escape(value) for value in values]
     head = "".join(
-        f'<th class="{colour(number)}"><svg class="swatch"><use href="#swatch"/></svg>{escape(run.name)}</th>'
+        f'<th class="{colour(number)}"><svg><use href="#swatch"/></svg>{escape(run.name)}</th>'
         for number, run in enumerate(runs)
     )
     lines = (
@@ -137,18 +137,18 @@ def _comparison(runs: Sequence[Run]) -> str:
     )
     return (
         f"<h1>{len(runs)} runs</h1>\n"
-        f'<div class="wide"><table><thead><tr><th></th>{head}</tr></thead>\n'
+        f'<div class="wide runs"><table><thead><tr><th></th>{head}</tr></thead>\n'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
 
 
 def _figures(runs: Sequence[Run]) -> str:
     def lines(curves: Sequence[Curve | None]) -> list[Line]:
-        return [Line(number, run.name, curve) for number, (run, curve) in enumerate(zip(runs, curves)) if curve]
+        return [Line(number, curve) for number, curve in enumerate(curves) if curve]
 
     ends = [record["end_step"] - record["lost_steps"] for record in runs[0].records[:-1]] if len(runs) == 1 else []
     loss = figure("Training loss", "step", lines([run.curves.loss for run in runs]), loss_axis, ends)
-    names = dict.fromkeys(name for run in runs for name in run.curves.validation)
+    measured = dict.fromkeys(name for run in runs for name in run.curves.validation)
     validation = [
         figure(
             _spoken(name).capitalize(),
@@ -157,14 +157,15 @@ def _figures(runs: Sequence[Run]) -> str:
             loss_axis if name == "val_loss" else Axis.up,
             [],
         )
-        for name in names
+        for name in measured
     ]
     from_zero = partial(Axis.up, from_zero=True)
     speed = figure("Throughput, samples/s", "step", lines([run.curves.throughput for run in runs]), from_zero, ends)
     drawn = "".join([loss, *validation, speed])
     if not drawn:
-        return '<p class="empty">No step is in metrics.jsonl yet: there is no curve to draw.</p>\n'
-    return f'<h2>Curves</h2>\n<section class="figures">\n{drawn}</section>\n'
+        return '<h2>Curves</h2>\n<p class="empty">No step is in metrics.jsonl yet: there is no curve to draw.</p>\n'
+    names = legend([run.name for run in runs]) if len(runs) > 1 else ""
+    return f'<h2>Curves</h2>\n{names}<section class="figures">\n{drawn}</section>\n'
 
 
 def _timeline(run: Run, name: str) -> str:

@@ -14,6 +14,7 @@ TIME_STEPS = (
     *(n * HOUR for n in (1, 2, 3, 6, 12)),
     *(n * DAY for n in (1, 2, 7, 14, 28, 56, 112, 365)),
 )
+UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 LOG_FROM = 30.0  # a loss that falls by more than this shows nothing of its end on a linear axis
 
 
@@ -32,6 +33,15 @@ class Axis:
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(value)
         return 100 * (value - low) / (high - low)
+
+    @property
+    def marks(self) -> list[tuple[float, str]]:
+        """The ticks with their numbers, all in one unit: 0.05, 800, 20k, 1.5M."""
+        largest = max(map(abs, self.ticks), default=0.0)
+        size, letter = next(((s, u) for s, u in UNITS if largest >= s * 10 or largest >= s >= 1e6), (1.0, ""))
+        if self.log:
+            size, letter = 1.0, ""
+        return [(at, f"{at / size:.6g}{letter if at else ''}") for at in self.ticks]
 
     @classmethod
     def along(cls, values: Iterable[float]) -> Axis:
@@ -63,14 +73,6 @@ class Axis:
         step = next((s for s in TIME_STEPS if (end - start) / s <= 6), TIME_STEPS[-1])
         offset = time.localtime(start).tm_gmtoff
         return cls(start, end, tuple(at - offset for at in _multiples(start + offset, end + offset, step)))
-
-
-def number(value: float) -> str:
-    """A number on an axis: 0.05, 800, 20k, 1.5M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 10 * size or (abs(value) >= size > 1e3):
-            return f"{value / size:.4g}{letter}"
-    return f"{value:.6g}"
 
 
 def clock(at: float, length_s: float) -> str:

@@ -22,7 +22,7 @@ KINDS = {
 ORDERLY = ("finished", "preempted", "timeout", "cancelled")
 UNDER_WAY = "under way"
 LABEL_WIDTH = 10.0  # percent of the width, on a wide screen
-ROWS, ROW_PX, LANE_PX = 4, 20, 28
+ROWS, ROW_PX, SIGN_PX, LANE_PX = 4, 20, 16, 28
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ class Attempts:
         axis = Axis.of_time(self.records[0]["start"], max(record["end"] for record in self.records))
         length = axis.high - axis.low
         rows = self._rows(axis)
-        top = ROW_PX * (1 + max(rows))
-        body = [_marker(record, axis, row, top) for record, row in zip(self.records, rows)]
+        ends = list(zip(self.records, rows or [0] * len(self.records)))
+        top = ROW_PX * (1 + max(row for _, row in ends))
+        body = []
         for span in spans:
             x, width = axis.at(span.start), axis.at(span.end) - axis.at(span.start)
             said = f"{KINDS[span.kind]}, {duration(span.end - span.start)}"
@@ -72,6 +73,10 @@ class Attempts:
                 f'<rect class="{span.kind}" x="{x:.3f}%" width="{width:.3f}%" y="{top}" height="{LANE_PX}">'
                 f"<title>{said}</title></rect>"
             )
+        # All stems first, so that none is drawn across a word; and faults last, in front of what went well.
+        ends.sort(key=lambda end: _family(end[0]) == "fault")
+        body += [_stem(axis, record, top - ROW_PX * (row + 1), top) for record, row in ends]
+        body += [_marker(axis, record, top - ROW_PX * (row + 1), rows is not None) for record, row in ends]
         below = top + LANE_PX
         for tick in axis.ticks:
             at = f"{axis.at(tick):.2f}%"
@@ -91,14 +96,17 @@ class Attempts:
         rows = "".join(f"<tr>{_row(record)}</tr>\n" for record in self.records)
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n'
 
-    def _rows(self, axis: Axis) -> list[int]:
-        """The row above the lane for each attempt's end, the lowest where its words run into no other's."""
+    def _rows(self, axis: Axis) -> list[int] | None:
+        """The row above the lane for each attempt's end, the lowest where its word runs into no other; None when there
+        are too many ends for words."""
         taken = [0.0] * ROWS  # up to here
         rows = []
         for record in self.records:
             x = axis.at(record["end"])
             left = x if _word_follows(x) else x - LABEL_WIDTH
-            row = next((n for n in range(ROWS) if taken[n] <= left), ROWS - 1)
+            row = next((n for n in range(ROWS) if taken[n] <= left), None)
+            if row is None:
+                return None
             taken[row] = left + LABEL_WIDTH
             rows.append(row)
         return rows
@@ -121,15 +129,23 @@ def _of_attempt(record: Record, done_at: Mapping[int, float]) -> list[Span]:
     return [span for span in spans if span.end > span.start]
 
 
-def _marker(record: Record, axis: Axis, row: int, top: int) -> str:
-    """How an attempt ended: a sign, the word, and a line down to the moment."""
-    at, y = axis.at(record["end"]), top - ROW_PX * (row + 1)
-    x, place = f"{at:.2f}%", 'class="after" dx="12"' if _word_follows(at) else 'dx="-12"'
-    reason = escape(record["reason"])
+def _stem(axis: Axis, record: Record, y: int, top: int) -> str:
+    """A line from the sign of an end, at `y`, down to its moment on the lane, whose upper edge is `top`."""
+    x = f"{axis.at(record['end']):.2f}%"
     return (
-        f'<g class="mark {_family(record)}"><line x1="{x}" x2="{x}" y1="{y + 8}" y2="{top + LANE_PX}"/>'
-        f'<use href="{_sign(record)}" x="{x}" y="{y}" width="16" height="16" transform="translate(-8)"/>'
-        f'<text x="{x}" y="{y + 8}" {place} dy=".35em">{reason}</text>'
+        f'<g class="{_family(record)}">'
+        f'<line class="stem" x1="{x}" x2="{x}" y1="{y + SIGN_PX / 2:g}" y2="{top + LANE_PX}"/></g>'
+    )
+
+
+def _marker(axis: Axis, record: Record, y: int, worded: bool) -> str:
+    """How an attempt ended: a sign, and the word for it."""
+    at, reason = axis.at(record["end"]), escape(record["reason"])
+    place = 'class="after" dx="12"' if _word_follows(at) else 'dx="-12"'
+    word = f'<text x="{at:.2f}%" y="{y + SIGN_PX / 2:g}" {place} dy=".35em">{reason}</text>' if worded else ""
+    return (
+        f'<g class="mark {_family(record)}"><use href="{_sign(record)}" x="{at:.2f}%" y="{y}" width="{SIGN_PX}" '
+        f'height="{SIGN_PX}" transform="translate(-{SIGN_PX / 2:g})"/>{word}'
         f"<title>attempt {record['attempt']}: {reason}</title></g>"
     )
 
