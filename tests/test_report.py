@@ -172,7 +172,8 @@ def test_no_word_is_not_under_way() -> None:
     left = [attempt(0, 0, None, (0, 0), None)]
     week = BEGAN + 7 * 86400
     assert Attempts.of(left, False, week, BEGAN + 60).spans({}) == [Span("running", BEGAN, BEGAN + 60)]
-    assert Attempts.of(left, False, week, BEGAN + 60).records[0]["reason"] == "lost"
+    attempts = Attempts.of(left, False, week, BEGAN + 60)
+    assert attempts.records[0]["reason"] == "lost" and "not known" in attempts.table(), "nobody counted what it lost"
     assert Attempts.of(left, False, week, None).spans({}) == []
     assert Attempts.of(left, True, BEGAN + 60, BEGAN + 50).records[0]["reason"] == "under way"
 

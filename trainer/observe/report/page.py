@@ -15,7 +15,7 @@ from trainer.observe.progress import duration
 from trainer.observe.report.curves import Curve, Curves
 from trainer.observe.report.plot import Line, colour, figure, legend, loss_axis
 from trainer.observe.report.scale import Axis
-from trainer.observe.report.timeline import Attempts
+from trainer.observe.report.timeline import Attempts, steps
 
 STYLE = Path(__file__).with_name("page.css")
 FAMILY_OF_STATE = {"finished": "good", "running": "good", "failed": "fault", "lost": "fault"}
@@ -69,15 +69,16 @@ class Run:
     @property
     def facts(self) -> dict[str, str]:
         """What its reader wants to know first."""
-        step = "-" if self.step is None else f"{self.step:,}"
+        step = "-" if self.step is None else steps(self.step)
         final = {name: value for name, value in self.curves.final.items() if name not in ("epoch", "step")}
-        spent = sum(record["end"] - record["start"] for record in self.attempts.records)
+        records = self.attempts.records
+        lost = [record["lost_steps"] for record in records]
         return {
             "step": f"{step} of {self.total_steps:,}" if self.total_steps else step,
             **{_spoken(name): "not finite" if value is None else f"{value:.4g}" for name, value in final.items()},
             "attempts": f"{len(self.records):,}",
-            "lost steps": f"{sum(record['lost_steps'] for record in self.records):,}",
-            "time in attempts": duration(spent),
+            "lost steps": steps(None if None in lost else sum(lost)),
+            "time in attempts": duration(sum(record["end"] - record["start"] for record in records)),
         }
 
 

@@ -112,10 +112,17 @@ class Attempts:
         return rows
 
 
+def steps(number: int | None) -> str:
+    """A number of steps; None when nobody has counted them yet."""
+    return "not known" if number is None else f"{number:,}"
+
+
 def _open_end(record: Record, alive: bool, now: float, last_sign: float | None) -> Record:
-    end = now if alive else last_sign or record["start"]
-    # Who left no word is entered as lost by the next attempt.
-    return record | {"end": max(record["start"], end), "end_step": None, "reason": UNDER_WAY if alive else "lost"}
+    if alive:
+        return record | {"end": max(record["start"], now), "end_step": None, "reason": UNDER_WAY}
+    # The next attempt will enter it as lost, with the steps that its checkpoint does not have.
+    end = max(record["start"], last_sign or 0.0)
+    return record | {"end": end, "end_step": None, "lost_steps": None, "reason": "lost"}
 
 
 def _of_attempt(record: Record, done_at: Mapping[int, float]) -> list[Span]:
@@ -166,7 +173,7 @@ def _row(record: Record) -> str:
         str(record["attempt"]),
         f"{sign}{reason}{error}",
         f"{record['start_step']:,} {until}",
-        f"{record['lost_steps']:,}",
+        steps(record["lost_steps"]),
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["start"])),
         duration(record["end"] - record["start"]),
         escape(job),
