@@ -325,7 +325,7 @@ def test_dry_run_leaves_nothing(slurm: Path, here: Path, capfd: pytest.CaptureFi
 GOLDEN_COMMANDS: dict[str, list[list[str]]] = {
     "help.txt": [
         ["--help"],
-        *([verb, "--help"] for verb in ("sweep", "resume", "status", "logs", "cancel", "drill", "verify")),
+        *([verb, "--help"] for verb in ("sweep", "resume", "status", "logs", "cancel", "drill", "verify", "report")),
     ],
     "sbatch.txt": [
         ["--dry-run", "--name", "small", "--nodes", "2", "--tasks-per-node", "2"],
@@ -363,12 +363,12 @@ def test_golden(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--dry-run", "--nodes", "2"], ["--name", "mine"], ["resume", "mine"], ["status"]],
+    [["--help"], ["--dry-run", "--nodes", "2"], ["--name", "mine"], ["resume", "mine"], ["status"], ["report", "mine"]],
     ids=" ".join,
 )
 def test_torch_stays_away(words: list[str], slurm: Path, here: Path) -> None:
     """Importing torch takes seconds, and on a login node minutes: these commands answer at once."""
-    if words[0] == "resume":
+    if words[0] in ("resume", "report"):
         assert main(["--name", "mine"]) == 0
         (slurm / "squeue").write_text("#!/bin/sh\n")
     code = (

@@ -83,6 +83,11 @@ class RunDir:
         return self.path / "logs"
 
     @property
+    def report(self) -> Path:
+        """The page that shows how the run went."""
+        return self.path / "report.html"
+
+    @property
     def rescues(self) -> Path:
         """Where the ranks that are left after a fault agree on who saves, a folder for each attempt."""
         return self.path / "rescue"

@@ -135,10 +135,13 @@ def make_executor(config: Config, run: RunDir) -> _Executor:
 
 def living_jobs(run: RunDir) -> list[str]:
     """Jobs of the run that wait or run. Raises ConfigError when squeue fails."""
+    jobs = [job_id for job_id in jobs_of(run) if not job_id.startswith("local-")]
+    if not jobs:
+        return []
     queue = Queue.ask([run])
     if queue.jobs is None:
         raise ConfigError(f"{run.name}: cannot tell whether a job of it is alive, as squeue does not answer; try again")
-    return [job_id for job_id in jobs_of(run) if job_id in queue.jobs]
+    return [job_id for job_id in jobs if job_id in queue.jobs]
 
 
 def _setup(config: Config, run: RunDir) -> list[str]:

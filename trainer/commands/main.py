@@ -30,6 +30,7 @@ verbs (submit when none is given; `launch.py VERB --help` tells more):
   cancel RUN          a stop: keep every step, then end
   drill RUN           preempt it on purpose, and see it come back
   verify RUN          is each checkpoint whole, and what is in it
+  report RUN [...]    curves and attempts of one run or several, as one HTML page
 
 Any key=value sets a key of the configuration, e.g. optim.lr=0.05 model.name=resnet18; docs/configuration.md lists all.
 Exit status: 0 done, 1 the run failed, 2 the command or configuration is wrong, 130 stopped by Ctrl-C.
@@ -61,6 +62,7 @@ def main(words: Sequence[str]) -> int:
         "cancel": _cancel,
         "drill": _drill,
         "verify": _verify,
+        "report": _report,
     }
     # Where the command is typed is where the ranks look for a user's own Task, so look there too.
     sys.path.append(os.getcwd())
@@ -133,8 +135,7 @@ def _status(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.add_argument("words", nargs="*", metavar="RUN", help="names of runs, or their folders")
     given = parser.parse_intermixed_args(words)
-    names = [word for word in given.words if "=" not in word]
-    overrides = [word for word in given.words if "=" in word]
+    names, overrides = _names(given.words)
 
     from trainer.commands import status
 
@@ -189,6 +190,25 @@ def _verify(words: Sequence[str]) -> int:
     from trainer.commands import verify
 
     return verify.verify(given.run, given.overrides, given.json)
+
+
+def _report(words: Sequence[str]) -> int:
+    parser = _parser(
+        "launch.py report", "Curves and attempts of one run, or of several side by side, as one HTML page."
+    )
+    parser.add_argument("words", nargs="+", metavar="RUN", help="names of runs, or their folders")
+    names, overrides = _names(parser.parse_intermixed_args(words).words)
+    if not names:
+        parser.error("the following arguments are required: RUN")
+
+    from trainer.commands import report
+
+    return report.report(names, overrides)
+
+
+def _names(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names of runs, and key=value words."""
+    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
 
 
 def _add_run(parser: _Parser) -> None:

@@ -19,6 +19,7 @@ from trainer.cluster.standing import Lookout, Standing, records_of
 from trainer.cluster.sweep import members
 from trainer.observe.attempts import Record
 from trainer.observe.metrics import last_lines
+from trainer.observe.progress import duration
 from trainer.rundir import RunDir
 
 WATCH_S = 2.0  # between two looks at the files
@@ -121,7 +122,7 @@ def _table(found: Sequence[Standing], more: Mapping[str, Mapping[str, str]] | No
             _or_dash(one.epoch),
             _or_dash(one.loss, "{:.4f}"),
             _or_dash(one.samples_per_s, "{:,.0f}"),
-            duration(one.eta_s),
+            "-" if one.eta_s is None else duration(one.eta_s),
             str(one.attempts),
             str(one.lost_steps),
             _or_dash(one.goodput, "{:.0%}"),
@@ -181,12 +182,3 @@ def _clock(at: float) -> str:
     """A moment in local time, with the day when that is not today."""
     moment, today = time.localtime(at), time.localtime()
     return time.strftime("%H:%M:%S" if moment[:3] == today[:3] else "%Y-%m-%d %H:%M", moment)
-
-
-def duration(seconds: float | None) -> str:
-    """h:mm:ss, or "-" when it is not known."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cluster import checks, follow, local, runs, slurm
+from trainer.cluster.standing import records_of
 from trainer.config import Config, ConfigError, find_config
 from trainer.rundir import RunDir
 from trainer.schema import Launch
@@ -100,7 +101,9 @@ def _start(config: Config, run: RunDir, way: Way) -> int:
     if way is Way.LOCAL:
         print(f"run    {run.name}\nranks  {launch.world_size} on this machine\nfolder {_short(run.path)}", flush=True)
         status = local.run_local(config, run)
-        if status > 128:
+        if status > 128 and any(
+            record["reason"] for record in records_of(run)[-1:]
+        ):  # not when a second Ctrl-C has killed the ranks
             resume = f"python launch.py resume {run.name} --local{root_hint(launch)}"
             print(f"[laststep] stopped and saved; go on with: {resume}")
         return status

@@ -47,7 +47,7 @@ class Progress:
         value = "not finite" if loss is None else f"{loss:.4f}"
         self.say(
             f"step {step}/{self.total_steps}  epoch {epoch}  loss {value}  lr {lr:.4g}  "
-            f"{rate:,.0f} samples/s  {_duration(left)} left"
+            f"{rate:,.0f} samples/s  {duration(left)} left"
         )
 
     def epoch(self, metrics: Mapping[str, Any]) -> None:
@@ -68,7 +68,8 @@ def _named(metrics: Mapping[str, Any]) -> str:
     return "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items())
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """h:mm:ss, or m:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
