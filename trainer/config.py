@@ -45,6 +45,13 @@ class Config:
 
         Raises ConfigError, which names the field, the value and the fix.
         """
+        config = cls.read(source, overrides)
+        validate(config)
+        return config
+
+    @classmethod
+    def read(cls, source: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+        """`load`, but the values are not checked."""
         tree = OmegaConf.structured(cls)
         if source is not None:
             path = find_config(source)
@@ -57,7 +64,6 @@ class Config:
             config: Config = OmegaConf.to_object(tree)  # type: ignore[assignment]
         except OmegaConfBaseException as error:
             raise ConfigError(f"{error.full_key}: {_first_line(error)}") from None
-        validate(config)
         return config
 
     def to_yaml(self) -> str:
