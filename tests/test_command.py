@@ -325,7 +325,7 @@ def test_dry_run_leaves_nothing(slurm: Path, here: Path, capfd: pytest.CaptureFi
 GOLDEN_COMMANDS: dict[str, list[list[str]]] = {
     "help.txt": [
         ["--help"],
-        *([verb, "--help"] for verb in ("resume", "status", "logs", "cancel", "drill", "verify")),
+        *([verb, "--help"] for verb in ("resume", "status", "logs", "cancel", "drill", "verify", "doctor")),
     ],
     "sbatch.txt": [
         ["--dry-run", "--name", "small", "--nodes", "2", "--tasks-per-node", "2"],

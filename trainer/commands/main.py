@@ -18,6 +18,7 @@ SHORTHANDS = {
     "--partition": ("launch.partition", "P", "Slurm partition"),
     "--time": ("launch.time_min", "MIN", "time limit of one attempt, in minutes"),
 }
+SIZE = {option: SHORTHANDS[option] for option in ("--nodes", "--gpus-per-node", "--tasks-per-node", "--partition")}
 RUN_NAME = {"--name": ("launch.name", "RUN", "name of the run and of its folder")}
 
 SUBMIT_EPILOG = """\
@@ -29,9 +30,17 @@ verbs (submit when none is given; `launch.py VERB --help` tells more):
   cancel RUN          a stop: keep every step, then end
   drill RUN           preempt it on purpose, and see it come back
   verify RUN          is each checkpoint whole, and what is in it
+  doctor              what here endangers a run; --nodes N: do the nodes work together
 
 Any key=value sets a key of the configuration, e.g. optim.lr=0.05 model.name=resnet18; docs/configuration.md lists all.
 Exit status: 0 done, 1 the run failed, 2 the command or configuration is wrong, 130 stopped by Ctrl-C.
+"""
+
+DOCTOR = """\
+This machine, this cluster and the folder of all runs: what is there, and what of it endangers a run.
+With --nodes: a short job in which every rank meets the others, says hello and measures all-reduces."""
+DOCTOR_EPILOG = """\
+Exit status: 0 nothing endangers a run, and every rank said hello; 1 something does, or one did not; 2 wrong input.
 """
 
 
@@ -59,6 +68,7 @@ def main(words: Sequence[str]) -> int:
         "cancel": _cancel,
         "drill": _drill,
         "verify": _verify,
+        "doctor": _doctor,
     }
     # Where the command is typed is where the ranks look for a user's own Task, so look there too.
     sys.path.append(os.getcwd())
@@ -161,6 +171,18 @@ def _verify(words: Sequence[str]) -> int:
     from trainer.commands import verify
 
     return verify.verify(given.run, given.overrides, given.json)
+
+
+def _doctor(words: Sequence[str]) -> int:
+    parser = _parser("launch.py doctor", DOCTOR, DOCTOR_EPILOG)
+    _add_shorthands(parser, SIZE)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
+    given = parser.parse_intermixed_args(words)
+
+    from trainer.commands import doctor
+
+    ask = doctor.doctor if given.nodes is None else doctor.hello
+    return ask(_overrides(given, SIZE))
 
 
 def _add_run(parser: _Parser) -> None:
