@@ -35,9 +35,7 @@ class RollCall:
     def __init__(self, config: Config) -> None:
         """Submit it. Raises ConfigError when that cannot be; then nothing is left behind."""
         root = Path(config.launch.root).expanduser().absolute()
-        launch = dataclasses.replace(
-            config.launch, root=str(root), name="doctor", time_min=LIMIT_MIN, signal_delay_s=SIGNAL_S
-        )
+        launch = dataclasses.replace(config.launch, root=str(root), time_min=LIMIT_MIN, signal_delay_s=SIGNAL_S)
         config = dataclasses.replace(config, launch=launch)
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -48,6 +46,7 @@ class RollCall:
         try:
             code.keep(run, config)  # as every run does: its nodes must see it, and run it
             executor = slurm.executor_of(launch, run, [], [], {"no-requeue": True})
+            executor.update_parameters(job_name="doctor")
             self.job = slurm.hand_over(executor, Hello(config, self.folder))
         except ConfigError:
             self.remove()
