@@ -322,10 +322,11 @@ def test_dry_run_leaves_nothing(slurm: Path, here: Path, capfd: pytest.CaptureFi
     assert not (slurm / "submitted.sh").exists()
 
 
+VERBS = ("sweep", "resume", "status", "logs", "cancel", "drill", "verify", "report", "doctor")
 GOLDEN_COMMANDS: dict[str, list[list[str]]] = {
     "help.txt": [
         ["--help"],
-        *([verb, "--help"] for verb in ("sweep", "resume", "status", "logs", "cancel", "drill", "verify", "report")),
+        *([verb, "--help"] for verb in VERBS),
     ],
     "sbatch.txt": [
         ["--dry-run", "--name", "small", "--nodes", "2", "--tasks-per-node", "2"],

@@ -48,6 +48,15 @@ class Config:
 
         Raises ConfigError, which names the field, the value and the fix.
         """
+        config = cls.read(source, overrides, site)
+        validate(config)
+        return config
+
+    @classmethod
+    def read(
+        cls, source: str | Path | None = None, overrides: Sequence[str] = (), site: str | Path | None = None
+    ) -> Config:
+        """`load`, but the values are not checked."""
         tree = OmegaConf.structured(cls)
         files = [find_config(site, of_site=True)] if site else []
         files += [find_config(source)] if source is not None else []
@@ -61,7 +70,6 @@ class Config:
             config: Config = OmegaConf.to_object(tree)  # type: ignore[assignment]
         except OmegaConfBaseException as error:
             raise ConfigError(f"{error.full_key}: {_first_line(error)}") from None
-        validate(config)
         return config
 
     def to_yaml(self) -> str:

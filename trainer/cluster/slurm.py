@@ -10,8 +10,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from submitit import Job, SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -21,12 +22,14 @@ from trainer.cluster.queue import Queue
 from trainer.cluster.standing import jobs_of
 from trainer.config import Config, ConfigError
 from trainer.rundir import RunDir
+from trainer.schema import Launch
 from trainer.trainer import Trainer
 from trainer.world.slurm import kill_wait_s
 
 # How often a run is requeued is decided by Trainer.checkpoint: submitit would count every signal within ten minutes
 # of the limit as a timeout.
 NO_LIMIT = 1_000_000
+T = TypeVar("T")
 
 
 class _Executor(SlurmExecutor):
@@ -72,7 +75,7 @@ def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
     """
     if not run.code.exists():
         code.keep(run, config)
-    (job,) = _submitted(make_executor(config, run), [Trainer(config)])
+    (job,) = hand_over(make_executor(config, run), [Trainer(config)])
     runs.note_submission(run, job.job_id, commit=code.commit())
     return job.task(0)  # type: ignore[return-value]
 
@@ -84,15 +87,15 @@ def submit_array(config: Config, sweep: RunDir, configs: Sequence[Config], paral
     """
     executor = make_executor(config, sweep)
     executor.update_parameters(array_parallelism=parallel or len(configs))
-    return [job.job_id for job in _submitted(executor, [Trainer(one) for one in configs])]
+    return [job.job_id for job in hand_over(executor, [Trainer(one) for one in configs])]
 
 
-def _submitted(executor: _Executor, trainers: Sequence[Trainer]) -> Sequence[Job[dict[str, float]]]:
-    """submitit's jobs. Raises ConfigError when Slurm refuses them."""
+def hand_over(executor: SlurmExecutor, works: Sequence[Callable[[], T]]) -> Sequence[Job[T]]:
+    """Submit jobs, several as one array. Raises ConfigError when Slurm refuses them."""
     try:
         # submitit repeats sbatch's words on stderr; we say them once, below.
         with _outside_any_job(), contextlib.redirect_stderr(io.StringIO()):
-            return executor.submit_array(trainers)
+            return executor.submit_array(works)
     except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
         reason = _reason(error)
         if any(words in reason for words in ("Unable to contact", "configuration source")):
@@ -102,8 +105,15 @@ def _submitted(executor: _Executor, trainers: Sequence[Trainer]) -> Sequence[Job
 
 
 def make_executor(config: Config, run: RunDir) -> _Executor:
-    """submitit's executor with everything that `launch` says."""
-    launch = config.launch
+    """submitit's executor with everything that `launch` says, for a run."""
+    # A rank that fails ends the others, whatever they wait for; at a stop every rank but 0 exits 0, see Stopped.
+    return executor_of(config.launch, run, _afterwards(run), ["--kill-on-bad-exit=1"], {"requeue": True})
+
+
+def executor_of(
+    launch: Launch, run: RunDir, setup: Sequence[str], srun_args: Sequence[str], options: Mapping[str, Any]
+) -> _Executor:
+    """submitit's executor for any job that runs the code in `run.code`."""
     executor = _Executor(folder=run.logs, max_num_timeout=NO_LIMIT)
     optional: dict[str, Any] = {
         "partition": launch.partition,
@@ -121,13 +131,12 @@ def make_executor(config: Config, run: RunDir) -> _Executor:
         cpus_per_task=launch.cpus_per_task,
         time=launch.time_min,
         signal_delay_s=launch.signal_delay_s,
-        setup=_setup(config, run),
-        # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). A rank that fails ends the
-        # others, whatever they wait for; at a stop every rank but 0 exits 0, see Stopped. `python -m` looks into the
+        setup=[*setup, *_environment(launch, run.code), *launch.setup],
+        # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). `python -m` looks into the
         # folder that it is started in first, see Trainer.
-        srun_args=[f"--cpus-per-task={launch.cpus_per_task}", "--kill-on-bad-exit=1", f"--chdir={run.code}"],
+        srun_args=[f"--cpus-per-task={launch.cpus_per_task}", *srun_args, f"--chdir={run.code}"],
         stderr_to_stdout=True,
-        additional_parameters={"requeue": True, **launch.slurm},
+        additional_parameters={**options, **launch.slurm},
         **{key: value for key, value in optional.items() if value is not None},
     )
     return executor
@@ -144,13 +153,18 @@ def living_jobs(run: RunDir) -> list[str]:
     return [job_id for job_id in jobs if job_id in queue.jobs]
 
 
-def _setup(config: Config, run: RunDir) -> list[str]:
-    """Shell lines before srun."""
+def _environment(launch: Launch, code: Path) -> list[str]:
+    """Shell lines that set the ranks' environment."""
     environment = {
-        "OMP_NUM_THREADS": str(config.launch.cpus_per_task),
-        "PYTHONPATH": runs.python_path(run.code),
-        **config.launch.env,
+        "OMP_NUM_THREADS": str(launch.cpus_per_task),
+        "PYTHONPATH": runs.python_path(code),
+        **launch.env,
     }
+    return [f"export {name}={_quote(value)}" for name, value in environment.items()]
+
+
+def _afterwards(run: RunDir) -> list[str]:
+    """Shell lines that look after the run once all its ranks have ended."""
     python, logs, copy = (shlex.quote(str(word)) for word in (sys.executable, run.logs, run.code))
     return [
         "# This shell outlives all ranks: when they have failed, or are dead, it finds out whether to requeue the job.",
@@ -163,8 +177,6 @@ def _setup(config: Config, run: RunDir) -> list[str]:
         "}",
         "trap afterwards EXIT",
         "trap : TERM USR1 USR2",
-        *(f"export {name}={_quote(value)}" for name, value in environment.items()),
-        *config.launch.setup,
     ]
 
 

@@ -18,6 +18,7 @@ SHORTHANDS = {
     "--partition": ("launch.partition", "P", "Slurm partition"),
     "--time": ("launch.time_min", "MIN", "time limit of one attempt, in minutes"),
 }
+SIZE = {option: SHORTHANDS[option] for option in ("--nodes", "--gpus-per-node", "--tasks-per-node", "--partition")}
 RUN_NAME = {"--name": ("launch.name", "RUN", "name of the run and of its folder")}
 
 SUBMIT_EPILOG = """\
@@ -31,9 +32,17 @@ verbs (submit when none is given; `launch.py VERB --help` tells more):
   drill RUN           preempt it on purpose, and see it come back
   verify RUN          is each checkpoint whole, and what is in it
   report RUN [...]    curves and attempts of one run or several, as one HTML page
+  doctor              what here endangers a run; --nodes N: do the nodes work together
 
 Any key=value sets a key of the configuration, e.g. optim.lr=0.05 model.name=resnet18; docs/configuration.md lists all.
 Exit status: 0 done, 1 the run failed, 2 the command or configuration is wrong, 130 stopped by Ctrl-C.
+"""
+
+DOCTOR = """\
+This machine, this cluster and the folder of all runs: what is there, and what of it endangers a run.
+With --nodes: a short job in which every rank meets the others, says hello and measures all-reduces."""
+DOCTOR_EPILOG = """\
+Exit status: 0 nothing endangers a run, and every rank said hello; 1 something does, or one did not; 2 wrong input.
 """
 
 
@@ -63,6 +72,7 @@ def main(words: Sequence[str]) -> int:
         "drill": _drill,
         "verify": _verify,
         "report": _report,
+        "doctor": _doctor,
     }
     # Where the command is typed is where the ranks look for a user's own Task, so look there too.
     sys.path.append(os.getcwd())
@@ -209,6 +219,18 @@ def _report(words: Sequence[str]) -> int:
 def _names(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Names of runs, and key=value words."""
     return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+
+
+def _doctor(words: Sequence[str]) -> int:
+    parser = _parser("launch.py doctor", DOCTOR, DOCTOR_EPILOG)
+    _add_shorthands(parser, SIZE)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
+    given = parser.parse_intermixed_args(words)
+
+    from trainer.commands import doctor
+
+    ask = doctor.doctor if given.nodes is None else doctor.hello
+    return ask(_overrides(given, SIZE))
 
 
 def _add_run(parser: _Parser) -> None:

@@ -1,0 +1,54 @@
+"""doctor on a real Slurm: what it finds there, and a roll call of its nodes."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from tests.slurm.conftest import DEADLINE_S, User
+
+
+def test_dangers(user: User) -> None:
+    """Those of this cluster, by name; what is well is not among them."""
+    said = user.types("doctor", status=1)
+    _, _, dangers = said.partition("\ndangers\n")
+    assert dangers.count("\n") == 2
+    assert "KillWait=15 s" in dangers and "PreemptMode=CANCEL (partition cancel)" in dangers
+    assert re.search(r"^  grace +4 +UNLIMITED +1 +REQUEUE +15$", said, re.MULTILINE)
+    assert "waits 5 s" in said and "sacct: answers" in said
+    assert "CANCEL" not in user.types("doctor", "--partition", "high", status=1)
+    assert "did you mean cancel?" in user.types("doctor", "--partition", "cancl", status=2)
+
+
+def test_hello(user: User) -> None:
+    """Every rank of every node, in rank order, with the right sum; and nothing is left behind."""
+    said = user.types("doctor", "--nodes", "2", "--tasks-per-node", "2")
+    greetings = re.findall(r"^\[n1:\d+\] hello from \[(n\d):gloo\] rank (\d)/4$", said, re.MULTILINE)
+    assert greetings == [("n1", "0"), ("n1", "1"), ("n2", "2"), ("n2", "3")]
+    assert "sum of ones: 4 on every rank" in said
+    assert re.search(r"^ +16 MiB +\d+\.\d ms +\d+\.\d\d GB/s$", said, re.MULTILINE)
+    assert sorted(re.findall(r"x median  (n\d)$", said, re.MULTILINE)) == ["n1", "n2"]
+    assert not list(user.root.glob(".doctor-*"))
+
+
+def test_ranks_that_fail(user: User) -> None:
+    """They are named, with the reason; their logs stay, and the job is not requeued."""
+    said = user.types("doctor", "--nodes", "2", "--gpus-per-node", "1", status=1)
+    for rank, node in ((0, "n1"), (1, "n2")):
+        assert re.search(rf"^error: rank {rank} on {node}: .*torch finds no GPU on this machine", said, re.MULTILINE)
+    (folder,) = user.root.glob(".doctor-*")
+    assert str(folder) in said and list(folder.glob("logs/*_0_log.out"))
+
+
+def test_ctrl_c_cancels_the_job(user: User) -> None:
+    """Nobody wants to look for it in the queue."""
+    before = set(user.root.glob(".doctor-*"))
+    asking = user.begins("doctor", "--nodes", "2", "launch.slurm.hold=true")
+    assert asking.stdout is not None
+    job = asking.stdout.readline().split()[1].rstrip(":")
+    assert "pending jobhelduser" in asking.stdout.readline()
+    asking.send_signal(signal.SIGINT)
+    said, _ = asking.communicate(timeout=DEADLINE_S)
+    assert asking.returncode == 130 and f"job {job}: cancelled" in said
+    user.waits_until_gone(job)
+    assert set(user.root.glob(".doctor-*")) == before
