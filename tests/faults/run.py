@@ -177,6 +177,8 @@ class Run:
             if later := fault.inject(victim, shot):
                 struck, kept = later, victim.kept()
         except (Unrefused, NeverCame) as error:
+            if victim.finished:  # before the time limit, say, which Slurm looks at twice a minute
+                raise Missed("the run has finished") from None
             hit.wrong.append(str(error))
         if fault.saves_again and attempt is not None:
             self.unwritten.add(attempt)
