@@ -11,7 +11,6 @@ from pathlib import Path
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from trainer.attempt import Attempt
 from trainer.config import Config
 from trainer.observe.attempts import goes_on
 from trainer.observe.metrics import read_lines
@@ -40,6 +39,8 @@ class Trainer:
         requeued, or whatever made it fail.
         """
         signals = Signals.catch()
+        from trainer.attempt import Attempt  # not above: the command, which only pickles this class, needs none of it
+
         world = World.detect()
         _clear_unfinished(world)
         if world.on_slurm:

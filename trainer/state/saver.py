@@ -90,19 +90,23 @@ class Saver:
         thread; when it raises, the save fails. `keep` is (keep_last, keep_best).
         """
         self._ended.wait()
+        # No tensor of the copying is left here to be freed: that would hand Python's lock to the thread for long.
+        structure, stripe = self._copied(state)
+        self._number += 1
+        about = replace(about, metrics=dict(about.metrics))
+        save = _Save(self._number, about, structure, stripe, before_commit, keep)
+        self._ended.clear()
+        self._saves.put(save)
+
+    def _copied(self, state: Any) -> tuple[Any, memoryview]:
+        """The state's structure, and this rank's stripe of it, copied into the kept buffer."""
         packed = Packed(state)
         start, stop = (_boundary(packed.bytes, rank, self._size) for rank in (self._rank, self._rank + 1))
         if self._buffer.numel() < stop - start:
             self._buffer = _kept_buffer(stop - start, self._device)
         stripe = self._buffer[: stop - start]
         packed.copy(start, stop, stripe)
-        structure = packed.structure
-        del packed  # thousands of tensors, before the thread begins to compete for Python's lock
-        self._number += 1
-        about = replace(about, metrics=dict(about.metrics))
-        save = _Save(self._number, about, structure, stripe.numpy().data, before_commit, keep)
-        self._ended.clear()
-        self._saves.put(save)
+        return packed.structure, stripe.numpy().data
 
     def wait(self, timeout_s: float) -> bool:
         """Until the save started last has ended, well or not; False when it has not by then: a peer may be dead."""
