@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -76,6 +78,35 @@ def test_two_nodes_on_one_machine(terminal: Terminal) -> None:
     (attempt,) = read_lines(terminal.run("two").attempts)
     assert attempt["world_size"] == 2 and attempt["reason"] == "finished"
     assert len(list(terminal.run("two").logs.glob("*_log.out"))) == 2
+
+
+def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
+    """Who looks on sees how far it is; log files and pipes get plain lines, where control characters are noise."""
+    screen, typed = os.openpty()
+    command = [
+        sys.executable,
+        "launch.py",
+        "--local",
+        "--name",
+        "seen",
+        *LONG,
+        "train.max_steps=90",
+        "train.log_every=5",
+    ]
+    with subprocess.Popen(
+        [*command, f"launch.root={terminal.root}"], cwd=PROJECT, env=terminal.env, stdout=typed, stderr=typed
+    ) as launcher:
+        os.close(typed)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO, when the launcher has closed it
+            while data := os.read(screen, 65536):
+                shown += data
+    os.close(screen)
+    assert launcher.returncode == 0, shown.decode(errors="replace")
+    assert b"step 90/90" in shown and re.search(rb"\x1b\[.*\d+/90", shown), "plain lines, and a bar"
+    (log,) = RunDir(terminal.root / "seen").logs.glob("*_log.out")
+    assert b"\x1b" not in log.read_bytes()
+    assert "\x1b" not in terminal.types("--local", "--name", "piped", *TINY)
 
 
 def test_ctrl_c_is_a_stop(terminal: Terminal) -> None:

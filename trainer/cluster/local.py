@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.cluster import runs
-from trainer.cluster.follow import print_new
+from trainer.cluster.screen import Screen
 from trainer.config import Config, ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
@@ -35,12 +35,12 @@ def run_local(config: Config, run: RunDir) -> int:
     job_id = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     runs.note_submission(run, job_id)
     logs = [run.logs / f"{job_id}_{rank}_log.out" for rank in range(config.launch.world_size)]
-    with _forwarded_signals() as received:
+    with _forwarded_signals() as received, Screen(run, logs[0]) as screen:
         ranks = _start(config, run, job_id, logs)
-        shown = sent = 0
+        sent = 0
         ended, ended_at = 0, time.monotonic()
         while (living := sum(rank.poll() is None for rank in ranks)) > 0:
-            shown = print_new(logs[0], shown)
+            screen.update()
             if len(received) > sent:
                 sent = len(received)
                 kill = received.count(signal.SIGINT) > 1
@@ -52,7 +52,7 @@ def run_local(config: Config, run: RunDir) -> int:
             if ended and time.monotonic() > ended_at + grace_s:
                 _send(ranks, signal.SIGKILL)
             time.sleep(POLL_S)
-        print_new(logs[0], shown)
+        screen.update()
     codes = [rank.returncode for rank in ranks]
     if received.count(signal.SIGINT) > 1:
         return 130
