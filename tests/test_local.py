@@ -132,6 +132,18 @@ def test_ctrl_c_is_a_stop(terminal: Terminal) -> None:
     assert resumed.returncode == 143
 
 
+def test_cancel(terminal: Terminal) -> None:
+    """From another terminal: a stop like any other, and it waits until the run has gone."""
+    launcher = terminal.starts("--local", "--name", "mine", "--tasks-per-node", "2", *LONG)
+    terminal.waits_for_step("mine")
+    said = terminal.types("cancel", "mine")
+    assert re.search(r"mine: stopped after step \d+, every step is kept; go on: python launch.py resume mine", said)
+    launcher.communicate(timeout=DEADLINE_S)
+    run = terminal.run("mine")
+    assert reasons(run) == ["cancelled"] and read_lines(run.attempts)[0]["lost_steps"] == 0
+    assert "cancelled, so there is nothing to cancel" in terminal.types("cancel", "mine")
+
+
 def test_second_ctrl_c_kills(terminal: Terminal) -> None:
     """A user who cannot wait gets the terminal back, even when a rank is stuck."""
     launcher = terminal.starts("--local", "--name", "stuck", *LONG)
