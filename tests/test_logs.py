@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from trainer.cluster.logs import Logs
+from trainer.cluster.runs import PROJECT
 from trainer.commands.main import main
 from trainer.rundir import RunDir
 
@@ -95,3 +98,11 @@ def test_nothing_of_that_kind(run: RunDir, words: list[str], said: str, capsys: 
     says(run, 0, "[laststep 10:00:00] a")
     assert main(["logs", str(run.path), *words]) == 2
     assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_nobody_reads_on(run: RunDir) -> None:
+    """`launch.py logs RUN | head` is what people type: it ends, and prints no traceback."""
+    says(run, 0, *(f"[laststep 10:00:00] {number}" for number in range(50_000)))
+    command = f"{sys.executable} {PROJECT / 'launch.py'} logs {run.path} | head -n 2"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("\n") == 2 and done.stderr == ""
