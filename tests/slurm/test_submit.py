@@ -38,6 +38,17 @@ def test_submit_from_python_gives_the_result(user: User, tmp_path: Path) -> None
     assert 0 <= float(done.stdout) <= 1
 
 
+def test_setup_runs_on_every_node(user: User, tmp_path: Path) -> None:
+    """Once on each, so that a node's own disk can be prepared; what it sets reaches every rank."""
+    notes = tmp_path / "notes"
+    setup = f"launch.setup=['echo $SLURMD_NODENAME >> {notes}', 'export LASTSTEP_TEST_NOTES={notes}']"
+    size = ("--nodes", "3", "--tasks-per-node", "1", "train.batch_size=12")
+    user.types("--name", "prepared", *size, *TINY, "task=tests.tasks.Prepared", setup, "--follow")
+    first, *others = notes.read_text().split("\n")[:3]
+    assert len({first, *others}) == 3, "three nodes, each once"
+    assert notes.read_text().count("begins") == 3, "the variable came to every rank"
+
+
 def test_slurm_refuses(user: User) -> None:
     """sbatch's own word, on one line, and no folder of a run that never was."""
     said = user.types("--name", "refused", "--partition", "nowhere", *TINY, status=2)

@@ -131,7 +131,7 @@ def executor_of(
         cpus_per_task=launch.cpus_per_task,
         time=launch.time_min,
         signal_delay_s=launch.signal_delay_s,
-        setup=[*setup, *_environment(launch, run.code), *launch.setup],
+        setup=[*setup, *_environment(launch, run.code), *launch.setup, *_elsewhere(launch)],
         # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). `python -m` looks into the
         # folder that it is started in first, see Trainer.
         srun_args=[f"--cpus-per-task={launch.cpus_per_task}", *srun_args, f"--chdir={run.code}"],
@@ -161,6 +161,18 @@ def _environment(launch: Launch, code: Path) -> list[str]:
         **launch.env,
     }
     return [f"export {name}={_quote(value)}" for name, value in environment.items()]
+
+
+def _elsewhere(launch: Launch) -> list[str]:
+    """Shell lines that run those of `launch.setup` on the nodes where this shell is not; what they set in the
+    environment here goes to all ranks anyway."""
+    if launch.nodes == 1 or not launch.setup:
+        return []
+    lines = shlex.quote("\n".join(launch.setup))
+    others = launch.nodes - 1
+    return [
+        f"srun --relative=1 --nodes={others} --ntasks={others} --ntasks-per-node=1 --cpus-per-task=1 bash -c {lines}"
+    ]
 
 
 def _afterwards(run: RunDir) -> list[str]:
