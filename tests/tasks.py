@@ -122,15 +122,15 @@ class Poisoned(Classification):
 
 
 class Slow(Classification):
-    """Rank 1 takes its time for every step, and the watchdog looks every second."""
+    """Rank 1 takes its time for every step: LASTSTEP_TEST_SLOW is how long, and how often the watchdog looks, in s."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        watch.SLOW_WINDOW_S = 1.0
+        self.pause_s, watch.SLOW_WINDOW_S = map(float, os.environ["LASTSTEP_TEST_SLOW"].split())
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         if World.detect().rank == 1:
-            time.sleep(0.2)
+            time.sleep(self.pause_s)
         return super().step(model, batch)
 
 

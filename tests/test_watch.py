@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from trainer.world.watch import Beat, name_stuck, straggler
 
 WAITS = "_engine_run_backward (/env/lib/torch/autograd/graph.py:829)"
@@ -32,11 +35,19 @@ def test_among_equals_the_one_that_is_not_waiting_is_named() -> None:
     assert "rank 0 on n0" in both and "rank 1 on n1" in both, "who cannot be told apart are both named"
 
 
+def named(busy_s: Sequence[float], steps: int = 100) -> str | None:
+    """Whom a minute of so many steps accuses, when each rank was busy for so many seconds of it."""
+    before = beats(*[(5, WAITS)] * len(busy_s))
+    after = [replace(beat, progress=5 + steps, busy_s=seconds) for beat, seconds in zip(before, busy_s)]
+    return straggler(before, after, seconds=60)
+
+
 def test_stragglers() -> None:
     """One slow disk or throttled GPU slows every rank down; but a rank is accused only when it costs a tenth of the
     time or more, or every log would be full of it."""
-    assert straggler([20.0, 20.0, 55.0, 21.0], seconds=60) == 2
-    assert straggler([20.0, 45.0], seconds=60) == 1
-    assert straggler([20.0, 21.0, 22.0, 30.0], seconds=60) is None
-    assert straggler([0.1, 0.1, 4.0, 0.1], seconds=60) is None
-    assert straggler([30.0], seconds=60) is None
+    accused = "rank 2 on n2 holds the others up: 0.55 s of its own work a step, the median rank 0.2 s"
+    assert named([20.0, 20.0, 55.0, 21.0]) == accused
+    assert str(named([20.0, 45.0], steps=1)).startswith("rank 1 on n1 holds the others up: 45 s")
+    assert named([20.0, 21.0, 22.0, 30.0]) is None
+    assert named([0.1, 0.1, 4.0, 0.1]) is None
+    assert named([30.0]) is None

@@ -177,14 +177,10 @@ class Watch:
         if self._window is None or self._window[1][0].phase != beats[0].phase:
             self._window = (time.monotonic(), beats)
         since, before = self._window
-        if time.monotonic() - since > SLOW_WINDOW_S:
-            steps = beats[0].progress - before[0].progress
-            busy = [new.busy_s - old.busy_s for old, new in zip(before, beats)]
-            if (slow := straggler(busy, time.monotonic() - since)) is not None:
-                say(
-                    f"rank {slow} on {beats[slow].host} holds the others up: {busy[slow] / steps:.3g} s of "
-                    f"its own work a step, the median rank {statistics.median(busy) / steps:.3g} s"
-                )
+        seconds = time.monotonic() - since
+        if seconds > SLOW_WINDOW_S and beats[0].progress > before[0].progress:
+            if slow := straggler(before, beats, seconds):
+                say(slow)
             self._window = (time.monotonic(), beats)
 
 
@@ -201,13 +197,20 @@ def name_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
     return "; ".join(f"rank {rank} on {beats[rank].host} {says} {beats[rank].where}" for rank in stuck)
 
 
-def straggler(busy_s: Sequence[float], seconds: float) -> int | None:
-    """The rank that makes the others wait, from how long each was busy with its own work during `seconds`: one that is
-    busy twice as long as the median, when that costs a tenth of the time or more."""
+def straggler(before: Sequence[Beat], after: Sequence[Beat], seconds: float) -> str | None:
+    """Names the rank that made the others wait between two beats of each, `seconds` and at least one step apart: it was
+    busy with its own work twice as long as the median, and that cost a tenth of the time or more."""
+    steps = after[0].progress - before[0].progress
+    busy_s = [new.busy_s - old.busy_s for old, new in zip(before, after)]
     slowest = max(range(len(busy_s)), key=lambda rank: busy_s[rank])
     median = statistics.median_low(busy_s)
     late = busy_s[slowest] - median
-    return slowest if late > median and late > 0.1 * seconds else None
+    if late <= median or late <= 0.1 * seconds:
+        return None
+    return (
+        f"rank {slowest} on {after[slowest].host} holds the others up: {busy_s[slowest] / steps:.3g} s of its own work "
+        f"a step, the median rank {median / steps:.3g} s"
+    )
 
 
 def _innermost(thread: int) -> str:
