@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -106,3 +110,23 @@ def test_nobody_reads_on(run: RunDir) -> None:
     command = f"{sys.executable} {PROJECT / 'launch.py'} logs {run.path} | head -n 2"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.count("\n") == 2 and done.stderr == ""
+
+
+def test_status_is_watched(run: RunDir) -> None:
+    """On a terminal of its own the table stays and is kept up to date; Ctrl-C ends it."""
+    screen, typed = os.openpty()
+    command = [sys.executable, str(PROJECT / "launch.py"), "status", "--watch", f"launch.root={run.path.parent}"]
+    with subprocess.Popen(
+        command, stdin=typed, stdout=typed, stderr=typed, env={**os.environ, "TERM": "xterm"}
+    ) as watching:
+        os.close(typed)
+        seen, deadline = b"", time.monotonic() + 60
+        while not (b"goodput" in seen and b"4711" in seen):
+            assert time.monotonic() < deadline and watching.poll() is None, seen.decode(errors="replace")
+            if select.select([screen], [], [], 1)[0]:
+                seen += os.read(screen, 65536)
+            if b"goodput" in seen and not run.metrics.exists():
+                run.metrics.write_text('{"step": 4711, "epoch": 1, "loss": 1.0, "samples_per_s": 9, "time": 1}\n')
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(60) == 130
+    os.close(screen)
