@@ -256,7 +256,9 @@ class Run:
             hit.wrong.append("did not come back by itself")
         if returns is Return.USER and itself:
             hit.wrong.append("came back, though it was cancelled")
-        if returns is Return.STAYS and hit.by != "stayed" and not (record and OF_SLURM in (record["error"] or "")):
+        of_slurm = record is not None and OF_SLURM in (record["error"] or "")
+        # One that was stopping, by our own doing, had to end.
+        if returns is Return.STAYS and hit.by != "stayed" and hit.moment is not Moment.STOP and not of_slurm:
             hit.wrong.append("ended, though there was no need")
         if hit.by == "stayed":
             return
