@@ -257,8 +257,8 @@ class Run:
         if returns is Return.USER and itself:
             hit.wrong.append("came back, though it was cancelled")
         of_slurm = record is not None and OF_SLURM in (record["error"] or "")
-        # One that was stopping, by our own doing, had to end.
-        if returns is Return.STAYS and hit.by != "stayed" and hit.moment is not Moment.STOP and not of_slurm:
+        had_to_end = hit.moment in (Moment.STOP, Moment.HOLD)  # since `aim` had it requeued
+        if returns is Return.STAYS and hit.by != "stayed" and not (had_to_end or of_slurm):
             hit.wrong.append("ended, though there was no need")
         if hit.by == "stayed":
             return
