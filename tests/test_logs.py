@@ -130,3 +130,9 @@ def test_status_is_watched(run: RunDir) -> None:
         watching.send_signal(signal.SIGINT)
         assert watching.wait(60) == 130
     os.close(screen)
+
+
+def test_only_a_terminal_is_watched(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Into a file it would write the table's control characters, for ever."""
+    assert main(["status", "--watch", f"launch.root={run.path.parent}"]) == 2
+    assert capsys.readouterr().err.startswith("error: --watch: keeps a table on a terminal")

@@ -19,7 +19,7 @@ from trainer.world.lock import holder
 
 READ_AT_ONCE = 16  # runs: on a network file system each waits for its files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than what the queue says
-ALIVE = ("queued", "requeued", "running", "stopping")
+ALIVE = ("queued", "requeued", "running", "stopping", "unknown")
 # A reason in attempts.jsonl, and how a run of which nothing more comes stands after it.
 AFTER = {
     "finished": "finished",
@@ -56,7 +56,7 @@ class Standing:
     @property
     def alive(self) -> bool:
         """Whether its job waits or runs, or may for all we know."""
-        return self.state in ALIVE or self.state == "unknown"
+        return self.state in ALIVE
 
 
 class Lookout:

@@ -17,6 +17,7 @@ from rich.text import Text
 from trainer.cluster import runs
 from trainer.cluster.standing import Lookout, Standing, records_of
 from trainer.cluster.sweep import members
+from trainer.config import ConfigError
 from trainer.observe.attempts import Record
 from trainer.observe.metrics import last_lines
 from trainer.observe.progress import duration
@@ -85,6 +86,8 @@ def _present(
     watch: bool,
 ) -> int:
     """Print what a look finds, or keep it up to date on the terminal."""
+    if watch and (as_json or not sys.stdout.isatty()):
+        raise ConfigError("--watch: keeps a table on a terminal; leave it out for a file, a pipe or --json")
     lookout = Lookout()
     if as_json:
         print(json.dumps([vars(one) for one in look(lookout)], indent=1))
