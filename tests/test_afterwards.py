@@ -17,15 +17,16 @@ from typing import Any
 
 import pytest
 
+from tests.worlds import a_world
 from trainer.cluster.afterwards import afterwards
-from trainer.observe.attempts import AttemptLog, end_attempt
+from trainer.observe.attempts import begin_attempt, end_attempt
 from trainer.observe.metrics import MetricsFile, read_lines
 from trainer.rundir import RunDir
 from trainer.schema import Launch
 from trainer.state.store import STRUCTURE, CheckpointStore, Manifest, shard_name
 from trainer.world.detect import World
 
-WORLD = World(0, 2, 0, 0, 2, ("n1", "n2"), "7", 0, "slurm")
+WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n2"), local_size=1, nodes=2)
 LAUNCH = Launch(max_failures=1)
 KILLED = 137
 
@@ -62,8 +63,8 @@ def run(tmp_path: Path) -> RunDir:
 def begin(run: RunDir, restart: int = 0) -> World:
     """An attempt begins, and does a step that nobody saves."""
     world = replace(WORLD, restart=restart)
-    log = AttemptLog(run, world, start_step=0)
-    MetricsFile(run.metrics, writes=True).append([{"step": 1, "time": log.record["start"] + 1}])
+    log = begin_attempt(run, world, start_step=0)
+    MetricsFile(run.metrics, writes=True).append([{"step": 1, "time": log["start"] + 1}])
     return world
 
 
@@ -181,7 +182,7 @@ def test_only_srun_was_killed(run: RunDir, slurm: Slurm, locked: Path) -> None:
 def test_another_job_is_at_work(run: RunDir, slurm: Slurm, locked: Path) -> None:
     """A second job on the same run was refused; it must neither be tried again nor touch the record of the first."""
     locked.write_text("job 6, restart 0, on n3")
-    AttemptLog(run, replace(WORLD, job_id="6"), start_step=0)
+    begin_attempt(run, replace(WORLD, job_id="6"), start_step=0)
     before = json.loads(run.attempt_now.read_text())
     afterwards(run, WORLD, LAUNCH, 1)
     assert slurm.requeues == 0 and ends(run) == [] and json.loads(run.attempt_now.read_text()) == before

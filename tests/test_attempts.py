@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
+from tests.worlds import a_world
 from trainer.observe import attempts
-from trainer.observe.attempts import AttemptLog, end_attempt, goes_on, record_of
+from trainer.observe.attempts import begin_attempt, end_attempt, goes_on, record_of
 from trainer.observe.metrics import MetricsFile, read_lines
 from trainer.rundir import RunDir
 from trainer.schema import Launch
 from trainer.world.detect import World
 
-WORLD = World(0, 2, 0, 0, 1, ("n1",), "7", 0, "slurm")
+WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n1"))
 LAUNCH = Launch(max_timeouts=1, max_failures=1)
 
 
@@ -30,7 +31,7 @@ def test_one_line_per_attempt(tmp_path: Path) -> None:
     """With the fields that status, report and the requeue budget read."""
     run = RunDir(tmp_path)
     for number, reason in enumerate(["preempted", "finished"]):
-        AttemptLog(run, restarted(number), start_step=10 * number)
+        begin_attempt(run, restarted(number), start_step=10 * number)
         assert run.attempt_now.exists()
         assert record_of(run, restarted(number)) is None
         record = end_attempt(run, restarted(number), LAUNCH, reason, 10 * number + 10, 10 * number + 10)
@@ -50,8 +51,8 @@ def test_one_line_per_attempt(tmp_path: Path) -> None:
 
 def test_nobody_starts_a_local_run_again(tmp_path: Path) -> None:
     """A record that promised it would have a user wait for what never comes."""
-    run, local = RunDir(tmp_path), replace(WORLD, launcher="local")
-    AttemptLog(run, local, start_step=0)
+    run, local = RunDir(tmp_path), replace(WORLD, on_slurm=False)
+    begin_attempt(run, local, start_step=0)
     record = end_attempt(run, local, LAUNCH, "preempted", 3, 3)
     assert record is not None and not record["requeue"]
 
@@ -65,7 +66,7 @@ def _end(folder: str, rank: int, results: Any) -> None:
 def test_many_ranks_end_it_at_once(tmp_path: Path) -> None:
     """When a rank dies all its peers notice in the same moment: one record, whole, and only its writer acts on it."""
     run, context = RunDir(tmp_path), multiprocessing.get_context("spawn")
-    AttemptLog(run, WORLD, start_step=0)
+    begin_attempt(run, WORLD, start_step=0)
     results = context.Queue()
     ranks = [context.Process(target=_end, args=(str(tmp_path), rank, results)) for rank in range(4)]
     for rank in ranks:
@@ -81,7 +82,7 @@ def test_many_ranks_end_it_at_once(tmp_path: Path) -> None:
 def test_a_rank_of_an_older_attempt_ends_nothing(tmp_path: Path) -> None:
     """A killed attempt's last rank may live on for a while; it must not end the attempt that has taken its place."""
     run = RunDir(tmp_path)
-    AttemptLog(run, restarted(1), start_step=0)
+    begin_attempt(run, restarted(1), start_step=0)
     assert end_attempt(run, restarted(0), LAUNCH, "hung", 3, 0) is None
     assert end_attempt(run, replace(WORLD, job_id="8", restart=1), LAUNCH, "hung", 3, 0) is None
     assert not read_lines(run.attempts) and run.attempt_now.exists()
@@ -90,7 +91,7 @@ def test_a_rank_of_an_older_attempt_ends_nothing(tmp_path: Path) -> None:
 def test_ended_by_a_rank_that_knew_no_step_yet(tmp_path: Path) -> None:
     """Ranks learn in the meeting at which step the attempt begins; one that must end it before has lost nothing."""
     run = RunDir(tmp_path)
-    AttemptLog(run, restarted(0), start_step=30)
+    begin_attempt(run, restarted(0), start_step=30)
     record = end_attempt(run, restarted(0), LAUNCH, "preempted", 0, 0)
     assert record is not None and (record["start_step"], record["end_step"], record["lost_steps"]) == (30, 30, 0)
 
@@ -103,7 +104,7 @@ class PowerCut(Exception):
 def test_a_power_cut_at_any_moment_of_the_end(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither lost nor counted twice, wherever its writer was cut off: as that said it, or as the next one sees it."""
     run = RunDir(tmp_path)
-    AttemptLog(run, WORLD, start_step=0)
+    begin_attempt(run, WORLD, start_step=0)
     MetricsFile(run.metrics, writes=True).append([{"step": 1, "time": 0.0}])
     left = [step]
 
@@ -126,7 +127,7 @@ def test_a_power_cut_at_any_moment_of_the_end(step: int, tmp_path: Path, monkeyp
         except PowerCut:
             ended = False
     assert ended == (step == 7), "the end has seven moments to be cut off in"
-    AttemptLog(run, restarted(1), start_step=1)
+    begin_attempt(run, restarted(1), start_step=1)
     (record,) = read_lines(run.attempts)
     assert (record["attempt"], record["end_step"], record["lost_steps"], record["requeue"]) == (0, 1, 0, True)
     assert record["reason"] == ("preempted" if step >= 3 else "lost")
@@ -138,9 +139,9 @@ def test_an_attempt_that_could_not_say_how_it_ended(tmp_path: Path) -> None:
     """After a power cut the next attempt enters it as lost, with the steps that it had done and not kept, and the
     seconds that they took."""
     run = RunDir(tmp_path)
-    start = AttemptLog(run, WORLD, start_step=0).record["start"]
+    start = begin_attempt(run, WORLD, start_step=0)["start"]
     MetricsFile(run.metrics, writes=True).append({"step": step, "time": start + 10 * step} for step in range(1, 8))
-    AttemptLog(run, restarted(1), start_step=5)
+    begin_attempt(run, restarted(1), start_step=5)
     end_attempt(run, restarted(1), LAUNCH, "finished", 9, 9)
     lost, finished = read_lines(run.attempts)
     assert (lost["attempt"], lost["reason"], lost["end_step"], lost["lost_steps"]) == (0, "lost", 7, 2)
@@ -151,7 +152,7 @@ def test_an_attempt_that_could_not_say_how_it_ended(tmp_path: Path) -> None:
 def test_seconds_lost_before_the_first_save(tmp_path: Path) -> None:
     """They are this attempt's alone: the step that it began at may have been done last week."""
     run = RunDir(tmp_path)
-    start = AttemptLog(run, WORLD, start_step=5).record["start"]
+    start = begin_attempt(run, WORLD, start_step=5)["start"]
     lines = [{"step": 5, "time": start - 600_000}, {"step": 6, "time": start + 30}, {"epoch": 1, "step": 6}]
     MetricsFile(run.metrics, writes=True).append(lines)
     record = end_attempt(run, WORLD, LAUNCH, "failed", 6, 5)
@@ -162,7 +163,7 @@ def test_a_torn_line_swallows_no_other(tmp_path: Path) -> None:
     """A line that something else cut short costs that record, not the next attempt's too."""
     run = RunDir(tmp_path)
     run.attempts.write_text('{"attempt": 0, "rea')
-    AttemptLog(run, WORLD, start_step=0)
+    begin_attempt(run, WORLD, start_step=0)
     end_attempt(run, WORLD, LAUNCH, "finished", 9, 9)
     assert [r["reason"] for r in read_lines(run.attempts)] == ["finished"]
     assert run.attempts.read_text().startswith('{"attempt": 0, "rea\n')

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.worlds import a_world
 from trainer.cluster import checks
 from trainer.config import Config, ConfigError
 from trainer.data.catalog import DATASETS
-from trainer.world.detect import World
 from trainer.world.device import set_up_device
 
-WORLD = World(0, 1, 0, 0, 1, ("here",), "local7", 0, "local")
+WORLD = a_world()
 
 
 def config(*words: str) -> Config:
@@ -126,15 +126,15 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set_up_device(config(), WORLD) == torch.device("cuda", 0)
     assert set_up_device(config("device=cpu"), WORLD) == torch.device("cpu")
     gpus(2, monkeypatch)
-    assert set_up_device(config(), World(1, 2, 1, 0, 1, ("here",), "7", 0, "local")) == torch.device("cuda", 1)
+    assert set_up_device(config(), a_world(1, 2)) == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="it has 2 GPUs: use --gpus-per-node 2"):
-        set_up_device(config("launch.gpus_per_node=4"), World(0, 4, 0, 0, 1, ("here",), "7", 0, "local"))
+        set_up_device(config("launch.gpus_per_node=4"), a_world(size=4))
 
 
 def test_gpus_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a node without enforced limits a CPU job sees GPUs that Slurm gave to somebody else."""
     gpus(4, monkeypatch)
-    world = World(0, 1, 0, 0, 1, ("n1",), "7", 0, "slurm")
+    world = a_world(launcher="submitit-slurm")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert set_up_device(config(), world) == torch.device("cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")

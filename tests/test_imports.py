@@ -25,6 +25,7 @@ LAYERS = [
     {"loop"},
     {"attempt"},
     {"trainer"},
+    {"spawn"},
     {"cluster"},
     {"commands"},
     {"__main__", "__init__", "launch"},

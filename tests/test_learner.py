@@ -19,13 +19,13 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from torchvision import models
 
+from tests.worlds import a_world
 from trainer.config import Config, ConfigError
 from trainer.data.order import Order
 from trainer.learner import Learner, learning_rate
 from trainer.schema import Optim
 from trainer.task import Task
 from trainer.tasks.models import build_model
-from trainer.world.detect import World
 from trainer.world.meet import Group
 
 IMAGES = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -92,9 +92,7 @@ def resnet() -> nn.Module:
 def learner(build: Callable[[], nn.Module] = plain, *words: str, rank: int = 0, size: int = 1) -> Learner:
     """A learner on the CPU; with a size above 1, one rank of a world whose reduction the test does by hand."""
     config = Config.load(None, ["device=cpu", *words])
-    group = Group(
-        World(rank, size, rank, 0, 1, ("here",), "7", 0, "local"), torch.distributed.HashStore(), torch.device("cpu")
-    )
+    group = Group(a_world(rank, size), torch.distributed.HashStore(), torch.device("cpu"))
     return Learner(config, Images(config, build), group, total_steps=10)
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from tests.worlds import a_world
 from trainer.world.detect import World
 from trainer.world.slurm import EARLY_S, Ending, ending, judge, kill_wait_s
 
 NOW = 1_800_000_000.0
 DELAY_S = 90
-ON_SLURM = World(0, 1, 0, 0, 1, ("n1",), "7", 1, "slurm")
-ELSEWHERE = World(0, 1, 0, 0, 1, ("here",), "local7", 0, "local")
+ON_SLURM = a_world(launcher="submitit-slurm", restart=1)
+ELSEWHERE = a_world()
 
 
 def slurm_time(seconds: float) -> str:

@@ -1,26 +1,19 @@
-"""One rank of a run on this machine: `python -m trainer RUN_FOLDER`. The local launcher starts these."""
+"""One rank of a run, under any launcher: `python -m trainer`, see trainer.commands.train."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
-
-from trainer.config import Config, ConfigError
-from trainer.trainer import Trainer
-from trainer.world.signals import die_with_parent
-
-
-def main(folder: str) -> int:
-    """Train; returns the exit status, unless a stop's SystemExit carries it."""
-    die_with_parent(signal.SIGTERM)  # when the launcher is killed its ranks stop, rather than train on unseen
-    try:
-        Trainer(Config.load(Path(folder) / "config.yaml"))()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    # Blocked until they are caught, see Signals.catch: one that came sooner would kill the rank.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT})
+
+    from trainer.commands.train import main
+    from trainer.config import ConfigError
+
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -17,11 +17,12 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer import compiler
 from trainer.config import Config, ConfigError
-from trainer.observe.attempts import AttemptLog, Record, end_attempt, record_of
+from trainer.observe.attempts import Record, begin_attempt, end_attempt, record_of, spent
 from trainer.observe.phases import Phases
 from trainer.rundir import RunDir
 from trainer.say import fall_silent, say
@@ -30,7 +31,7 @@ from trainer.state.store import CheckpointError, CheckpointStore, Manifest
 from trainer.world.detect import World
 from trainer.world.lock import hold, still_holds
 from trainer.world.signals import Signals
-from trainer.world.slurm import USER_SIGNALS, ending
+from trainer.world.slurm import USER_SIGNALS, SlurmError, ending, scontrol
 from trainer.world.watch import Fault, Watch
 
 if TYPE_CHECKING:
@@ -43,15 +44,17 @@ DEFAULT_GRACE_S = 30
 LAST_MOMENT_S = 3.0
 # How long a main thread that was told of its rank's end may take to come out of whatever it does.
 COME_OUT_S = 2.0
+AGAIN = "every step is kept, start it again under the same name to go on"
 
 
 class Stopped(SystemExit):
     """The ranks stopped after the same step and saved it. Not an Exception, so that nothing takes it for a failure."""
 
     def __init__(self, number: signal.Signals, world: World) -> None:
-        # 128 + number is a shell's exit status for "ended by this signal". But srun takes such a status for a failure
-        # and ends the other ranks, and rank 0 may still have to requeue the job.
-        super().__init__(0 if world.on_slurm and world.rank else 128 + number)
+        # 128 + number is a shell's exit status for "ended by this signal". But srun and mpirun take such a status for a
+        # failure and end the other ranks, and rank 0 may still have to requeue the job; torchrun would start all anew.
+        quiet = world.launcher == "torchrun" or (world.rank and world.launcher != "submitit-local")
+        super().__init__(0 if quiet else 128 + number)
 
 
 class Attempt:
@@ -89,7 +92,8 @@ class Attempt:
                 shutil.rmtree(self.run_dir.rescues, ignore_errors=True)
                 newest = self.store.newest(warn=say)
                 self.start_step = newest.step if newest else 0
-                AttemptLog(self.run_dir, self.world, self.start_step)
+                number = begin_attempt(self.run_dir, self.world, self.start_step)["attempt"]
+                self.world = replace(self.world, number=number)
                 self.phases.done("checking checkpoints")
             if not self.config.train.compile:
                 compiler.leave_out()
@@ -98,9 +102,11 @@ class Attempt:
 
             self.phases.done("importing torch")
             self.group = join(self.config, self.run_dir, self.world)
-            self.watch.join(self.group.store)
+            number = self.group.tell("attempt", self.world.number)
+            self.world = self.group.world = replace(self.group.world, number=number)
+            self.watch.join(self.group)
             self.phases.done("meeting")
-            told = self.group.tell(newest.step if newest else None)
+            told = self.group.tell("step", newest.step if newest else None)
             self.start_step = told or 0
             self.loop = Loop(self.config, self.run_dir, self.group, self.signals, self.watch, self.phases)
             self.loop.restore(told)
@@ -114,7 +120,7 @@ class Attempt:
         """The orderly end: everything is saved. Rank 0 records it before anything else, and waits for nobody."""
         self.watch.close()
         step = loop.position.step
-        requeue, why = False, None
+        record, requeue, why = None, False, None
         number = loop.stop.signal
         if self.world.rank == 0:
             reason = "finished"
@@ -122,19 +128,31 @@ class Attempt:
                 assert number is not None
                 end = ending(number, self.world, self.config.launch.signal_delay_s)
                 reason, requeue, why = end.reason, end.requeue, end.error
-            self._end(reason, step, step, lost_s=0.0, error=why)
+            record = self._end(reason, step, step, lost_s=0.0, error=why)
         loop.close()
         group.close()
         if finished:
             loop.progress.finished(loop.position.metrics)
             return loop.position.metrics
-        if requeue and self.signals.requeue is not None:
-            try:
-                self.signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
-            except (OSError, subprocess.SubprocessError) as error:
-                say(f"{error}; the batch shell tries again")
+        if requeue:
+            self._requeue(record)
         assert number is not None
         raise Stopped(number, self.world)
+
+    def _requeue(self, record: Record | None) -> None:
+        """Put the job, whose attempt ended as recorded, back into the queue."""
+        try:
+            if self.signals.requeue is not None:
+                self.signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
+            elif self.world.on_slurm and record is not None:
+                if not record["requeue"]:
+                    return say(f"not requeued: {spent(self.config.launch)}; {AGAIN}")
+                scontrol("requeue", self.world.job_id)
+                say(f"job {self.world.job_id} is requeued")
+        except (OSError, subprocess.SubprocessError) as error:
+            say(f"{error}; the batch shell tries again")
+        except SlurmError as error:
+            say(f"not requeued: {error}; {AGAIN}")
 
     def _fail(self, error: Exception) -> None:
         """The main thread came out with an error: tell the others, take part in the end, and then raise it."""
@@ -202,16 +220,19 @@ class Attempt:
             kept = self._keep(loop, kept)
         reason: str = fault.reason
         error: str | None = self._explain(fault, survivors)
+        requeue = True
         if fault.reason == "signal":
             number = (loop.stop.signal if loop else None) or self.signals.first
             assert number is not None
             end = ending(number, self.world, self.config.launch.signal_delay_s)
-            reason, error = end.reason, end.error
+            reason, requeue, error = end.reason, end.requeue, end.error
         retry = all(own.failure.retry for own in survivors if own.failure) and fault.retry
         record = self._end(reason, end_step, kept, error=error, retry=retry)
         if record is not None:
             lost = f"{record['lost_steps']} steps lost" if record["lost_steps"] else "no step lost"
             say(f"attempt ended ({reason}) after step {end_step}, {lost}")
+            if requeue and record["requeue"] and not self.world.by_submitit:  # submitit's batch shell sees to it
+                self._requeue(record)
 
     def _keep(self, loop: Loop, kept: int) -> int:
         """Save the last whole step; returns the step that is kept now."""

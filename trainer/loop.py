@@ -317,4 +317,5 @@ def _finite(value: float) -> float | None:
 def join(config: Config, run: RunDir, world: World) -> Group:
     """Take this rank's device and meet the other ranks."""
     device = set_up_device(config, world)
-    return meet(world, device, run.meeting(world.attempt), config.launch.hang_timeout_s)
+    launch = config.launch
+    return meet(world, device, run.meeting(world.attempt), launch.hang_timeout_s, launch.init_method)

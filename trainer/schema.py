@@ -127,6 +127,11 @@ class Launch:
         3, "crashes, hangs and losses without a step kept that a job may have before it is not requeued again", least=0
     )
     hang_timeout_s: int = setting(600, "seconds that a rank waits for its peers before the attempt ends", least=1)
+    init_method: str | None = setting(
+        None,
+        "where the ranks meet: tcp://HOST:PORT, env:// (MASTER_ADDR and MASTER_PORT), or file://PATH on a shared disk; "
+        "null takes env:// where those are set, else a file in the run's folder",
+    )
     setup: list[str] = setting([], "shell lines that run first, once on every node, e.g. 'module load cuda'")
     env: dict[str, str] = setting({}, "environment variables of the job, e.g. launch.env.NCCL_DEBUG=INFO")
     slurm: dict[str, Any] = setting({}, "any other sbatch option by its long name, e.g. launch.slurm.reservation=lab")

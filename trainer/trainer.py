@@ -12,7 +12,7 @@ from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
 from trainer.config import Config
-from trainer.observe.attempts import goes_on
+from trainer.observe.attempts import goes_on, spent
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
 from trainer.say import say
@@ -43,7 +43,7 @@ class Trainer:
 
         world = World.detect()
         _clear_unfinished(world)
-        if world.on_slurm:
+        if world.launcher == "submitit-slurm":
             # srun starts the ranks in the code's copy, so that Python finds that first, see trainer.cluster.slurm.
             with contextlib.suppress(KeyError, OSError):
                 os.chdir(os.environ["SLURM_SUBMIT_DIR"])
@@ -53,7 +53,7 @@ class Trainer:
         try:
             return Attempt(self.config, self.run, world, signals).run()
         finally:
-            process_ends = world.launcher != "python"
+            process_ends = world.launcher not in ("python", "submitit-debug")
             # Python would take a second to find at its end what it frees with its memory anyway. But triton's bindings
             # report as leaks what was not found.
             if not process_ends or "triton" in sys.modules:
@@ -67,11 +67,7 @@ class Trainer:
         The state is on disk by now, see `Attempt`.
         """
         if not goes_on(read_lines(self.run.attempts), self.config.launch):
-            say(
-                f"not requeued: launch.max_timeouts={self.config.launch.max_timeouts} or "
-                f"launch.max_failures={self.config.launch.max_failures} is spent; "
-                f"`python launch.py resume {self.run.name}` goes on"
-            )
+            say(f"not requeued: {spent(self.config.launch)}; `python launch.py resume {self.run.name}` goes on")
             return None
         return DelayedSubmission(Trainer(self.config))
 

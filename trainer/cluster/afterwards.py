@@ -16,7 +16,7 @@ from functools import cache
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from trainer.observe.attempts import FAILURES, AttemptLog, Record, all_ends, end_attempt, goes_on, is_of, settle
+from trainer.observe.attempts import FAILURES, Record, all_ends, begin_attempt, end_attempt, goes_on, is_of, settle
 from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.schema import Launch
@@ -87,7 +87,7 @@ def _never_began(run: RunDir, world: World, launch: Launch, status: int, cause: 
 
     Unless Slurm ended it, it counts as a failure, or this could go on for ever.
     """
-    AttemptLog(run, world, step)
+    begin_attempt(run, world, step)
     error = f"srun exited with {status} before the attempt began"
     end = end_attempt(run, world, launch, cause.reason, step, step, error=error)
     assert end is not None, "nobody else is at work on the run"

@@ -24,7 +24,7 @@ from trainer.config import Config, ConfigError
 from trainer.rundir import RunDir
 from trainer.schema import Launch
 from trainer.trainer import Trainer
-from trainer.world.slurm import kill_wait_s
+from trainer.world.slurm import is_job_id, kill_wait_s
 
 # How often a run is requeued is decided by Trainer.checkpoint: submitit would count every signal within ten minutes
 # of the limit as a timeout.
@@ -144,7 +144,7 @@ def executor_of(
 
 def living_jobs(run: RunDir) -> list[str]:
     """Jobs of the run that wait or run. Raises ConfigError when squeue fails."""
-    jobs = [job_id for job_id in jobs_of(run) if not job_id.startswith("local-")]
+    jobs = [job_id for job_id in jobs_of(run) if is_job_id(job_id)]
     if not jobs:
         return []
     queue = Queue.ask([run])

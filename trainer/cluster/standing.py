@@ -16,6 +16,7 @@ from trainer.observe.attempts import Record
 from trainer.observe.metrics import last_lines, read_lines
 from trainer.rundir import RunDir
 from trainer.world.lock import holder
+from trainer.world.slurm import is_job_id
 
 READ_AT_ONCE = 16  # runs: on a network file system each waits for its files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than what the queue says
@@ -142,9 +143,9 @@ def _state(
         return "finished", ""
     if job_id is None:
         return "stopped", "was never submitted"
-    if job_id.startswith("local-"):
-        if holder(run.lock):
-            return "running", "on this machine"
+    if not is_job_id(job_id):
+        if at_work := holder(run.lock):
+            return "running", f"on {at_work.rpartition(' on ')[2]}"
         return _afterwards(last if last and last["job_id"] == job_id else None)
     if queue.jobs is None:
         if last and last["job_id"] == job_id and last["reason"] and not last["requeue"]:

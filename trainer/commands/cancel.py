@@ -14,7 +14,7 @@ from trainer.cluster import runs
 from trainer.cluster.standing import Lookout, Standing, records_of
 from trainer.rundir import RunDir
 from trainer.world.lock import holder
-from trainer.world.slurm import SlurmError, command
+from trainer.world.slurm import SlurmError, command, is_job_id
 
 POLL_S = 1.0
 REPEAT_S = 5.0  # a signal is lost on a job whose ranks are yet to be started
@@ -56,6 +56,8 @@ def _stop(run: RunDir, now: Standing) -> None:
     assert now.job_id is not None
     if now.job_id.startswith("local-"):
         return _stop_local(run, now.job_id)
+    if not is_job_id(now.job_id):
+        raise SlurmError(f"it was not started by launch.py ({now.job_id}); stop it where it was started, by Ctrl-C")
     if now.state == "unknown":
         raise SlurmError(now.why)
     if now.state in ("queued", "requeued"):

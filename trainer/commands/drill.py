@@ -12,7 +12,7 @@ from trainer.config import ConfigError
 from trainer.observe.attempts import Record
 from trainer.observe.metrics import last_lines
 from trainer.rundir import RunDir
-from trainer.world.slurm import SlurmError, scontrol
+from trainer.world.slurm import SlurmError, is_job_id, scontrol
 
 POLL_S = 0.2
 
@@ -25,7 +25,7 @@ def drill(name: str, overrides: Sequence[str]) -> int:
     """Preempt the run, wait for its next step, print what that cost; 0 when no step was lost."""
     run = runs.find(name, runs.root_of(overrides))
     (now,) = Lookout().look([run])
-    if now.state != "running" or now.job_id is None or now.job_id.startswith("local-"):
+    if now.state != "running" or now.job_id is None or not is_job_id(now.job_id):
         raise ConfigError(f"{run.name}: is {now.state}; a drill needs a run at work in a Slurm job")
     before = len(records_of(run))
     began = time.time()

@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +31,29 @@ Record = dict[str, Any]
 FAILURES = ("failed", "hung", "lost")
 
 
-class AttemptLog:
-    """The record of an attempt that begins; `end_attempt` ends it."""
-
-    def __init__(self, run: RunDir, world: World, start_step: int) -> None:
-        """The attempt begins, at the state of `start_step`; rank 0 alone calls this, before it rewinds metrics.jsonl:
-        what a lost attempt had reached stands there."""
-        settle(run, lambda: start_step, returned=world.job_id)
-        self.record: Record = {
-            "attempt": len(read_lines(run.attempts)),
-            "job_id": world.job_id,
-            "restart": world.restart,
-            "hosts": list(world.hosts),
-            "world_size": world.size,
-            "start": time.time(),
-            "end": None,
-            "start_step": start_step,
-            "end_step": start_step,
-            "reason": None,
-            "lost_steps": 0,
-            "lost_s": 0.0,
-            "step_s": None,
-            "requeue": False,
-            "error": None,
-        }
-        _written_aside(run.attempt_now, json.dumps(self.record)).replace(run.attempt_now)
+def begin_attempt(run: RunDir, world: World, start_step: int) -> Record:
+    """The attempt begins, at the state of `start_step`. Rank 0 alone calls this, before it rewinds metrics.jsonl, where
+    what a lost attempt had reached still stands."""
+    settle(run, lambda: start_step, returned=world.job_id)
+    record: Record = {
+        "attempt": len(read_lines(run.attempts)),
+        "job_id": world.job_id,
+        "restart": world.restart,
+        "hosts": _names(world.hosts),
+        "world_size": world.size,
+        "start": time.time(),
+        "end": None,
+        "start_step": start_step,
+        "end_step": start_step,
+        "reason": None,
+        "lost_steps": 0,
+        "lost_s": 0.0,
+        "step_s": None,
+        "requeue": False,
+        "error": None,
+    }
+    _written_aside(run.attempt_now, json.dumps(record)).replace(run.attempt_now)
+    return record
 
 
 def end_attempt(
@@ -83,6 +81,9 @@ def end_attempt(
     # Ended while it began, by a rank that had not been told yet where.
     end_step, kept_step = max(end_step, record["start_step"]), max(kept_step, record["start_step"])
     record |= {
+        "hosts": _names(
+            [*record["hosts"], *world.hosts]
+        ),  # some launchers tell of one's own alone, before the ranks meet
         "end": time.time(),
         "end_step": end_step,
         "reason": reason,
@@ -120,6 +121,11 @@ def goes_on(records: Sequence[Record], launch: Launch, retry: bool = True) -> bo
     return bool(last["reason"] == "preempted")
 
 
+def spent(launch: Launch) -> str:
+    """Why a run does not go on by itself, although it was to."""
+    return f"launch.max_timeouts={launch.max_timeouts} or launch.max_failures={launch.max_failures} is spent"
+
+
 def all_ends(run: RunDir, kept_step: Callable[[], int], returned: str | None = None) -> list[Record]:
     """Every attempt's end; that of one which could not say how it ended as `settle` would enter it."""
     ends = read_lines(run.attempts)
@@ -150,7 +156,14 @@ def record_of(run: RunDir, world: World) -> Record | None:
 
 def is_of(record: Record, world: World) -> bool:
     """Whether the record is that of this attempt."""
+    if world.number is not None:
+        return bool(record["attempt"] == world.number)
     return (record["job_id"], record["restart"]) == (world.job_id, world.restart)
+
+
+def _names(hosts: Iterable[str]) -> list[str]:
+    """Each once, those that are not known left out."""
+    return list(dict.fromkeys(filter(None, hosts)))
 
 
 def _made_progress(record: Record) -> bool:

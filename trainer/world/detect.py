@@ -1,71 +1,318 @@
-"""World: which process of an attempt this is, and who said so."""
+"""World: which process of an attempt this is, and who said so.
+
+Each launcher leaves its ranks variables in their environment, and a small class for each reads them. The innermost one
+is right (torchrun within srun: torchrun); what the others say must agree with it.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from submitit import JobEnvironment
+from submitit.slurm.slurm import SlurmJobEnvironment
+
+from trainer.config import ConfigError
+
+Env = Mapping[str, str]
+STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the pid, names a process for good
 
 
 @dataclass(frozen=True)
 class World:
     """This process's place among the processes of one attempt.
 
-    `rank` counts over all nodes, `local_rank` on this node; `hosts` are the nodes' names, that of rank 0 first.
-    `attempt` names the attempt: it differs between two jobs and between two starts of a requeued one.
+    `rank` counts over all nodes, `local_rank` on this node. `hosts` has the node of each rank, "" where the launcher
+    does not tell and the ranks have not met yet. `job_id` is Slurm's where there is one. `attempt` names the attempt in
+    files: it differs between two jobs, two starts of a requeued one, and two steps of the same.
     """
 
     rank: int
     size: int
     local_rank: int
+    local_size: int
     node: int
     nodes: int
     hosts: tuple[str, ...]
     job_id: str
     restart: int
+    attempt: str
     launcher: str
-
-    @property
-    def attempt(self) -> str:
-        """Job id and restart count, a name for files of this attempt alone."""
-        return f"{self.job_id}-{self.restart}"
-
-    @property
-    def local_size(self) -> int:
-        """Ranks on this node."""
-        return self.size // self.nodes
-
-    def host_of(self, rank: int) -> str:
-        """The node of a rank."""
-        return self.hosts[min(rank // self.local_size, len(self.hosts) - 1)]
-
-    @property
-    def on_slurm(self) -> bool:
-        """Whether a requeue can be asked for and Slurm answers for the end of the job."""
-        return self.launcher == "slurm"
+    on_slurm: bool  # a requeue can be asked for, and Slurm answers for the end of the job
+    variables: tuple[str, ...] = ()  # of the environment, that said so
+    number: int | None = None  # of the attempt among those of its run, once rank 0 has told it
 
     @classmethod
     def detect(cls) -> World:
-        """Read submitit's JobEnvironment (Slurm, local or debug); without one, a world of this process alone."""
-        try:
-            env = JobEnvironment()
-        except RuntimeError:  # submitit's word for "not inside a job of mine"
-            host = socket.gethostname()
-            return cls(0, 1, 0, 0, 1, (host,), f"pid{os.getpid()}", 0, "python")
-        return cls(
-            rank=env.global_rank,
-            size=env.num_tasks,
-            local_rank=env.local_rank,
-            node=env.node,
-            nodes=env.num_nodes,
-            hosts=tuple(env.hostnames),
-            job_id=env.job_id,
-            restart=int(os.environ.get("SLURM_RESTART_COUNT", 0)) if env.name() == "slurm" else 0,
-            launcher=env.name(),
-        )
+        """What the launcher of this process says; without one, a world of this process alone.
+
+        Raises ConfigError when two launchers disagree, or one does not say all.
+        """
+        launcher = next(launcher for launcher in LAUNCHERS if launcher.answers(os.environ))
+        world = launcher.world(os.environ)
+        _check_claims(world, os.environ)
+        return world
+
+    def host_of(self, rank: int) -> str:
+        """The node of a rank."""
+        return self.hosts[rank] or "an unknown host"
+
+    @property
+    def by_submitit(self) -> bool:
+        """Whether submitit started it, so that its files are there, and in a job of Slurm's its way to requeue."""
+        return self.launcher.startswith("submitit")
 
     def __str__(self) -> str:
-        job = f"{self.launcher}, job {self.job_id}, restart {self.restart}"
-        return f"rank {self.rank} of {self.size} on {self.host_of(self.rank)} ({job})"
+        job = f"slurm job {self.job_id}, restart {self.restart}" if self.on_slurm else self.job_id
+        said = f"{self.launcher}, by {' and '.join(self.variables)}" if self.variables else self.launcher
+        return f"rank {self.rank} of {self.size} on {self.host_of(self.rank)} ({job}; {said})"
+
+
+def hostname() -> str:
+    """This node, as Slurm calls it where Slurm has started this process."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+class Launcher(ABC):
+    """A way in which ranks are started."""
+
+    name: ClassVar[str]
+    variables: ClassVar[tuple[str, ...]] = ()  # which hold rank, size and local rank
+
+    @classmethod
+    @abstractmethod
+    def answers(cls, env: Env) -> bool:
+        """Whether it started the process that has this environment."""
+
+    @classmethod
+    @abstractmethod
+    def world(cls, env: Env) -> World:
+        """What it says. Raises ConfigError when it does not say all."""
+
+    @classmethod
+    def _world(
+        cls,
+        env: Env,
+        job: str,
+        local_size: int,
+        node: int,
+        nodes: int,
+        hosts: tuple[str, ...] | None = None,
+        restart: int = 0,
+    ) -> World:
+        """Put together what all launchers have in common. `job` names this use of the launcher, alike in all ranks, and
+        `restart` says how often it has started all ranks again."""
+        rank, size, local_rank = (_number(env, name) for name in cls.variables) if cls.variables else (0, 1, 0)
+        job = re.sub(r"[^A-Za-z0-9.]+", "-", f"{cls.name}-{job}")
+        own = f"{job}-{restart}"
+        on_slurm = "SLURM_JOB_ID" in env
+        if on_slurm:
+            job, restart = slurm_job(env)
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            node=node,
+            nodes=nodes,
+            hosts=tuple(hostname() if other == rank else host for other, host in enumerate(hosts or [""] * size)),
+            job_id=job,
+            restart=restart,
+            attempt=f"{job}-{restart}-{own}" if on_slurm else own,
+            launcher=cls.name,
+            on_slurm=on_slurm,
+            variables=cls.variables,
+        )
+
+
+class Spawn(Launcher):
+    """`python -m trainer --spawn N`, see trainer.spawn."""
+
+    name = "spawn"
+    variables = ("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_RANK")
+
+    @classmethod
+    def answers(cls, env: Env) -> bool:
+        return "LASTSTEP_RANK" in env
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        size = _number(env, "LASTSTEP_WORLD_SIZE")
+        hosts = (hostname(),) * size
+        return cls._world(env, env["LASTSTEP_JOB"], local_size=size, node=0, nodes=1, hosts=hosts)
+
+
+class Torchrun(Launcher):
+    """torchrun (torch.distributed.elastic)."""
+
+    name = "torchrun"
+    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+    @classmethod
+    def answers(cls, env: Env) -> bool:
+        return "TORCHELASTIC_RUN_ID" in env
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        places = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+        local_size, node, nodes = (_number(env, name) for name in places)
+        # Without --rdzv-id it is a UUID, of which the first part will do.
+        job = re.sub(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}$", r"\1", env["TORCHELASTIC_RUN_ID"])
+        restart = _number(env, "TORCHELASTIC_RESTART_COUNT")
+        return cls._world(env, job, local_size, node, nodes, restart=restart)
+
+
+class Mpirun(Launcher):
+    """Open MPI's mpirun. Within Slurm its ranks inherit the SLURM_ variables of its daemon, one on each node."""
+
+    name = "mpirun"
+    variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+    @classmethod
+    def answers(cls, env: Env) -> bool:
+        return "OMPI_COMM_WORLD_RANK" in env
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        rank, size, local_rank = (_number(env, name) for name in cls.variables)
+        local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+        # It numbers no nodes. With as many ranks on each, and filled one after the other, this is right; the ranks tell
+        # each other their hosts when they meet.
+        node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
+        return cls._world(env, env.get("PMIX_NAMESPACE", "unnamed"), local_size, node, nodes)
+
+
+class Submitit(Launcher):
+    """submitit's Slurm, local and debug executors, and our own local launcher, which speaks as the local one."""
+
+    name = "submitit"
+
+    @classmethod
+    def answers(cls, env: Env) -> bool:
+        try:
+            return bool(JobEnvironment())
+        except RuntimeError:  # submitit's word for "not inside a job of mine"
+            return False
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        job = JobEnvironment()
+        on_slurm = job.name() == "slurm"
+        restart = int(env.get("SLURM_RESTART_COUNT", 0)) if on_slurm else 0
+        share, hosts = job.num_tasks // job.num_nodes, job.hostnames
+        return World(
+            rank=job.global_rank,
+            size=job.num_tasks,
+            local_rank=job.local_rank,
+            local_size=share,
+            node=job.node,
+            nodes=job.num_nodes,
+            hosts=tuple(hosts[min(rank // share, len(hosts) - 1)] for rank in range(job.num_tasks)),
+            job_id=job.job_id,
+            restart=restart,
+            attempt=f"{job.job_id}-{restart}",
+            launcher=f"submitit-{job.name()}",
+            on_slurm=on_slurm,
+        )
+
+
+class Srun(Launcher):
+    """srun, within sbatch or salloc."""
+
+    name = "srun"
+    variables = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+
+    @classmethod
+    def answers(cls, env: Env) -> bool:
+        return "SLURM_STEP_ID" in env  # the script of an sbatch has a SLURM_PROCID too
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        node, shares = _number(env, "SLURM_NODEID"), list(cls._shares(env.get("SLURM_STEP_TASKS_PER_NODE", "")))
+        names = zip(SlurmJobEnvironment().hostnames, shares)
+        hosts = tuple(host for host, share in names for _ in range(share))
+        return cls._world(env, f"step{env['SLURM_STEP_ID']}", shares[node], node, len(shares), hosts)
+
+    @staticmethod
+    def _shares(text: str) -> Iterator[int]:
+        """Ranks of each node, from 2(x3),1 for instance."""
+        for share, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+            yield from [int(share)] * int(times or 1)
+
+
+class Variables(Launcher):
+    """Whatever sets torch's own variables (init_method env://), as the operators of Kubernetes do."""
+
+    name = "env"
+    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+    @classmethod
+    def answers(cls, env: Env) -> bool:
+        return "RANK" in env and "WORLD_SIZE" in env
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        env = {"LOCAL_RANK": env["RANK"], **env}
+        rank, size, local_rank = (_number(env, name) for name in cls.variables)
+        local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+        node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
+        return cls._world(env, f"{env.get('MASTER_ADDR', '')}-{env.get('MASTER_PORT', '')}", local_size, node, nodes)
+
+
+class Python(Launcher):
+    """Plain python: no launcher."""
+
+    name = "python"
+
+    @classmethod
+    def answers(cls, env: Env) -> bool:
+        return True
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        return cls._world(env, f"{STARTED}-{os.getpid()}", local_size=1, node=0, nodes=1)
+
+
+# The innermost first. What has started a process may itself have been started by any that stands below it.
+LAUNCHERS: tuple[type[Launcher], ...] = (Spawn, Torchrun, Mpirun, Submitit, Srun, Variables, Python)
+
+
+def slurm_job(env: Env) -> tuple[str, int]:
+    """Slurm's id of the job that a process is in, that of an array as 12_3, and how often it has been requeued."""
+    job_id = env["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_TASK_ID" in env:
+        job_id = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return job_id, int(env.get("SLURM_RESTART_COUNT", 0))
+
+
+def _number(env: Env, variable: str) -> int:
+    value = env.get(variable, "")
+    if not value.isdecimal():
+        raise ConfigError(f"{variable}={value or '(not set)'}: the launcher should have set it to a number")
+    return int(value)
+
+
+def _check_claims(world: World, env: Env) -> None:
+    """Raise ConfigError when a variable of the environment names another number of ranks than the launcher."""
+    if world.launcher == "spawn" or world.by_submitit:  # these are started from within anything
+        return
+    claims = {"Slurm": "SLURM_NTASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "PMI": "PMI_SIZE", "env": "WORLD_SIZE"}
+    if world.launcher == "mpirun" and "SLURM_STEP_ID" in env:
+        del claims["Slurm"]  # what it says there is the number of mpirun's daemons
+    for who, variable in claims.items():
+        said = env.get(variable, str(world.size))
+        once_per_node = world.launcher == "torchrun" and said == str(world.nodes)
+        if said == str(world.size) or once_per_node:
+            continue
+        ours = f"{world.launcher} says {world.variables[1]}={world.size}" if world.variables else "this is one process"
+        fix = {
+            "torchrun": "start torchrun once per node",
+            "python": "put srun, torchrun or mpirun before it, or unset that",
+        }.get(world.launcher, "make them agree")
+        raise ConfigError(f"{ours}, but {who} says {variable}={said}: {fix}")

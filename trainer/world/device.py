@@ -29,7 +29,8 @@ def set_up_device(config: Config, world: World) -> torch.device:
     if "OMP_NUM_THREADS" not in os.environ:
         # A sum's last bits depend on the number of threads, so it must be the same in every attempt.
         cores = len(os.sched_getaffinity(0)) // world.local_size
-        torch.set_num_threads(config.launch.cpus_per_task if world.on_slurm else max(1, cores))
+        given = int(os.environ.get("SLURM_CPUS_PER_TASK", config.launch.cpus_per_task))
+        torch.set_num_threads(given if world.launcher in ("submitit-slurm", "srun") else max(1, cores))
     return device
 
 

@@ -89,7 +89,7 @@ def greet(group: Group) -> Greeting:
         size=world.size,
         host=world.host_of(world.rank),
         backend=_backend(group),
-        address=_address(group),
+        address=group.address or "nobody to meet",
         total=_total(group),
         work_s=_own_work(group),
         all_reduce_s=_all_reduces(group),
@@ -150,15 +150,6 @@ def _backend(group: Group) -> str:
     import torch.distributed as dist
 
     return dist.get_backend()
-
-
-def _address(group: Group) -> str:
-    """As the last rank found it: rank 0 reaches its own store by another name."""
-    if group.world.size == 1:
-        return "nobody to meet"
-    if group.world.rank == group.world.size - 1:
-        group.store.set("address", f"{group.store.host}:{group.store.port}")
-    return group.store.get("address").decode()
 
 
 def _total(group: Group) -> float:

@@ -6,9 +6,8 @@ import contextlib
 import json
 import os
 import re
-import socket
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
 from pathlib import Path
@@ -17,20 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.world.detect import World
+from trainer.world.address import MeetingError, open_store, use_interface
+from trainer.world.detect import World, hostname
 
 # Nodes of one job start seconds apart, on a busy cluster a minute (a slow prolog, a cold file system): the ranks wait
 # at least so long for each other, however short `launch.hang_timeout_s` is.
 MEETING_S = 60.0
-POLL_S = 0.05
 # What gloo, NCCL and the store say when a peer is no longer there.
 OF_ABSENCE = re.compile("gloo|NCCL|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
 # How long the ranks wait for each other at the end, when all that matters is done.
 FAREWELL_S = 10.0
-
-
-class MeetingError(RuntimeError):
-    """The ranks of an attempt did not find each other."""
 
 
 class Absent(RuntimeError):
@@ -43,12 +38,13 @@ def is_of_absence(error: Exception) -> bool:
 
 
 class Group:
-    """The ranks of one attempt, met. A world of one rank needs no process group and pays for none."""
+    """The ranks of one attempt, met, at `address`. A world of one rank needs no process group and pays for none."""
 
-    def __init__(self, world: World, store: dist.Store, device: torch.device) -> None:
+    def __init__(self, world: World, store: dist.Store, device: torch.device, address: str = "") -> None:
         self.world = world
         self.store = store
         self.device = device
+        self.address = address
         self._barriers = 0
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -73,11 +69,11 @@ class Group:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def tell(self, number: int | None) -> int | None:
-        """The number that rank 0 has, on every rank."""
+    def tell(self, what: str, number: int | None) -> int | None:
+        """The number that rank 0 has of `what`, on every rank."""
         if self.world.rank == 0:
-            self.store.set("told", "" if number is None else str(number))
-        told = self.store.get("told").decode()
+            self.store.set(f"told/{what}", "" if number is None else str(number))
+        told = self.store.get(f"told/{what}").decode()
         return int(told) if told else None
 
     def barrier(self, timeout_s: float) -> None:
@@ -114,22 +110,24 @@ class Group:
             dist.destroy_process_group()
 
 
-def meet(world: World, device: torch.device, meeting: Path, timeout_s: float) -> Group:
+def meet(world: World, device: torch.device, meeting: Path, timeout_s: float, init_method: str | None = None) -> Group:
     """Meet the other ranks and set up collectives: NCCL on GPUs, gloo on CPUs.
 
-    `meeting` is a file of this attempt alone, on a file system that all ranks see. A MASTER_ADDR and MASTER_PORT
-    in the environment win over it. A rank waits `timeout_s` for the others here, and twice that in a later collective:
-    the watchdog, which can tell where each rank is stuck, comes first.
+    As in `torch.distributed.init_process_group`, `init_method` says where rank 0 is found: `tcp://HOST:PORT`, `env://`
+    (MASTER_ADDR and MASTER_PORT), or `file://PATH`, in which rank 0 publishes the free port that it took, and every
+    address of its host. The default is env:// where those two are set, else the file `meeting`, of this attempt alone.
+    A rank waits `timeout_s` for the others here, and twice that in a later collective: the watchdog, which can tell
+    where each rank is stuck, comes first.
 
-    Raises MeetingError when a rank does not come in time.
+    Raises MeetingError when a rank does not come in time, ConfigError when the address cannot be right.
     """
     if world.size == 1:
         return Group(world, dist.HashStore(), device)
     patience = timedelta(seconds=max(MEETING_S, timeout_s))
     try:
-        store = _store(world, meeting, patience)
-        group = Group(world, store, device)
-        _await_all(world, store, patience)  # before the collectives: NCCL would wait in C
+        store, address = open_store(world, meeting, init_method, patience)
+        world = _introduce(world, store, f"{meeting} of {world.size} ranks", patience)
+        use_interface(world, store)
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("collectives", store),
@@ -142,47 +140,26 @@ def meet(world: World, device: torch.device, meeting: Path, timeout_s: float) ->
         raise MeetingError(f"{world}: the ranks did not all meet within {patience.seconds} s: {error}") from error
     if world.rank == 0 and meeting.exists():
         meeting.unlink()
-    return group
+    return Group(world, store, device, address)
 
 
-def _await_all(world: World, store: dist.Store, patience: timedelta) -> None:
+def _introduce(world: World, store: dist.Store, purpose: str, patience: timedelta) -> World:
+    """Wait for all ranks, before the collectives, where NCCL would wait in C; returns the world with their hosts."""
+    met = store.compare_set("purpose", "", purpose).decode()
+    if met != purpose:
+        raise MeetingError(f"{world}: two jobs meet at one address: this one, for {purpose}, and one for {met}")
     keys = [f"met/{rank}" for rank in range(world.size)]
-    store.set(keys[world.rank], "")
+    me = json.dumps({"host": hostname(), "pid": os.getpid()})
+    if (other := store.compare_set(keys[world.rank], "", me).decode()) != me:
+        raise MeetingError(f"{world}: there are two of rank {world.rank}: {me} and {other}")
     try:
         store.wait(keys, patience)
     except dist.DistError:
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
         names = ", ".join(f"rank {rank} on {world.host_of(rank)}" for rank in absent)
         raise MeetingError(f"{world}: {names} did not come within {patience.seconds} s") from None
-
-
-def _store(world: World, meeting: Path, timeout: timedelta) -> dist.Store:
-    """The key-value store that rank 0 serves to all."""
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(host, port, world.size, world.rank == 0, timeout, wait_for_workers=False)
-    if world.rank == 0:
-        # Port 0 lets the kernel pick a free one; the bound socket goes to the store, so nobody can take it in between.
-        listener = socket.create_server(("", 0), backlog=2048)
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "localhost", port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        meeting.parent.mkdir(parents=True, exist_ok=True)
-        temporary = meeting.with_suffix(".tmp")
-        # On one node no name needs to resolve: a laptop's or a container's own often does not.
-        host = "localhost" if world.nodes == 1 else world.hosts[0]
-        temporary.write_text(json.dumps({"host": host, "port": port}))
-        temporary.replace(meeting)
-        return store
-    deadline = time.monotonic() + timeout.seconds
-    while time.monotonic() < deadline:
-        try:
-            address = json.loads(meeting.read_text())
-        except FileNotFoundError:
-            time.sleep(POLL_S)
-            continue
-        return dist.TCPStore(address["host"], address["port"], world.size, False, timeout, wait_for_workers=False)
-    raise MeetingError(
-        f"{world}: rank 0 on {world.hosts[0]} did not publish its address in {meeting} within {timeout.seconds} s"
-    )
+    hosts = tuple(json.loads(said)["host"] for said in store.multi_get(keys))
+    distinct = list(dict.fromkeys(hosts))
+    if len(distinct) == 1:  # or nodes that this machine only plays
+        return replace(world, hosts=hosts)
+    return replace(world, hosts=hosts, node=distinct.index(hosts[world.rank]), nodes=len(distinct))

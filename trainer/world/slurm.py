@@ -107,6 +107,11 @@ def kill_wait_s() -> int | None:
     return None
 
 
+def is_job_id(text: str) -> bool:
+    """Whether this is an id of Slurm's, perhaps of one job of an array, rather than another launcher's name."""
+    return re.fullmatch(r"\d+(_\d+)?", text) is not None
+
+
 def scontrol(*words: str) -> str:
     """What scontrol prints. Raises SlurmError as `command` does."""
     return command("scontrol", *words)

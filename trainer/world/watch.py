@@ -27,6 +27,8 @@ from trainer.world.detect import World
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from trainer.world.meet import Group
+
 BEAT_S = 0.5
 SLOW_WINDOW_S = 60.0
 
@@ -82,10 +84,11 @@ class Watch:
         self._threads = [threading.Thread(target=self._watch, name="watch", daemon=True)]
         self._threads[0].start()
 
-    def join(self, store: dist.Store) -> None:
+    def join(self, group: Group) -> None:
         """The ranks have met: begin to beat."""
+        self.world = group.world
         # A client of TCPStore serves one caller at a time.
-        self._store, self._reports = store.clone(), store.clone()
+        self._store, self._reports = group.store.clone(), group.store.clone()
         self._threads.append(threading.Thread(target=self._beat, name="beat", daemon=True))
         self._threads[1].start()
 
@@ -130,7 +133,7 @@ class Watch:
             if self._store is not None:
                 self._unanswered_s += BEAT_S
                 if self._unanswered_s > self._timeout_s:
-                    host = self.world.hosts[0]
+                    host = self.world.host_of(0)
                     self._raise(Fault("hung", f"rank 0 on {host} has not answered for {self._timeout_s:.0f} s"))
 
     def _arm(self) -> None:
@@ -154,7 +157,7 @@ class Watch:
                 self._unanswered_s = 0.0
                 self._closed.wait(BEAT_S)
         except Exception as error:  # of the store: whatever it is, it no longer connects the ranks
-            self._raise(Fault("failed", f"rank 0 on {self.world.hosts[0]} is gone ({error})", cause=False))
+            self._raise(Fault("failed", f"rank 0 on {self.world.host_of(0)} is gone ({error})", cause=False))
 
     def _sign_of_life(self) -> Beat:
         host, progress = self.world.host_of(self.world.rank), self._phases + self.ticks()
