@@ -44,10 +44,8 @@ def open_store(world: World, meeting: Path, init_method: str | None, patience: t
         host, _, digits = place.rpartition(":")
         port, source = int(digits), f"launch.init_method={method}"
     if scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _reach(world, [host], port, patience, source)
-        return dist.PrefixStore(
-            f"laststep/{world.attempt}", store
-        ), f"{host}:{port}"  # torchrun serves it to all starts
+        # torchrun serves a store itself, which outlives its restarts.
+        return _reach(world, [host], port, patience, source, f"laststep/{world.attempt}"), f"{host}:{port}"
     if world.rank == 0:
         return _serve(world, port, patience, source), f"{host}:{port}"
     return _reach(world, [host], port, patience, source), f"{host}:{port}"
@@ -134,7 +132,9 @@ def _serve(world: World, port: int, patience: timedelta, source: str) -> dist.TC
     )
 
 
-def _reach(world: World, hosts: Sequence[str], port: int, patience: timedelta, source: str) -> dist.Store:
+def _reach(
+    world: World, hosts: Sequence[str], port: int, patience: timedelta, source: str, prefix: str = ""
+) -> dist.Store:
     """Connect to the first of these that answers: names do not resolve everywhere, nor is every network shared."""
     deadline = time.monotonic() + patience.total_seconds()
     why = ""
@@ -150,7 +150,9 @@ def _reach(world: World, hosts: Sequence[str], port: int, patience: timedelta, s
             except OSError as error:
                 why = f"{host}:{port}: {error.strerror or error}"
             else:
-                store = dist.TCPStore(host, port, world.size, False, patience, wait_for_workers=False)
+                store: dist.Store = dist.TCPStore(host, port, world.size, False, patience, wait_for_workers=False)
+                if prefix:
+                    store = dist.PrefixStore(prefix, store)
                 store.set(f"rank {world.rank} comes from", here)
                 store.set("rank 0 is reached at", there)
                 return store
