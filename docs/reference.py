@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, ConfigError, fields_of
+from trainer.config import Config, ConfigError, fields_of, kind_of
 
 TARGET = Path(__file__).resolve().parent / "configuration.md"
 HEAD = """\
@@ -43,7 +43,7 @@ def _kind(key: str, field: dataclasses.Field[Any]) -> str:
     choices, least = field.metadata["choices"], field.metadata["least"]
     if choices:
         return ", ".join(f"`{choice}`" for choice in choices)
-    kind, null = str(field.type).removesuffix(" | None"), str(field.type).endswith("None")
+    kind, null = kind_of(field).removesuffix(" | None"), str(field.type).endswith("None")
     above = least == 0 and _refused(f"{key}=0")
     bound = "" if least is None else f" {'above' if above else 'at least'} {least:g}"
     return f"{kind}{bound}{', or null' if null else ''}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import random
 import re
 import resource
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -156,6 +159,56 @@ class Linear(Classification):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(self.channels * self.image_size**2, self.classes or 0))
+
+
+class _Numbered(Dataset[Any]):
+    """Tells with each sample its index, and a random draw, which tells the epoch."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        draw = random.random()
+        return (*self.dataset[index], index, draw)
+
+
+class Recorded(Signalled):
+    """Every rank notes in the file LASTSTEP_TEST_NOTES what its steps have learned from: a line of JSON for each."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        learn = Learner.learn
+
+        def noted(learner: Learner, step: int, micro_batches: Sequence[tuple[Any, int]], samples: int) -> None:
+            learn(learner, step, micro_batches, samples)
+            learned = [
+                sample
+                for (
+                    *_,
+                    indices,
+                    draws,
+                ), count in micro_batches  # one that counts for nothing holds samples all the same
+                for sample in zip(indices.tolist()[:count], draws.tolist())
+            ]
+            with open(os.environ["LASTSTEP_TEST_NOTES"], "a") as notes:
+                notes.write(json.dumps({"step": step, "rank": World.detect().rank, "samples": learned}) + "\n")
+
+        Learner.learn = noted  # type: ignore[method-assign, assignment]
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        train, val = super().datasets()
+        return _Numbered(train), _Numbered(val)
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        *batch, _, _ = batch
+        return super().step(model, batch)
+
+
+class RecordedLinear(Linear, Recorded):
+    """Both."""
 
 
 class FullDisk(Classification):

@@ -92,7 +92,10 @@ WRONG = [
     (["lr=1"], "lr: no such key; did you mean optim.lr?"),
     (["optim.lr=fast"], "optim.lr=fast: must be of type float"),
     (["train.epochs=1.5"], "train.epochs=1.5: must be of type int"),
-    (["--nodes", "two"], "launch.nodes=two: must be of type int"),
+    (["--nodes", "two"], "launch.nodes=two: must be of type int or MIN-MAX"),
+    (["--nodes", "1,2"], "launch.nodes=1,2: must be of type int or MIN-MAX"),
+    (["--nodes", "4-1"], "launch.nodes=4-1: the smaller number comes first"),
+    (["--nodes", "1-4"], "train.batch_size=64: not divisible by 3 ranks x train.accumulate=1; 60 would be"),
     (["--config", "minst"], "--config minst: no such file, and no such name in configs/; did you mean mnist?"),
     (["--config", ""], "no such file"),
     (["--config", "."], "no such file"),
@@ -276,6 +279,14 @@ def test_submit(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "#SBATCH --nodes=2" in (slurm / "submitted.sh").read_text()
 
 
+def test_submit_a_range(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The range is what Slurm is asked for and what is printed; the job's result can be waited for all the same."""
+    assert main(["--nodes", "1-4", "--tasks-per-node", "2", "--name", "mine", "train.batch_size=48"]) == 0
+    assert "job    4711: 1-4 nodes x 2 ranks" in capfd.readouterr().out
+    assert "#SBATCH --nodes=1-4\n" in (slurm / "submitted.sh").read_text()
+    assert Config.load(RunDir(here / "runs" / "mine").config).launch.nodes == "1-4"
+
+
 def test_resume_while_the_job_lives(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two jobs of one run would write one folder: the second is refused, with how to end the first."""
     assert main(["--name", "mine"]) == 0
@@ -330,6 +341,10 @@ GOLDEN_COMMANDS: dict[str, list[list[str]]] = {
     ],
     "sbatch.txt": [
         ["--dry-run", "--name", "small", "--nodes", "2", "--tasks-per-node", "2"],
+        [
+            "--dry-run", "--name", "range", "--nodes", "1-4", "--tasks-per-node", "2", "train.batch_size=48",
+            "launch.setup=[module load cuda]",
+        ],
         [
             "--dry-run", "--name", "large", "--config", "imagenet", "--nodes", "4", "--partition", "gpu",
             "--time", "90", "data.name=fake", "launch.account=lab", "launch.qos=long", "launch.constraint=a100",

@@ -117,6 +117,15 @@ def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any
         (["launch.setup=[a,{b: 1}]"], "must be of type list[str]"),
         (["train.batch_size=65", "launch.nodes=2"], "train.batch_size=65: not divisible by 2 ranks x"),
         (["train.accumulate=3"], "train.batch_size=64: not divisible by 1 ranks x train.accumulate=3; 63 would be"),
+        (["launch.nodes=4-1"], "launch.nodes=4-1: the smaller number comes first"),
+        (["launch.nodes=0-2"], "launch.nodes=0-2: must be at least 1"),
+        (["launch.nodes=1-"], "launch.nodes=1-: must be of type int or MIN-MAX"),
+        (["launch.nodes=a-b"], "launch.nodes=a-b: must be of type int or MIN-MAX"),
+        (["launch.nodes='1,2'"], "launch.nodes=1,2: must be of type int or MIN-MAX"),
+        (["launch.nodes=1.5"], "launch.nodes=1.5: must be of type int or MIN-MAX"),
+        (["launch.nodes=1-4", "launch.tasks_per_node=2"], "not divisible by 6 ranks x train.accumulate=1; 72 would be"),
+        (["launch.nodes=2-5"], "64: not divisible by 3, 5 ranks x train.accumulate=1; 60 would be"),
+        (["launch.nodes=1-999999999"], "23 ranks x train.accumulate=1; use fewer nodes"),
         (["launch.gpus_per_node=2", "launch.tasks_per_node=3"], "launch.tasks_per_node=3: every GPU has one rank"),
         (["launch.gpus_per_node=2", "device=cpu"], "launch.gpus_per_node=2: device=cpu uses none"),
         (["launch.time_min=1"], "launch.signal_delay_s=90: must be shorter than the time limit (launch.time_min=1"),
@@ -232,17 +241,21 @@ def test_save_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert Config.load(path).seed == 1
 
 
-@given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 8))
-def test_the_batch_size_that_is_proposed_divides(batch_size: int, world_size: int, accumulate: int) -> None:
-    """A fix that does not fix would send the user round twice."""
+@given(st.integers(1, 5000), st.integers(1, 64), st.integers(0, 3), st.integers(1, 8))
+def test_the_batch_size_that_is_proposed_divides(batch_size: int, least: int, more: int, accumulate: int) -> None:
+    """A fix that does not fix would send the user round twice. Of several sizes, those that are wrong are named."""
+    sizes = range(least, least + more + 1)
+    wrong = [size for size in sizes if batch_size % (size * accumulate)]
     try:
-        check_batch(batch_size, world_size, accumulate)
+        check_batch(batch_size, sizes, accumulate)
     except ConfigError as error:
+        assert f"not divisible by {', '.join(map(str, wrong))} ranks" in str(error)
         proposed = int(str(error).split("; ")[1].split(" ")[0])
-        check_batch(proposed, world_size, accumulate)
-        assert abs(proposed - batch_size) <= max(world_size * accumulate / 2, world_size * accumulate - batch_size)
+        check_batch(proposed, sizes, accumulate)
+        step = math.lcm(*sizes) * accumulate
+        assert abs(proposed - batch_size) <= max(step / 2, step - batch_size)
     else:
-        assert math.gcd(batch_size, world_size * accumulate) == world_size * accumulate
+        assert not wrong
 
 
 def test_ranks() -> None:
@@ -252,9 +265,18 @@ def test_ranks() -> None:
         ("launch.nodes=4",): 4,
         ("launch.nodes=2", "launch.tasks_per_node=4"): 8,
         ("launch.nodes=2", "launch.gpus_per_node=8"): 16,
+        ("launch.nodes=2-4", "launch.tasks_per_node=8", "train.batch_size=96"): 16,
     }
     for words, size in sizes.items():
         assert Config.load(None, words).launch.world_size == size
+
+
+def test_nodes_are_a_number_or_a_range() -> None:
+    """A program that was written for a number finds one; a range outlives the way to the ranks and back."""
+    assert Config.load(None, ["launch.nodes=2"]).launch.nodes == 2
+    config = Config.load(None, ["launch.nodes=1-4", "train.batch_size=48"])
+    assert config.launch.nodes == "1-4" and list(config.launch.world_sizes) == [1, 2, 3, 4]
+    assert load(config.to_yaml()) == config
 
 
 def test_a_site_lies_beneath(tmp_path: Path) -> None:

@@ -69,11 +69,12 @@ def ranks_of(launcher: subprocess.Popen[str] | subprocess.Popen[bytes]) -> list[
     return sorted(map(int, children))
 
 
-def test_two_nodes_on_one_machine(terminal: Terminal) -> None:
-    """The ranks of two nodes run here, and the terminal shows progress and the result."""
-    said = terminal.types("--local", "--nodes", "2", "--name", "two", *TINY)
-    assert "step 4/4" in said
-    assert "finished: epoch 1  step 4" in said and "val_accuracy" in said.splitlines()[-1]
+@pytest.mark.parametrize("nodes", ["2", "2-4"])
+def test_two_nodes_on_one_machine(terminal: Terminal, nodes: str) -> None:
+    """The ranks of two nodes run here, of a range those of the least; the terminal shows progress and the result."""
+    said = terminal.types("--local", "--nodes", nodes, "--name", "two", *TINY, "train.batch_size=24")
+    assert "step 3/3" in said
+    assert "finished: epoch 1  step 3" in said and "val_accuracy" in said.splitlines()[-1]
     assert terminal.run("two").config.exists()
     (attempt,) = read_lines(terminal.run("two").attempts)
     assert attempt["world_size"] == 2 and attempt["reason"] == "finished"

@@ -71,10 +71,12 @@ def test_refused(words: list[str], said: str, slurm: Path, here: Path, capfd: py
 
 def test_submitted_as_one_array(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     """One sbatch; each run has its own configuration and shares logs and code with the others."""
-    assert main(["sweep", "--name", "scan", "--parallel", "2", "optim.lr=0.1,0.03", "seed=0..1", "train.epochs=3"]) == 0
+    options = ("--parallel", "2", "--nodes", "1-2")
+    assert main(["sweep", "--name", "scan", *options, "optim.lr=0.1,0.03", "seed=0..1", "train.epochs=3"]) == 0
     out, err = capfd.readouterr()
     assert "sweep  scan: 4 runs" in out and "job    4711: 4 runs, 2 at a time" in out and err == ""
-    assert "#SBATCH --array=0-3%2" in (slurm / "submitted.sh").read_text()
+    script = (slurm / "submitted.sh").read_text()
+    assert "#SBATCH --array=0-3%2\n" in script and "#SBATCH --nodes=1-2\n" in script
     runs = [RunDir(here / "runs" / f"scan-lr_{lr}-seed_{seed}") for lr in (0.1, 0.03) for seed in (0, 1)]
     for number, run in enumerate(runs):
         config = Config.load(run.config)

@@ -17,6 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.schema import OWN_OPTIONS, Checkpoint, Data, Launch, Model, Optim, Train, setting
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+INT_OR_RANGE = "int or MIN-MAX"
+LARGEST_BATCH = 10**9  # that is ever proposed: a wide range of nodes shares no batch size that anyone would want
 
 
 class ConfigError(ValueError):
@@ -128,6 +130,11 @@ def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.
             yield prefix + f.name, f, value
 
 
+def kind_of(f: dataclasses.Field[Any]) -> str:
+    """The type of a leaf, as one would say it."""
+    return str(f.type).replace("int | str", INT_OR_RANGE)
+
+
 def nearest(name: str, names: Sequence[str]) -> str:
     """A hint for a wrong name: the nearest valid one, else some or all of them."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -150,6 +157,12 @@ def find_config(source: str | Path, of_site: bool = False) -> Path:
 
 def validate(config: Config) -> None:
     """Refuse a configuration that cannot work, as far as words alone can tell; `checks` asks the machine."""
+    check_values(config)
+    check_batch(config.train.batch_size, config.launch.world_sizes, config.train.accumulate)
+
+
+def check_values(config: Config) -> None:
+    """`validate`, but for whether the ranks can share out the global batch."""
     for key, f, value in fields_of(config):
         choices, least = f.metadata["choices"], f.metadata["least"]
         if f.type == "list[str]" and not all(isinstance(line, str) for line in value):
@@ -158,7 +171,7 @@ def validate(config: Config) -> None:
             raise ConfigError(f"{key}={value}: {nearest(str(value), choices)}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}={value}: must be a finite number")
-        if least is not None and value is not None and value < least:
+        if least is not None and isinstance(value, (int, float)) and value < least:
             raise ConfigError(f"{key}={value}: must be at least {least:g}")
     if config.optim.lr == 0:
         raise ConfigError("optim.lr=0: nothing would be learned; give a positive learning rate")
@@ -169,6 +182,7 @@ def validate(config: Config) -> None:
         if getattr(getattr(config, section), name) == 0:
             raise ConfigError(f"{key}=0: must be above 0; write {key}=null to turn it off")
     launch = config.launch
+    _check_nodes(launch)
     if launch.gpus_per_node and launch.tasks_per_node not in (None, launch.gpus_per_node):
         raise ConfigError(
             f"launch.tasks_per_node={launch.tasks_per_node}: every GPU has one rank of its own, "
@@ -192,18 +206,34 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"launch.name={launch.name!r}: use up to 200 letters, digits, '.', '_' and '-', a letter or digit first"
         )
-    check_batch(config.train.batch_size, launch.world_size, config.train.accumulate)
 
 
-def check_batch(batch_size: int, world_size: int, accumulate: int) -> None:
-    """Raise ConfigError unless the global batch divides into equal micro-batches for all ranks."""
-    if batch_size % (world_size * accumulate):
-        step = world_size * accumulate
+def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int) -> None:
+    """Raise ConfigError unless the global batch divides into equal micro-batches for any of these numbers of ranks."""
+    wrong, step = [], 1
+    for size in world_sizes:
+        step = math.lcm(step, size * accumulate)
+        if batch_size % (size * accumulate):
+            wrong.append(str(size))
+        if step > LARGEST_BATCH:
+            break
+    if wrong:
         near = max(step, round(batch_size / step) * step)
         raise ConfigError(
-            f"train.batch_size={batch_size}: not divisible by {world_size} ranks x train.accumulate={accumulate}; "
-            f"{near} would be"
+            f"train.batch_size={batch_size}: not divisible by {', '.join(wrong)} ranks x "
+            f"train.accumulate={accumulate}; {'use fewer nodes' if step > LARGEST_BATCH else f'{near} would be'}"
         )
+
+
+def _check_nodes(launch: Launch) -> None:
+    """Raise ConfigError unless launch.nodes is a number or a range."""
+    given = f"launch.nodes={launch.nodes}"
+    if not re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})?", str(launch.nodes)):
+        raise ConfigError(f"{given}: must be of type {INT_OR_RANGE}")
+    if not launch.node_counts:
+        raise ConfigError(f"{given}: the smaller number comes first")
+    if launch.node_counts[0] < 1:
+        raise ConfigError(f"{given}: must be at least 1")
 
 
 def _read_yaml(path: Path) -> Any:
@@ -253,7 +283,7 @@ def _assign(tree: Any, key: str, value: Any) -> None:
     try:
         OmegaConf.update(tree, key, value)
     except OmegaConfBaseException:
-        kind = known[open_key or key].type.replace(" | None", " or null")
+        kind = kind_of(known[open_key or key]).replace(" | None", " or null")
         raise ConfigError(f"{given}: must be of type {kind}") from None
 
 

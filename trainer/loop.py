@@ -57,7 +57,7 @@ class Loop:
         self.group = group
         self.watch = watch
         self.rank, self.size = group.world.rank, group.world.size
-        check_batch(config.train.batch_size, self.size, config.train.accumulate)
+        check_batch(config.train.batch_size, [self.size], config.train.accumulate)
         self.stop = Stop(group.world, group.store, signals, lambda why: watch.report(Fault("failed", why, cause=False)))
 
         watch.enter("preparing data")

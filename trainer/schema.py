@@ -107,7 +107,9 @@ class Launch:
 
     name: str | None = setting(None, "name of the run and of its folder; null makes one from config and time")
     root: str = setting("runs", "folder of all runs; on a cluster, on the shared file system")
-    nodes: int = setting(1, "nodes of the job", least=1)
+    nodes: int | str = setting(
+        1, "nodes of the job; of a range such as 1-4 what is free at each start, with --local the least", least=1
+    )
     gpus_per_node: int = setting(0, "GPUs per node, each with a rank of its own; 0 trains on CPUs", least=0)
     tasks_per_node: int | None = setting(None, "ranks per node on CPU nodes; null is 1", least=1)
     cpus_per_task: int = setting(1, "CPU cores per rank, its loader processes included", least=1)
@@ -147,6 +149,18 @@ class Launch:
         return self.gpus_per_node or self.tasks_per_node or 1
 
     @property
+    def node_counts(self) -> range:
+        """How many nodes the job may get."""
+        least, _, most = str(self.nodes).partition("-")
+        return range(int(least), int(most or least) + 1)
+
+    @property
+    def world_sizes(self) -> range:
+        """How many ranks the job may have."""
+        counts, each = self.node_counts, self.ranks_per_node
+        return range(counts.start * each, counts.stop * each, each)
+
+    @property
     def world_size(self) -> int:
-        """Ranks of the whole job."""
-        return self.nodes * self.ranks_per_node
+        """Ranks of the whole job, the fewest that it may have."""
+        return self.world_sizes[0]

@@ -21,8 +21,8 @@ def test_dangers(user: User) -> None:
 
 
 def test_hello(user: User) -> None:
-    """Every rank of every node, in rank order, with the right sum; and nothing is left behind."""
-    said = user.types("doctor", "--nodes", "2", "--tasks-per-node", "2")
+    """Every rank of every node, of a range all, in rank order, with the right sum; and nothing is left behind."""
+    said = user.types("doctor", "--nodes", "1-2", "--tasks-per-node", "2")
     greetings = re.findall(r"^\[n1:\d+\] hello from \[(n\d):gloo\] rank (\d)/4$", said, re.MULTILINE)
     assert greetings == [("n1", "0"), ("n1", "1"), ("n2", "2"), ("n2", "3")]
     assert "sum of ones: 4 on every rank" in said

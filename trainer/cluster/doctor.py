@@ -174,7 +174,7 @@ def of_place(place: Place, slurm: Slurm | None, launch: Launch, host: str) -> It
         yield Danger(
             f"launch.root={place.path} is on {place.kind}, as a rule a disk of {host} alone, and jobs run on others, "
             f"e.g. {others[0]}",
-            f"name a folder that all nodes share; `launch.py doctor --nodes {max(2, launch.nodes)}` tries it",
+            f"name a folder that all nodes share; `launch.py doctor --nodes {max(2, launch.node_counts[-1])}` tries it",
         )
     if place.no_locks is not None:
         yield Danger(

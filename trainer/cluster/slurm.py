@@ -115,19 +115,25 @@ def executor_of(
 ) -> _Executor:
     """submitit's executor for any job that runs the code in `run.code`."""
     executor = _Executor(folder=run.logs, max_num_timeout=NO_LIMIT)
+    each, ranged = launch.ranks_per_node, len(launch.node_counts) > 1
+    if ranged:
+        # Told of --ntasks-per-node, Slurm 22.05 would never start it on fewer nodes again, see docs/design.md. So the
+        # job asks for the CPUs of that many ranks, and its shell tells srun of them.
+        options = {**options, "nodes": launch.nodes, "mincpus": each * launch.cpus_per_task}
+        setup = [*setup, f"export SLURM_NTASKS_PER_NODE={each} SLURM_NTASKS=$(({each} * SLURM_JOB_NUM_NODES))"]
     optional: dict[str, Any] = {
         "partition": launch.partition,
         "account": launch.account,
         "qos": launch.qos,
         "constraint": launch.constraint,
         "exclude": launch.exclude,
+        "ntasks_per_node": None if ranged else each,
         "gpus_per_node": launch.gpus_per_node or None,
         "mem": None if launch.mem_gb is None else f"{max(1, round(1024 * launch.mem_gb))}MB",
     }
     executor.update_parameters(
         job_name=run.name,
-        nodes=launch.nodes,
-        ntasks_per_node=launch.ranks_per_node,
+        nodes=launch.node_counts[0],
         cpus_per_task=launch.cpus_per_task,
         time=launch.time_min,
         signal_delay_s=launch.signal_delay_s,
@@ -166,12 +172,13 @@ def _environment(launch: Launch, code: Path) -> list[str]:
 def _elsewhere(launch: Launch) -> list[str]:
     """Shell lines that run those of `launch.setup` on the nodes where this shell is not; what they set in the
     environment here goes to all ranks anyway."""
-    if launch.nodes == 1 or not launch.setup:
+    if launch.node_counts[-1] == 1 or not launch.setup:
         return []
     lines = shlex.quote("\n".join(launch.setup))
-    others = launch.nodes - 1
     return [
-        f"srun --relative=1 --nodes={others} --ntasks={others} --ntasks-per-node=1 --cpus-per-task=1 bash -c {lines}"
+        "others=$((SLURM_JOB_NUM_NODES - 1))",
+        "[ $others = 0 ] || srun --relative=1 --nodes=$others --ntasks=$others --ntasks-per-node=1 --cpus-per-task=1"
+        f" bash -c {lines}",
     ]
 
 

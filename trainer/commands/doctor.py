@@ -16,7 +16,7 @@ from trainer.cluster import checks, runs
 from trainer.cluster.doctor import Danger, Slurm, of_gpus, of_place, of_slurm
 from trainer.cluster.place import Place
 from trainer.cluster.rollcall import LIMIT_MIN, RollCall
-from trainer.config import Config, validate
+from trainer.config import Config, check_values
 from trainer.world.hello import report, wrong_sums
 from trainer.world.slurm import SlurmError
 
@@ -58,6 +58,7 @@ def hello(overrides: Sequence[str]) -> int:
     """Have every rank of a short job say hello, and print what they measured; returns the exit status."""
     config = _config(overrides)
     launch = config.launch
+    launch.nodes = launch.node_counts[-1]  # of a range, all that a run may get
     checks.check_submission(config)
     checks.check_writable(Path(launch.root).expanduser().absolute())
     checks.check_slurm()
@@ -92,8 +93,7 @@ def hello(overrides: Sequence[str]) -> int:
 def _config(overrides: Sequence[str]) -> Config:
     """The configuration, for any number of ranks: nothing is trained, so no batch must divide by it."""
     config = Config.read(None, overrides, runs.site())
-    config.train.batch_size = max(1, config.launch.world_size * config.train.accumulate)
-    validate(config)
+    check_values(config)
     return config
 
 

@@ -13,13 +13,16 @@ from trainer.config import ConfigError, nearest
 
 # Options that are shorthands of a configuration key: option -> (key, what to write for it, what it does).
 SHORTHANDS = {
-    "--nodes": ("launch.nodes", "N", "nodes of the job"),
+    "--nodes": ("launch.nodes", "N|MIN-MAX", "nodes of the job; of a range, what is free at each start"),
     "--gpus-per-node": ("launch.gpus_per_node", "G", "GPUs per node, one rank each"),
     "--tasks-per-node": ("launch.tasks_per_node", "T", "ranks per node, on CPU nodes"),
     "--partition": ("launch.partition", "P", "Slurm partition"),
     "--time": ("launch.time_min", "MIN", "time limit of one attempt, in minutes"),
 }
-SIZE = {option: SHORTHANDS[option] for option in ("--nodes", "--gpus-per-node", "--tasks-per-node", "--partition")}
+SIZE = {
+    "--nodes": ("launch.nodes", "N", "nodes of the job; of a range, all"),
+    **{option: SHORTHANDS[option] for option in ("--gpus-per-node", "--tasks-per-node", "--partition")},
+}
 RUN_NAME = {"--name": ("launch.name", "RUN", "name of the run and of its folder")}
 
 SUBMIT_EPILOG = """\

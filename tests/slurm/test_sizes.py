@@ -1,0 +1,49 @@
+"""A run on a range of nodes takes what a real Slurm has free at each start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.slurm.conftest import DEADLINE_S, User
+from tests.test_sizes import check_samples
+from trainer.data.order import Order
+
+STEPS = 300  # 67 an epoch
+TASK = ("task=tests.tasks.Recorded", "train.batch_size=60", f"train.max_steps={STEPS}", "train.log_every=5")
+
+
+def occupies(user: User, partition: str, nodes: str, seconds: int) -> str:
+    """Another job gets all of these nodes; returns its id."""
+    words = ("--parsable", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null", f"--wrap=sleep {seconds}")
+    job = user.cluster.run("sbatch", f"--partition={partition}", *words).strip()
+    running = lambda: user.cluster.run("squeue", "--noheader", "--states=R", f"--jobs={job}")  # noqa: E731
+    user.cluster.wait_for(running, DEADLINE_S, f"job {job} did not get {nodes}")
+    return job
+
+
+def test_one_four_two_nodes(user: User, tmp_path: Path) -> None:
+    """The run that would wait for hours for its first four nodes begins on one; requeued when the others are free it
+    gets all; preempted from two of them it does not wait for these. launch.setup runs on whichever there are."""
+    notes, prepared = tmp_path / "notes", tmp_path / "prepared"
+    other = occupies(user, "main", "n[2-4]", 600)
+    options = (f"launch.env.LASTSTEP_TEST_NOTES={notes}", f"launch.setup=['echo $SLURMD_NODENAME >> {prepared}']")
+    said = user.types("--nodes", "1-4", "--name", "range", *TASK, *options)
+    job = user.job_of("range")
+    assert f"job    {job}: 1-4 nodes x 1 ranks" in said
+    user.waits_for("range", "attempt begins")
+    user.cluster.run("scancel", other)
+    user.waits_for("range", f"step 40/{STEPS}")
+    user.cluster.run("scontrol", "requeue", job)
+    user.waits_for("range", f"step 150/{STEPS}")
+    other = occupies(user, "high", "n[3-4]", 600)
+    user.waits_for_end("range", "finished")
+    user.cluster.run("scancel", other)
+
+    attempts = user.attempts("range")
+    assert [(end["job_id"], end["restart"]) for end in attempts] == [(job, restart) for restart in range(3)]
+    assert [(end["world_size"], end["reason"], end["lost_steps"]) for end in attempts] == [
+        (1, "preempted", 0), (4, "preempted", 0), (2, "finished", 0)
+    ]  # fmt: skip
+    check_samples(notes, Order(4000, 60, seed=0), STEPS)
+    nodes = prepared.read_text().split()
+    assert nodes[0] == "n1" and sorted(nodes[1:5]) == ["n1", "n2", "n3", "n4"] and sorted(nodes[5:]) == ["n1", "n2"]
