@@ -11,11 +11,22 @@ from itertools import pairwise
 import numpy
 import torch
 
+_64_BITS = 2**64 - 1
+
 
 def seed_of(*parts: int | str) -> int:
     """A 63-bit seed from what a draw depends on, e.g. ("step", seed, step, rank); other parts give unrelated seeds."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def nth_seed(base: int, number: int) -> int:
+    """The seed of that number of a series that begins at `base`, in a quarter of the time that `seed_of` takes: the
+    mixing of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), which gives unrelated seeds for neighbours."""
+    z = (base + number * 0x9E3779B97F4A7C15) & _64_BITS
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _64_BITS
+    return (z ^ z >> 31) >> 1
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:

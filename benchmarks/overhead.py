@@ -1,0 +1,284 @@
+"""What a step costs beside the bare loop's, the same training in the same run.
+
+`python -m benchmarks.overhead [--trials N]`. Two models on CPUs, with 1 and with 2 ranks of one thread each: a 64-64-10
+perceptron on batches of 32 a rank, whose step is nearly nothing, and a wider one whose step takes 10 ms or more. The
+bare loop is the shortest hand-written one, written to be fast. Laststep has all on: metrics of every step, progress,
+the stop agreement, watchdog, periodic asynchronous saves, TensorBoard. Lightning and Accelerate are measured where they
+are installed (`pip install lightning accelerate`).
+
+The contenders take turns; a figure is the mean time of a step over all but the first fifth of a trial, and a ratio that
+to the bare loop's of the same turn. The exit status says whether Laststep's median ratio keeps to its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from benchmarks._measure import PROJECT, spread, write_results
+from trainer.task import Task
+
+RESULT = "LASTSTEP_OVERHEAD_RESULT"  # where rank 0 writes its figure, in the environment of every rank
+WORKLOAD = "LASTSTEP_OVERHEAD_WORKLOAD"
+DEADLINE_S = 300.0
+LEARNING_RATE, MOMENTUM = 0.01, 0.9
+
+
+class Workload(NamedTuple):
+    """A model, by the widths of its layers, and how long it is trained; `limit` is Laststep's, as a ratio."""
+
+    widths: tuple[int, ...]
+    batch_size: int  # of each rank
+    steps: int
+    limit: float
+
+
+WORKLOADS = {
+    "perceptron": Workload((64, 64, 10), 32, 6000, 1.15),
+    "10 ms": Workload((64, 1024, 768, 10), 128, 200, 1.01),
+}
+RANKS = (1, 2)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure, print a table, write the results; 1 when Laststep misses a limit."""
+    parser = argparse.ArgumentParser(prog="benchmarks.overhead", description="A step beside the bare loop's.")
+    parser.add_argument("--trials", type=int, default=5, help="turns of all contenders (default: 5)")
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
+    given = parser.parse_args(words)
+    if given.contender:
+        CONTENDERS[given.contender]()
+        return 0
+    if given.trials < 2:
+        parser.error("--trials must be at least 2")
+
+    present = [name for name in CONTENDERS if name.split()[0] in ("bare", "laststep") or _installed(name.split()[0])]
+    figures, missed = [], 0
+    print(f"{'median':>10} {'ratio to bare: median':>22} {'10 %':>6} {'90 %':>6}  ({given.trials} turns)")
+    for workload in WORKLOADS:
+        for ranks in RANKS:
+            turns = [{name: trial(name, workload, ranks) for name in present} for _ in range(given.trials)]
+            for name in present:
+                seconds = [turn[name] for turn in turns]
+                ratio = spread([turn[name] / turn["bare"] for turn in turns])
+                figures.append({"model": workload, "ranks": ranks, "contender": name, "ratio": ratio})
+                figures[-1]["us"] = spread([1e6 * s for s in seconds], 1)
+                what = f"{name}, {workload}, {ranks} rank{'s' * (ranks > 1)}"
+                late = name == "laststep" and ratio["median"] > WORKLOADS[workload].limit
+                missed += late
+                print(
+                    f"{1e6 * statistics.median(seconds):>7.0f} us {ratio['median']:>22.3f} {ratio['p10']:>6.3f} "
+                    f"{ratio['p90']:>6.3f}  {what}{f': over {WORKLOADS[workload].limit}' if late else ''}",
+                    flush=True,
+                )
+    write_results("overhead", {"trials": given.trials, "limits_missed": missed, "steps": figures})
+    return int(missed > 0)
+
+
+def trial(name: str, workload: str, ranks: int) -> float:
+    """Train once; returns seconds per step of rank 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "seconds"
+        words = ["benchmarks.overhead", "--contender", name]
+        if name == "laststep":
+            load = WORKLOADS[workload]
+            words = [
+                "trainer",
+                "--name=overhead",
+                f"launch.root={folder}",
+                "task=benchmarks.overhead.Perceptron",
+                "data.name=fake",
+                f"optim.lr={LEARNING_RATE}",
+                "optim.schedule=constant",
+                f"train.batch_size={load.batch_size * ranks}",
+                f"train.max_steps={load.steps}",
+                f"checkpoint.every_steps={load.steps // 4}",
+            ]
+        launcher = ["torch.distributed.run", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
+        env = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result), WORKLOAD: workload}
+        done = subprocess.run(
+            [sys.executable, "-m", *launcher, *words],
+            cwd=PROJECT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        if not result.exists():
+            raise RuntimeError(f"{name} did not train:\n{done.stdout}{done.stderr}")
+        return float(result.read_text())
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _load() -> Workload:
+    return WORKLOADS[os.environ[WORKLOAD]]
+
+
+def _data() -> tuple[Tensor, Tensor]:
+    """Features and labels, more than any trial sees, so that no epoch ends in it."""
+    load = _load()
+    generator = torch.Generator().manual_seed(0)
+    samples = load.steps * load.batch_size * max(RANKS)
+    features = torch.randn(samples, load.widths[0], generator=generator)
+    return features, torch.randint(0, load.widths[-1], (samples,), generator=generator)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    widths = _load().widths
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
+
+
+def _measure() -> None:
+    """From now on, note the time after each update of rank 0, and write seconds per step after the last."""
+    if int(os.environ.get("RANK", 0)):
+        return
+    times: list[float] = []
+    steps = _load().steps
+
+    def after_step(*_: Any) -> None:
+        times.append(time.perf_counter())
+        if len(times) == steps:
+            first = steps // 5
+            Path(os.environ[RESULT]).write_text(str((times[-1] - times[first]) / (steps - 1 - first)))
+
+    register_optimizer_step_post_hook(after_step)
+
+
+def _batches() -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of this rank, in a random order that all ranks share."""
+    load, (features, labels) = _load(), _data()
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
+    for batch in order[rank::size].split(load.batch_size):
+        yield features[batch], labels[batch]
+
+
+def bare() -> None:
+    """The shortest loop."""
+    model = _model()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = _optimizer(model)
+    _measure()
+    for _, (x, y) in zip(range(_load().steps), _batches()):
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if "RANK" in os.environ:
+        dist.destroy_process_group()
+
+
+def accelerate() -> None:
+    """Accelerate's loop, as its documentation has it."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = _model()
+    model, optimizer = accelerator.prepare(model, _optimizer(model))
+    _measure()
+    for _, (x, y) in zip(range(_load().steps), _batches()):
+        loss = functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def lightning(barebones: bool = False) -> None:
+    """Lightning's Trainer: as it comes, with the loss logged, or with all off."""
+    import lightning
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = _model()
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            loss = functional.cross_entropy(self.model(batch[0]), batch[1])
+            if not barebones:
+                self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return _optimizer(self.model)
+
+    class Batches(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return _batches()
+
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        max_steps=_load().steps,
+        default_root_dir=str(Path(os.environ[RESULT]).parent),
+        barebones=barebones,
+    )
+    _measure()
+    trainer.fit(Module(), DataLoader(Batches(), batch_size=None))
+
+
+class Perceptron(Task):
+    """The same under Laststep, which is started as a user would, see `trial`."""
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        """The same data; validated once, after the last step."""
+        features, labels = _data()
+        return TensorDataset(features, labels), TensorDataset(features[:64], labels[:64])
+
+    def model(self) -> nn.Module:
+        """The same model."""
+        _measure()
+        return _model()
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The same loss."""
+        return {"loss": functional.cross_entropy(model(batch[0]), batch[1])}
+
+
+def laststep() -> None:
+    """Runs under `python -m trainer`."""
+
+
+CONTENDERS: dict[str, Callable[[], None]] = {
+    "bare": bare,
+    "laststep": laststep,
+    "lightning": lightning,
+    "lightning barebones": lambda: lightning(barebones=True),
+    "accelerate": accelerate,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
