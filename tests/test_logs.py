@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -104,9 +105,31 @@ def test_nothing_of_that_kind(run: RunDir, words: list[str], said: str, capsys: 
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
+def test_a_file_keeps_its_order(run: RunDir) -> None:
+    """A clock that is set back, or a requeue to a host whose clock is behind, tears no rank's story apart."""
+    says(run, 0, "submitit INFO (2026-11-21 10:00:09,000) - a", "submitit INFO (2026-11-21 10:00:01,000) - b")
+    says(run, 1, "submitit INFO (2026-11-21 10:00:05,000) - c")
+    assert [text.rpartition(" - ")[2] for _, text in texts(Logs(run))] == ["c", "a", "b"]
+
+
+def test_larger_than_memory(run: RunDir) -> None:
+    """Weeks of a large run are gigabytes: what is held at a time is a little of each file, and none of a line that has
+    no end, as a progress bar writes it."""
+    long = f"[laststep 10:00:00] {'.' * 100_000}"
+    for rank in range(2):
+        says(run, rank, *[long] * 60, "bar" * 2_000_000)
+    tracemalloc.start()
+    lengths = [len(line.text) for line in Logs(run).read(all_of_it=True)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert lengths.count(len(long)) == 2 * 60 and sum(lengths) == 2 * (60 * len(long) + 6_000_000)
+    assert peak < sum(lengths) / 5
+
+
 def test_nobody_reads_on(run: RunDir) -> None:
-    """`launch.py logs RUN | head` is what people type: it ends, and prints no traceback."""
+    """`launch.py logs RUN | head` is what people type: it ends at once, however much there is, without a traceback."""
     says(run, 0, *(f"[laststep 10:00:00] {number}" for number in range(50_000)))
+    os.truncate(run.logs / "7_0_log.out", 1 << 40)  # a terabyte, of which nothing is on the disk
     command = f"{sys.executable} {PROJECT / 'launch.py'} logs {run.path} | head -n 2"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.count("\n") == 2 and done.stderr == ""

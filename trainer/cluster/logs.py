@@ -1,11 +1,13 @@
 """The logs of all ranks of a run, merged in time order.
 
 Each rank writes to a file of its own, through all restarts of a job. Laststep's and submitit's own lines carry a time;
-any other line is taken to be as old as the last of these before it.
+any other line is taken to be as old as the last of these before it. The files may be larger than the memory, and more
+than a process may have open: each is read by the block, and open only meanwhile.
 """
 
 from __future__ import annotations
 
+import heapq
 import re
 import time
 from collections.abc import Iterator
@@ -22,15 +24,16 @@ SUBMITITS = re.compile(rb"submitit \w+ \((\d+)-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d
 STARTS = re.compile(SUBMITITS.pattern + rb"Starting with ")
 DAY_S = 86400.0
 NAME = re.compile(r"(.+)_(\d+)_log\.out")
+BLOCK = 1 << 16  # bytes
+LONGEST = 1 << 18  # bytes of a line; what has no end, such as a progress bar, is cut
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Line:
     """One line of one rank's log, at a moment in Unix seconds; `attempt` is (job id, restart)."""
 
     at: float
     rank: int
-    number: int  # in its file
     attempt: tuple[str, int]
     text: str
 
@@ -40,31 +43,37 @@ class _Tail:
 
     def __init__(self, path: Path, job_id: str, rank: int) -> None:
         self._path, self._rank = path, rank
-        self._offset = self._number = 0
-        self._rest = b""
+        self._offset = 0
         self._at = 0.0
         self._starts = 0
         self._attempt = (job_id, 0)
 
-    def read(self, all_of_it: bool) -> list[Line]:
+    def read(self, all_of_it: bool) -> Iterator[Line]:
         """The lines that are whole by now; with `all_of_it` what is left of a last one too."""
+        return self._lines(self._path.stat().st_size, all_of_it)
+
+    def _lines(self, end: int, all_of_it: bool) -> Iterator[Line]:
+        while self._offset < end and (block := self._block(all_of_it)):
+            yield from map(self._line, block.removesuffix(b"\n").split(b"\n"))
+
+    def _block(self, all_of_it: bool) -> bytes:
+        """The next lines."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            data = file.read()
+            data = file.read(BLOCK)
+            rest = file.readline(LONGEST)
+        data += rest
+        if not all_of_it and len(rest) < LONGEST:
+            data = data[: data.rfind(b"\n") + 1]  # a half-written line is read again, when it is whole
         self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if all_of_it and self._rest:
-            lines.append(self._rest)
-            self._rest = b""
-        return [self._line(line) for line in lines]
+        return data
 
     def _line(self, raw: bytes) -> Line:
         if STARTS.match(raw):  # once in each start of the job, before a word of ours
             self._attempt = (self._attempt[0], self._starts)
             self._starts += 1
         self._clock(raw)
-        self._number += 1
-        return Line(self._at, self._rank, self._number, self._attempt, raw.rstrip(b"\r").decode(errors="replace"))
+        return Line(self._at, self._rank, self._attempt, raw.rstrip(b"\r").decode(errors="replace"))
 
     def _clock(self, raw: bytes) -> None:
         if found := SUBMITITS.match(raw):
@@ -95,12 +104,15 @@ class Logs:
         """Ranks that have written anything."""
         return {rank for _, _, rank in self._files()}
 
-    def read(self, all_of_it: bool) -> list[Line]:
-        """What is new since the last call, in time order; with `all_of_it` a half-written last line too."""
+    def read(self, all_of_it: bool) -> Iterator[Line]:
+        """What is new since the last call, merged by time, each file's lines in their order; with `all_of_it` a
+        half-written last line too. To be read to its end before the next call."""
         for path, job_id, rank in self._files():
             if path not in self._tails and self._rank in (None, rank):
                 self._tails[path] = _Tail(path, job_id, rank)
-        return sorted(line for tail in self._tails.values() for line in tail.read(all_of_it))
+        return heapq.merge(
+            *[tail.read(all_of_it) for tail in self._tails.values()], key=lambda line: (line.at, line.rank)
+        )
 
     def _files(self) -> Iterator[tuple[Path, str, int]]:
         """Path, job and rank of each log of this run: the runs of a sweep have theirs in one folder."""

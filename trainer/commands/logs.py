@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from trainer.cluster import runs
 from trainer.cluster.logs import Line, Logs, attempt_numbers
@@ -50,10 +50,10 @@ class _Printer:
         self._run, self._attempt = run, attempt
         self._colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
-    def __call__(self, lines: list[Line]) -> None:
+    def __call__(self, lines: Iterator[Line]) -> None:
         if self._attempt is not None:
             numbers = attempt_numbers(records_of(self._run))
-            lines = [line for line in lines if numbers.get(line.attempt) == self._attempt]
+            lines = (line for line in lines if numbers.get(line.attempt) == self._attempt)
         for line in lines:
             mark = f"{line.rank:>3} |"
             if self._colour:
