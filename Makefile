@@ -13,10 +13,10 @@ check: $(VENV)/installed-dev  ## lint and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test: $(VENV)/installed-dev slurm-packages  ## all tests, those on a real Slurm where one can be started
+test: $(VENV)/installed-dev system-packages  ## all tests, those on a real Slurm where one can be started
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-slurm: $(VENV)/installed slurm-packages  ## a real Slurm on this machine, thrown away by slurm-down
+slurm: $(VENV)/installed system-packages  ## a real Slurm on this machine, thrown away by slurm-down
 	$(BIN)/python -m tests.slurm.cluster up
 
 slurm-down:
@@ -25,18 +25,19 @@ slurm-down:
 # N faults (200 take the better half of an hour), by the plan of SEED; 1 in the exit status when anything went wrong.
 N ?= 30
 SEED ?= 1
-chaos: $(VENV)/installed-dev slurm-packages  ## random faults at random moments on real runs, and one table: docs/chaos.md
+chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, and one table: docs/chaos.md
 	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) --report docs/chaos.md
 
 bench: $(VENV)/installed  ## every figure that README quotes
 	$(BIN)/python -m benchmarks
 
-# Debian's and Ubuntu's Slurm, for the throwaway cluster. Elsewhere, or without root, the Slurm tests say why they skip.
-.PHONY: slurm-packages
-slurm-packages:
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! $(PYTHON) -m tests.slurm.cluster check >/dev/null 2>&1; then \
+# For the throwaway Slurm, and for the tests of the Tab key. Elsewhere, or without root, those tests say why they skip.
+PACKAGES := slurmctld slurmd slurm-client slurmdbd munge mariadb-server zsh
+.PHONY: system-packages
+system-packages:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(PACKAGES) >/dev/null 2>&1; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			slurmctld slurmd slurm-client slurmdbd munge mariadb-server >/dev/null; fi
+			$(PACKAGES) >/dev/null; fi
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -333,7 +333,7 @@ def test_dry_run_leaves_nothing(slurm: Path, here: Path, capfd: pytest.CaptureFi
     assert not (slurm / "submitted.sh").exists()
 
 
-VERBS = ("sweep", "resume", "status", "logs", "cancel", "drill", "verify", "report", "doctor")
+VERBS = ("sweep", "resume", "status", "logs", "cancel", "drill", "verify", "report", "doctor", "completion")
 GOLDEN_COMMANDS: dict[str, list[list[str]]] = {
     "help.txt": [
         ["--help"],

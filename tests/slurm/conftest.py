@@ -31,9 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A real Slurm. In CI (LASTSTEP_REQUIRE_SLURM=1) its absence is a failure, not a skip."""
+    """A real Slurm. In CI (LASTSTEP_REQUIRE_ALL=1) its absence is a failure, not a skip."""
     if lack := missing():
-        if os.environ.get("LASTSTEP_REQUIRE_SLURM"):
+        if os.environ.get("LASTSTEP_REQUIRE_ALL"):
             pytest.fail(lack)
         pytest.skip(lack)
     started = Cluster.start(tmp_path_factory.mktemp("slurm"), owner=os.getpid())

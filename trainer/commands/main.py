@@ -2,71 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
+from trainer.commands.parsers import NAMED, NO_RUN, PARSERS, SHORTHANDS, SIZE, split
 from trainer.config import ConfigError, nearest
-
-# Options that are shorthands of a configuration key: option -> (key, what to write for it, what it does).
-SHORTHANDS = {
-    "--nodes": ("launch.nodes", "N|MIN-MAX", "nodes of the job; of a range, what is free at each start"),
-    "--gpus-per-node": ("launch.gpus_per_node", "G", "GPUs per node, one rank each"),
-    "--tasks-per-node": ("launch.tasks_per_node", "T", "ranks per node, on CPU nodes"),
-    "--partition": ("launch.partition", "P", "Slurm partition"),
-    "--time": ("launch.time_min", "MIN", "time limit of one attempt, in minutes"),
-}
-SIZE = {
-    "--nodes": ("launch.nodes", "N", "nodes of the job; of a range, all"),
-    **{option: SHORTHANDS[option] for option in ("--gpus-per-node", "--tasks-per-node", "--partition")},
-}
-RUN_NAME = {"--name": ("launch.name", "RUN", "name of the run and of its folder")}
-
-SUBMIT_EPILOG = """\
-verbs (submit when none is given; `launch.py VERB --help` tells more):
-  submit              start a new run
-  sweep key=v1,v2     a run per combination of values, as one Slurm array
-  resume RUN          continue a run in a new job, at any size
-  status [RUN ...]    how all runs stand, or these
-  logs RUN            what its ranks print, merged in time order
-  cancel RUN          a stop: keep every step, then end
-  drill RUN           preempt it on purpose, and see it come back
-  verify RUN          is each checkpoint whole, and what is in it
-  report RUN [...]    curves and attempts of one run or several, as one HTML page
-  doctor              what here endangers a run; --nodes N: do the nodes work together
-
-Any key=value sets a key of the configuration, e.g. optim.lr=0.05 model.name=resnet18; docs/configuration.md lists all.
-Exit status: 0 done, 1 the run failed, 2 the command or configuration is wrong, 130 stopped by Ctrl-C.
-"""
-
-DOCTOR = """\
-This machine, this cluster and the folder of all runs: what is there, and what of it endangers a run.
-With --nodes: a short job in which every rank meets the others, says hello and measures all-reduces."""
-DOCTOR_EPILOG = """\
-Exit status: 0 nothing endangers a run, and every rank said hello; 1 something does, or one did not; 2 wrong input.
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with one line for what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ").split()
-        if len(unknown) < len(message.split()):
-            message = (
-                f"{unknown[0]}: no such option; {nearest(unknown[0].split('=')[0], list(self._option_string_actions))}"
-            )
-        if message.startswith("the following arguments are required: RUN"):
-            message = "name the run, or its folder"  # argparse would ask for key=value words too, which are optional
-        raise ConfigError(message)
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    verbs: dict[str, Callable[[Sequence[str]], int]] = {
+    verbs: dict[str, Callable[[Namespace], int]] = {
         "submit": _submit,
         "sweep": _sweep,
         "resume": _resume,
@@ -77,15 +25,21 @@ def main(words: Sequence[str]) -> int:
         "verify": _verify,
         "report": _report,
         "doctor": _doctor,
+        "completion": _completion,
     }
     # Where the command is typed is where the ranks look for a user's own Task, so look there too.
     sys.path.append(os.getcwd())
+    verb = "submit"
     try:
         if words and not words[0].startswith("-") and "=" not in words[0]:
-            if words[0] not in verbs:
-                raise ConfigError(f"{words[0]}: no such verb; {nearest(words[0], list(verbs))}")
-            return verbs[words[0]](words[1:])
-        return _submit(words)
+            verb, *words = words
+        if verb == "__complete":  # by the Tab key, see completion
+            from trainer.commands import completion
+
+            return completion.complete(" ".join(words))
+        if verb not in verbs:
+            raise ConfigError(f"{verb}: no such verb; {nearest(verb, list(verbs))}")
+        return verbs[verb](PARSERS[verb]().parse_intermixed_args(words))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -96,66 +50,31 @@ def main(words: Sequence[str]) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _submit(words: Sequence[str]) -> int:
-    parser = _parser("launch.py [submit]", "Start a new run: submit it to Slurm, or run it here.", SUBMIT_EPILOG)
-    _add_config(parser)
-    _add_shorthands(parser, SHORTHANDS | RUN_NAME)
-    _add_ways(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
-    given = parser.parse_intermixed_args(words)
+# Each verb's module is imported when it is called: the others would only take time.
 
+
+def _submit(given: Namespace) -> int:
     from trainer.commands import submit
 
-    return submit.submit(given.config, _overrides(given, SHORTHANDS | RUN_NAME), given.site, submit.Way.of(given))
+    return submit.submit(given.config, _overrides(given, NAMED), given.site, submit.Way.of(given))
 
 
-def _sweep(words: Sequence[str]) -> int:
-    parser = _parser(
-        "launch.py sweep",
-        "Submit a run per combination of values, as one Slurm array. The same sweep again submits what is missing.",
-        "Several values: key=v1,v2 or key=0..4. Shared by all: key=value, and the options.\n"
-        "e.g. python launch.py sweep --name scan --parallel 4 optim.lr=0.1,0.03 seed=0..4 train.epochs=20",
-    )
-    _add_config(parser)
-    _add_shorthands(parser, SHORTHANDS | RUN_NAME)
-    parser.add_argument("--parallel", type=int, metavar="K", help="run so many at a time (default: all)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration, or vary it")
-    given = parser.parse_intermixed_args(words)
-
+def _sweep(given: Namespace) -> int:
     from trainer.commands import sweep
 
-    return sweep.sweep(given.config, _overrides(given, SHORTHANDS | RUN_NAME), given.site, given.parallel)
+    return sweep.sweep(given.config, _overrides(given, NAMED), given.site, given.parallel)
 
 
-def _resume(words: Sequence[str]) -> int:
-    parser = _parser("launch.py resume", "Continue a run in a new job, from its newest whole checkpoint.")
-    parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
-    _add_shorthands(parser, SHORTHANDS)
-    _add_ways(parser)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="launch.KEY=value", help="what may differ from the run's configuration"
-    )
-    given = parser.parse_intermixed_args(words)
-
+def _resume(given: Namespace) -> int:
     from trainer.commands import submit
 
     return submit.resume(given.run, _overrides(given, SHORTHANDS), submit.Way.of(given))
 
 
-def _status(words: Sequence[str]) -> int:
-    parser = _parser("launch.py status", "How all runs stand, or those that are named; one alone with its attempts.")
-    parser.add_argument("--sweep", metavar="NAME", help="the runs of this sweep, the best first")
-    parser.add_argument(
-        "--by", metavar="METRIC", help="what the best has: a key of an epoch's line (default: val_loss)"
-    )
-    parser.add_argument("--watch", action="store_true", help="stay and keep it up to date; Ctrl-C ends it")
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
-    parser.add_argument("words", nargs="*", metavar="RUN", help="names of runs, or their folders")
-    given = parser.parse_intermixed_args(words)
-    names, overrides = _names(given.words)
-
+def _status(given: Namespace) -> int:
     from trainer.commands import status
 
+    names, overrides = split(given.words)
     if given.sweep is None:
         if given.by is not None:
             raise ConfigError(f"--by {given.by}: ranks the runs of a sweep; give --sweep NAME too")
@@ -165,122 +84,53 @@ def _status(words: Sequence[str]) -> int:
     return status.status_of_sweep(given.sweep, given.by or "val_loss", overrides, given.json, given.watch)
 
 
-def _logs(words: Sequence[str]) -> int:
-    parser = _parser("launch.py logs", "What the ranks of a run print, merged in time order, through all attempts.")
-    parser.add_argument("--rank", type=int, metavar="R", help="this rank alone")
-    parser.add_argument("--attempt", type=int, metavar="A", help="this attempt alone, by its number in `status RUN`")
-    parser.add_argument("-f", "--follow", action="store_true", help="stay, through every requeue, until the run ends")
-    _add_run(parser)
-    given = parser.parse_intermixed_args(words)
-
+def _logs(given: Namespace) -> int:
     from trainer.commands import logs
 
     return logs.logs(given.run, given.overrides, given.rank, given.attempt, given.follow)
 
 
-def _cancel(words: Sequence[str]) -> int:
-    parser = _parser("launch.py cancel", "Stop a run after the step it is in, save it, and end its job.")
-    _add_run(parser)
-    given = parser.parse_intermixed_args(words)
-
+def _cancel(given: Namespace) -> int:
     from trainer.commands import cancel
 
     return cancel.cancel(given.run, given.overrides)
 
 
-def _drill(words: Sequence[str]) -> int:
-    parser = _parser("launch.py drill", "Preempt a run as the scheduler would, and print what it cost.")
-    _add_run(parser)
-    given = parser.parse_intermixed_args(words)
-
+def _drill(given: Namespace) -> int:
     from trainer.commands import drill
 
     return drill.drill(given.run, given.overrides)
 
 
-def _verify(words: Sequence[str]) -> int:
-    parser = _parser("launch.py verify", "Read each checkpoint of a run whole and compare it with its manifest.")
-    parser.add_argument("--json", action="store_true", help="print a JSON list, oldest checkpoint first")
-    _add_run(parser)
-    given = parser.parse_intermixed_args(words)
-
+def _verify(given: Namespace) -> int:
     from trainer.commands import verify
 
     return verify.verify(given.run, given.overrides, given.json)
 
 
-def _report(words: Sequence[str]) -> int:
-    parser = _parser(
-        "launch.py report", "Curves and attempts of one run, or of several side by side, as one HTML page."
-    )
-    parser.add_argument("words", nargs="+", metavar="RUN", help="names of runs, or their folders")
-    names, overrides = _names(parser.parse_intermixed_args(words).words)
-    if not names:
-        parser.error("the following arguments are required: RUN")
-
+def _report(given: Namespace) -> int:
     from trainer.commands import report
 
+    names, overrides = split(given.words)
+    if not names:
+        raise ConfigError(NO_RUN)
     return report.report(names, overrides)
 
 
-def _names(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names of runs, and key=value words."""
-    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
-
-
-def _doctor(words: Sequence[str]) -> int:
-    parser = _parser("launch.py doctor", DOCTOR, DOCTOR_EPILOG)
-    _add_shorthands(parser, SIZE)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
-    given = parser.parse_intermixed_args(words)
-
+def _doctor(given: Namespace) -> int:
     from trainer.commands import doctor
 
     ask = doctor.doctor if given.nodes is None else doctor.hello
     return ask(_overrides(given, SIZE))
 
 
-def _add_run(parser: _Parser) -> None:
-    """The run that a verb is about."""
-    parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
-    parser.add_argument("overrides", nargs="*", metavar="launch.root=FOLDER", help="the folder of all runs")
+def _completion(given: Namespace) -> int:
+    from trainer.commands import completion
+
+    return completion.script(given.shell)
 
 
-def _parser(prog: str, description: str, epilog: str = "") -> _Parser:
-    return _Parser(
-        prog=prog,
-        description=description,
-        epilog=epilog,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def _add_config(parser: _Parser) -> None:
-    parser.add_argument(
-        "--config", default="mnist", metavar="NAME|PATH", help="a name in configs/, or a YAML file (default: mnist)"
-    )
-    parser.add_argument(
-        "--site", metavar="NAME|PATH", help="what this cluster needs: a name in configs/site/ (default: $LASTSTEP_SITE)"
-    )
-
-
-def _add_shorthands(parser: argparse.ArgumentParser, shorthands: dict[str, tuple[str, str, str]]) -> None:
-    for option, (key, metavar, help) in shorthands.items():
-        parser.add_argument(option, metavar=metavar, help=f"{help} ({key})")
-
-
-def _add_ways(parser: argparse.ArgumentParser) -> None:
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--follow", action="store_true", help="stay and stream rank 0's log until the run ends")
-    how.add_argument("--local", action="store_true", help="run all ranks on this machine; Ctrl-C is a stop")
-    how.add_argument("--debug", action="store_true", help="run one rank in this process, with the debugger on an error")
-    how.add_argument(
-        "--dry-run", action="store_true", help="print the configuration and the sbatch script, submit nothing"
-    )
-
-
-def _overrides(given: argparse.Namespace, shorthands: dict[str, tuple[str, str, str]]) -> list[str]:
+def _overrides(given: Namespace, shorthands: dict[str, tuple[str, str, str]]) -> list[str]:
     """key=value words, those of the options last: an option that is typed wins."""
     values = {key: getattr(given, option[2:].replace("-", "_")) for option, (key, _, _) in shorthands.items()}
     return [*given.overrides, *(f"{key}={value}" for key, value in values.items() if value is not None)]

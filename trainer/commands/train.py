@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster import checks, runs
-from trainer.commands.main import _add_config, _names, _parser
+from trainer.commands.parsers import Parser, add_config, split
 from trainer.config import Config, ConfigError, fields_of, find_config
 from trainer.rundir import RunDir
 from trainer.spawn import spawn
@@ -33,13 +33,13 @@ launch.py alone: here the launcher says how many ranks there are.
 
 def main(words: Sequence[str]) -> int:
     """Train in this process; returns the exit status, unless a stop's SystemExit carries it. Raises ConfigError."""
-    parser = _parser("python -m trainer", "One rank of a run, under any launcher.", EPILOG)
-    _add_config(parser)
+    parser = Parser("python -m trainer", "One rank of a run, under any launcher.", EPILOG)
+    add_config(parser)
     parser.add_argument("--name", metavar="RUN", help="name of the run, which goes on if it exists (launch.name)")
     parser.add_argument("--spawn", type=int, metavar="N", help="start N ranks on this machine")
     parser.add_argument("words", nargs="*", metavar="key=value|FOLDER", help="a key of the configuration, or a run")
     given = parser.parse_intermixed_args(words)
-    folders, overrides = _names(given.words)
+    folders, overrides = split(given.words)
     if folders:
         return _go_on(Path(folders[0]), overrides)
     if given.name is not None:

@@ -1,0 +1,60 @@
+# Laststep's command for bash. In ~/.bashrc: source <(python /path/to/launch.py completion bash)
+
+_laststep() {
+    local line=${COMP_LINE:0:COMP_POINT} word=${COMP_WORDS[0]} script second REPLY
+    if [[ ${word##*/} == python* ]]; then
+        (( COMP_CWORD > 1 )) && word=${COMP_WORDS[1]} script=${word/#\~/$HOME}
+    else
+        script=$(type -P -- "${word/#\~/$HOME}")
+    fi
+    # The Tab key must start no other project's launch.py.
+    [[ -f $script ]] && { read -r && read -r second; } <"$script"
+    if [[ $second != '"""Laststep: '* ]]; then
+        _laststep_otherwise "$@"
+        return
+    fi
+
+    mapfile -t COMPREPLY < <("$_laststep_python" "$script" __complete "${line#*"$word"}" 2>/dev/null)
+    if [[ ${COMPREPLY[0]} == :files ]]; then
+        COMPREPLY=()
+        return
+    fi
+    compopt +o bashdefault +o default
+    [[ ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
+    # Where = breaks words, what comes before it stays as it is typed.
+    word=${line##*[[:space:]]}
+    [[ $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*=}"}"}")
+}
+
+# Somebody else's words: who completed them before this file was sourced does it, or whom bash-completion loads.
+_laststep_otherwise() {
+    local name=${1##*/} before option
+    if [[ ! ${_laststep_before[$name]} && $(complete -p -D 2>/dev/null) =~ ' -F '([^ ]+) ]]; then
+        "${BASH_REMATCH[1]}" "$name" "${@:2}"
+        (( $? == 124 )) || return  # which says: loaded, try again
+        _laststep_register
+    fi
+    before=${_laststep_before[$name]}
+    [[ $before ]] || return
+    for option in bashdefault default dirnames filenames noquote nosort nospace plusdirs; do
+        if [[ $before == *" -o $option "* ]]; then compopt -o "$option"; else compopt +o "$option"; fi
+    done 2>/dev/null
+    if [[ $before =~ ' -F '([^ ]+) ]]; then
+        "${BASH_REMATCH[1]}" "$@"
+    else
+        before=${before#complete }
+        mapfile -t COMPREPLY < <(eval "compgen ${before% *} -- \"\$2\"")
+    fi
+}
+
+_laststep_register() {
+    local name before
+    for name in launch.py python python3; do
+        before=$(complete -p "$name" 2>/dev/null)
+        [[ $before == *' -F _laststep '* ]] || _laststep_before[$name]=$before
+        complete -o bashdefault -o default -F _laststep "$name"
+    done
+}
+
+declare -gA _laststep_before
+_laststep_register

@@ -1,0 +1,41 @@
+# Laststep's command for zsh. In ~/.zshrc: source <(python /path/to/launch.py completion zsh)
+
+_laststep() {
+    local -i at=1  # where launch.py stands among the words
+    [[ ${words[1]:t} == python* ]] && at=2
+    local script=${${(Q)words[at]}/#\~/$HOME} second name REPLY
+    (( at == 1 )) && script=$(whence -p -- $script)
+    # The Tab key must start no other project's launch.py.
+    (( CURRENT > at )) && [[ -f $script ]] && { read -r && read -r second } <$script
+    if [[ $second != '"""Laststep: '* ]]; then
+        # Somebody else's words: complete them as if this file had never been sourced.
+        for name in $_laststep_names; do
+            _comps[$name]=$_laststep_before[$name]
+            [[ -n $_comps[$name] ]] || unset "_comps[$name]"
+        done
+        { _normal } always { compdef _laststep $_laststep_names }
+        return
+    fi
+
+    local line=" ${(j: :)words[at + 1, CURRENT - 1]} $PREFIX" before=${(M)PREFIX##*=}
+    local -a found=(${(f)"$($_laststep_python $script __complete $line 2>/dev/null)"})
+    compset -P '*='
+    if [[ $found[1] == :files ]]; then
+        _files
+        return
+    fi
+    found=(${found#$before})
+    local -i failed=1
+    compadd -S '' -- ${(M)found:#*[=.]} && failed=0
+    compadd -- ${found:#*[=.]} && failed=0
+    return failed
+}
+
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+typeset -ga _laststep_names=(launch.py python python3)
+typeset -gA _laststep_before
+for _laststep_name in $_laststep_names; do
+    [[ $_comps[$_laststep_name] == _laststep ]] || _laststep_before[$_laststep_name]=$_comps[$_laststep_name]
+done
+unset _laststep_name
+compdef _laststep $_laststep_names
