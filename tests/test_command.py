@@ -350,6 +350,7 @@ GOLDEN_COMMANDS: dict[str, list[list[str]]] = {
             "--time", "90", "data.name=fake", "launch.account=lab", "launch.qos=long", "launch.constraint=a100",
             "launch.exclude=n[7,9]", "launch.mem_gb=64", "launch.signal_delay_s=120", "launch.setup=[module load cuda]",
             "launch.env.DATA=$HOME/a \"b\"", "launch.slurm.reservation=course",
+            "launch.python=apptainer exec --nv /images/torch.sif python", "launch.srun=[--mpi=none]",
         ],
     ],
 }  # fmt: skip
@@ -402,6 +403,19 @@ def test_torch_stays_away(words: list[str], slurm: Path, here: Path) -> None:
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_torch(
+    slurm: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where the ranks run in an image, the Python that submits has neither torch nor torchvision: it cannot know the
+    models, and what it cannot do itself gets one line."""
+    for name in ("torch", "torchvision"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["--name", "mine", "model.name=resnet18", "launch.python=apptainer exec torch.sif python"]) == 0
+    assert " apptainer exec torch.sif python -u -m submitit" in (slurm / "submitted.sh").read_text()
+    capfd.readouterr()
+    assert "doctor needs torch" in refusal(["doctor"], capfd, here)
 
 
 def test_debug_opens_the_debugger(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

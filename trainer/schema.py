@@ -135,6 +135,12 @@ class Launch:
         "null takes env:// where those are set, else a file in the run's folder",
     )
     setup: list[str] = setting([], "shell lines that run first, once on every node, e.g. 'module load cuda'")
+    python: str | None = setting(
+        None, "what starts Python in each rank, e.g. 'apptainer exec --nv /images/torch.sif python'; null: this Python"
+    )
+    srun: list[str] = setting(
+        [], "more arguments of the srun that starts the ranks, e.g. Pyxis's --container-image=..."
+    )
     env: dict[str, str] = setting({}, "environment variables of the job, e.g. launch.env.NCCL_DEBUG=INFO")
     slurm: dict[str, Any] = setting({}, "any other sbatch option by its long name, e.g. launch.slurm.reservation=lab")
 

@@ -5,6 +5,8 @@ Each test hits a run of 2 nodes and 4 ranks in the middle of its second epoch.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,9 +44,11 @@ def test_four_ranks_on_two_nodes(user: User, undisturbed: dict[str, Any]) -> Non
     assert newest["ok"] and newest["step"] == 160 and newest["world_size"] == 4
 
 
-def hit_and_compare(user: User, name: str, partition: str, fault: tuple[str, ...], undisturbed: dict[str, Any]) -> None:
+def hit_and_compare(
+    user: User, name: str, partition: str, fault: tuple[str, ...], undisturbed: dict[str, Any], *more: str
+) -> None:
     """Follow a run, hit it in mid-epoch with a Slurm command, and see it end as if nothing had been."""
-    following = user.begins(*FOUR_RANKS, "--name", name, "--partition", partition, "--follow", *SHORT)
+    following = user.begins(*FOUR_RANKS, "--name", name, "--partition", partition, "--follow", *SHORT, *more)
     user.waits_for(name, MID_EPOCH)
     job = user.job_of(name)
     user.cluster.run(*(word.format(job=job) for word in fault))
@@ -69,6 +73,19 @@ def test_scontrol_requeue(user: User, undisturbed: dict[str, Any]) -> None:
 def test_user_signal(user: User, undisturbed: dict[str, Any]) -> None:
     """SIGUSR2 asks for a requeue that nobody but rank 0 makes, through submitit's own handler."""
     hit_and_compare(user, "usr2", "main", ("scancel", "--signal", "USR2", "{job}"), undisturbed)
+
+
+def test_ranks_in_an_image(user: User, undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    """An image rarely has Slurm's commands, so rank 0 can neither ask nor requeue in there: the batch shell, which is
+    outside, must. (A program that hides them plays the container.)"""
+    notes, inside = tmp_path / "notes", tmp_path / "inside"
+    inside.write_text(f'#!/bin/sh\necho "rank $SLURM_PROCID $ARGUMENT" >>{notes}\nPATH=/nonexistent exec "$@"\n')
+    inside.chmod(0o755)
+    more = (f"launch.python={inside} {sys.executable}", "launch.srun=['--export=ALL,ARGUMENT=of srun']")
+    fault = ("scancel", "--signal", "USR2", "{job}")
+    hit_and_compare(user, "image", "main", fault, undisturbed, *more)
+    assert sorted(notes.read_text().splitlines()) == [f"rank {rank} of srun" for rank in range(4) for _ in range(2)]
+    user.waits_for("image", "'scontrol'; the batch shell tries again")
 
 
 @pytest.mark.parametrize("partition", ["main", "grace", "cancel"])

@@ -114,7 +114,7 @@ def executor_of(
     launch: Launch, run: RunDir, setup: Sequence[str], srun_args: Sequence[str], options: Mapping[str, Any]
 ) -> _Executor:
     """submitit's executor for any job that runs the code in `run.code`."""
-    executor = _Executor(folder=run.logs, max_num_timeout=NO_LIMIT)
+    executor = _Executor(folder=run.logs, max_num_timeout=NO_LIMIT, python=launch.python)
     each, ranged = launch.ranks_per_node, len(launch.node_counts) > 1
     if ranged:
         # Told of --ntasks-per-node, Slurm 22.05 would never start it on fewer nodes again, see docs/design.md. So the
@@ -140,7 +140,7 @@ def executor_of(
         setup=[*setup, *_environment(launch, run.code), *launch.setup, *_elsewhere(launch)],
         # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). `python -m` looks into the
         # folder that it is started in first, see Trainer.
-        srun_args=[f"--cpus-per-task={launch.cpus_per_task}", *srun_args, f"--chdir={run.code}"],
+        srun_args=[f"--cpus-per-task={launch.cpus_per_task}", *srun_args, f"--chdir={run.code}", *launch.srun],
         stderr_to_stdout=True,
         additional_parameters={**options, **launch.slurm},
         **{key: value for key, value in optional.items() if value is not None},
@@ -183,7 +183,8 @@ def _elsewhere(launch: Launch) -> list[str]:
 
 
 def _afterwards(run: RunDir) -> list[str]:
-    """Shell lines that look after the run once all its ranks have ended."""
+    """Shell lines that look after the run once all its ranks have ended: outside any image, where Slurm's commands are,
+    and so with the Python that submits."""
     python, logs, copy = (shlex.quote(str(word)) for word in (sys.executable, run.logs, run.code))
     return [
         "# This shell outlives all ranks: when they have failed, or are dead, it finds out whether to requeue the job.",

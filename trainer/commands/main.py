@@ -43,6 +43,11 @@ def main(words: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(f"error: {verb} needs torch, which {sys.executable} lacks: type it where the ranks run", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # of `launch.py logs RUN | head`: nobody reads on, and nobody must be told
