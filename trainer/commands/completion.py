@@ -30,10 +30,9 @@ def script(shell: str) -> int:
 def complete(line: str) -> int:
     """Print what the last word of the line may become, one a line; returns the exit status."""
     *before, word = _split(line)
-    fitting = dict.fromkeys(_candidates(before, word))
-    paths_fit = fitting.pop(FILES, "") is None
-    found = [candidate for candidate in fitting if candidate.startswith(word)]
-    for candidate in found or [FILES] * paths_fit:
+    candidates = dict.fromkeys(_candidates(before, word))
+    found = [candidate for candidate in candidates if candidate.startswith(word) and candidate != FILES]
+    for candidate in found or [FILES] * (FILES in candidates):
         print(candidate)
     return 0
 
