@@ -20,8 +20,10 @@ from torch.utils.data import Dataset
 from trainer.config import Config
 from trainer.learner import Learner
 from trainer.loop import Loop
+from trainer.observe import tensorboard
 from trainer.state.store import CheckpointStore
 from trainer.tasks.classification import Classification
+from trainer.trainer import Trainer
 from trainer.world import watch
 from trainer.world.detect import World
 
@@ -261,6 +263,34 @@ class Faulty(Classification):
                 os.kill(child.pid or 0, signal.SIGKILL)
         elif self.kind == "raise":
             raise ValueError("a bad sample")
+
+
+class Drawn(Faulty):
+    """Like Faulty, or "stop" (SIGTERM); and the curves are written at once, as in an attempt that lasts. What befalls
+    a rank waits for that."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        tensorboard.EVERY_S = 0.01
+
+    def befall(self) -> None:
+        self.await_curves()
+        if self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGTERM)
+            await_agreement()
+        else:
+            super().befall()
+
+    def await_curves(self) -> None:
+        """Until the newest event file ends with the newest point."""
+        from trainer.observe.events import Points
+
+        run = Trainer(self.config).run
+        *_, newest = Points(run.metrics, self.config.train.log_every)
+        deadline = time.monotonic() + 60
+        while not any(path.read_bytes().endswith(newest.record()) for path in run.tensorboard.glob("*")):
+            assert time.monotonic() < deadline, "the curves were not written within 60 s"
+            time.sleep(0.01)
 
 
 class Broken(Classification):

@@ -132,6 +132,7 @@ class Attempt:
         loop.close()
         group.close()
         if finished:
+            loop.tensorboard.complete()
             loop.progress.finished(loop.position.metrics)
             return loop.position.metrics
         if requeue:

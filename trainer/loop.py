@@ -23,6 +23,7 @@ from trainer.learner import Learner, learning_rate
 from trainer.observe.metrics import MetricsFile
 from trainer.observe.phases import Phases
 from trainer.observe.progress import Progress
+from trainer.observe.tensorboard import TensorBoard
 from trainer.position import Position
 from trainer.rundir import RunDir
 from trainer.saves import RETRY_LAST_S, Saves
@@ -88,6 +89,7 @@ class Loop:
         self.store = CheckpointStore(run.checkpoints)
         self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)
         self.progress = Progress(self.rank == 0, self.total_steps)
+        self.tensorboard = TensorBoard(run, config.train.log_every, writes=self.rank == 0)
         stopping = lambda: self.stop.signal is not None  # noqa: E731
         self.saves = Saves(config.checkpoint, self.store, group, self.metrics, self.progress, watch, stopping)
         self.position = Position()
@@ -126,11 +128,14 @@ class Loop:
         gc.enable()
         self.watch.enter("training")
         batches = iter(self.loading.loader(self.train_set, self.config.seed, self._plan()))
+        finished = False
         try:
             finished = self._train(batches)
         finally:
             close_loader(batches)
             close_loader(getattr(self.validation_loader, "_iterator", None) or iter(()))
+            if not finished:
+                self.tensorboard.end()
         self._save_last()
         return finished
 
@@ -247,6 +252,7 @@ class Loop:
             if self.stop.tick == 1:
                 self.phases.done("first step")
                 self.progress.say(f"first step after {self.phases}")
+                self.tensorboard.start()
 
     def _train_step(self, batches: Iterator[Any]) -> None:
         position, step = self.position, self.position.step

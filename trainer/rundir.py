@@ -58,6 +58,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def tensorboard(self) -> Path:
+        """Folder of the event files: the same curves, for TensorBoard."""
+        return self.path / "tensorboard"
+
+    @property
     def attempts(self) -> Path:
         """Each ended attempt, a JSON object a line."""
         return self.path / "attempts.jsonl"

@@ -66,18 +66,21 @@ class MetricsFile:
         _fsync(self.path)
 
     def _write(self) -> None:
-        """All or nothing: half a line would spoil the one that follows it."""
-        unwritten = b"".join(self._recent[len(self._recent) - self._unwritten :])
-        with self.path.open("ab", buffering=0) as file:
-            start = file.tell()
-            try:
-                written = 0
-                while written < len(unwritten):  # a full disk takes a part, and refuses the next call
-                    written += file.write(unwritten[written:])
-            except OSError:
-                file.truncate(start)
-                raise
+        append(self.path, b"".join(self._recent[len(self._recent) - self._unwritten :]))
         self._unwritten = 0
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add to the end of a file all or nothing: half a record would spoil the one that follows it. Raises OSError."""
+    with path.open("ab", buffering=0) as file:
+        start = file.tell()
+        try:
+            written = 0
+            while written < len(data):  # a full disk takes a part, and refuses the next call
+                written += file.write(data[written:])
+        except OSError:
+            file.truncate(start)
+            raise
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
