@@ -11,13 +11,11 @@ import os
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 import trainer.observe
+from tests import curves
+from tests.curves import files, loaded, loader, on_disk
 from tests.ranks import Attempt, reasons, train
 from tests.test_exact import config
 from tests.test_rescue import FAULTY
@@ -37,61 +35,12 @@ from trainer.observe.metrics import read_lines
 from trainer.observe.tensorboard import TensorBoard
 from trainer.rundir import RunDir
 
-Curves = dict[str, list[tuple[float, int, float | None]]]  # by tag: Unix seconds, step, value (None: not a number)
 LOG_EVERY = 3
 
 
-def expected(run: RunDir, log_every: int = LOG_EVERY) -> Curves:
-    """What metrics.jsonl tells."""
-    curves: Curves = defaultdict(list)
-    when = 0.0
-    for line in read_lines(run.metrics):
-        when = line.get("time", when)  # an epoch has the time of its last step
-        values: dict[str, float | None] = {}
-        if "loss" not in line:
-            values = {f"val/{name[4:]}": line[name] for name in line if name.startswith("val_")}
-            values["train/epoch_loss"] = line["train_loss"]
-        elif line["step"] % log_every == 0:
-            values = {f"train/{name}": line[name] for name in ("loss", "lr", "samples_per_s")}
-        for tag, value in values.items():
-            curves[tag].append((when, line["step"], _single(value)))
-    return curves
-
-
-def files(run: RunDir) -> list[Path]:
-    """The event files, in the order in which TensorBoard reads them."""
-    return sorted(run.tensorboard.glob("*tfevents*"))
-
-
-def on_disk(run: RunDir) -> Curves:
-    """Every point in the event files, one file after the other."""
-    curves: Curves = defaultdict(list)
-    for path in files(run):
-        for event in LegacyEventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                curves[value.tag].append((event.wall_time, event.step, _single(value.simple_value)))
-    return curves
-
-
-def loader(run: RunDir) -> EventAccumulator:
-    """What loads the folder in TensorBoard; it goes on where it was whenever it is asked to `Reload`."""
-    return EventAccumulator(str(run.tensorboard), size_guidance={SCALARS: 0})  # 0: all points
-
-
-def loaded(tensorboard: EventAccumulator) -> Curves:
-    """What TensorBoard shows by now."""
-    tensorboard.Reload()
-    return {
-        tag: [(point.wall_time, point.step, _single(point.value)) for point in tensorboard.Scalars(tag)]
-        for tag in tensorboard.Tags()[SCALARS]
-    }
-
-
-def _single(value: float | None) -> float | None:
-    """An event file has single precision."""
-    if value is None or value != value:
-        return None
-    return float(struct.unpack("f", struct.pack("f", value))[0])
+def expected(run: RunDir, log_every: int = LOG_EVERY) -> curves.Curves:
+    """What TensorBoard should show."""
+    return curves.expected(run, log_every)
 
 
 def test_whatever_ended_an_attempt(tmp_path: Path) -> None:
@@ -133,6 +82,18 @@ def test_a_run_of_a_second(tmp_path: Path) -> None:
     not write them must not wait."""
     run = train(config(tmp_path, "run", 2, ()))
     assert on_disk(run) == loaded(loader(run)) == expected(run)
+
+
+def test_an_attempt_that_begins_with_a_validation(tmp_path: Path) -> None:
+    """Then its first step is not the first that it does; it writes its curves all the same, and long before its end."""
+    signalled = config(tmp_path, "run", 2, ("task=tests.tasks.Signalled",))
+    Attempt(signalled, {"LASTSTEP_TEST_SIGNAL": "SIGTERM validation 2 rank 0"}).wait()
+    drawn = Attempt(
+        config(tmp_path, "run", 2, ("task=tests.tasks.Drawn",)), {"LASTSTEP_TEST_FAULT": "stop step 3 rank 0"}
+    )
+    assert drawn.wait() == [128 + signal.SIGTERM] * 2, drawn.output()
+    assert "first step after" in drawn.output()
+    assert [step for _, step, _ in on_disk(drawn.run)["train/loss"]] == [3, 6, 9]
 
 
 def metrics(steps: int, lost: bool = False) -> bytes:
@@ -249,12 +210,12 @@ def test_a_full_disk(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        curves = TensorBoard(run, LOG_EVERY, writes=True)
-        curves.start()
+        writer = TensorBoard(run, LOG_EVERY, writes=True)
+        writer.start()
         until(lambda: said, "a warning")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    curves.complete()
+    writer.complete()
     assert len(said) == 1 and said[0].startswith("WARNING: [Errno 27] File too large; training goes on")
     assert on_disk(run) == loaded(loader(run)) == expected(run)
 
@@ -263,13 +224,13 @@ def test_deleted_while_it_is_written(run: RunDir, monkeypatch: pytest.MonkeyPatc
     """The folder is gone under a running attempt: it writes the whole curve again."""
     monkeypatch.setattr(tensorboard, "EVERY_S", 0.001)
     run.metrics.write_bytes(metrics(10))
-    curves = TensorBoard(run, LOG_EVERY, writes=True)
-    curves.start()
+    writer = TensorBoard(run, LOG_EVERY, writes=True)
+    writer.start()
     until(lambda: files(run) and on_disk(run) == expected(run), "the first points")
     shutil.rmtree(run.tensorboard)
     with run.metrics.open("ab") as file:
         file.write(metrics(20).removeprefix(metrics(10)))
-    curves.complete()
+    writer.complete()
     assert on_disk(run) == expected(run)
 
 
@@ -281,23 +242,23 @@ def test_a_stop_waits_for_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tensorboard, "EVERY_S", 0.0)
     monkeypatch.setattr(tensorboard, "PAUSE_S", 60.0)
     run.metrics.write_bytes(metrics(3000))
-    curves = TensorBoard(run, LOG_EVERY, writes=True)
-    curves.start()
-    until(lambda: curves._points is None and curves._path is not None, "the comparison")
-    curves.end()
-    curves._thread.join(60)
-    assert not curves._thread.is_alive()
+    writer = TensorBoard(run, LOG_EVERY, writes=True)
+    writer.start()
+    until(lambda: writer._points is None and writer._path is not None, "the comparison")
+    writer.end()
+    writer._thread.join(60)
+    assert not writer._thread.is_alive()
     assert [path.read_bytes() for path in files(run)] == [before]
 
 
 def test_a_stop_of_a_young_attempt(run: RunDir) -> None:
     """It must not begin to import tensorboard while it is to leave."""
     run.metrics.write_bytes(metrics(10))
-    curves = TensorBoard(run, LOG_EVERY, writes=True)
-    curves.start()
-    curves.end()
-    curves._thread.join(60)
-    assert not curves._thread.is_alive() and not run.tensorboard.exists()
+    writer = TensorBoard(run, LOG_EVERY, writes=True)
+    writer.start()
+    writer.end()
+    writer._thread.join(60)
+    assert not writer._thread.is_alive() and not run.tensorboard.exists()
 
 
 def test_without_tensorboard(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

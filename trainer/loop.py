@@ -239,6 +239,7 @@ class Loop:
         self.progress.say(f"WARNING: {what}, its update was left out ({self.position.skipped} so far)")
 
     def _train(self, batches: Iterator[Any]) -> bool:
+        first = self.position.step + 1
         while True:
             if self._validation_due() and not self._validate():
                 return False
@@ -249,7 +250,7 @@ class Loop:
             if not self.stop.begin_tick():
                 return False
             self._train_step(batches)
-            if self.stop.tick == 1:
+            if self.position.step == first:
                 self.phases.done("first step")
                 self.progress.say(f"first step after {self.phases}")
                 self.tensorboard.start()

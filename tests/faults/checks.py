@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+from tests.curves import expected, on_disk
 from tests.faults.plan import Loss
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
@@ -60,6 +61,18 @@ def check_run(
         *check_checkpoints(verified, seen.damaged, undisturbed.weights),
         *check_attempts(read_lines(run.attempts), seen, log_every),
     ]
+
+
+def check_curves(run: RunDir, log_every: int) -> list[str]:
+    """TensorBoard's event files have each point that metrics.jsonl tells of, once and in order."""
+    wrong = []
+    told, shown = expected(run, log_every), on_disk(run)
+    for tag in sorted({*told, *shown}):
+        if shown[tag] != told[tag]:
+            lacking = [step for _, step, _ in Counter(told[tag]) - Counter(shown[tag])]
+            excess = [step for _, step, _ in Counter(shown[tag]) - Counter(told[tag])]
+            wrong.append(f"TensorBoard's {tag}: lacking steps ({_some(lacking)}), too many ({_some(excess)})")
+    return wrong
 
 
 def without_clocks(line: Record) -> dict[str, Any]:

@@ -324,6 +324,7 @@ class Run:
             unwritten=self.unwritten,
         )
         self.wrong += checks.check_run(victim.run, self._verified(), undisturbed, seen, self.log_every)
+        self.wrong += checks.check_curves(victim.run, self.log_every)
 
     def _verified(self) -> list[dict[str, Any]]:
         done = self.site.launch("verify", self.victim.run.name, "--json", f"launch.root={self.root}")

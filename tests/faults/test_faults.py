@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.faults.checks import Attempt, Seen, Undisturbed, check_loss, check_run, lost_steps
+from tests.faults.checks import Attempt, Seen, Undisturbed, check_curves, check_loss, check_run, lost_steps
 from tests.faults.faults import FAULTS
 from tests.faults.plan import Loss, make_plan
 from tests.faults.site import PROJECT, Turn, compile_clock
 from tests.slurm.cluster import missing
+from trainer.observe.tensorboard import TensorBoard
 from trainer.rundir import RunDir
 
 DEADLINE_S = 600.0
@@ -102,6 +103,23 @@ def test_step_lines_out_of_order_are_found(folder: Folder) -> None:
     """As two attempts that wrote at once would leave."""
     folder.metrics[1], folder.metrics[2] = folder.metrics[2], folder.metrics[1]
     assert folder.wrong() == "metrics.jsonl has its steps out of order"
+
+
+def test_points_too_many_and_too_few_are_found(tmp_path: Path) -> None:
+    """As an attempt that wrote over what it should have cut, and one that wrote nothing, would leave TensorBoard's."""
+    run = RunDir(tmp_path)
+    clock = {"samples_per_s": 9.0, "time": 1.0}
+    lines = [{"step": step, "epoch": 1, "loss": 1 / step, "lr": 0.1, **clock} for step in range(1, 8)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    TensorBoard(run, 3, writes=True).complete()
+    assert check_curves(run, 3) == []
+    (written,) = run.tensorboard.iterdir()
+    again = written.with_name("tfevents.2")
+    again.write_bytes(written.read_bytes())
+    assert check_curves(run, 3)[0] == "TensorBoard's train/loss: lacking steps (), too many (3, 6)"
+    again.unlink()
+    written.unlink()
+    assert check_curves(run, 3)[0] == "TensorBoard's train/loss: lacking steps (3, 6), too many ()"
 
 
 @pytest.mark.parametrize(("line", "key"), [(0, "loss"), (3, "lr"), (5, "val_loss")])
