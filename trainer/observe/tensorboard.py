@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 EVERY_S = 5.0  # TensorBoard looks no more often either
 PAUSE_S = 0.02  # now and then while much is to be copied: the interpreter's lock is the training's
-COMPLETE_S = 60.0
+COMPLETE_S = 60.0  # at most, should the disk not answer
+BATCH = 200  # points written at once
 # TensorBoard reads them in the order of their names. Files that others make in the folder are left alone.
 FILE = "events.out.tfevents.{}.laststep"
-BATCH = 200
 
 
 class _NobodyWaits(Exception):
