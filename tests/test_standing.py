@@ -6,6 +6,8 @@ A wrong word here costs a user: a run taken for finished is never looked at agai
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import Any
 import pytest
 
 from trainer.cluster.queue import Job, Queue
+from trainer.cluster.runs import find
 from trainer.cluster.standing import standing
+from trainer.commands.main import main
+from trainer.config import ConfigError
 from trainer.rundir import RunDir
 
 NOW = time.time()
@@ -121,6 +126,56 @@ def test_how_far_it_is(run: RunDir) -> None:
     assert found.eta_s == 400 * 64 / 32
     assert (found.attempts, found.lost_steps) == (2, 5)
     assert found.goodput == pytest.approx((100 * 0.5 + 20 * 0.8) / 200)
+
+
+def test_a_run_that_a_crash_has_damaged(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    """Half a last line, in either file: what is whole is shown, and what is not is said, or nobody would trust it."""
+    write(run.attempts, attempt(0, "finished", end_step=20))
+    write(run.metrics, {"step": 20, "epoch": 1, "loss": 0.5, "samples_per_s": 9.0, "time": NOW})
+    for path in (run.attempts, run.metrics):
+        with path.open("a") as file:
+            file.write('{"attempt": 1, "sta')
+    run.config.write_text("")
+    assert main(["status", str(run.path)]) == 0
+    said = capfd.readouterr().out
+    assert re.search(r"^run +finished +20 ", said, re.MULTILINE)
+    assert "attempts.jsonl: damaged, 1 of its lines passed over" in said
+    assert "metrics.jsonl: damaged, 1 of its lines passed over" in said
+
+
+def test_a_run_of_an_older_version(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    """It lacks files and fields that were not known then. It can be looked at; what cannot be done with it is said, and
+    where the reason stands."""
+    known = {key: value for key, value in attempt(0, "preempted").items() if key not in ("lost_s", "step_s", "requeue")}
+    write(run.attempts, known)
+    run.submissions.unlink()
+    run.config.write_text("dropped_key: 3\n")
+    assert main(["status", str(run.path), "--json"]) == 0
+    (said,) = json.loads(capfd.readouterr().out)
+    assert (said["attempts"], said["lost_steps"], said["total_steps"]) == (1, 0, None)
+    assert main(["status", str(run.path)]) == 0
+    capfd.readouterr()
+    assert main(["resume", str(run.path), "--local"]) == 2
+    assert capfd.readouterr().err.startswith(f"error: {run.config}: dropped_key: no such key; choose from")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_a_run_of_somebody_else(run: RunDir) -> None:
+    """No permission is not the same as no such run."""
+    run.config.write_text("")
+    run.path.chmod(0o700)
+    for folder in run.path.parents[:-2]:
+        folder.chmod(folder.stat().st_mode | 0o055)
+    pid = os.fork()
+    if not pid:
+        os.setuid(65534)
+        try:
+            find(run.name, str(run.path.parent))
+        except ConfigError as error:
+            os._exit(int("may not be read by you; ask root" not in str(error)))
+        os._exit(2)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_what_squeue_says(monkeypatch: pytest.MonkeyPatch) -> None:

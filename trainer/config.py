@@ -64,7 +64,10 @@ class Config:
         files += [find_config(source)] if source is not None else []
         for path in files:
             for key, value in _leaves(_read_yaml(path)):
-                _assign(tree, key, value)
+                try:
+                    _assign(tree, key, value)
+                except ConfigError as error:
+                    raise ConfigError(f"{path}: {error}") from None
         for word in overrides:
             for key, value in _leaves(_parse_override(word)):
                 _assign(tree, key, value)

@@ -103,6 +103,8 @@ def find(name: str, root: str) -> RunDir:
         run = RunDir(path)
         if os.path.isfile(run.config):  # unlike Path.is_file, False where the folder may not be read
             return run
+        if os.path.isdir(run.path) and not os.access(run.path, os.R_OK | os.X_OK):
+            raise ConfigError(f"{name}: {run.path} may not be read by you; ask {run.path.owner()}")
     folder = Path(root).expanduser()
     names = sorted(path.parent.name for path in folder.glob("*/config.yaml")) if os.path.isdir(folder) else []
     raise ConfigError(f"{name}: no such run in {folder}/; {nearest(name, names) if names else 'there is none yet'}")

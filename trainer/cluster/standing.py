@@ -148,7 +148,7 @@ def _state(
             return "running", f"on {at_work.rpartition(' on ')[2]}"
         return _afterwards(last if last and last["job_id"] == job_id else None)
     if queue.jobs is None:
-        if last and last["job_id"] == job_id and last["reason"] and not last["requeue"]:
+        if last and last["job_id"] == job_id and last["reason"] and not last.get("requeue"):
             return _afterwards(last)
         return "unknown", "squeue does not answer"
     if job := queue.jobs.get(job_id):
@@ -172,9 +172,9 @@ def _afterwards(last: Record | None) -> tuple[str, str]:
         return "cancelled", "its job left the queue before it began"
     if last["reason"] is None:
         return "lost", "its job is gone and left no word"
-    if last["requeue"]:
+    if last.get("requeue"):
         return "cancelled", "its job left the queue before it came back"
-    why = (last["error"] or "").strip().splitlines()
+    why = (last.get("error") or "").strip().splitlines()
     text = why[-1] if why else {"hung": "a rank was stuck", "timeout": "time limit"}.get(last["reason"], "")
     return AFTER[last["reason"]], text
 

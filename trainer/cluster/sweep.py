@@ -156,7 +156,7 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def _range(word: str, text: str) -> list[str]:
+def _range(word: str, text: str) -> Sequence[object]:
     """The values of one part: those of a range, else itself."""
     found = RANGE.fullmatch(text)
     if not found:
@@ -166,4 +166,6 @@ def _range(word: str, text: str) -> list[str]:
     first, last = map(int, found.groups())
     if first > last:
         raise ConfigError(f"{word}: {text} is empty; the smaller number comes first")
-    return [str(value) for value in range(first, last + 1)]
+    if last - first >= MOST_RUNS:
+        raise ConfigError(f"{word}: {last - first + 1} combinations: a sweep has at most {MOST_RUNS}")
+    return range(first, last + 1)

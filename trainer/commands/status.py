@@ -19,7 +19,7 @@ from trainer.cluster.standing import Lookout, Standing, records_of
 from trainer.cluster.sweep import members
 from trainer.config import ConfigError
 from trainer.observe.attempts import Record
-from trainer.observe.metrics import last_lines
+from trainer.observe.metrics import damaged_lines, last_lines
 from trainer.observe.progress import duration
 from trainer.rundir import RunDir
 
@@ -154,7 +154,9 @@ def _details(run: RunDir) -> list[Table | Text]:
     table.add_column("ended")
     for record in records_of(run):
         table.add_row(*_attempt(record))
-    return [table, Text(f"\nfolder {run.path}", style="dim")]
+    damaged = {path.name: damaged_lines(path) for path in (run.attempts, run.metrics)}
+    notes = [f"\n{name}: damaged, {lines} of its lines passed over" for name, lines in damaged.items() if lines]
+    return [table, *(Text(note, style="yellow") for note in notes), Text(f"\nfolder {run.path}", style="dim")]
 
 
 def _attempt(record: Record) -> list[str]:

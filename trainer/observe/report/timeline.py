@@ -52,7 +52,7 @@ class Attempts:
         before: Record | None = None
         for record in self.records:
             if before and before["end"] < record["start"]:
-                found.append(Span("queued" if before["requeue"] else "stopped", before["end"], record["start"]))
+                found.append(Span("queued" if before.get("requeue") else "stopped", before["end"], record["start"]))
             found += _of_attempt(record, done_at)
             before = record
         return found
@@ -128,7 +128,7 @@ def _open_end(record: Record, alive: bool, now: float, last_sign: float | None) 
 def _of_attempt(record: Record, done_at: Mapping[int, float]) -> list[Span]:
     start, end = record["start"], record["end"]
     tail, since = "running", end
-    if record["lost_s"]:
+    if record.get("lost_s"):
         tail, since = "lost", max(start, end - record["lost_s"])
     elif record["reason"] in ORDERLY and record["end_step"] > record["start_step"]:
         tail, since = "saving", min(end, max(start, done_at.get(record["end_step"], end)))
@@ -167,7 +167,7 @@ def _row(record: Record) -> str:
     until = "on" if record["end_step"] is None else f"to {record['end_step']:,}"
     reason = escape(record["reason"])
     sign = f'<svg class="sign {_family(record)}"><use href="{_sign(record)}"/></svg>'
-    why = (record["error"] or "").strip().splitlines()
+    why = (record.get("error") or "").strip().splitlines()
     error = f'<div class="error">{escape(why[-1])}</div>' if why else ""
     cells = [
         str(record["attempt"]),
