@@ -29,7 +29,7 @@ _attempts = iter(range(1, 1 << 30))
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.loop", "tests.tasks"])
+    context.set_forkserver_preload(["trainer.training", "tests.tasks"])
     return context
 
 

@@ -23,6 +23,7 @@ LAYERS = [
     {"buffers", "position"},
     {"learner", "saves"},
     {"loop"},
+    {"training"},
     {"attempt"},
     {"trainer"},
     {"spawn"},

@@ -98,7 +98,9 @@ class Attempt:
             if not self.config.train.compile:
                 compiler.leave_out()
             # Here and not above, so that a signal during the seconds of importing torch is caught too.
-            from trainer.loop import Loop, join
+            from trainer.loop import Means, join
+            from trainer.task import find_task
+            from trainer.training import Training
 
             self.phases.done("importing torch")
             self.group = join(self.config, self.run_dir, self.world)
@@ -108,7 +110,8 @@ class Attempt:
             self.phases.done("meeting")
             told = self.group.tell("step", newest.step if newest else None)
             self.start_step = told or 0
-            self.loop = Loop(self.config, self.run_dir, self.group, self.signals, self.watch, self.phases)
+            means = Means(self.config, self.run_dir, self.group, self.signals, self.watch, self.phases)
+            self.loop = Training(find_task(self.config), means)
             self.loop.restore(told)
             finished = self.loop.run()
         except Exception as error:

@@ -63,7 +63,6 @@ class Learner:
         self.dtype = PRECISION[config.train.precision]
         # fp16 has so small a range that gradients vanish unless the loss is scaled up (Micikevicius et al. 2018).
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
-        self._updated = torch.cuda.Event() if self.device.type == "cuda" else None
 
     def learn(self, step: int, micro_batches: Sequence[tuple[Any, int]], samples: int) -> None:
         """Forward and backward of one step on (batch, samples of it that count) pairs, `samples` over all ranks.
@@ -116,24 +115,7 @@ class Learner:
         self.buffers.keep(good)
         if self.average is not None:
             self.average.update_parameters(self.model)
-        if self._updated is not None:
-            self._updated.record()
         return loss, good
-
-    @contextlib.contextmanager
-    def beside(self, timeout_s: float = 5.0) -> Iterator[None]:
-        """In another thread, while the device may be waiting for a rank that is dead: read the state on a stream of its
-        own. Raises TimeoutError when the device does not come to the end of the last update."""
-        if self._updated is None:
-            yield
-            return
-        deadline = time.monotonic() + timeout_s
-        while not self._updated.query():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the GPU did not end the last update within {timeout_s:.0f} s")
-            time.sleep(0.01)
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            yield
 
     @torch.no_grad()
     def evaluate(self, step: int, position: int, batch: Any, count: int) -> Tensor:

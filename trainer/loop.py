@@ -1,4 +1,4 @@
-"""The training loop of one attempt: from the newest checkpoint to the end of the run, or to a stop."""
+"""What any loop of one attempt has: a position, a whole state, the agreed stop, metrics and saves."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.config import Config, ConfigError, check_batch
-from trainer.data.loader import Loading, TrainBatches, ValidationBatches, close_loader
-from trainer.data.order import Order
-from trainer.learner import Learner, learning_rate
+from trainer.config import Config
 from trainer.observe.metrics import MetricsFile
 from trainer.observe.phases import Phases
 from trainer.observe.progress import Progress
@@ -30,9 +28,8 @@ from trainer.saves import RETRY_LAST_S, Saves
 from trainer.state.pack import load
 from trainer.state.saver import About, save_alone
 from trainer.state.store import CheckpointStore
-from trainer.task import load_task
 from trainer.world.detect import World
-from trainer.world.device import set_up_device
+from trainer.world.device import LastUpdate, set_up_device
 from trainer.world.meet import Group, meet
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
@@ -43,97 +40,76 @@ class NotFinite(ArithmeticError):
     """A loss or a gradient is NaN or infinite, and train.nonfinite says that the run is to fail of it."""
 
 
-class Loop:
+@dataclass(frozen=True)
+class Means:
+    """What an attempt gives to its loop."""
+
+    config: Config
+    run: RunDir
+    group: Group
+    signals: Signals
+    watch: Watch
+    phases: Phases
+
+
+class Loop(ABC):
     """Trains. Every rank runs one, in step with the others.
 
     Between two updates the state is whole, and the same on every rank. `whole` is held while it changes: who takes it
     and keeps it, in another thread, has the state of the last whole step for good.
     """
 
-    def __init__(
-        self, config: Config, run: RunDir, group: Group, signals: Signals, watch: Watch, phases: Phases
-    ) -> None:
-        self.config = config
-        self.phases = phases
-        self.group = group
-        self.watch = watch
-        self.rank, self.size = group.world.rank, group.world.size
-        check_batch(config.train.batch_size, [self.size], config.train.accumulate)
-        self.stop = Stop(group.world, group.store, signals, lambda why: watch.report(Fault("failed", why, cause=False)))
-
-        watch.enter("preparing data")
-        task = load_task(config)
-        group.node_by_node(task.prepare)
-        self.train_set, val_set = task.datasets()
-        counts = [len(dataset) for dataset in (self.train_set, val_set)]  # type: ignore[arg-type]
-        if not all(counts):
-            raise ConfigError(
-                f"data.name={config.data.name}: empty ({counts[0]} training, {counts[1]} validation samples)"
-            )
-        self.order = Order(counts[0], config.train.batch_size, config.seed)
-        self.total_steps = config.train.epochs * self.order.steps_per_epoch
-        if config.train.max_steps is not None:
-            self.total_steps = min(self.total_steps, config.train.max_steps)
-
-        if self.rank == 0:
-            plan = {"total_steps": self.total_steps, "batch_size": config.train.batch_size}
-            with contextlib.suppress(OSError):  # who asks for the run's status will see less
-                run.plan.write_text(json.dumps(plan) + "\n")
-
-        self.learner = Learner(config, task, group, self.total_steps)
-        pin, timeout_s = group.device.type == "cuda", config.launch.hang_timeout_s
-        self.loading = Loading(task.collate, config.data.workers, pin, timeout_s)
-        self.validation = ValidationBatches(counts[1], config.train.batch_size, self.rank, self.size)
-        self.validation_loader = self.loading.loader(val_set, config.seed, self.validation)
-
+    def __init__(self, means: Means) -> None:
+        self.config, self.group, self.watch, self.phases = means.config, means.group, means.watch, means.phases
+        run, world, watch = means.run, means.group.world, means.watch
+        self.rank, self.size = world.rank, world.size
+        alarm = lambda why: watch.report(Fault("failed", why, cause=False))  # noqa: E731
+        self.stop = Stop(world, self.group.store, means.signals, alarm)
         self.store = CheckpointStore(run.checkpoints)
         self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)
-        self.progress = Progress(self.rank == 0, self.total_steps)
-        self.tensorboard = TensorBoard(run, config.train.log_every, writes=self.rank == 0)
+        self.progress = Progress(prints=self.rank == 0)
+        self.tensorboard = TensorBoard(run, self.config.train.log_every, writes=self.rank == 0)
         stopping = lambda: self.stop.signal is not None  # noqa: E731
-        self.saves = Saves(config.checkpoint, self.store, group, self.metrics, self.progress, watch, stopping)
+        self.saves = Saves(self.config.checkpoint, self.store, self.group, self.metrics, self.progress, watch, stopping)
         self.position = Position()
         self.whole = threading.Lock()
+        self.last_update = LastUpdate(self.group.device)
         self.restored = False
-        self.pending: list[tuple[int, Tensor, Tensor]] = []  # (step, loss, good), not yet in metrics.jsonl
-        watch.ticks, watch.busy = lambda: self.stop.tick, lambda: self.learner.busy_s
-        phases.done("data and model")
+        # What finished steps measured and is not yet in metrics.jsonl, by step (from 0): scalars on the device.
+        self.pending: list[tuple[int, Mapping[str, Tensor]]] = []
+        self._first = 1  # step to be done by this attempt
+        self._plan = run.plan
+        watch.ticks = lambda: self.stop.tick
 
+    @abstractmethod
     def restore(self, step: int | None) -> None:
         """Put in the checkpoint of `step`, or the initial state when there is none."""
-        train = self.config.train
-        state = copy.deepcopy(self.learner.state_dict())
-        self.watch.enter("warming up")
-        micro_batch = train.batch_size // (self.size * train.accumulate)
-        self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
-        self.phases.done("warm-up")
-        self.watch.enter("restoring")
-        if step is not None:
-            state = load(self.store.path(step), self.store.manifest(step))
-            self.position = Position(**state["position"])
-        self.learner.load_state_dict(state)
-        self.saves.saved = copy.copy(self.position)
-        self.metrics.rewind(self.position.records)
-        self.restored = True
-        self.phases.done("restore")
-        self.progress.say(
-            f"{'starting' if step is None else f'resuming after step {step}'}: {self.total_steps} steps, "
-            f"{self.order.steps_per_epoch} per epoch, {self.size} ranks on {self.group.device.type}"
-        )
+
+    @abstractmethod
+    def _train(self) -> bool:
+        """Train from the position on. True when the run is finished, False when the ranks agreed to stop."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds, besides the position: references, the same on every rank."""
+
+    @abstractmethod
+    def _epoch(self) -> int:
+        """The epoch, from 1, that the last finished step belongs to."""
+
+    @abstractmethod
+    def _record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
+        """What metrics.jsonl shall say of a finished step (from 0). Raises NotFinite."""
 
     def run(self) -> bool:
         """Train and save. True when the run is finished, False when the ranks agreed to stop."""
         # See Trainer.__call__. What there is by now is there to stay, and is never walked over again.
         gc.freeze()
         gc.enable()
-        self.watch.enter("training")
-        batches = iter(self.loading.loader(self.train_set, self.config.seed, self._plan()))
         finished = False
         try:
-            finished = self._train(batches)
+            finished = self._train()
         finally:
-            close_loader(batches)
-            close_loader(getattr(self.validation_loader, "_iterator", None) or iter(()))
             if not finished:
                 self.tensorboard.end()
         self._save_last()
@@ -148,7 +124,7 @@ class Loop:
         """Begin to save this position, see `Saves.begin`. All ranks call it together."""
         self.flush()
         self.position.records = self.metrics.count
-        self.saves.begin(self.position, self._about(), self._state())
+        self.saves.begin(self.position, self._about(), self._saved())
         self.progress.restart_clock()
 
     def freeze(self, timeout_s: float = 10.0) -> bool:
@@ -157,7 +133,7 @@ class Loop:
         if not (self.whole.acquire(timeout=timeout_s) and self.restored):
             return False
         try:
-            with self.learner.beside():
+            with self.last_update.beside():
                 self._enter(self._values())
         except (NotFinite, TimeoutError):
             return False
@@ -166,26 +142,85 @@ class Loop:
     def save_alone(self, tag: str) -> None:
         """Save a frozen state without the other ranks. Raises CheckpointError."""
         self.position.records = self.metrics.count
-        with self.learner.beside():
-            save_alone(self.store, self._about(), self._state(), self.size, self.metrics.take_over, tag)
+        with self.last_update.beside():
+            save_alone(self.store, self._about(), self._saved(), self.size, self.metrics.take_over, tag)
 
     def flush(self) -> None:
-        """Enter the finished steps in metrics.jsonl. Until then their losses stay on the device, so that a step waits
-        for nothing. Raises NotFinite."""
+        """Enter the finished steps in metrics.jsonl. Until then what they measured stays on the device, so that a step
+        waits for nothing. Raises NotFinite."""
         values = self._values()
         with self.whole:
             self._enter(values)
         self.saves.note()
         self.progress.restart_clock()
 
+    def _planned(self, total_steps: int, batch_size: int) -> None:
+        """It is known how long the run is; `launch.py status` wants to know it too."""
+        self.progress.total_steps = total_steps
+        if self.rank == 0:
+            plan = {"total_steps": total_steps, "batch_size": batch_size}
+            with contextlib.suppress(OSError):  # who asks for the run's status will see less
+                self._plan.write_text(json.dumps(plan) + "\n")
+
+    def _load(self, step: int) -> dict[str, Any]:
+        """The state in the checkpoint of `step`, whose position becomes that of the loop."""
+        state = load(self.store.path(step), self.store.manifest(step))
+        self.position = Position(**state.pop("position"))
+        return state
+
+    def _begin(self) -> None:
+        """The state is put in: what metrics.jsonl has beyond it goes."""
+        self.saves.saved = copy.copy(self.position)
+        self.metrics.rewind(self.position.records)
+        self._first = self.position.step + 1
+        self.restored = True
+        self.phases.done("restore")
+
+    def _step_done(self, samples: int, ends_epoch: bool) -> None:
+        """What comes after each step, outside of `whole`."""
+        step = self.position.step
+        self.progress.count(samples)
+        every = self.config.checkpoint.every_steps
+        self.saves.due |= every is not None and step % every == 0
+        if step % self.config.train.log_every == 0 or ends_epoch:
+            self.flush()
+            # The ranks' clocks differ, so rank 0's decides.
+            self.saves.due |= self.group.rank_0_says(self.saves.due_by_clock())
+        if step == self._first:
+            self.phases.done("first step")
+            self.progress.say(f"first step after {self.phases}")
+            self.tensorboard.start()
+
+    def _epoch_done(self, record: dict[str, Any]) -> None:
+        """Enter the line of an epoch, which ends after the last finished step, in metrics.jsonl."""
+        position = self.position
+        with self.whole:
+            position.metrics = record
+            position.validated = position.step
+            position.loss_sum, position.loss_samples = 0.0, 0
+            self.metrics.append([record])
+        every = self.config.checkpoint.every_epochs
+        self.saves.due |= every is not None and record["epoch"] % every == 0
+        self.progress.epoch(record)
+        self.progress.restart_clock()
+
+    def _not_finite(self, step: int, what: str) -> None:
+        """Raise NotFinite, unless such a step (from 0) is to be left out."""
+        what = f"step {step + 1}: the {what} is not finite"
+        if self.config.train.nonfinite == "fail":
+            self.restored = False  # what came after that step is nothing to keep
+            raise NotFinite(f"{what}; train.nonfinite=skip would leave such steps out")
+        self.position.skipped += 1
+        self.progress.say(f"WARNING: {what}, its update was left out ({self.position.skipped} so far)")
+
     def _about(self) -> About:
         position = self.position
-        epoch = self.order.epoch(max(position.step - 1, 0)) + 1
         measured = {name: value for name, value in position.metrics.items() if value is not None}
-        return About(position.step, epoch, position.samples, measured if position.validated == position.step else {})
+        current = position.validated == position.step
+        return About(position.step, self._epoch(), position.samples, measured if current else {})
 
-    def _state(self) -> dict[str, Any]:
-        return {"position": asdict(self.position), **self.learner.state_dict()}
+    def _saved(self) -> dict[str, Any]:
+        return {"position": asdict(self.position), **self._state()}
 
     def _save_last(self) -> None:
         """The save at a stop or at the end, which the ranks wait for."""
@@ -198,125 +233,26 @@ class Loop:
             self.save()
             self.saves.wait()
 
-    def _values(self) -> list[list[float]]:
-        """Loss and whether it was good, of each pending step: here the CPU waits for the device."""
-        if not self.pending:
-            return []
-        return torch.stack([torch.stack([loss.double(), good.double()]) for _, loss, good in self.pending]).tolist()
+    def _values(self) -> list[dict[str, float]]:
+        """What each pending step measured: here the CPU waits for the device."""
+        tensors = [tensor for _, measured in self.pending for tensor in measured.values()]
+        values = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
+        return [{name: next(values) for name in measured} for _, measured in self.pending]
 
-    def _enter(self, values: list[list[float]]) -> None:
-        """Enter the pending steps, given their values, in metrics.jsonl and in the epoch's sums."""
-        position, records = self.position, []
-        for (step, _, _), (loss, good) in zip(self.pending, values):
-            samples = self.order.count(step)
-            record: dict[str, Any] = {
-                "step": step + 1,
-                "epoch": self.order.epoch(step) + 1,
-                "loss": _finite(loss),
-                "lr": learning_rate(self.config.optim, step, self.total_steps),
-                "samples_per_s": round(self.progress.throughput(), 1),
-                "time": time.time(),
-            }
-            if good:
-                position.loss_sum += loss * samples
-                position.loss_samples += samples
-            else:
-                self._not_finite(step + 1, loss)
-                record["skipped"] = True
-            records.append(record)
+    def _enter(self, values: list[dict[str, float]]) -> None:
+        """Enter the pending steps, given what they measured, in metrics.jsonl."""
+        rate, now = round(self.progress.throughput(), 1), time.time()
+        records = [
+            {"step": step + 1, **self._record(step, measured), "samples_per_s": rate, "time": now}
+            for (step, _), measured in zip(self.pending, values)
+        ]
         self.pending.clear()
         if records:
             self.metrics.append(records)
-            last = records[-1]
-            self.progress.step(last["step"], last["epoch"], last["loss"], last["lr"], self.config.train.batch_size)
-
-    def _not_finite(self, step: int, loss: float) -> None:
-        what = f"step {step}: the {'gradient' if math.isfinite(loss) else 'loss'} is not finite"
-        if self.config.train.nonfinite == "fail":
-            self.restored = False  # what came after that step is nothing to keep
-            raise NotFinite(f"{what}; train.nonfinite=skip would leave such steps out")
-        self.position.skipped += 1
-        self.progress.say(f"WARNING: {what}, its update was left out ({self.position.skipped} so far)")
-
-    def _train(self, batches: Iterator[Any]) -> bool:
-        first = self.position.step + 1
-        while True:
-            if self._validation_due() and not self._validate():
-                return False
-            if self.saves.due:
-                self.save()
-            if self.position.step == self.total_steps:
-                return True
-            if not self.stop.begin_tick():
-                return False
-            self._train_step(batches)
-            if self.position.step == first:
-                self.phases.done("first step")
-                self.progress.say(f"first step after {self.phases}")
-                self.tensorboard.start()
-
-    def _train_step(self, batches: Iterator[Any]) -> None:
-        position, step = self.position, self.position.step
-        began = time.perf_counter()
-        counts = self.order.share_counts(step, self.rank, self.size, self.config.train.accumulate)
-        micro_batches = [(next(batches), count) for count in counts]
-        self.learner.busy_s += time.perf_counter() - began
-        samples = self.order.count(step)
-        self.learner.learn(step, micro_batches, samples)
-        with self.whole:
-            self.pending.append((step, *self.learner.update()))
-            position.step += 1
-            position.samples += samples
-        self.progress.count(samples)
-        every = self.config.checkpoint.every_steps
-        self.saves.due |= every is not None and position.step % every == 0
-        if position.step % self.config.train.log_every == 0 or self._validation_due():
-            self.flush()
-            # The ranks' clocks differ, so rank 0's decides.
-            self.saves.due |= self.group.rank_0_says(self.saves.due_by_clock())
-
-    def _validation_due(self) -> bool:
-        step = self.position.step
-        ends_epoch = step > 0 and (step % self.order.steps_per_epoch == 0 or step == self.total_steps)
-        return ends_epoch and self.position.validated != step
-
-    def _validate(self) -> bool:
-        """Measure the model and end the epoch. False when the ranks agreed to stop: a resumed run measures anew."""
-        position = self.position
-        self.learner.train(False)
-        sums = torch.zeros(len(self.learner.names), dtype=torch.float64, device=self.group.device)
-        for number, batch in enumerate(self.validation_loader):
-            if not self.stop.begin_tick():
-                return False
-            sums += self.learner.evaluate(position.step, number, batch, len(self.validation.share(number)))
-        self.learner.train(True)
-
-        epoch = self.order.epoch(position.step - 1) + 1
-        means = [total / self.validation.samples for total in self.group.sum(sums).tolist()]
-        train_loss = position.loss_sum / position.loss_samples if position.loss_samples else math.nan
-        record: dict[str, Any] = {
-            "epoch": epoch,
-            "step": position.step,
-            "train_loss": _finite(train_loss),
-            **{f"val_{name}": _finite(mean) for name, mean in zip(self.learner.names, means)},
-        }
-        with self.whole:
-            position.metrics = record
-            position.validated = position.step
-            position.loss_sum, position.loss_samples = 0.0, 0
-            self.metrics.append([record])
-        every = self.config.checkpoint.every_epochs
-        self.saves.due |= every is not None and epoch % every == 0
-        self.progress.epoch(record)
-        self.progress.restart_clock()
-        return True
-
-    def _plan(self) -> TrainBatches:
-        steps = range(self.position.step, self.total_steps)
-        return TrainBatches(self.order, steps, self.rank, self.size, self.config.train.accumulate)
+            self.progress.step(records[-1])
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """JSON has no NaN and no infinity."""
     return value if math.isfinite(value) else None
 

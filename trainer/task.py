@@ -49,8 +49,8 @@ class Task:
         return default_collate(list(samples))
 
 
-def load_task(config: Config) -> Task:
-    """The Task that `config.task` names. Raises ConfigError when there is none."""
+def find_task(config: Config) -> type[Task]:
+    """What `config.task` names. Raises ConfigError when there is no such Task."""
     path = READY_MADE.get(config.task, config.task)
     module, _, name = path.rpartition(".")
     try:
@@ -59,4 +59,4 @@ def load_task(config: Config) -> Task:
         raise ConfigError(f"task={config.task}: cannot be imported: {error}") from error
     if not (inspect.isclass(found) and issubclass(found, Task)):
         raise ConfigError(f"task={config.task}: is not a subclass of trainer.Task")
-    return found(config)
+    return found

@@ -12,9 +12,9 @@ from trainer.say import say
 class Progress:
     """A line now and then; silent on every rank but 0."""
 
-    def __init__(self, prints: bool, total_steps: int) -> None:
+    def __init__(self, prints: bool) -> None:
         self.prints = prints
-        self.total_steps = total_steps
+        self.total_steps = 0
         self._steps, self._steps_s = 0, 0.0  # of this attempt, until the clock was last restarted
         self._samples, self._counted = 0, 0
         self._since = self._last = time.perf_counter()
@@ -40,15 +40,16 @@ class Progress:
         """Samples per second over all ranks, since the clock was last restarted."""
         return self._samples / max(time.perf_counter() - self._since, 1e-9)
 
-    def step(self, step: int, epoch: int, loss: float | None, lr: float, batch_size: int) -> None:
-        """Print how far the run is; the loss is None when it was not finite."""
-        rate = self.throughput()
-        left = (self.total_steps - step) * batch_size / rate
-        value = "not finite" if loss is None else f"{loss:.4f}"
-        self.say(
-            f"step {step}/{self.total_steps}  epoch {epoch}  loss {value}  lr {lr:.4g}  "
-            f"{rate:,.0f} samples/s  {duration(left)} left"
-        )
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Print how far the run is, given a step's line of metrics.jsonl; its loss is None when it was not finite."""
+        seconds = time.perf_counter() - self._since
+        left = (self.total_steps - record["step"]) * seconds / max(1, self._counted)
+        parts = [f"step {record['step']}/{self.total_steps}", f"epoch {record['epoch']}"]
+        if "loss" in record:
+            parts.append("loss not finite" if record["loss"] is None else f"loss {record['loss']:.4f}")
+        if "lr" in record:
+            parts.append(f"lr {record['lr']:.4g}")
+        self.say("  ".join([*parts, f"{self.throughput():,.0f} samples/s", f"{duration(left)} left"]))
 
     def epoch(self, metrics: Mapping[str, Any]) -> None:
         """Print an epoch's line of metrics.jsonl."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+from collections.abc import Iterator
 
 import torch
 
@@ -55,3 +58,31 @@ def _choose(config: Config, world: World) -> torch.device:
             f"{world.local_size} ranks on this node, but it has {count} GPUs: use --gpus-per-node {count} or device=cpu"
         )
     return torch.device("cuda", world.local_rank)
+
+
+class LastUpdate:
+    """Where on the device the last update of the state ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def mark(self) -> None:
+        """It ends with what was asked of the device so far."""
+        if self._event is not None:
+            self._event.record()
+
+    @contextlib.contextmanager
+    def beside(self, timeout_s: float = 5.0) -> Iterator[None]:
+        """In another thread, while the device may be waiting for a rank that is dead: read the state on a stream of its
+        own. Raises TimeoutError when the device does not come to the end of the last update."""
+        if self._event is None:
+            yield
+            return
+        deadline = time.monotonic() + timeout_s
+        while not self._event.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the GPU did not end the last update within {timeout_s:.0f} s")
+            time.sleep(0.01)
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            yield
