@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.photos import make_folder
 from tests.ranks import Attempt, fingerprint, reasons, train
 from trainer.config import Config
 from trainer.observe.metrics import read_lines
@@ -24,6 +25,7 @@ SMALL = [
     "data.args.image_size=8", "data.args.augment=true", "train.batch_size=8", "train.epochs=2",
     "train.log_every=3", "optim.lr=0.02",
 ]  # fmt: skip
+STOP_AT_2 = "SIGTERM step 2 rank 1"
 EVERYTHING = [
     "data.workers=1", "train.accumulate=2", "train.ema_decay=0.9", "optim.name=adamw", "optim.lr=0.001",
     "optim.warmup_steps=3", "optim.clip_norm=1.0",
@@ -106,6 +108,22 @@ def test_four_ranks(root: Path, place: str) -> None:
 def test_four_ranks_plain(root: Path) -> None:
     """The same without accumulation, averaging and clipping: each of them could hide a difference, or make one."""
     stop_and_resume(root, "four-plain", 4, (), "SIGTERM step 3 rank 2")
+
+
+def test_digits_in_memory(root: Path) -> None:
+    """Batches that are taken from memory at once draw their augmentation in a way of their own."""
+    options = ("data.name=mnist-5k", "train.max_steps=6", "train.batch_size=32", "model.args.width=16")
+    stop_and_resume(root, "digits", 2, options, "SIGTERM step 3 rank 0")
+
+
+def test_image_files_and_any_workers(root: Path) -> None:
+    """Photos, augmented, by two workers a rank, by one until the stop, and by none after it."""
+    photos = make_folder(root / "photos", train=24, val=8, classes=3)
+    options = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "model.args.width=32")
+    expected = undisturbed(root, 2, (*options, "data.workers=2"))
+    stopped = Attempt(config(root, "photos", 2, (*options, "data.workers=1")), {"LASTSTEP_TEST_SIGNAL": STOP_AT_2})
+    assert stopped.wait() == [128 + signal.SIGTERM] * 2, stopped.output()
+    assert fingerprint(train(config(root, "photos", 2, options))) == expected
 
 
 def test_torchvision_model(root: Path) -> None:

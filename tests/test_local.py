@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.photos import make_folder
 from tests.ranks import fingerprint, reasons
 from trainer.data.catalog import MNIST_5K
 from trainer.observe.metrics import read_lines
@@ -265,18 +266,19 @@ def test_mnist_from_a_folder(terminal: Terminal, tmp_path: Path) -> None:
 
 
 def test_image_folder(terminal: Terminal, tmp_path: Path) -> None:
-    """A folder of pictures per class, with a torchvision model and augmentation, in two ranks with loader workers."""
-    from PIL import Image
-
-    for part in ("train", "val"):
-        for label, colour in {"red": (255, 0, 0), "blue": (0, 0, 255)}.items():
-            folder = tmp_path / "data" / part / label
-            folder.mkdir(parents=True)
-            for number in range(8):
-                Image.new("RGB", (40, 30), colour).save(folder / f"{number}.jpg")
-    terminal.types(
-        "--local", "--tasks-per-node", "2", "--name", "jpg", "data.name=imagefolder", f"data.root={tmp_path}/data",
+    """A folder of pictures per class, with a torchvision model and augmentation, in two ranks with loader workers. When
+    one of them is damaged meanwhile, the run ends with its name, and goes on once it is replaced."""
+    photos = make_folder(tmp_path / "data", train=16, val=16)
+    words = (
+        "--local", "--tasks-per-node", "2", "--name", "jpg", "data.name=imagefolder", f"data.root={photos}",
         "data.args.image_size=32", "data.args.augment=true", "data.workers=1", "model.name=resnet18",
         "train.batch_size=8", "train.epochs=2",
     )  # fmt: skip
+    victim = photos / "train" / "class1" / "7.jpg"
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[: len(whole) // 2])
+    said = terminal.types(*words, status=2)
+    assert said.count(f"data.root={photos}: {victim} is not a whole image") == 1
+    victim.write_bytes(whole)
+    terminal.types("resume", "jpg", "--local")
     assert read_lines(terminal.run("jpg").metrics)[-1]["epoch"] == 2

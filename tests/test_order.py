@@ -19,6 +19,7 @@ from trainer.data.order import Order, seed_generators, seed_of
 ORDERS = st.builds(Order, st.integers(1, 200), st.integers(1, 64), st.integers(0, 2**40))
 SIZES = st.integers(1, 12)
 MICRO_BATCHES = st.integers(1, 4)
+CPU = torch.device("cpu")
 
 
 def step_samples(order: Order, step: int, size: int, micro_batches: int) -> list[int]:
@@ -65,9 +66,9 @@ def test_batches_from_any_step_on(order: Order, size: int, micro_batches: int, d
     whole = list(TrainBatches(order, range(steps), rank, size, micro_batches))
     resumed = list(TrainBatches(order, range(start, steps), rank, size, micro_batches))
     assert resumed == whole[start * micro_batches :]
-    assert all(whole), "a model may not take an empty batch"
+    assert all(indices for _, indices in whole), "a model may not take an empty batch"
     counts = [count for step in range(steps) for count in order.share_counts(step, rank, size, micro_batches)]
-    assert all(len(batch) == count for batch, count in zip(whole, counts) if count)
+    assert all(len(indices) == count for (_, indices), count in zip(whole, counts) if count)
 
 
 @given(st.integers(1, 300), st.integers(1, 64), SIZES)
@@ -79,7 +80,7 @@ def test_validation_sees_each_sample_once(samples: int, batch_size: int, size: i
     assert len({len(list(batches)) for batches in ranks}) == 1
     for batches in ranks:
         keys = list(batches)
-        assert all(keys) and {epoch for batch in keys for epoch, _ in batch} == {VALIDATION}
+        assert all(indices for _, indices in keys) and {epoch for epoch, _ in keys} == {VALIDATION}
 
 
 @given(ORDERS, st.lists(st.integers(0, 400), min_size=1, max_size=6))
@@ -135,20 +136,22 @@ class Noise(Dataset[float]):
 @given(st.integers(0, 20), st.integers(1, 4))
 def test_draws_belong_to_the_sample(start: int, size: int) -> None:
     """An augmentation depends on seed, epoch and sample, not on what the process loaded before or on its rank."""
-    order, loading = Order(20, 4, 3), Loading(list, workers=0, pin=False, timeout_s=60)
-    batches = [key for step in range(10) for key in [[(order.epoch(step), i) for i in order.batch(step)]]]
-    drawn = dict(
-        zip([k for batch in batches for k in batch], [x for b in loading.loader(Noise(), 3, batches) for x in b])
-    )
+    order, loading = Order(20, 4, 3), Loading(list, workers=0, device=CPU, timeout_s=60)
+    whole = [(order.epoch(step), order.batch(step)) for step in range(10)]
+    drawn = {
+        (epoch, index): value
+        for (epoch, indices), values in zip(whole, loading.loader(Noise(), 3, whole))
+        for index, value in zip(indices, values)
+    }
     for rank in range(size):
         part = TrainBatches(order, range(start, 10), rank, size, 1)
-        for keys, values in zip(part, loading.loader(Noise(), 3, part)):
-            assert values == [drawn[key] for key in keys]
+        for (epoch, indices), values in zip(part, loading.loader(Noise(), 3, part)):
+            assert values == [drawn[epoch, index] for index in indices]
     assert len(set(drawn.values())) == 40
 
 
 def test_workers_change_nothing() -> None:
     """More loader processes are for speed: the samples and their draws stay."""
     batches = list(TrainBatches(Order(20, 4, 3), range(7), 0, 2, 1))
-    one, two = (list(Loading(list, workers=n, pin=False, timeout_s=60).loader(Noise(), 3, batches)) for n in (0, 2))
+    one, two = (list(Loading(list, workers=n, device=CPU, timeout_s=60).loader(Noise(), 3, batches)) for n in (0, 2))
     assert one == two

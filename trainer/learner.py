@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from trainer.buffers import Buffers
 from trainer.config import Config, ConfigError
+from trainer.data.loader import for_each_tensor
 from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.schema import Optim
 from trainer.task import Task
@@ -44,9 +45,9 @@ class Learner:
         self.busy_s = 0.0  # spent so far on this rank's own work, which no other rank can slow down
 
         seed_generators(seed_of("model", config.seed), self.device)
-        layout = torch.channels_last if config.train.channels_last else torch.preserve_format
-        self.layout: torch.memory_format = layout
-        self.model = task.model().to(self.device).to(memory_format=layout)
+        self.model = task.model().to(self.device)
+        if config.train.channels_last:
+            self.model.to(memory_format=torch.channels_last)
         self.average = _average(self.model, config.train.ema_decay)
         if config.train.activation_checkpointing:
             _checkpoint_activations(self.model, config.train.compile)
@@ -173,7 +174,9 @@ class Learner:
         self.scaler.load_state_dict(state["scaler"])
 
     def _forward(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        batch = _to_device(batch, self.device, self.layout)
+        batch = self.task.on_device(batch)
+        if self.config.train.channels_last:
+            batch = for_each_tensor(_channels_last, batch)
         if self.dtype is torch.float32:
             return self.task.step(model, batch)
         with torch.autocast(self.device.type, self.dtype):
@@ -261,17 +264,9 @@ def _average(model: nn.Module, decay: float) -> AveragedModel | None:
     return average.requires_grad_(False)
 
 
-def _to_device(batch: Any, device: torch.device, layout: torch.memory_format) -> Any:
-    """Each tensor of a nested batch on `device`, images (4 dimensions) in `layout`."""
-    if isinstance(batch, Tensor):
-        if batch.dim() == 4 and layout is not torch.preserve_format:
-            return batch.to(device, non_blocking=True, memory_format=layout)
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: _to_device(value, device, layout) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_to_device(value, device, layout) for value in batch)
-    return batch
+def _channels_last(tensor: Tensor) -> Tensor:
+    """An image (4 dimensions) as NHWC in memory."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def _checkpoint_activations(model: nn.Module, compiled: bool) -> None:

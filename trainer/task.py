@@ -44,6 +44,10 @@ class Task:
         """
         raise NotImplementedError(f"{type(self).__name__} must define step()")
 
+    def on_device(self, batch: Any) -> Any:
+        """What is left to do to a batch on the device, before `step`: nothing by default."""
+        return batch
+
     def collate(self, samples: Sequence[Any]) -> Any:
         """Make a batch of samples. By default torch's own way."""
         return default_collate(list(samples))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.config import ConfigError, check_batch
-from trainer.data.loader import Loading, TrainBatches, ValidationBatches, close_loader
+from trainer.data.loader import Loading, TrainBatches, ValidationBatches
 from trainer.data.order import Order
 from trainer.learner import Learner, learning_rate
 from trainer.loop import Loop, Means, finite
@@ -42,8 +42,8 @@ class Training(Loop):
         self._planned(self.total_steps, config.train.batch_size)
 
         self.learner = Learner(config, self.task, group, self.total_steps)
-        pin, timeout_s = group.device.type == "cuda", config.launch.hang_timeout_s
-        self.loading = Loading(self.task.collate, config.data.workers, pin, timeout_s)
+        collate = None if task.collate is Task.collate else self.task.collate
+        self.loading = Loading(collate, config.data.workers, group.device, config.launch.hang_timeout_s)
         self.validation = ValidationBatches(counts[1], config.train.batch_size, self.rank, self.size)
         self.validation_loader = self.loading.loader(val_set, config.seed, self.validation)
         self.watch.busy = lambda: self.learner.busy_s
@@ -69,12 +69,12 @@ class Training(Loop):
 
     def _train(self) -> bool:
         self.watch.enter("training")
-        batches = iter(self.loading.loader(self.train_set, self.config.seed, self._batches()))
+        loader = self.loading.loader(self.train_set, self.config.seed, self._batches())
         try:
-            return self._steps(batches)
+            return self._steps(iter(loader))
         finally:
-            close_loader(batches)
-            close_loader(getattr(self.validation_loader, "_iterator", None) or iter(()))
+            loader.close()
+            self.validation_loader.close()
 
     def _steps(self, batches: Iterator[Any]) -> bool:
         while True:

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset
+from torchvision.datasets import MNIST
+from torchvision.transforms import v2
 
-from trainer.data.datasets import open_datasets
-from trainer.schema import Data
+from trainer.data.catalog import MNIST_5K
 from trainer.tasks.models import build_model
 
 EPOCHS = 6
@@ -38,7 +39,8 @@ def build() -> nn.Module:
 
 def training_set() -> Dataset[Any]:
     """4,000 digits."""
-    return open_datasets(Data(), 1, 28)[0]
+    transform = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.1307], [0.3081])])
+    return MNIST(str(MNIST_5K), transform=transform)
 
 
 def record_steps(model: nn.Module, rank: int) -> None:

@@ -1,20 +1,31 @@
-"""torchvision's data sets by name, with their transforms."""
+"""The ready-made data sets by name: torchvision's, with pixels for samples."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from PIL import Image
+from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import datasets
-from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from trainer.config import ConfigError
 from trainer.data.catalog import DATASETS, MNIST_5K
+from trainer.data.image_files import ImageFiles
+from trainer.data.pixels import Augmentation, Images
 from trainer.schema import Data
 
-_CLASSES = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST, "cifar10": datasets.CIFAR10}
+# All of it in memory, as torchvision has it too; the largest is CIFAR-10, of 150 MB.
+_IN_MEMORY = {
+    "mnist-5k": datasets.MNIST,
+    "mnist": datasets.MNIST,
+    "fashion-mnist": datasets.FashionMNIST,
+    "cifar10": datasets.CIFAR10,
+}
 
 
 def prepare_data(data: Data) -> None:
@@ -23,7 +34,7 @@ def prepare_data(data: Data) -> None:
         return
     try:
         for train in (True, False):
-            _CLASSES[data.name](data.root, train=train, download=True)
+            _IN_MEMORY[data.name](data.root, train=train, download=True)
     except Exception as error:  # no network, a full disk, a server's error page: torchvision raises whatever it meets
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
@@ -32,53 +43,38 @@ def prepare_data(data: Data) -> None:
         ) from error
 
 
-def open_datasets(data: Data, channels: int, image_size: int) -> tuple[Dataset[Any], Dataset[Any], int]:
-    """The training set, the validation set and the number of classes. Raises ConfigError."""
-    sets: list[Any] = []
-    for train in (True, False):
-        transform = _transform(data, channels, image_size, train)
-        if data.name == "mnist-5k":
-            sets.append(datasets.MNIST(str(MNIST_5K), train=train, transform=transform))
-        elif data.name == "imagefolder":
-            folder = Path(data.root) / ("train" if train else "val")
-            try:
-                sets.append(datasets.ImageFolder(str(folder), transform=transform))
-            except FileNotFoundError as error:
-                raise ConfigError(f"data.root={data.root}: {error}") from error
-        elif data.name == "fake":
-            samples, classes = int(data.args.get("samples", 1000)), int(data.args.get("classes", 10))
-            offset = 0 if train else samples  # other images than those trained on
-            size = (3, image_size, image_size)
-            sets.append(datasets.FakeData(samples, size, classes, transform=transform, random_offset=offset))
-        else:
-            sets.append(_CLASSES[data.name](data.root, train=train, transform=transform))
-    train_set, val_set = sets
-    if data.name == "imagefolder" and train_set.classes != val_set.classes:
+def open_datasets(data: Data, image_size: int) -> tuple[Dataset[Any], Dataset[Any], int]:
+    """The training set, the validation set and the number of classes. A sample is (pixels (image_size, image_size,
+    channels), label). Raises ConfigError."""
+    (train_set, classes), (val_set, val_classes) = (_open(data, image_size, train) for train in (True, False))
+    if classes != val_classes:
         raise ConfigError(f"data.root={data.root}: train/ and val/ have different classes")
-    classes = int(data.args.get("classes", 10)) if data.name == "fake" else len(train_set.classes)
-    return train_set, val_set, classes
+    return train_set, val_set, len(classes)
 
 
-def _transform(data: Data, channels: int, image_size: int, train: bool) -> v2.Compose:
-    """From a PIL image to a normalised float tensor (channels, image_size, image_size)."""
-    info = DATASETS[data.name]
+def _open(data: Data, size: int, train: bool) -> tuple[Dataset[Any], Sequence[Any]]:
+    """One of them, and its classes."""
     augment = train and bool(data.args.get("augment", False))
-    steps: list[Any] = [v2.PILToTensor()]
     if data.name == "imagefolder":
-        steps += (
-            [v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()]
-            if augment
-            else [v2.Resize(round(image_size * 256 / 224), antialias=True), v2.CenterCrop(image_size)]
-        )
-    else:
-        if image_size != info.image_size and data.name != "fake":
-            steps.append(v2.Resize(image_size, antialias=True))
-        if augment:
-            steps.append(v2.RandomCrop(image_size, padding=image_size // 8))
-            if "mnist" not in data.name:  # a mirrored digit is another digit, or none
-                steps.append(v2.RandomHorizontalFlip())
-    steps.append(v2.ToDtype(torch.float32, scale=True))
-    if channels != info.channels:
-        steps.append(v2.Grayscale(channels))
-    mean, std = (values if len(values) == channels else values * channels for values in (info.mean, info.std))
-    return v2.Compose([*steps, v2.Normalize(list(mean), list(std))])
+        try:
+            files = ImageFiles(data.root, "train" if train else "val", size, augment)
+        except FileNotFoundError as error:
+            raise ConfigError(f"data.root={data.root}: {error}") from error
+        return files, files.classes
+    # A mirrored digit is another digit, or none.
+    augmentation = Augmentation(size // 8, mirror="mnist" not in data.name) if augment else None
+    if data.name == "fake":
+        samples, classes = int(data.args.get("samples", 1000)), int(data.args.get("classes", 10))
+        offset = 0 if train else samples  # other images than those trained on
+        transform = partial(_pixels, augmentation=augmentation)
+        return datasets.FakeData(samples, (3, size, size), classes, transform, random_offset=offset), range(classes)
+    root = str(MNIST_5K) if data.name == "mnist-5k" else data.root
+    held = _IN_MEMORY[data.name](root, train=train)
+    pixels = torch.as_tensor(held.data)  # (N, H, W) where there is one channel
+    images = Images(pixels.view(*pixels.shape[:3], -1), torch.as_tensor(held.targets), size, augmentation)
+    return images, held.classes
+
+
+def _pixels(image: Image.Image, augmentation: Augmentation | None) -> Tensor:
+    pixels = pil_to_tensor(image).permute(1, 2, 0)
+    return augmentation(pixels[None], augmentation.draw(1))[0] if augmentation else pixels

@@ -1,56 +1,59 @@
-"""Batches for one rank, from any step on, the same whoever loads them."""
+"""Batches for one rank, on its device, from any step on, the same whoever loads them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from trainer.config import ConfigError
 from trainer.data.order import Order, seed_generators, seed_of
+from trainer.data.pixels import Images
 from trainer.world.signals import set_up_worker
 
 VALIDATION = -1  # in the place of an epoch: a validation sample is the same in every epoch
-Key = tuple[int, int]  # epoch, sample index
-
-
-class _Draws(Dataset[Any]):
-    """A data set whose every sample draws its own random numbers, from (seed, epoch, index) alone.
-
-    So it does not matter which worker loads a sample, how many workers there are, or what was loaded before.
-    """
-
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
-
-    def __getitem__(self, key: Key) -> Any:
-        epoch, index = key
-        seed_generators(seed_of("sample", self.seed, epoch, index))
-        return self.dataset[index]
+Key = tuple[int, Sequence[int]]  # of a batch: epoch, sample indices
+# Tensors of so many bytes may lie on a GPU for good, for batches to be taken there.
+ON_GPU_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are loaded: `workers` processes (0: in the rank itself), into pinned memory or not. A batch that
-    takes longer than `timeout_s` is an error: a worker may be stuck."""
+    """How batches are loaded: `workers` processes (0: in the rank itself) make them of samples by `collate` (None:
+    torch's own way), for `device`. A batch that takes longer than `timeout_s` is an error: a worker may be stuck."""
 
-    collate: Callable[[Sequence[Any]], Any]
+    collate: Callable[[list[Any]], Any] | None
     workers: int
-    pin: bool
+    device: torch.device
     timeout_s: float
 
-    def loader(self, dataset: Dataset[Any], seed: int, batches: Iterable[list[Key]]) -> DataLoader[Any]:
-        """A DataLoader over `batches`; each iteration over it starts `batches` anew."""
+    def loader(self, dataset: Dataset[Any], seed: int, keys: Iterable[Key]) -> Loader:
+        """The batches of these keys; each iteration begins anew."""
+        if self.collate is None and type(dataset) in (TensorDataset, Images):
+            tensors: tuple[Tensor, ...] = dataset.tensors  # type: ignore[attr-defined]
+            if self.device.type == "cpu" or sum(tensor.nbytes for tensor in tensors) <= ON_GPU_BYTES:
+                return Loader(_FromMemory(dataset, seed, keys, self.device), self.device)
+        return Loader(self._from_samples(dataset, seed, keys), self.device)
+
+    def warm_up_batch(self, dataset: Dataset[Any], seed: int, count: int) -> Any:
+        """A batch of `count` samples of the right shape, for a step that is thrown away."""
+        keys = [(0, [i % len(dataset) for i in range(count)])]  # type: ignore[arg-type]
+        return next(iter(replace(self, workers=0).loader(dataset, seed, keys)))
+
+    def _from_samples(self, dataset: Dataset[Any], seed: int, keys: Iterable[Key]) -> DataLoader[Any]:
         return DataLoader(
-            _Draws(dataset, seed),
-            batch_sampler=batches,
+            _Batches(dataset, seed, self.collate or default_collate),
+            sampler=keys,
+            batch_size=None,  # an item is a whole batch
+            collate_fn=_as_it_is,
             num_workers=self.workers,
             timeout=self.timeout_s if self.workers else 0,
-            collate_fn=self.collate,
-            pin_memory=self.pin,
+            pin_memory=self.device.type == "cuda",
             worker_init_fn=set_up_worker,
             # Not the global generator: what the loader draws to seed its workers would shift the model's draws.
             generator=torch.Generator().manual_seed(seed_of("loader", seed)),
@@ -58,26 +61,112 @@ class Loading:
             multiprocessing_context="fork" if self.workers else None,
         )
 
-    def warm_up_batch(self, dataset: Dataset[Any], seed: int, count: int) -> Any:
-        """A batch of `count` samples of the right shape, for a step that is thrown away."""
-        draws = _Draws(dataset, seed)
-        return self.collate([draws[0, i % len(dataset)] for i in range(count)])  # type: ignore[arg-type]
+
+class Loader:
+    """Batches on the device, one after another; each iteration begins anew."""
+
+    def __init__(self, batches: Iterable[Any], device: torch.device) -> None:
+        self.batches = batches
+        self.device = device
+        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            if isinstance(batch, ConfigError):
+                raise batch
+            yield batch if self._copying is None else self._copied(batch, self._copying)
+
+    def close(self) -> None:
+        """End its workers now. Left to the interpreter's exit, it would ask them by SIGTERM, which they ignore, and
+        wait for ever."""
+        iterator: Any = getattr(self.batches, "_iterator", None)  # kept where there are workers
+        if iterator is None:
+            return
+        iterator._shutdown_workers()  # what torch itself calls when it drops the iterator
+        for worker in iterator._workers:
+            if worker.is_alive():
+                worker.kill()
+
+    def _copied(self, batch: Any, copying: torch.cuda.Stream) -> Any:
+        """On the GPU, by a stream of its own: the copy does not wait for what is computed there meanwhile."""
+        with torch.cuda.stream(copying):
+            batch = for_each_tensor(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        computing = torch.cuda.current_stream(self.device)
+        computing.wait_stream(copying)
+
+        def used(tensor: Tensor) -> Tensor:
+            """Its memory must not be given to the next copy before the computation has come so far."""
+            tensor.record_stream(computing)
+            return tensor
+
+        return for_each_tensor(used, batch)
 
 
-def close_loader(batches: Iterator[Any]) -> None:
-    """End a loader's workers now. Left to the interpreter's exit, it would ask them by SIGTERM, which they ignore,
-    and wait for ever."""
-    workers = getattr(batches, "_workers", [])
-    if workers:
-        batches._shutdown_workers()  # type: ignore[attr-defined]  # what torch itself calls when it drops the iterator
-    for worker in workers:
-        if worker.is_alive():
-            worker.kill()
+def for_each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """A nested batch with each of its tensors replaced."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {key: for_each_tensor(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named one
+        return type(batch)(*(for_each_tensor(function, value) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(for_each_tensor(function, value) for value in batch)
+    return batch
+
+
+class _Batches(Dataset[Any]):
+    """Whole batches of samples, each of which draws its own random numbers, from (seed, epoch, index) alone.
+
+    So it does not matter which worker loads a sample, how many workers there are, or what was loaded before.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.collate = collate
+
+    def __getitem__(self, key: Key) -> Any:
+        epoch, indices = key
+        samples = []
+        try:
+            for index in indices:
+                seed_generators(seed_of("sample", self.seed, epoch, index))
+                samples.append(self.dataset[index])
+        except ConfigError as error:
+            return error  # for the rank to raise: an exception would leave the worker as the text of a traceback
+        return self.collate(samples)
+
+
+class _FromMemory:
+    """Batches of a data set that is held in memory: each is taken at once, on the device, without a sample made."""
+
+    def __init__(self, dataset: Any, seed: int, keys: Iterable[Key], device: torch.device) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.keys = keys
+        self.device = device
+        self.tensors = [tensor.to(device) for tensor in dataset.tensors]
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for epoch, indices in self.keys:
+            rows = torch.from_numpy(numpy.array(indices))  # torch.tensor of a list takes five times as long
+            if self.device.type == "cuda":
+                rows = rows.pin_memory().to(self.device, non_blocking=True)
+            batch = [tensor.index_select(0, rows) for tensor in self.tensors]
+            if isinstance(self.dataset, Images):
+                draws = self.dataset.draws(self.seed, epoch, self.device)
+                batch[0] = self.dataset.finish(batch[0], None if draws is None else draws[rows])
+            yield batch
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """Sample keys of the rank's micro-batches for `steps`, one after another, over the ends of epochs.
+    """Keys of the rank's micro-batches for `steps`, one after another, over the ends of epochs.
 
     A micro-batch that is empty for this rank (in a short last batch) holds two samples all the same, since a model may
     not take fewer; `Order.share_counts` says that they count for nothing.
@@ -89,16 +178,16 @@ class TrainBatches:
     size: int
     micro_batches: int
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[Key]:
         for step in self.steps:
             epoch = self.order.epoch(step)
             for share in self.order.share(step, self.rank, self.size, self.micro_batches):
-                yield [(epoch, index) for index in share or self.order.batch(step)[:2]]
+                yield epoch, share or self.order.batch(step)[:2]
 
 
 @dataclass(frozen=True)
 class ValidationBatches:
-    """Sample keys of the rank's share of each validation batch; all ranks have the same number of batches."""
+    """Keys of the rank's share of each validation batch; all ranks have the same number of batches."""
 
     samples: int
     batch_size: int
@@ -114,6 +203,6 @@ class ValidationBatches:
         count = min(self.batch_size, self.samples - start)
         return range(start + count * self.rank // self.size, start + count * (self.rank + 1) // self.size)
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[Key]:
         for batch in range(len(self)):
-            yield [(VALIDATION, index) for index in self.share(batch) or range(1)]
+            yield VALIDATION, self.share(batch) or range(1)

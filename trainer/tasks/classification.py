@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -11,6 +12,7 @@ from torch.utils.data import Dataset
 from trainer.config import Config
 from trainer.data.catalog import DATASETS
 from trainer.data.datasets import open_datasets, prepare_data
+from trainer.data.pixels import normalized
 from trainer.task import Task
 from trainer.tasks.models import build_model
 
@@ -19,7 +21,8 @@ AUXILIARY_WEIGHT = 0.3
 
 
 class Classification(Task):
-    """Any data set of `data.name` with any model of `model.name`. A batch is (images (N, C, H, W), labels (N,))."""
+    """Any data set of `data.name` with any model of `model.name`. A batch is (images (N, C, H, W), labels (N,)), which
+    `on_device` makes of samples' pixels (H, W, C), uint8."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -32,12 +35,19 @@ class Classification(Task):
         prepare_data(self.config.data)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        train, val, self.classes = open_datasets(self.config.data, self.channels, self.image_size)
+        train, val, self.classes = open_datasets(self.config.data, self.image_size)
         return train, val
 
     def model(self) -> nn.Module:
         model = self.config.model
         return build_model(model.name, self.channels, self.classes or 0, self.image_size, model.args)
+
+    def on_device(self, batch: Any) -> Any:
+        images, *rest = batch
+        if images.dtype == torch.uint8:
+            layout = torch.channels_last if self.config.train.channels_last else torch.contiguous_format
+            images = normalized(images, self.info.mean, self.info.std, self.channels, layout)
+        return images, *rest
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         images, labels = batch

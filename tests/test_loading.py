@@ -1,0 +1,368 @@
+"""Loading: a sample is the same whoever loads it and beside whatever others, as pixels up to the device.
+
+If a batch depended on the number of workers or ranks, on where an attempt began or on who shares the batch, a resumed
+run would learn from other images than the undisturbed one, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torchvision.transforms.v2 import functional as transforms
+
+from tests.photos import make_folder, photo
+from trainer.config import Config, ConfigError
+from trainer.data import datasets
+from trainer.data.image_files import read_image
+from trainer.data.loader import VALIDATION, Loading, TrainBatches
+from trainer.data.order import Order
+from trainer.data.pixels import Augmentation, Images, normalized
+from trainer.tasks.classification import Classification
+
+CPU = torch.device("cpu")
+KINDS = ("mnist-5k", "mnist-5k resized", "cifar10", "fake", "imagefolder")
+BATCH, STEPS = 12, 6  # of 30 samples: two epochs, of two whole batches and a short one each
+
+
+class FewColours:
+    """In the place of torchvision's CIFAR10, which downloads 160 MB: images that are its arrays and lists."""
+
+    classes = ("cat", "dog", "frog")
+
+    def __init__(self, root: str, train: bool) -> None:
+        self.data = numpy.random.default_rng(train).integers(0, 256, (40, 32, 32, 3), dtype=numpy.uint8)
+        self.targets = [number % 3 for number in range(40)]
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("photos"), train=30, val=6)
+
+
+@pytest.fixture
+def task(request: pytest.FixtureRequest, photos: Path, monkeypatch: pytest.MonkeyPatch) -> Classification:
+    """One that augments images of the kind that the test names."""
+    monkeypatch.setitem(datasets._IN_MEMORY, "cifar10", FewColours)
+    name, *resized = request.param.split()
+    words = [f"data.name={name}", f"data.root={photos}", "data.args.augment=true"]
+    words += ["data.args.image_size=20"] if resized else []
+    words += ["data.args.image_size=24"] if name == "imagefolder" else []
+    words += ["data.args.samples=30"] if name == "fake" else []
+    return Classification(Config.load(None, words))
+
+
+class First(Dataset[Any]):
+    """30 samples of another data set, from the loader's side one that nobody knows."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+def few(dataset: Any) -> Dataset[Any]:
+    """At most 30 samples of it, held as they were."""
+    if isinstance(dataset, Images):
+        pixels, labels = (tensor[:30] for tensor in dataset.tensors)
+        return Images(pixels, labels, dataset.size, dataset.augmentation)
+    return dataset
+
+
+def loading(workers: int = 0, **more: Any) -> Loading:
+    return Loading(**{"collate": None, "workers": workers, "device": CPU, "timeout_s": 60, **more})
+
+
+def samples(task: Classification, dataset: Any, rank: int, size: int, **how: Any) -> dict[tuple[int, int], Tensor]:
+    """What a rank's steps learn from, by epoch and index: the images that reach the model."""
+    begin, micro_batches = how.pop("begin", 0), how.pop("micro_batches", 1)
+    keys = list(TrainBatches(Order(30, BATCH, 3), range(begin, STEPS), rank, size, micro_batches))
+    loader = loading(**how).loader(dataset, 3, keys)
+    found = {}
+    for (epoch, indices), batch in zip(keys, loader):
+        images, labels = task.on_device(batch)
+        assert images.dtype == torch.float32 and labels.dtype == torch.int64
+        found.update({(epoch, index): image for index, image in zip(indices, images)})
+    loader.close()
+    return found
+
+
+@pytest.mark.parametrize("task", KINDS, indirect=True)
+def test_samples_are_the_same_whoever_loads_them(task: Classification) -> None:
+    """Bit for bit: other workers, more ranks, smaller micro-batches, another beginning, and so other neighbours."""
+    train = few(task.datasets()[0])
+    alone = samples(task, train, 0, 1)
+    assert len(alone) == 60
+    for how in ({"workers": 2}, {"micro_batches": 3}, {"begin": 4, "workers": 1}, {"begin": 2}):
+        found = samples(task, train, 0, 1, **how)
+        assert found and all(torch.equal(image, alone[key]) for key, image in found.items()), how
+    ranks = [samples(task, train, rank, 3, begin=1, workers=rank) for rank in range(3)]
+    together = {key: image for found in ranks for key, image in found.items()}
+    assert len(together) == 60 - BATCH
+    assert all(torch.equal(image, alone[key]) for key, image in together.items())
+
+
+@pytest.mark.parametrize("task", KINDS, indirect=True)
+def test_augmentation_differs_by_epoch_and_spares_validation(task: Classification) -> None:
+    """An augmentation that is the same in each epoch augments nothing; one in validation measures something else."""
+    train, val = task.datasets()
+    found = samples(task, few(train), 0, 1)
+    same = [torch.equal(found[0, index], found[1, index]) for index in range(30)]
+    assert sum(same) < 5
+    first, again = (
+        next(iter(loading(workers=n).loader(val, seed, [(VALIDATION, range(4))]))) for n, seed in ((0, 1), (1, 2))
+    )
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[0], torch.stack([val[index][0] for index in range(4)]))
+
+
+@pytest.mark.parametrize("mirror", [True, False])
+def test_augmentation_shifts_and_mirrors(mirror: bool) -> None:
+    """Each image is its original, shifted by up to 2 pixels over black, mirrored if it may be; every shift occurs."""
+    pixels = torch.randint(1, 256, (400, 6, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    augmentation = Augmentation(2, mirror)
+    draws = augmentation.draw(400, torch.Generator().manual_seed(0))
+    seen = set()
+    for original, augmented, (down, right, mirrored) in zip(pixels, augmentation(pixels, draws), draws.tolist()):
+        padded = torch.zeros(10, 11, 3, dtype=torch.uint8)
+        padded[2:8, 2:9] = original
+        expected = padded[down : down + 6, right : right + 7]
+        assert torch.equal(augmented, expected.flip(1) if mirrored else expected)
+        seen.add((down, right, mirrored))
+    assert len(seen) == 5 * 5 * (1 + mirror)
+
+
+def test_augmentations_are_frozen() -> None:
+    """Another version of Laststep that resumes a run must draw the same numbers: these may never change."""
+    images = Images(torch.zeros(3, 8, 8, 1, dtype=torch.uint8), torch.arange(3), 8, Augmentation(4, True))
+    draws = images.draws(seed=0, epoch=1, device=CPU)
+    assert draws is not None and draws.tolist() == [[3, 3, 1], [2, 8, 0], [7, 2, 1]]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_normalized(layout: torch.memory_format) -> None:
+    """The same numbers as torchvision's, laid out as asked for; grey images serve a model that takes three colours."""
+    colour = torch.randint(0, 256, (2, 5, 4, 3), dtype=torch.uint8)
+    mean, std = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
+    images = normalized(colour, mean, std, 3, layout)
+    scaled = transforms.to_dtype(colour.permute(0, 3, 1, 2), torch.float32, scale=True)
+    torch.testing.assert_close(images, transforms.normalize(scaled, list(mean), list(std)))
+    assert images.is_contiguous(memory_format=layout)
+    grey = normalized(colour[..., :1], (0.4,), (0.1,), 3, layout)
+    assert grey.shape == (2, 3, 5, 4) and grey.is_contiguous(memory_format=layout)
+    assert torch.equal(grey[:, 0], grey[:, 2]) and torch.equal(grey[:, 0], images[:, 0])
+
+
+# --- in memory
+
+
+def rows() -> TensorDataset:
+    return TensorDataset(torch.randn(30, 2, 3), torch.arange(30), torch.randn(30))
+
+
+def test_memory_gives_the_batches_of_samples() -> None:
+    """Batches that are taken at once are those that torch makes of the samples one by one, kind and all."""
+    keys = list(TrainBatches(Order(30, 7, 3), range(9), 0, 1, 1))
+    tensors = rows()
+    slowly = list(loading(collate=default_collate).loader(tensors, 3, keys))
+    at_once = list(loading().loader(tensors, 3, keys))
+    assert all(type(a) is type(b) for a, b in zip(slowly, at_once))
+    torch.testing.assert_close(at_once, slowly, rtol=0, atol=0)
+
+
+def test_memory_needs_no_workers() -> None:
+    """Processes that hand over what the rank already has would only cost it time and memory."""
+    loader = loading(workers=2).loader(rows(), 3, [(0, [1, 2]), (0, [3])])
+    assert [batch[1].tolist() for batch in loader] == [[1, 2], [3]]
+    assert not hasattr(loader.batches, "_iterator")
+
+
+def test_a_collate_of_your_own_is_called() -> None:
+    """With the samples, even of data that torch could batch at once: it may pad, or mix images."""
+
+    def collate(samples: Sequence[Any]) -> int:
+        return sum(int(label) for _, label, _ in samples)
+
+    assert list(loading(collate=collate).loader(rows(), 3, [(0, [1, 2]), (0, [3])])) == [3, 3]
+
+
+class Doubled(TensorDataset):
+    """Of the user's own, with samples that are not lines of its tensors."""
+
+    def __getitem__(self, index: int) -> Any:
+        return 2 * int(self.tensors[1][index])
+
+
+def test_a_data_set_of_your_own_is_asked() -> None:
+    """What a subclass says its samples are is what they are."""
+    batches = loading().loader(Doubled(*rows().tensors), 3, [(0, [1, 2])])
+    assert [batch.tolist() for batch in batches] == [[2, 4]]
+
+
+@pytest.mark.parametrize("task", ["mnist-5k", "cifar10"], indirect=True)
+def test_a_part_of_a_data_set(task: Classification) -> None:
+    """A ready-made data set inside of another one, as in cross-validation, has the same kind of samples."""
+    train, _ = task.datasets()
+    found = samples(task, Subset(train, range(30)), 0, 1)
+    again = samples(task, Subset(train, range(30)), 0, 1, workers=1, begin=3)
+    assert all(torch.equal(image, found[key]) for key, image in again.items())
+    assert not torch.equal(found[0, 0], found[1, 0])
+
+
+# --- image files
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **more: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **more)
+    return file.getvalue()
+
+
+def centre(content: bytes, size: int = 32) -> Tensor:
+    return read_image(content, size, augment=False).int()
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().float().mean())
+
+
+def test_reads_every_kind_of_image() -> None:
+    """Folders hold greys, prints' CMYK, transparent PNGs, palettes: each is an RGB image of the right size."""
+    image = photo(1, 100, 80)
+    expected = centre(encoded(image, "PNG"))
+    kinds = {
+        "progressive": encoded(image, quality=95, progressive=True),
+        "CMYK": encoded(image.convert("CMYK"), quality=95),
+        "RGBA": encoded(image.convert("RGBA"), "PNG"),
+        "palette": encoded(image.quantize(256), "PNG"),
+        "webp": encoded(image, "WEBP", quality=95),
+        "bmp": encoded(image, "BMP"),
+        "tiff": encoded(image, "TIFF"),
+    }
+    for name, content in kinds.items():
+        pixels = read_image(content, 32, augment=False)
+        assert pixels.shape == (32, 32, 3) and pixels.dtype == torch.uint8
+        assert difference(pixels.int(), expected) < 6, name
+    grey = centre(encoded(image.convert("L"), quality=95))
+    assert torch.equal(grey[..., 0], grey[..., 1])
+    assert difference(grey, centre(encoded(image.convert("L").convert("RGB"), "PNG"))) < 6
+    for width, height in ((1, 1), (3, 200), (200, 3)):
+        assert centre(encoded(photo(1, width, height))).shape == (32, 32, 3)
+        assert read_image(encoded(photo(1, width, height)), 32, augment=True).shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", range(9))
+def test_cameras_images_are_upright(orientation: int, kind: str) -> None:
+    """A camera that was held upright says so in EXIF alone: such images must not lie on their side. 0 is unknown."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(photo(1, 64, 32), kind, exif=exif)  # with a centre that is one however it is turned
+    upright = encoded(ImageOps.exif_transpose(Image.open(io.BytesIO(content))), "PNG")
+    assert difference(centre(content), centre(upright)) < 1
+
+
+def test_damaged_exif_harms_no_image() -> None:
+    """Some camera or program wrote nonsense beside the image: that is no reason to end a run of days."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = encoded(photo(1), exif=exif)
+    damaged = content.replace(b"Exif\x00\x00MM\x00*", b"Exif\x00\x00XXXX")
+    assert damaged != content
+    assert torch.equal(centre(damaged), centre(encoded(photo(1))))
+
+
+def test_validation_sees_the_centre() -> None:
+    """What published accuracies were measured on: the shorter side brought to 256 pixels, of which 224 are cropped."""
+    content = encoded(photo(1, 500, 375), quality=95)
+    image = Image.open(io.BytesIO(content))
+    expected = transforms.center_crop(transforms.resize(image, [256]), [224])
+    assert difference(centre(content, 224), transforms.pil_to_tensor(expected).permute(1, 2, 0).int()) < 1
+
+
+@pytest.mark.parametrize("grey", [True, False])
+def test_large_photos_look_the_same(grey: bool) -> None:
+    """A photo of many more pixels than are asked for is decoded at a fraction of its size: the same part of it, with
+    nothing black at its edges, and the same look."""
+    image = photo(1, 501, 403)
+    image = image.convert("L") if grey else image
+    for seed in range(20):
+        torch.manual_seed(seed)
+        whole = read_image(encoded(image, "PNG"), 24, augment=True).int()
+        torch.manual_seed(seed)
+        reduced = read_image(encoded(image, quality=95), 24, augment=True).int()
+        assert difference(whole, reduced) < 7 and (whole - reduced).abs().max() < 32
+
+
+def test_random_crops_are_of_many_shares() -> None:
+    """From a twelfth of an image to all of it, mirrored or not: else training on photos reaches less than published."""
+    ramp = Image.fromarray(numpy.tile(numpy.arange(0, 256, dtype=numpy.uint8), (256, 1))).convert("RGB")
+    content = encoded(ramp, "PNG")
+    spans, mirrored = [], []
+    for _ in range(200):
+        line = read_image(content, 32, augment=True)[16, :, 0].int()
+        spans.append(int((line[-1] - line[0]).abs()))
+        mirrored.append(bool(line[-1] < line[0]))
+    assert min(spans) < 90 and max(spans) > 220
+    assert 60 < sum(mirrored) < 140
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("damage", ["truncated", "truncated large", "text", "empty", "truncated png"])
+def test_a_damaged_file_is_named(damage: str, workers: int, tmp_path: Path) -> None:
+    """Among a million files nobody finds it otherwise: one line, no traceback, from a worker as from the rank."""
+    make_folder(tmp_path, train=4, val=2)
+    content = {
+        "truncated": encoded(photo(1))[:-100],
+        "truncated large": encoded(photo(1, 900, 700))[:-1000],
+        "text": b"<html>404</html>",
+        "empty": b"",
+        "truncated png": encoded(photo(1), "PNG")[:-1000],
+    }[damage]
+    victim = tmp_path / "train" / "class1" / "1.jpg"
+    victim.write_bytes(content)
+    words = ["data.name=imagefolder", f"data.root={tmp_path}", "data.args.image_size=24"]
+    train, _ = Classification(Config.load(None, words)).datasets()
+    loader = loading(workers=workers).loader(train, 3, [(0, range(4))])
+    with pytest.raises(ConfigError) as raised:
+        next(iter(loader))
+    loader.close()
+    said = str(raised.value)
+    assert said.startswith(f"data.root={tmp_path}: {victim} is not a whole image (") and said.endswith("; replace it")
+    assert "\n" not in said and "0x" not in said and "cpp" not in said
+
+
+def test_a_file_that_is_gone_may_come_back(tmp_path: Path) -> None:
+    """What a disk refuses is no fault of the configuration: a shared one comes back, and then the run goes on."""
+    make_folder(tmp_path, train=4, val=2)
+    words = ["data.name=imagefolder", f"data.root={tmp_path}", "data.args.image_size=24"]
+    train, _ = Classification(Config.load(None, words)).datasets()
+    (tmp_path / "train" / "class1" / "1.jpg").unlink()
+    with pytest.raises(FileNotFoundError, match=r"class1/1\.jpg"):
+        next(iter(loading().loader(train, 3, [(0, range(4))])))
+
+
+def test_draws_of_a_task_do_not_disturb_samples(photos: Path) -> None:
+    """A sample's draws are its own, even where the model draws in the same process in between."""
+    words = ["data.name=imagefolder", f"data.root={photos}", "data.args.image_size=24", "data.args.augment=true"]
+    train, _ = Classification(Config.load(None, words)).datasets()
+    keys = [(0, [1, 2]), (0, [3, 4])]
+    calm = [batch[0] for batch in loading().loader(train, 3, keys)]
+    disturbed = []
+    for batch in loading().loader(train, 3, keys):
+        disturbed.append(batch[0])
+        random.random(), torch.rand(5)
+    assert all(torch.equal(a, b) for a, b in zip(calm, disturbed))
