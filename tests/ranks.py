@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -92,6 +93,13 @@ class Attempt:
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs if log.exists())
 
 
+def starts(words: Sequence[str], env: Mapping[str, str], log: Path) -> BaseProcess:
+    """`python -m trainer WORDS`, but its ranks wait no longer for each other than launch.hang_timeout_s."""
+    process = _context().Process(target=_command, args=(list(words), dict(env), str(log)))
+    process.start()
+    return process
+
+
 def train(config: Config, env: Mapping[str, str] | None = None) -> RunDir:
     """One attempt that must finish the run."""
     attempt = Attempt(config, env)
@@ -117,11 +125,27 @@ def reasons(run: RunDir) -> list[str]:
     return [record["reason"] for record in read_lines(run.attempts)]
 
 
-def _rank(config: Config, env: dict[str, str], log: str) -> None:
-    """The body of a rank's process."""
+def _command(words: list[str], env: dict[str, str], log: str) -> None:
+    """The body of such a process."""
+    _write_into(log)
+    os.environ.update(env)
+    from trainer.world import meet
+
+    meet.MEETING_S = 0.0
+    sys.argv[1:] = words
+    runpy.run_module("trainer", run_name="__main__")
+
+
+def _write_into(log: str) -> None:
+    """Whatever this process prints."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+
+
+def _rank(config: Config, env: dict[str, str], log: str) -> None:
+    """The body of a rank's process."""
+    _write_into(log)
     os.environ.update(env)
     import torch
 

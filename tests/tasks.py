@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -336,3 +337,49 @@ class DiesInTheSave(Signalled):
         super().__init__(config)
         if str(World.detect().rank) in os.environ["LASTSTEP_TEST_DIES"].split(","):
             Loop._save_last = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+
+
+class Held(Classification):
+    """Each rank waits in one step, for ever or until it may go on: LASTSTEP_TEST_HOLD is "5 FOLDER" for the 5th step of
+    the attempt. A rank that waits makes the file FOLDER/RANK; the test makes FOLDER/go.
+
+    With "5 FOLDER torn" the step is done on some ranks only: rank 0 waits with its gradients, before it changes the
+    weights, and the others in the next step.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.steps = -1  # the first call is the warm-up's
+        self.rank = World.detect().rank
+        place, folder, *torn = os.environ.get("LASTSTEP_TEST_HOLD", "0 nowhere").split()
+        self.place = int(place)
+        self.folder = Path(folder)
+        if torn and self.rank == 0:
+            self.after_the_gradients_of(self.place - 1)
+            self.place = 0
+        elif torn:
+            self.place += 1
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += model.training
+        if model.training and self.place and self.steps == self.place:
+            self.hold()
+        return super().step(model, batch)
+
+    def hold(self) -> None:
+        """Say so, and wait."""
+        (self.folder / str(self.rank)).touch()
+        deadline = time.monotonic() + 600
+        while not (self.folder / "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def after_the_gradients_of(self, step: int) -> None:
+        """Hold there."""
+        learn = Learner.learn
+
+        def held(learner: Learner, number: int, micro_batches: Sequence[tuple[Any, int]], samples: int) -> None:
+            learn(learner, number, micro_batches, samples)
+            if number == step:
+                self.hold()
+
+        Learner.learn = held  # type: ignore[assignment, method-assign]

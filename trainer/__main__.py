@@ -11,9 +11,10 @@ if __name__ == "__main__":
 
     from trainer.commands.train import main
     from trainer.config import ConfigError
+    from trainer.world.detect import MeetingError
 
     try:
         sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
+    except (ConfigError, MeetingError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

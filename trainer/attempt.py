@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,9 @@ from trainer.observe.attempts import Record, begin_attempt, end_attempt, record_
 from trainer.observe.phases import Phases
 from trainer.rundir import RunDir
 from trainer.say import fall_silent, say
-from trainer.state.rescue import Survivor, gather, take_turns
+from trainer.state.rescue import Survivor, gather, given_up, take_turns
 from trainer.state.store import CheckpointError, CheckpointStore, Manifest
-from trainer.world.detect import World
+from trainer.world.detect import MeetingError, World
 from trainer.world.lock import hold, still_holds
 from trainer.world.signals import Signals
 from trainer.world.slurm import USER_SIGNALS, SlurmError, ending, scontrol
@@ -76,6 +77,7 @@ class Attempt:
         self._over = threading.Event()  # an end by fault is done, as far as this rank is concerned
         self.watch = Watch(world, config.launch.hang_timeout_s, self._on_fault)
         self.watch.grace_over = self._grace_over
+        self.watch.given_up = lambda: given_up(run.rescues / world.attempt)
 
     def run(self) -> dict[str, float]:
         """Train to the end and return the metrics of the last epoch.
@@ -104,9 +106,10 @@ class Attempt:
 
             self.phases.done("importing torch")
             self.group = join(self.config, self.run_dir, self.world)
-            number = self.group.tell("attempt", self.world.number)
-            self.world = self.group.world = replace(self.group.world, number=number)
             self.watch.join(self.group)
+            self.group.connect(self.config.launch.hang_timeout_s)
+            number = self.group.tell("attempt", self.world.number)
+            self.world = self.group.world = self.watch.world = replace(self.group.world, number=number)
             self.phases.done("meeting")
             told = self.group.tell("step", newest.step if newest else None)
             self.start_step = told or 0
@@ -139,15 +142,15 @@ class Attempt:
             loop.progress.finished(loop.position.metrics)
             return loop.position.metrics
         if requeue:
-            self._requeue(record)
+            self._requeue(record, self.signals.requeue)
         assert number is not None
         raise Stopped(number, self.world)
 
-    def _requeue(self, record: Record | None) -> None:
-        """Put the job, whose attempt ended as recorded, back into the queue."""
+    def _requeue(self, record: Record | None, handler: Callable[[], None] | None = None) -> None:
+        """Put the job, whose attempt ended as recorded, back into the queue; `handler` is submitit's way to."""
         try:
-            if self.signals.requeue is not None:
-                self.signals.requeue()  # submitit's handler: checkpoint(), scontrol requeue, SystemExit
+            if handler is not None:
+                handler()  # checkpoint(), scontrol requeue, SystemExit
             elif self.world.on_slurm and record is not None:
                 if not record["requeue"]:
                     return say(f"not requeued: {spent(self.config.launch)}; {AGAIN}")
@@ -162,7 +165,8 @@ class Attempt:
         """The main thread came out with an error: tell the others, take part in the end, and then raise it."""
         host, rank = self.world.host_of(self.world.rank), self.world.rank
         # What is wrong with the configuration is on one line; of anything else the traceback tells.
-        story = str(error) if isinstance(error, ConfigError) else traceback.format_exc()[-20_000:]
+        absent = isinstance(error, MeetingError)
+        story = str(error) if absent or isinstance(error, ConfigError) else traceback.format_exc()[-20_000:]
         text = f"rank {rank} on {host} failed:\n{story}"
         if self.group is None:  # the others are not there to be told; they notice when they come to meet
             self.watch.close()
@@ -173,11 +177,11 @@ class Attempt:
         from trainer.world.meet import is_of_absence
 
         self._main_is_out.set()
-        if is_of_absence(error):
+        if is_of_absence(error) and not absent:
             fault = Fault("failed", f"rank {rank} on {host} lost contact: {error}", cause=False)
         else:
             # What fails while it prepares the data would fail again, and so would a gradient that is not finite.
-            again = self.loop is not None and not isinstance(error, (ConfigError, ArithmeticError))
+            again = absent or (self.loop is not None and not isinstance(error, (ConfigError, ArithmeticError)))
             fault = self._failure = Fault("failed", text, retry=again)
         self.watch.report(fault)
         self._over.wait()
@@ -235,7 +239,9 @@ class Attempt:
         if record is not None:
             lost = f"{record['lost_steps']} steps lost" if record["lost_steps"] else "no step lost"
             say(f"attempt ended ({reason}) after step {end_step}, {lost}")
-            if requeue and record["requeue"] and not self.world.by_submitit:  # submitit's batch shell sees to it
+            # Submitit's batch shell sees to it, once srun has ended. But srun waits for ever for a rank that has ended
+            # on a node which it could not hear at that moment.
+            if requeue and record["requeue"] and (fault.reason == "hung" or not self.world.by_submitit):
                 self._requeue(record)
 
     def _keep(self, loop: Loop, kept: int) -> int:

@@ -203,8 +203,13 @@ def check_values(config: Config) -> None:
     for option in launch.slurm:
         if instead := OWN_OPTIONS.get(str(option).replace("_", "-")):
             raise ConfigError(f"launch.slurm.{option}: Laststep sets this itself; use {instead}")
-    if launch.init_method is not None and not re.fullmatch(r"env://|file:///.+|tcp://.+:\d{1,5}", launch.init_method):
-        raise ConfigError(f"launch.init_method={launch.init_method}: must be env://, tcp://HOST:PORT or file:///PATH")
+    if launch.init_method is not None:
+        # An IPv6 address stands in brackets.
+        at = re.fullmatch(r"env://|file:///.+|tcp://(?:[^:/\[\]]+|\[.+\]):(\d+)", launch.init_method)
+        if not at or (at[1] and not 0 < int(at[1]) < 65536):
+            raise ConfigError(
+                f"launch.init_method={launch.init_method}: must be env://, tcp://HOST:PORT or file:///PATH"
+            )
     if launch.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", launch.name):
         raise ConfigError(
             f"launch.name={launch.name!r}: use up to 200 letters, digits, '.', '_' and '-', a letter or digit first"

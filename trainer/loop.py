@@ -30,7 +30,7 @@ from trainer.state.saver import About, save_alone
 from trainer.state.store import CheckpointStore
 from trainer.world.detect import World
 from trainer.world.device import LastUpdate, set_up_device
-from trainer.world.meet import Group, meet
+from trainer.world.meet import Group, sign_in
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
 from trainer.world.watch import Fault, Watch
@@ -258,7 +258,7 @@ def finite(value: float) -> float | None:
 
 
 def join(config: Config, run: RunDir, world: World) -> Group:
-    """Take this rank's device and meet the other ranks."""
+    """Take this rank's device and go where the ranks meet."""
     device = set_up_device(config, world)
     launch = config.launch
-    return meet(world, device, run.meeting(world.attempt), launch.hang_timeout_s, launch.init_method)
+    return sign_in(world, device, run.meeting(world.attempt), launch.hang_timeout_s, launch.init_method)

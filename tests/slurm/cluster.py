@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from tests.hosts import Hosts
+
 T = TypeVar("T")
 
 PACKAGES = {  # a program that is needed -> the Debian package that brings it
@@ -42,7 +44,7 @@ MARK = "LASTSTEP_CLUSTER"  # in every daemon's environment: the folder of the cl
 
 SLURM_CONF = """\
 ClusterName=laststep
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={ctld_port}
 AuthInfo=socket={run}/munge.socket,cred_expire=5
 StateSaveLocation={run}/state
@@ -93,9 +95,16 @@ StorageUser=root
 class Cluster:
     """A real Slurm (slurmctld, slurmdbd, a slurmd per node) on this machine, in one folder."""
 
-    def __init__(self, folder: Path, nodes: Sequence[str] = NODES, slurm_conf: str = SLURM_CONF) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: Sequence[str] = NODES,
+        slurm_conf: str = SLURM_CONF,
+        hosts: Hosts | None = None,
+    ) -> None:
         self.folder = folder.resolve()
-        self.nodes = nodes
+        self.nodes = [host.name for host in hosts] if hosts else nodes
+        self.hosts = hosts
         self.template = slurm_conf
         self.conf = self.folder / "slurm.conf"
         self.logs = self.folder / "logs"
@@ -117,18 +126,19 @@ class Cluster:
         owner: int | None = None,
         nodes: Sequence[str] = NODES,
         slurm_conf: str = SLURM_CONF,
+        hosts: Hosts | None = None,
     ) -> Cluster:
         """Start one, in place of any in this folder; any next start stops those whose `owner` (a pid) has died.
 
         `grace_s` is the GraceTime of the partitions that have one; `slurm_conf` is the template of slurm.conf, with
-        `nodes` in it.
+        `nodes` in it. With `hosts`, each of them is a node.
         """
         if lack := missing():
             raise RuntimeError(lack)
         for _, previous_owner, abandoned in _run_folders():
             if not Path(f"/proc/{previous_owner}").exists():
                 cls(abandoned).stop()
-        cluster = cls(folder, nodes, slurm_conf)
+        cluster = cls(folder, nodes, slurm_conf, hosts)
         cluster.stop()
         try:
             waits = dict(kill_wait_s=kill_wait_s, grace_s=grace_s, slurmd_timeout_s=slurmd_timeout_s)
@@ -148,7 +158,8 @@ class Cluster:
         run.chmod(0o755)  # munged insists that clients of any user can reach its socket
         ports = _free_ports(2 + len(self.nodes))
         self._write_configuration(run, ports, waits, accounting)
-        _name_nodes(self.nodes)
+        if not self.hosts:
+            _name_nodes(self.nodes)
 
         (run / "munge.key").touch(0o400)
         (run / "munge.key").write_bytes(os.urandom(128))
@@ -183,7 +194,9 @@ class Cluster:
     def start_daemon(self, name: str) -> None:
         """Start "slurmctld" or "slurmd.NODE", for the first time or again."""
         program, _, node = name.partition(".")
-        self._daemon(program, "-D", *(("-N", node) if node else ()), "-f", str(self.conf), log=name)
+        words = (program, "-D", *(("-N", node) if node else ()), "-f", str(self.conf))
+        host = next((host for host in self.hosts or () if host.name == node), None)
+        self._daemon(*(host.command(*words) if host else words), log=name)
 
     def stop_daemon(self, name: str, number: signal.Signals) -> None:
         """End "slurmctld" or "slurmd.NODE" by a signal; what it started for jobs lives on."""
@@ -196,12 +209,14 @@ class Cluster:
         for index in range(GPUS):
             os.mknod(run / f"gpu{index}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # a /dev/null plays each GPU
         (run / "state").mkdir()
+        places = [(own.name, own.address) for own in self.hosts or ()] or [(host, "127.0.0.1")] * len(self.nodes)
         nodes = [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory={MEMORY_MB} "
+            f"NodeName={node} NodeHostname={name} NodeAddr={address} Port={port} CPUs={CPUS} RealMemory={MEMORY_MB} "
             f"Gres=gpu:{GPUS}"
-            for node, port in zip(self.nodes, ports[2:])
+            for node, (name, address), port in zip(self.nodes, places, ports[2:])
         ]
         values = dict(host=host, run=run, ctld_port=ports[0], dbd_port=ports[1], nodes="\n".join(nodes), **waits)
+        values["address"] = self.hosts.address(1) if self.hosts else "127.0.0.1"
         self.conf.write_text((self.template + (SLURM_CONF_ACCOUNTING if accounting else "")).format(**values))
         (self.folder / "gres.conf").write_text(f"Name=gpu File={run}/gpu[0-{GPUS - 1}]\n")
         dbd_conf = self.folder / "slurmdbd.conf"

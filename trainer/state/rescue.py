@@ -53,6 +53,11 @@ def gather(folder: Path, survivor: Survivor, size: int) -> list[Survivor]:
         time.sleep(POLL_S)
 
 
+def given_up(folder: Path) -> bool:
+    """Whether any rank has said that it is left."""
+    return any(folder.glob("rank_*.json"))
+
+
 def take_turns(survivors: list[Survivor], rank: int, act: Callable[[], None], done: Callable[[], bool]) -> None:
     """Call `act` when it is this rank's turn, unless it is `done` by then."""
     for survivor in survivors:

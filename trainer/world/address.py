@@ -1,4 +1,4 @@
-"""Where rank 0 serves the store at which all ranks meet, and how the others find it."""
+"""Where rank 0 serves the store at which all ranks meet, how the others find it, and over which network."""
 
 from __future__ import annotations
 
@@ -6,121 +6,175 @@ import contextlib
 import fcntl
 import json
 import os
+import queue
 import socket
 import struct
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from trainer.config import ConfigError
-from trainer.world.detect import World, hostname
+from trainer.world.detect import MeetingError, World, hostname
 
 POLL_S = 0.05
-CONNECT_S = 3.0
+CONNECT_S = 3.0  # a firewall that drops what comes says nothing at all
+ANSWER_S = 10.0
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of a network interface
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class MeetingError(RuntimeError):
-    """The ranks of an attempt did not find each other."""
+class Contact(NamedTuple):
+    """The store that rank 0 serves, as this rank has reached it."""
+
+    store: dist.Store
+    address: str
+    ours: str = ""  # the IP address that this rank has connected from, "" for rank 0, which serves
+    theirs: str = ""  # and the one of rank 0's host that it has connected to
+    published: Path | None = None  # where rank 0 has written the address down
 
 
-def open_store(world: World, meeting: Path, init_method: str | None, patience: timedelta) -> tuple[dist.Store, str]:
-    """The key-value store that rank 0 serves to all ranks, and its address; see `trainer.world.meet.meet`.
+class _NotYet(Exception):
+    """Rank 0 has not said where it is."""
+
+
+def contact(world: World, purpose: str, meeting: Path, init_method: str | None, patience: timedelta) -> Contact:
+    """Serve the store, or reach it; see `trainer.world.meet.sign_in`. `purpose` tells this meeting from any other.
 
     Raises MeetingError when it cannot be reached in time, ConfigError when its address cannot be right.
     """
-    by_hand = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    by_hand = all(os.environ.get(name) for name in MASTER)
     method = init_method or ("env://" if by_hand else f"file://{meeting}")
     scheme, _, place = method.partition("://")
     if scheme == "file":
         file = Path(place)
-        return _publish(world, file, patience) if world.rank == 0 else _look_up(world, file, patience)
+        source = f"launch.init_method={method}" if init_method else str(file)
+        try:
+            if world.rank == 0:
+                return _publish(world, purpose, file, patience)
+            return _reach(world, lambda: _published(file, purpose), patience, source)
+        except OSError as error:
+            if not init_method:
+                raise
+            raise ConfigError(f"{source}: {error.strerror} on {hostname()}") from None
     if scheme == "env":
         host, port, source = _from_environment()
     else:
         host, _, digits = place.rpartition(":")
-        port, source = int(digits), f"launch.init_method={method}"
+        host, port, source = host.strip("[]"), int(digits), f"launch.init_method={method}"
+    _check_host(world, host, source)
     if scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun serves a store itself, which outlives its restarts.
-        return _reach(world, [host], port, patience, source, f"laststep/{world.attempt}"), f"{host}:{port}"
+        met = _reach(world, lambda: ([host], port), patience, source)
+        return met._replace(store=dist.PrefixStore(f"laststep/{world.attempt}", met.store))
     if world.rank == 0:
-        return _serve(world, port, patience, source), f"{host}:{port}"
-    return _reach(world, [host], port, patience, source), f"{host}:{port}"
+        return Contact(_serve(world, port, patience, source), f"{host}:{port}")
+    return _reach(world, lambda: ([host], port), patience, source)
 
 
-def use_interface(world: World, store: dist.Store) -> None:
-    """Have gloo use the network interface over which the ranks reach rank 0, unless GLOO_SOCKET_IFNAME names one.
+def use_interface(address: str) -> None:
+    """Have gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME names one.
 
     By itself it takes the address that the node's own name resolves to: on Debian often 127.0.1.1, which no other node
     can reach, and where names do not resolve the loopback.
     """
-    if world.nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    if world.rank == 0:
-        ours = store.get("rank 0 is reached at").decode()
-    else:
-        ours = store.get(f"rank {world.rank} comes from").decode()
-    for name, address in interfaces().items():
-        if address == ours:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+    for name, its in interfaces():
+        if its == address:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def interfaces() -> dict[str, str]:
-    """IPv4 address by network interface of this machine (Linux), the loopback left out."""
-    found: dict[str, str] = {}
+def interfaces() -> list[tuple[str, str]]:
+    """Name and address of each network interface of this machine (Linux): the IPv4 ones, then the IPv6 ones; those that
+    reach no other machine are left out."""
+    found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has none
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return {name: address for name, address in found.items() if not address.startswith("127.")}
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    with contextlib.suppress(OSError):  # no IPv6 here
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope == "00":  # global, not of this link or host alone
+                found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return [(name, address) for name, address in found if not address.startswith("127.")]
 
 
 def _from_environment() -> tuple[str, int, str]:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ConfigError(f"launch.init_method=env://: {name} is not set")
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    if not port.isdecimal():
-        raise ConfigError(f"MASTER_PORT={port}: must be a number")
+    for name in MASTER:
+        if not os.environ.get(name):
+            raise ConfigError(
+                f"launch.init_method=env://: {name} is not set on {hostname()}; set it, or leave this out"
+            )
+    host, port = (os.environ[name] for name in MASTER)
+    if not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(f"MASTER_PORT={port}: must be a number from 1 to 65535")
     return host, int(port), f"MASTER_ADDR={host} MASTER_PORT={port}"
 
 
-def _publish(world: World, file: Path, patience: timedelta) -> tuple[dist.Store, str]:
+def _check_host(world: World, host: str, source: str) -> None:
+    """Raise ConfigError on every rank, so that none waits for the others, when the name of rank 0's host is wrong."""
+    if world.nodes > 1 and host in LOOPBACK:
+        raise ConfigError(
+            f"{source}: each of the {world.nodes} nodes would meet itself there; give the address of rank 0's host, or "
+            "leave it out"
+        )
+    try:
+        socket.getaddrinfo(host, None)
+    except UnicodeError:  # it cannot be a name
+        raise ConfigError(f"{source}: {_unresolved(host)}") from None
+    except socket.gaierror as error:
+        # A name server that is away may come back. And elsewhere than on a cluster (Kubernetes) a name may come with
+        # its host, after this one.
+        if error.errno == socket.EAI_NONAME and world.launcher != "env":
+            raise ConfigError(f"{source}: {_unresolved(host)}") from None
+
+
+def _unresolved(host: str) -> str:
+    return f"{host} does not resolve on {hostname()}; give an IP address, or leave it out"
+
+
+def _publish(world: World, purpose: str, file: Path, patience: timedelta) -> Contact:
     """Rank 0: serve at any free port, and write down where."""
-    store = _serve(world, 0, patience, "")
-    # On one node no name needs to resolve: a laptop's or a container's own often does not.
-    places = ["localhost"] if world.nodes == 1 else [hostname(), *interfaces().values()]
+    store = _serve(world, 0, patience, str(file))
+    places = [hostname(), *(address for _, address in interfaces())]
+    if world.nodes == 1:
+        # No name needs to resolve, and none is waited for: a laptop's or a container's own often does not.
+        places.insert(0, "localhost")
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"places": places, "port": store.port}))
+    temporary.write_text(json.dumps({"purpose": purpose, "places": places, "port": store.port}))
     temporary.replace(file)
-    return store, f"{places[0]}:{store.port}"
+    return Contact(store, f"{places[0]}:{store.port}", published=file)
 
 
-def _look_up(world: World, file: Path, patience: timedelta) -> tuple[dist.Store, str]:
-    """Any other rank: read where it serves."""
-    deadline = time.monotonic() + patience.total_seconds()
-    while time.monotonic() < deadline:
-        try:
-            address = json.loads(file.read_text())
-        except FileNotFoundError:
-            time.sleep(POLL_S)
-            continue
-        store = _reach(world, address["places"], address["port"], patience, str(file))
-        return store, f"{address['places'][0]}:{address['port']}"
-    raise MeetingError(
-        f"{world}: rank 0 on {world.host_of(0)} did not publish its address in {file} within {patience.seconds} s"
-    )
+def _published(file: Path, purpose: str) -> tuple[Sequence[str], int]:
+    """Any other rank: where rank 0 serves. Raises _NotYet."""
+    try:
+        said = json.loads(file.read_text())
+        if said["purpose"] != purpose:  # a meeting's before this one, or another job's
+            raise _NotYet(f"there is only that of {said['purpose']}")
+        places, port = said["places"], said["port"]
+    except FileNotFoundError:
+        raise _NotYet("is its disk the one that this host sees?") from None
+    except (ValueError, KeyError, TypeError):
+        raise _NotYet("there is something else") from None
+    # What is an address of this host too (a container bridge's, alike on every host) leads to itself.
+    own = {address for _, address in interfaces()}
+    return sorted(places, key=lambda place: place in own), port
 
 
 def _serve(world: World, port: int, patience: timedelta, source: str) -> dist.TCPStore:
     """Rank 0: bind the port, 0 for any free one. The bound socket goes to the store: nobody can take it in between."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        listener = socket.create_server(("", port), backlog=2048)
+        listener = socket.create_server(("", port), family=family, backlog=2048, dualstack_ipv6=both)
     except OSError as error:
         raise ConfigError(
             f"{source}: port {port} on {hostname()}: {error.strerror}; choose another, or leave it out: then rank 0 "
@@ -132,29 +186,45 @@ def _serve(world: World, port: int, patience: timedelta, source: str) -> dist.TC
     )
 
 
-def _reach(
-    world: World, hosts: Sequence[str], port: int, patience: timedelta, source: str, prefix: str = ""
-) -> dist.Store:
-    """Connect to the first of these that answers: names do not resolve everywhere, nor is every network shared."""
+def _reach(world: World, find: Callable[[], tuple[Sequence[str], int]], patience: timedelta, source: str) -> Contact:
+    """Connect to the first host that answers: names do not resolve everywhere, nor is every network shared."""
     deadline = time.monotonic() + patience.total_seconds()
-    why = ""
+    why, unresolved = "", False
     while time.monotonic() < deadline:
-        for host in hosts:
-            try:
-                with socket.create_connection((host, port), timeout=CONNECT_S) as probe:
-                    here, there = probe.getsockname()[0], probe.getpeername()[0]
-            except socket.gaierror:
-                why = f"{host} does not resolve on {hostname()}"
-                if len(hosts) == 1:
-                    raise ConfigError(f"{source}: {why}; give an IP address, or leave it out") from None
-            except OSError as error:
-                why = f"{host}:{port}: {error.strerror or error}"
-            else:
-                store: dist.Store = dist.TCPStore(host, port, world.size, False, patience, wait_for_workers=False)
-                if prefix:
-                    store = dist.PrefixStore(prefix, store)
-                store.set(f"rank {world.rank} comes from", here)
-                store.set("rank 0 is reached at", there)
-                return store
+        failures = []
+        try:
+            hosts, port = find()
+            for host in hosts:
+                try:
+                    return _connect(world, host, port, patience)
+                except OSError as error:
+                    unresolved = isinstance(error, socket.gaierror)
+                    failures.append(_unresolved(host) if unresolved else f"{host}:{port}: {error.strerror or error}")
+            why = f"cannot be reached, {', '.join(failures)}"
+        except _NotYet as so_far:
+            why = f"did not publish its address, {so_far}"
         time.sleep(POLL_S)
-    raise MeetingError(f"{world}: rank 0 cannot be reached within {patience.seconds} s ({why}; from {source})")
+    if unresolved and len(failures) == 1:
+        raise ConfigError(f"{source}: {why}")
+    raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} {why} (within {patience.seconds} s, by {source})")
+
+
+def _connect(world: World, host: str, port: int, patience: timedelta) -> Contact:
+    """Raises OSError."""
+    with socket.create_connection((host, port), timeout=CONNECT_S) as probe:
+        ours, theirs = probe.getsockname()[0], probe.getpeername()[0]
+    made: queue.SimpleQueue[dist.Store | dist.DistError] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            made.put(dist.TCPStore(host, port, world.size, False, patience, wait_for_workers=False))
+        except dist.DistError as error:
+            made.put(error)
+
+    # In a thread, as torch waits for ever for an answer from who listens there and serves no store.
+    threading.Thread(target=make, daemon=True).start()
+    with contextlib.suppress(queue.Empty):
+        store = made.get(timeout=min(ANSWER_S, patience.total_seconds()))
+        if not isinstance(store, dist.DistError):
+            return Contact(store, f"{host}:{port}", ours, theirs)
+    raise OSError("something else listens there")

@@ -74,6 +74,10 @@ class World:
         return f"rank {self.rank} of {self.size} on {self.host_of(self.rank)} ({job}; {said})"
 
 
+class MeetingError(RuntimeError):
+    """The ranks of an attempt did not find each other."""
+
+
 def hostname() -> str:
     """This node, as Slurm calls it where Slurm has started this process."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

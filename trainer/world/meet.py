@@ -1,4 +1,4 @@
-"""How the ranks of one attempt meet: rank 0 binds a free port and publishes it, the others read it."""
+"""How the ranks of one attempt meet, and what they do together from then on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.world.address import MeetingError, open_store, use_interface
-from trainer.world.detect import World, hostname
+from trainer.config import ConfigError
+from trainer.world.address import contact, use_interface
+from trainer.world.detect import MeetingError, World, hostname
 
 # Nodes of one job start seconds apart, on a busy cluster a minute (a slow prolog, a cold file system): the ranks wait
 # at least so long for each other, however short `launch.hang_timeout_s` is.
@@ -38,14 +39,76 @@ def is_of_absence(error: Exception) -> bool:
 
 
 class Group:
-    """The ranks of one attempt, met, at `address`. A world of one rank needs no process group and pays for none."""
+    """The ranks of one attempt, at the store that rank 0 serves at `address`; collectives need them to `connect` first.
 
-    def __init__(self, world: World, store: dist.Store, device: torch.device, address: str = "") -> None:
+    A world of one rank needs no process group and pays for none.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        store: dist.Store,
+        device: torch.device,
+        address: str = "",
+        published: Path | None = None,
+    ) -> None:
         self.world = world
         self.store = store
         self.device = device
         self.address = address
+        self._published = published
         self._barriers = 0
+
+    def connect(self, timeout_s: float) -> None:
+        """Wait for the other ranks, for `timeout_s` each time, and set up collectives: NCCL on GPUs, gloo on CPUs.
+
+        A later collective may take twice as long: the watchdog, which can tell where each rank is stuck, comes first.
+        Raises MeetingError when a rank does not come in time.
+        """
+        if self.world.size == 1:
+            return
+        # Before the collectives, where NCCL would wait in C and name nobody.
+        cards = self._await_cards(patience(timeout_s))
+        if self._published is not None:
+            self._published.unlink(missing_ok=True)
+        hosts = tuple(card["host"] for card in cards)
+        nodes = list(dict.fromkeys(hosts))
+        self.world = replace(self.world, hosts=hosts)
+        if len(nodes) > 1:  # else it may be one that plays several
+            node = nodes.index(hosts[self.world.rank])
+            self.world = replace(self.world, node=node, nodes=len(nodes))
+            elsewhere = next(card for card in cards if card["host"] != hosts[0])
+            use_interface(cards[self.world.rank]["ours"] if node else elsewhere["theirs"])
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("collectives", self.store),
+                rank=self.world.rank,
+                world_size=self.world.size,
+                timeout=2 * patience(timeout_s),
+                device_id=self.device if self.device.type == "cuda" else None,
+            )
+        except RuntimeError as error:
+            raise MeetingError(
+                f"{self.world}: all are here, but {backend} cannot connect them ({_first_line(error)}); nodes must "
+                f"let in each other's connections; {backend.upper()}_SOCKET_IFNAME chooses the network"
+            ) from error
+
+    def _await_cards(self, patience: timedelta) -> list[dict[str, str]]:
+        """What each rank said of itself when it signed in."""
+        keys = [_card(rank) for rank in range(self.world.size)]
+        try:
+            self.store.wait(keys, patience)
+            return [json.loads(card) for card in self.store.multi_get(keys)]
+        except dist.DistError as error:
+            why = f"rank 0 on {self.world.host_of(0)} is gone: {_first_line(error)}"
+        with contextlib.suppress(dist.DistError):
+            absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if absent:
+                names = ", ".join(f"rank {rank} on {self.world.host_of(rank)}" for rank in absent)
+                why = f"{names} did not come within {patience.seconds} s"
+        raise MeetingError(f"{self.world}: {why}")
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """`tensor` of every rank, in rank order."""
@@ -111,55 +174,55 @@ class Group:
 
 
 def meet(world: World, device: torch.device, meeting: Path, timeout_s: float, init_method: str | None = None) -> Group:
-    """Meet the other ranks and set up collectives: NCCL on GPUs, gloo on CPUs.
+    """Meet the other ranks: sign in, see `sign_in`, and connect, see `Group.connect`."""
+    group = sign_in(world, device, meeting, timeout_s, init_method)
+    group.connect(timeout_s)
+    return group
+
+
+def sign_in(
+    world: World, device: torch.device, meeting: Path, timeout_s: float, init_method: str | None = None
+) -> Group:
+    """Reach the store at which the ranks meet, and leave this one's card there.
 
     As in `torch.distributed.init_process_group`, `init_method` says where rank 0 is found: `tcp://HOST:PORT`, `env://`
     (MASTER_ADDR and MASTER_PORT), or `file://PATH`, in which rank 0 publishes the free port that it took, and every
     address of its host. The default is env:// where those two are set, else the file `meeting`, of this attempt alone.
-    A rank waits `timeout_s` for the others here, and twice that in a later collective: the watchdog, which can tell
-    where each rank is stuck, comes first.
 
-    Raises MeetingError when a rank does not come in time, ConfigError when the address cannot be right.
+    Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right.
     """
     if world.size == 1:
         return Group(world, dist.HashStore(), device)
-    patience = timedelta(seconds=max(MEETING_S, timeout_s))
+    purpose = f"{meeting.parent.parent.name}, attempt {meeting.stem}, {world.size} ranks"
+    met = contact(world, purpose, meeting, init_method, patience(timeout_s))
+    me = {"host": hostname(), "pid": str(os.getpid()), "ours": met.ours, "theirs": met.theirs}
     try:
-        store, address = open_store(world, meeting, init_method, patience)
-        world = _introduce(world, store, f"{meeting} of {world.size} ranks", patience)
-        use_interface(world, store)
-        dist.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("collectives", store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=2 * patience,
-            device_id=device if device.type == "cuda" else None,
-        )
+        if world.rank == 0:
+            met.store.set("purpose", purpose)
+        if (other := met.store.get("purpose").decode()) != purpose:
+            raise ConfigError(
+                f"{world}: two jobs meet at {met.address}, this one ({purpose}) and another ({other}); give each its "
+                "own port, or leave the address out"
+            )
+        card = json.dumps(me)
+        if (first := met.store.compare_set(_card(world.rank), "", card).decode()) != card:
+            places = " and ".join(f"process {one['pid']} on {one['host']}" for one in (json.loads(first), me))
+            raise ConfigError(
+                f"{world}: there are two of rank {world.rank}, {places}; give each process its own number"
+            )
     except dist.DistError as error:
-        raise MeetingError(f"{world}: the ranks did not all meet within {patience.seconds} s: {error}") from error
-    if world.rank == 0 and meeting.exists():
-        meeting.unlink()
-    return Group(world, store, device, address)
+        raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} is gone: {_first_line(error)}") from error
+    return Group(world, met.store, device, met.address, met.published)
 
 
-def _introduce(world: World, store: dist.Store, purpose: str, patience: timedelta) -> World:
-    """Wait for all ranks, before the collectives, where NCCL would wait in C; returns the world with their hosts."""
-    met = store.compare_set("purpose", "", purpose).decode()
-    if met != purpose:
-        raise MeetingError(f"{world}: two jobs meet at one address: this one, for {purpose}, and one for {met}")
-    keys = [f"met/{rank}" for rank in range(world.size)]
-    me = json.dumps({"host": hostname(), "pid": os.getpid()})
-    if (other := store.compare_set(keys[world.rank], "", me).decode()) != me:
-        raise MeetingError(f"{world}: there are two of rank {world.rank}: {me} and {other}")
-    try:
-        store.wait(keys, patience)
-    except dist.DistError:
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        names = ", ".join(f"rank {rank} on {world.host_of(rank)}" for rank in absent)
-        raise MeetingError(f"{world}: {names} did not come within {patience.seconds} s") from None
-    hosts = tuple(json.loads(said)["host"] for said in store.multi_get(keys))
-    distinct = list(dict.fromkeys(hosts))
-    if len(distinct) == 1:  # or nodes that this machine only plays
-        return replace(world, hosts=hosts)
-    return replace(world, hosts=hosts, node=distinct.index(hosts[world.rank]), nodes=len(distinct))
+def patience(timeout_s: float) -> timedelta:
+    """How long a rank waits for the others to come."""
+    return timedelta(seconds=max(MEETING_S, timeout_s))
+
+
+def _card(rank: int) -> str:
+    return f"met/{rank}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

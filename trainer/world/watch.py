@@ -67,6 +67,7 @@ class Watch:
         self.ticks: Callable[[], int] = lambda: 0
         self.busy: Callable[[], float] = lambda: 0.0
         self.grace_over: Callable[[], Fault | None] = lambda: None
+        self.given_up: Callable[[], bool] = lambda: False
         self._phases = 0
         self._timeout_s = hang_timeout_s
         self._on_fault = on_fault
@@ -132,9 +133,17 @@ class Watch:
                 self.report(fault)
             if self._store is not None:
                 self._unanswered_s += BEAT_S
-                if self._unanswered_s > self._timeout_s:
+                if self._too_long(self._unanswered_s):
                     host = self.world.host_of(0)
-                    self._raise(Fault("hung", f"rank 0 on {host} has not answered for {self._timeout_s:.0f} s"))
+                    self._raise(Fault("hung", f"rank 0 on {host} has not answered for {self._unanswered_s:.0f} s"))
+
+    def _too_long(self, silence_s: float) -> bool:
+        """Whether to wait no longer for who is silent.
+
+        Where a network came apart, both sides wait, and neither hears the other's report. In doubt, a rank asks whether
+        another has given up, so that all of them end the attempt together.
+        """
+        return silence_s > self._timeout_s or (silence_s > self._timeout_s / 2 and self.given_up())
 
     def _arm(self) -> None:
         """Should user code hold the interpreter's lock for ever, no thread of Python's runs again; this one is in C."""
@@ -171,9 +180,10 @@ class Watch:
         moved = any(new.progress != old.progress for old, new in zip(before, beats))
         patient = any(beat.phase in self.PATIENT for beat in beats)
         self._still_s = 0.0 if moved or patient else self._still_s + BEAT_S
-        silent = [rank for rank, seconds in enumerate(self._silent_s) if seconds > self._timeout_s]
+        silent = [rank for rank, seconds in enumerate(self._silent_s) if self._too_long(seconds)]
         if silent or self._still_s > self._timeout_s:
-            self.report(Fault("hung", f"{name_stuck(beats, silent)}, for {self._timeout_s:.0f} s"))
+            waited_s = min((self._silent_s[rank] for rank in silent), default=self._still_s)
+            self.report(Fault("hung", f"{name_stuck(beats, silent)}, for {waited_s:.0f} s"))
         self._name_straggler(beats)
 
     def _name_straggler(self, beats: list[Beat]) -> None:

@@ -1,0 +1,73 @@
+"""`launch.py --nodes 2` where the nodes are hosts of their own: each with its own address, and without names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts import Hosts, missing
+from tests.ranks import fingerprint
+from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import missing as missing_slurm
+from tests.slurm.conftest import DEADLINE_S, User
+from tests.test_exact import config, undisturbed
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """Two hosts. In CI (LASTSTEP_REQUIRE_SLURM=1) their absence is a failure, not a skip."""
+    if lack := missing() or missing_slurm():
+        if os.environ.get("LASTSTEP_REQUIRE_SLURM"):
+            pytest.fail(lack)
+        pytest.skip(lack)
+    with Hosts(2) as two:
+        yield two
+
+
+@pytest.fixture(scope="module")
+def distant(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    """A user of a Slurm whose nodes these hosts are."""
+    folder = tmp_path_factory.mktemp("distant")
+    started = Cluster.start(folder / "slurm", owner=os.getpid(), accounting=False, hosts=hosts)
+    yield User(started, folder)
+    started.stop()
+
+
+def submits(user: User, name: str, per_node: int, *options: str) -> None:
+    """`python launch.py --nodes 2` for a small run."""
+    written = user.root / f"{name}.yaml"
+    config(user.root, name, 2 * per_node, options).save(written)
+    user.types("--nodes", "2", "--tasks-per-node", str(per_node), "--name", name, "--config", str(written))
+
+
+def test_two_nodes_meet_over_a_real_link(distant: User) -> None:
+    """The weights are those of as many ranks on one host. Names do not resolve, so only addresses lead to rank 0."""
+    submits(distant, "met", 2)
+    (attempt,) = distant.waits_for_end("met", "finished")
+    assert attempt["hosts"] == ["h1", "h2"]
+    assert fingerprint(distant.run("met")) == undisturbed(distant.root, 4, ())
+
+
+def test_the_link_between_two_nodes_drops(distant: User, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes lose each other, not the controller. The attempt ends with every whole step, and says who is out of
+    reach. srun, on one of the nodes, would wait for ever for the rank on the other, and keep the job; yet it starts
+    again, and the run goes on when the link is back."""
+    folder = distant.root / "hold"
+    folder.mkdir()
+    monkeypatch.setitem(distant.env, "LASTSTEP_TEST_HOLD", f"5 {folder}")
+    submits(distant, "cut", 1, "task=tests.tasks.Held", "launch.hang_timeout_s=6")
+    distant.cluster.wait_for(
+        lambda: len(list(folder.iterdir())) == 2, DEADLINE_S, "not every rank is in its fifth step"
+    )
+    hosts.cut()
+    (folder / "go").touch()
+    first, *_ = distant.waits_for_end("cut", "hung")
+    assert (first["end_step"], first["lost_steps"], first["requeue"]) == (4, 0, True)
+    assert "rank 1 on h2 gives no sign of life" in first["error"] or "rank 0 on h1 has not answered" in first["error"]
+    distant.waits_for("cut", "restart 1; submitit-slurm")
+    hosts.mend()
+    *_, last = distant.waits_for_end("cut", "finished")
+    assert (last["job_id"], last["start_step"]) == (first["job_id"], 4), "the same job, started again"
+    assert fingerprint(distant.run("cut")) == undisturbed(distant.root, 2, ())
