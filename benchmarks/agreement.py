@@ -80,7 +80,7 @@ def _rank(rank: int, meeting: Path, repeats: int, results: multiprocessing.queue
 
     signals = Signals.catch()
     world = World(rank, 2, rank, 2, 0, 1, ("localhost",) * 2, "benchmark", 0, "benchmark-0", "benchmark", False)
-    group = meet(world, torch.device("cpu"), meeting, DEADLINE_S)
+    group = meet(world, torch.device("cpu"), "gloo", meeting, DEADLINE_S)
     stop = Stop(world, group.store, signals, on_failure=print)
     times: Times = {"begin_tick": [], "empty loop": []}
     for _ in range(repeats):

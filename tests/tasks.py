@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trainer.config import Config
 from trainer.learner import Learner
 from trainer.loop import Loop
-from trainer.observe import tensorboard
+from trainer.observe import progress, tensorboard
 from trainer.state.store import CheckpointStore
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -140,6 +141,32 @@ class Slow(Classification):
         return super().step(model, batch)
 
 
+class SlowData(Classification):
+    """Each sample takes its time, and the rank asks often what that costs."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        progress.WINDOW_S = 0.2
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        training, validation = super().datasets()
+        return Delayed(training), validation
+
+
+class Delayed(Dataset[Any]):
+    """A data set on a slow disk."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.02)
+        return self.dataset[index]
+
+
 class Prepared(Classification):
     """Writes down who prepares the data and who opens it, in the order of time."""
 
@@ -233,7 +260,8 @@ class Faulty(Classification):
     """Something befalls some ranks in the middle of one step of the attempt, counted from 1.
 
     LASTSTEP_TEST_FAULT is "kill step 5 rank 1,2", or "halt" (SIGSTOP), "sleep" (stuck in user code), "spin" (stuck
-    with the interpreter's lock held), "raise" (an error of its own), "worker" (its loader worker is killed).
+    with the interpreter's lock held), "raise" (an error of its own), "worker" (its loader worker is killed),
+    "gpu-memory" (the error of a GPU that has none left), "memory" (a limit on its own).
     """
 
     def __init__(self, config: Config) -> None:
@@ -264,6 +292,14 @@ class Faulty(Classification):
                 os.kill(child.pid or 0, signal.SIGKILL)
         elif self.kind == "raise":
             raise ValueError("a bad sample")
+        elif self.kind == "gpu-memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")  # as a GPU's allocator
+        elif self.kind == "memory":
+            resource.setrlimit(resource.RLIMIT_AS, (2**20, resource.RLIM_INFINITY))
+            try:
+                torch.empty(2**30)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 class Drawn(Faulty):

@@ -24,11 +24,13 @@ from typing import TYPE_CHECKING, Any
 from trainer import compiler
 from trainer.config import Config, ConfigError
 from trainer.observe.attempts import Record, begin_attempt, end_attempt, record_of, spent
+from trainer.observe.hints import likely_cause
 from trainer.observe.phases import Phases
 from trainer.rundir import RunDir
 from trainer.say import fall_silent, say
 from trainer.state.rescue import Survivor, gather, given_up, take_turns
 from trainer.state.store import CheckpointError, CheckpointStore, Manifest
+from trainer.world import nccl
 from trainer.world.detect import MeetingError, World
 from trainer.world.lock import hold, still_holds
 from trainer.world.signals import Signals
@@ -100,14 +102,17 @@ class Attempt:
             if not self.config.train.compile:
                 compiler.leave_out()
             # Here and not above, so that a signal during the seconds of importing torch is caught too.
-            from trainer.loop import Means, join
+            from trainer.loop import Means
             from trainer.task import find_task
             from trainer.training import Training
+            from trainer.world.join import join
 
             self.phases.done("importing torch")
-            self.group = join(self.config, self.run_dir, self.world)
+            hang_timeout_s = self.config.launch.hang_timeout_s
+            nccl.set_defaults(self.run_dir.collectives(self.world.attempt), hang_timeout_s)
+            self.group = join(self.config, self.world, self.run_dir.meeting(self.world.attempt), hang_timeout_s)
             self.watch.join(self.group)
-            self.group.connect(self.config.launch.hang_timeout_s)
+            self.group.connect(hang_timeout_s)
             number = self.group.tell("attempt", self.world.number)
             self.world = self.group.world = self.watch.world = replace(self.group.world, number=number)
             self.phases.done("meeting")
@@ -173,6 +178,7 @@ class Attempt:
             again = not isinstance(error, ConfigError)
             start = self.start_step
             self._end("failed", start, start, error=text, retry=again)
+            self._advise(text)
             return
         from trainer.world.meet import is_of_absence
 
@@ -239,6 +245,7 @@ class Attempt:
         if record is not None:
             lost = f"{record['lost_steps']} steps lost" if record["lost_steps"] else "no step lost"
             say(f"attempt ended ({reason}) after step {end_step}, {lost}")
+            self._advise(error or "")
             # Submitit's batch shell sees to it, once srun has ended. But srun waits for ever for a rank that has ended
             # on a node which it could not hear at that moment.
             if requeue and record["requeue"] and (fault.reason == "hung" or not self.world.by_submitit):
@@ -277,6 +284,11 @@ class Attempt:
             self.run_dir, self.world, self.config.launch, reason, end_step, kept_step, step_s=step_s, **more
         )
 
+    def _advise(self, error: str) -> None:
+        """Say what is most likely behind an error, and what to try."""
+        if hint := likely_cause(error, self.config, self.world):
+            say(hint)
+
     def _explain(self, fault: Fault, survivors: list[Survivor]) -> str:
         """What failed first: the error of a rank that had one of its own; else which ranks are gone."""
         if fault.cause:
@@ -286,8 +298,12 @@ class Attempt:
             return causes[0]
         here = {survivor.rank for survivor in survivors}
         gone = [rank for rank in range(self.world.size) if rank not in here]
+        if not gone:
+            return fault.text
         names = "; ".join(f"rank {rank} on {self.world.host_of(rank)}" for rank in gone)
-        return f"{names}: gone (killed, out of memory, or its node died)\n{fault.text}" if gone else fault.text
+        lost = f"{names}: gone (killed, out of memory, or its node died)"
+        say(lost)
+        return f"{lost}\n{fault.text}"
 
     def _grace_over(self) -> Fault | None:
         """Looked at every half second: whether a signal came too long ago to wait for the agreed step any longer."""

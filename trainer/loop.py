@@ -28,9 +28,8 @@ from trainer.saves import RETRY_LAST_S, Saves
 from trainer.state.pack import load
 from trainer.state.saver import About, save_alone
 from trainer.state.store import CheckpointStore
-from trainer.world.detect import World
-from trainer.world.device import LastUpdate, set_up_device
-from trainer.world.meet import Group, sign_in
+from trainer.world.device import LastUpdate
+from trainer.world.meet import Group
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
 from trainer.world.watch import Fault, Watch
@@ -255,10 +254,3 @@ class Loop(ABC):
 def finite(value: float) -> float | None:
     """JSON has no NaN and no infinity."""
     return value if math.isfinite(value) else None
-
-
-def join(config: Config, run: RunDir, world: World) -> Group:
-    """Take this rank's device and go where the ranks meet."""
-    device = set_up_device(config, world)
-    launch = config.launch
-    return sign_in(world, device, run.meeting(world.attempt), launch.hang_timeout_s, launch.init_method)

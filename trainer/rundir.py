@@ -87,6 +87,10 @@ class RunDir:
         """What each rank printed, and submitit's own files."""
         return self.path / "logs"
 
+    def collectives(self, attempt: str) -> Path:
+        """What the ranks of an attempt did last over NCCL, where that failed; the rank's number comes behind it."""
+        return self.logs / f"{attempt}_collectives_"
+
     @property
     def report(self) -> Path:
         """The page that shows how the run went."""

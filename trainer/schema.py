@@ -134,6 +134,12 @@ class Launch:
         "where the ranks meet: tcp://HOST:PORT, env:// (MASTER_ADDR and MASTER_PORT), or file://PATH on a shared disk; "
         "null takes env:// where those are set, else a file in the run's folder",
     )
+    backend: str = setting(
+        "auto",
+        "what the ranks' collectives run over; auto is nccl on GPUs and gloo on CPUs. gloo does on both, slowly: for "
+        "finding out whether nccl is what fails",
+        choices=("auto", "nccl", "gloo"),
+    )
     setup: list[str] = setting([], "shell lines that run first, once on every node, e.g. 'module load cuda'")
     python: str | None = setting(
         None, "what starts Python in each rank, e.g. 'apptainer exec --nv /images/torch.sif python'; null: this Python"

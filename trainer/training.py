@@ -93,7 +93,9 @@ class Training(Loop):
         began = time.perf_counter()
         counts = self.order.share_counts(step, self.rank, self.size, self.config.train.accumulate)
         micro_batches = [(next(batches), count) for count in counts]
-        self.learner.busy_s += time.perf_counter() - began
+        waited_s = time.perf_counter() - began
+        self.learner.busy_s += waited_s
+        self.progress.waited(waited_s)
         samples = self.order.count(step)
         self.learner.learn(step, micro_batches, samples)
         with self.whole:

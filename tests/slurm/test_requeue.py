@@ -145,4 +145,8 @@ def test_one_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
     assert (first["job_id"], second["job_id"]) == (user.job_of("oom"), user.job_of("oom"))
     assert first["lost_steps"] == 0 and second["start_step"] == first["end_step"] >= 80
     assert "gone (killed, out of memory, or its node died)" in first["error"]
+    hints = [line for line in user.types("logs", "oom").splitlines() if "hint: " in line]
+    ask = f"sacct -j {user.job_of('oom')} --format=JobID,State"
+    assert len(hints) == 1 and f"(`{ask}` tells): set launch.mem_gb, " in hints[0]
+    assert user.cluster.run(*ask.split()).split()[:2] == ["JobID", "State"], "a command that Slurm has"
     assert fingerprint(user.run("oom")) == undisturbed

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster import checks, runs
+from trainer.commands import hello
 from trainer.commands.parsers import Parser, add_config, split
 from trainer.config import Config, ConfigError, fields_of, find_config
 from trainer.rundir import RunDir
@@ -25,6 +26,7 @@ Start it under any launcher, and it finds out its place:
   torchrun --nproc-per-node 4 -m trainer --name first
   srun python -m trainer --name first                              in an sbatch script, or in a shell of salloc
   mpirun python -m trainer --name first                            Open MPI
+`python -m trainer hello` instead shows, in seconds, whether the ranks of such a start find each other.
 The same again, with the same name, goes on where the run is. Without a name the job's id makes one.
 Any key=value sets a key of the configuration; docs/configuration.md lists all. launch.nodes and the like are for
 launch.py alone: here the launcher says how many ranks there are.
@@ -33,6 +35,8 @@ launch.py alone: here the launcher says how many ranks there are.
 
 def main(words: Sequence[str]) -> int:
     """Train in this process; returns the exit status, unless a stop's SystemExit carries it. Raises ConfigError."""
+    if words[:1] == ["hello"]:
+        return hello.main(words[1:])
     parser = Parser("python -m trainer", "One rank of a run, under any launcher.", EPILOG)
     add_config(parser)
     parser.add_argument("--name", metavar="RUN", help="name of the run, which goes on if it exists (launch.name)")
@@ -46,8 +50,6 @@ def main(words: Sequence[str]) -> int:
         overrides.append(f"launch.name={given.name}")
     if given.spawn is None:
         return _train(given.config, overrides, given.site)
-    if given.spawn < 1:
-        raise ConfigError(f"--spawn {given.spawn}: must be at least 1")
     config = runs.with_root(_load(given.config, overrides, given.site), find_config(given.config).stem)
     overrides.append(f"launch.name={config.launch.name}")
     return spawn(given.spawn, functools.partial(_train, given.config, overrides, given.site))

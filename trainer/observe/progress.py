@@ -6,7 +6,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.observe.hints import slow_data
 from trainer.say import say
+
+# After so many seconds of steps it is time to ask what share of them went into waiting for data, and whether that is
+# worth a line.
+WINDOW_S = 60.0
+SLOW_SHARE = 0.3
 
 
 class Progress:
@@ -18,6 +24,8 @@ class Progress:
         self._steps, self._steps_s = 0, 0.0  # of this attempt, until the clock was last restarted
         self._samples, self._counted = 0, 0
         self._since = self._last = time.perf_counter()
+        self._window_s = self._waited_s = 0.0  # of steps, and of waiting for their data
+        self._advised = False
 
     def restart_clock(self) -> None:
         """Leave out of the throughput what came before: a validation, a save."""
@@ -28,9 +36,15 @@ class Progress:
 
     def count(self, samples: int) -> None:
         """A step is done, on so many samples."""
+        now = time.perf_counter()
+        self._window_s += now - self._last
         self._samples += samples
         self._counted += 1
-        self._last = time.perf_counter()
+        self._last = now
+
+    def waited(self, seconds: float) -> None:
+        """The step that is under way has waited so long for its data."""
+        self._waited_s += seconds
 
     def step_s(self) -> float:
         """Mean seconds that a step of this attempt took, validations and saves left out."""
@@ -50,6 +64,8 @@ class Progress:
         if "lr" in record:
             parts.append(f"lr {record['lr']:.4g}")
         self.say("  ".join([*parts, f"{self.throughput():,.0f} samples/s", f"{duration(left)} left"]))
+        if self._window_s > WINDOW_S:
+            self._judge_loading()
 
     def epoch(self, metrics: Mapping[str, Any]) -> None:
         """Print an epoch's line of metrics.jsonl."""
@@ -58,6 +74,14 @@ class Progress:
     def finished(self, metrics: Mapping[str, Any]) -> None:
         """Print the result of the run."""
         self.say(f"finished: {_named(metrics)}")
+
+    def _judge_loading(self) -> None:
+        """Say, once, that the steps of this window have spent too much of their time waiting for data."""
+        share = self._waited_s / self._window_s
+        if share > SLOW_SHARE and not self._advised:
+            self._advised = True
+            self.say(slow_data(share))
+        self._window_s = self._waited_s = 0.0
 
     def say(self, text: str) -> None:
         """Print one line, marked as Laststep's and with the time."""

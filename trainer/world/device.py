@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
 from trainer.config import Config, ConfigError
 from trainer.world.detect import World
@@ -35,6 +36,20 @@ def set_up_device(config: Config, world: World) -> torch.device:
         given = int(os.environ.get("SLURM_CPUS_PER_TASK", config.launch.cpus_per_task))
         torch.set_num_threads(given if world.launcher in ("submitit-slurm", "srun") else max(1, cores))
     return device
+
+
+def choose_backend(config: Config, device: torch.device) -> str:
+    """What the ranks' collectives run over: nccl or gloo. Raises ConfigError when it is missing here."""
+    backend = config.launch.backend
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        why = "torch finds no GPU on this machine" if not torch.cuda.device_count() else "this rank is to use the CPU"
+        raise ConfigError(f"launch.backend=nccl: needs a GPU for each rank, and {why}; use gloo")
+    if not dist.is_backend_available(backend):
+        other = "gloo" if backend == "nccl" else "nccl"
+        raise ConfigError(f"launch.backend={backend}: torch {torch.__version__} is built without it; use {other}")
+    return backend
 
 
 def _choose(config: Config, world: World) -> torch.device:

@@ -1,15 +1,17 @@
-"""hello: the ranks of a job meet as those of a run do, add up ones, and measure how fast they are together.
+"""hello: ranks meet as those of a run do, say who they are, add up ones, and measure how fast they are together.
 
-Any launcher may start it. Importing this imports no torch.
+`python -m trainer hello` does it under any launcher, all but the measuring; `launch.py doctor --nodes` makes it a job.
+Importing this imports no torch.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,15 +42,15 @@ class Greeting:
     backend: str
     address: str  # of the store at which the ranks met
     total: float  # the sum of a one from every rank
-    work_s: float  # for its own work, while all others did theirs
-    all_reduce_s: dict[int, list[float]]  # bytes -> the time of each repeat
+    work_s: float = 0.0  # for its own work, while all others did theirs
+    all_reduce_s: dict[int, list[float]] = field(default_factory=dict)  # bytes -> the time of each repeat
 
     def __str__(self) -> str:
         return f"[{self.address}] hello from [{self.host}:{self.backend}] rank {self.rank}/{self.size}"
 
 
 class Hello:
-    """What each rank does; `folder` is one of this job alone that all ranks see."""
+    """What each rank of doctor's job does; `folder` is one of this job alone that all ranks see."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
@@ -60,12 +62,11 @@ class Hello:
         world = World.detect()
         sign(self.folder, world)
         # After the signature, so that a rank that is still importing, from a slow disk say, is not taken for absent.
-        from trainer.world.device import set_up_device
-        from trainer.world.meet import meet
+        from trainer.world.join import join
 
-        device = set_up_device(self.config, world)
-        group = meet(world, device, RunDir(self.folder).meeting(world.attempt), timeout_s=0)
-        greeting = greet(group)
+        group = join(self.config, world, RunDir(self.folder).meeting(world.attempt), timeout_s=0)
+        group.connect(timeout_s=0)
+        greeting = measure(group)
         print(greeting, flush=True)
         group.close()
         return greeting
@@ -82,7 +83,7 @@ def came(folder: Path) -> dict[int, str]:
 
 
 def greet(group: Group) -> Greeting:
-    """Add up and measure, together with all other ranks."""
+    """Say who this rank is, and add up with all others."""
     world = group.world
     return Greeting(
         rank=world.rank,
@@ -91,9 +92,21 @@ def greet(group: Group) -> Greeting:
         backend=_backend(group),
         address=group.address or "nobody to meet",
         total=_total(group),
-        work_s=_own_work(group),
-        all_reduce_s=_all_reduces(group),
     )
+
+
+def measure(group: Group) -> Greeting:
+    """The same, and how fast this rank is."""
+    return replace(greet(group), work_s=_own_work(group), all_reduce_s=_all_reduces(group))
+
+
+def at_rank_0(group: Group, greeting: Greeting, variables: dict[str, str]) -> list[tuple[Greeting, dict[str, str]]]:
+    """The greeting and the environment of every rank, in rank order, on rank 0; on the others nothing."""
+    group.store.set(f"hello/{group.world.rank}", json.dumps([asdict(greeting), variables]))
+    if group.world.rank:
+        return []
+    said = [json.loads(group.store.get(f"hello/{rank}")) for rank in range(group.world.size)]
+    return [(Greeting(**greeting), variables) for greeting, variables in said]
 
 
 def bus_bandwidth(size: int, ranks: int, seconds: float) -> float:

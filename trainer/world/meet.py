@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
@@ -17,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import ConfigError
+from trainer.say import say
 from trainer.world.address import contact, use_interface
 from trainer.world.detect import MeetingError, World, hostname
 
 # Nodes of one job start seconds apart, on a busy cluster a minute (a slow prolog, a cold file system): the ranks wait
 # at least so long for each other, however short `launch.hang_timeout_s` is.
 MEETING_S = 60.0
+LATE_S = 30.0  # then a rank says whom it waits for
 # What gloo, NCCL and the store say when a peer is no longer there.
 OF_ABSENCE = re.compile("gloo|NCCL|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
 # How long the ranks wait for each other at the end, when all that matters is done.
@@ -35,6 +38,8 @@ class Absent(RuntimeError):
 
 def is_of_absence(error: Exception) -> bool:
     """Whether an error says only that a peer is gone: then the peer's own error, if it had one, is what matters."""
+    if isinstance(error, OSError):  # from Python's own pipe to a loader's process, say, which has died
+        return False
     return isinstance(error, (Absent, dist.DistError)) or bool(OF_ABSENCE.search(str(error)))
 
 
@@ -49,18 +54,20 @@ class Group:
         world: World,
         store: dist.Store,
         device: torch.device,
+        backend: str = "",
         address: str = "",
         published: Path | None = None,
     ) -> None:
         self.world = world
         self.store = store
         self.device = device
+        self.backend = backend
         self.address = address
         self._published = published
         self._barriers = 0
 
     def connect(self, timeout_s: float) -> None:
-        """Wait for the other ranks, for `timeout_s` each time, and set up collectives: NCCL on GPUs, gloo on CPUs.
+        """Wait for the other ranks, for `timeout_s` each time, and set up collectives.
 
         A later collective may take twice as long: the watchdog, which can tell where each rank is stuck, comes first.
         Raises MeetingError when a rank does not come in time.
@@ -79,34 +86,38 @@ class Group:
             self.world = replace(self.world, node=node, nodes=len(nodes))
             elsewhere = next(card for card in cards if card["host"] != hosts[0])
             use_interface(cards[self.world.rank]["ours"] if node else elsewhere["theirs"])
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(
-                backend,
+                self.backend,
                 store=dist.PrefixStore("collectives", self.store),
                 rank=self.world.rank,
                 world_size=self.world.size,
                 timeout=2 * patience(timeout_s),
-                device_id=self.device if self.device.type == "cuda" else None,
+                device_id=self.device if self.backend == "nccl" else None,
             )
         except RuntimeError as error:
             raise MeetingError(
-                f"{self.world}: all are here, but {backend} cannot connect them ({_first_line(error)}); nodes must "
-                f"let in each other's connections; {backend.upper()}_SOCKET_IFNAME chooses the network"
+                f"{self.world}: all are here, but {self.backend} cannot connect them ({_first_line(error)}); nodes "
+                f"must let in each other's connections; {self.backend.upper()}_SOCKET_IFNAME chooses the network"
             ) from error
 
     def _await_cards(self, patience: timedelta) -> list[dict[str, str]]:
         """What each rank said of itself when it signed in."""
         keys = [_card(rank) for rank in range(self.world.size)]
+        aside = self.store.clone()  # a client serves one caller at a time
+
+        def absent() -> str:
+            ranks = [rank for rank, key in enumerate(keys) if not aside.check([key])]
+            return ", ".join(f"rank {rank} on {self.world.host_of(rank)}" for rank in ranks)
+
         try:
-            self.store.wait(keys, patience)
+            with _told_when_late(absent) if self.world.rank == 0 else contextlib.nullcontext():
+                self.store.wait(keys, patience)
             return [json.loads(card) for card in self.store.multi_get(keys)]
         except dist.DistError as error:
             why = f"rank 0 on {self.world.host_of(0)} is gone: {_first_line(error)}"
         with contextlib.suppress(dist.DistError):
-            absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            if absent:
-                names = ", ".join(f"rank {rank} on {self.world.host_of(rank)}" for rank in absent)
+            if names := absent():
                 why = f"{names} did not come within {patience.seconds} s"
         raise MeetingError(f"{self.world}: {why}")
 
@@ -173,17 +184,20 @@ class Group:
             dist.destroy_process_group()
 
 
-def meet(world: World, device: torch.device, meeting: Path, timeout_s: float, init_method: str | None = None) -> Group:
+def meet(
+    world: World, device: torch.device, backend: str, meeting: Path, timeout_s: float, init_method: str | None = None
+) -> Group:
     """Meet the other ranks: sign in, see `sign_in`, and connect, see `Group.connect`."""
-    group = sign_in(world, device, meeting, timeout_s, init_method)
+    group = sign_in(world, device, backend, meeting, timeout_s, init_method)
     group.connect(timeout_s)
     return group
 
 
 def sign_in(
-    world: World, device: torch.device, meeting: Path, timeout_s: float, init_method: str | None = None
+    world: World, device: torch.device, backend: str, meeting: Path, timeout_s: float, init_method: str | None = None
 ) -> Group:
-    """Reach the store at which the ranks meet, and leave this one's card there.
+    """Reach the store at which the ranks meet, and leave this one's card there. Collectives will run over `backend`,
+    nccl or gloo.
 
     As in `torch.distributed.init_process_group`, `init_method` says where rank 0 is found: `tcp://HOST:PORT`, `env://`
     (MASTER_ADDR and MASTER_PORT), or `file://PATH`, in which rank 0 publishes the free port that it took, and every
@@ -194,7 +208,8 @@ def sign_in(
     if world.size == 1:
         return Group(world, dist.HashStore(), device)
     purpose = f"{meeting.parent.parent.name}, attempt {meeting.stem}, {world.size} ranks"
-    met = contact(world, purpose, meeting, init_method, patience(timeout_s))
+    with _told_when_late(lambda: f"rank 0 on {world.host_of(0)}"):
+        met = contact(world, purpose, meeting, init_method, patience(timeout_s))
     me = {"host": hostname(), "pid": str(os.getpid()), "ours": met.ours, "theirs": met.theirs}
     try:
         if world.rank == 0:
@@ -212,7 +227,19 @@ def sign_in(
             )
     except dist.DistError as error:
         raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} is gone: {_first_line(error)}") from error
-    return Group(world, met.store, device, met.address, met.published)
+    return Group(world, met.store, device, backend, met.address, met.published)
+
+
+@contextlib.contextmanager
+def _told_when_late(who: Callable[[], str]) -> Iterator[None]:
+    """Say whom this rank waits for, long before it gives up."""
+    timer = threading.Timer(LATE_S, lambda: say(f"has waited {LATE_S:.0f} s for {who()}, and waits on"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def patience(timeout_s: float) -> timedelta:

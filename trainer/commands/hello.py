@@ -1,0 +1,116 @@
+"""hello: the smallest distributed program, under any launcher. `python -m trainer hello` ends up here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.cluster import checks, runs
+from trainer.commands.parsers import Parser
+from trainer.config import Config
+from trainer.spawn import spawn
+from trainer.world.detect import World
+from trainer.world.hello import at_rank_0, greet, wrong_sums
+from trainer.world.signals import Signals
+
+DESCRIPTION = "Every rank meets the others as in a training, says who it is, and adds up a one from each of them."
+EPILOG = """\
+Start it as a training would be:
+  python -m trainer hello --spawn 4
+  torchrun --nproc-per-node 4 -m trainer hello
+  srun python -m trainer hello
+  mpirun python -m trainer hello
+Exit status: 0 every rank came and has the right sum; 1 one did not, or has not; 2 wrong input.
+"""
+SHOWN = ("NCCL_", "GLOO_", "TORCH_", "MASTER_", "CUDA_VISIBLE_DEVICES")
+
+
+def main(words: Sequence[str]) -> int:
+    """Say hello from this rank; returns the exit status. Raises ConfigError."""
+    parser = Parser("python -m trainer hello", DESCRIPTION, EPILOG)
+    parser.add_argument("--spawn", type=int, metavar="N", help="start N ranks on this machine")
+    parser.add_argument("--backend", metavar="B", help="auto, nccl or gloo (launch.backend)")
+    parser.add_argument("--env", action="store_true", help="show each rank's variables of NCCL, gloo and torch")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
+    given = parser.parse_intermixed_args(words)
+    overrides = [*given.overrides, *([f"launch.backend={given.backend}"] if given.backend else [])]
+    config = Config.load(None, overrides, runs.site())
+    checks.check_writable(Path(config.launch.root).expanduser().absolute())
+    hello = functools.partial(_hello, config, given.env)
+    return hello() if given.spawn is None else spawn(given.spawn, hello)
+
+
+def _hello(config: Config, show_variables: bool) -> int:
+    """One rank of it, which leaves nothing behind."""
+    signals = Signals.catch()
+    world = World.detect()
+    root = Path(config.launch.root).expanduser().absolute()
+    meeting, made_root = root / f".hello-{world.attempt}.json", not root.exists()
+
+    def clean_up() -> None:
+        if world.rank == 0:
+            meeting.unlink(missing_ok=True)
+            if made_root:
+                with contextlib.suppress(OSError):  # it has been put to use meanwhile
+                    root.rmdir()
+
+    def stop(number: signal.Signals) -> None:
+        clean_up()
+        os._exit(128 + number)  # at once: the main thread may be in a collective
+
+    signals.tell(stop)
+    from trainer.world.detect import MeetingError
+    from trainer.world.meet import is_of_absence
+
+    try:
+        return _meet_and_greet(config, world, meeting, show_variables)
+    except RuntimeError as error:
+        if not (isinstance(error, MeetingError) or is_of_absence(error)):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        clean_up()
+
+
+def _meet_and_greet(config: Config, world: World, meeting: Path, show_variables: bool) -> int:
+    """Rank 0 prints what all of them say; a wrong sum is exit status 1."""
+    from trainer.world.join import join
+
+    group = join(config, world, meeting, timeout_s=0)
+    group.connect(timeout_s=0)
+    greeting = greet(group)
+    said = at_rank_0(group, greeting, _variables())
+    group.close()
+    wrong = wrong_sums([greeting for greeting, _ in said] or [greeting])
+    if world.rank == 0:
+        print(*(greeting for greeting, _ in said), sep="\n")
+        if show_variables:
+            print(*_by_rank([variables for _, variables in said]) or ["none of those variables is set"], sep="\n")
+        if not wrong:
+            print(f"sum of ones: {world.size} on every rank")
+        for line in wrong:
+            print(f"error: {line}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def _variables() -> dict[str, str]:
+    """What of this rank's environment, as it is after the meeting, matters to collectives."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SHOWN)}
+
+
+def _by_rank(variables: Sequence[Mapping[str, str]]) -> list[str]:
+    """Each variable of each rank; once, where it is alike on all."""
+    lines = []
+    for name in sorted(set().union(*variables)):
+        values = [of_rank.get(name) for of_rank in variables]
+        if len(set(values)) == 1:
+            lines.append(f"every rank: {name}={values[0]}")
+        else:
+            lines += [f"rank {rank}: {name}={value}" for rank, value in enumerate(values) if value is not None]
+    return lines
