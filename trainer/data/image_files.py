@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import RandomResizedCrop
-from torchvision.transforms.v2.functional import pil_to_tensor, resize
+from torchvision.transforms.v2.functional import resize
 
 from trainer.config import ConfigError
 
@@ -59,9 +59,11 @@ def read_image(content: bytes, size: int, augment: bool) -> Tensor:
     """
     with Image.open(io.BytesIO(content)) as image:  # reads the header alone
         box = RandomResizedCrop.get_params(image, AREA, ASPECT) if augment else _centre(image)
-        part = pil_to_tensor(_part(image, box, min(box[2:]) // size))[None]
+        part = _part(image, box, min(box[2:]) // size)
         mirrored, turns = UPRIGHT.get(_orientation(image), (False, 0))
-    pixels = resize(part, [size, size], antialias=True)[0].permute(1, 2, 0)
+    # In half the time of pil_to_tensor.
+    whole = torch.frombuffer(bytearray(part.tobytes()), dtype=torch.uint8).view(1, part.height, part.width, 3)
+    pixels = resize(whole.permute(0, 3, 1, 2), [size, size], antialias=True)[0].permute(1, 2, 0)
     if mirrored:
         pixels = pixels.flip(1)
     if turns:

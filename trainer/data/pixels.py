@@ -81,8 +81,8 @@ def normalized(
     """(N, H, W, C) pixels as floats (N, channels, H, W), brought to mean 0 and variance 1 by the mean and standard
     deviation of the data set, which are shares of 255. One channel is made any number of channels."""
     scale, shift = _scale_and_shift(tuple(mean), tuple(std), channels, pixels.device)
-    images = pixels.permute(0, 3, 1, 2).expand(-1, channels, -1, -1).contiguous(memory_format=layout)
-    return images.float().mul_(scale).add_(shift)
+    images = pixels.permute(0, 3, 1, 2).expand(-1, channels, -1, -1).to(torch.float32, memory_format=layout)
+    return images.mul_(scale).add_(shift)
 
 
 @lru_cache  # on the device: to copy them there in each step would be to wait for it

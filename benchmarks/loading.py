@@ -1,0 +1,193 @@
+"""What the input pipeline gives, without a model: ours beside torchvision's reference and PyTorch's MNIST example.
+
+`python -m benchmarks.loading [--turns N]`. Photos are JPEGs made from a fixed seed, with noise at every scale as real
+ones have; the other side reads them as torchvision's references/classification does by default (PIL, RandomResizedCrop,
+flip, PILToTensor, ConvertImageDtype, Normalize, default collate), but keeps its workers over epochs. Digits are
+mnist-5k. Either pipeline ends in floats on the CPU; with a GPU, to make them of pixels would be the GPU's part of ours.
+
+The contenders take turns. In each, the first epoch is not counted: it starts the workers, which are kept. A figure is
+images per second of CPU time, of the rank and its workers together, so what one core gives; others on the machine
+disturb that less than the clock's. A ratio is that of one turn. The exit status says whether each median ratio keeps to
+its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision.datasets import MNIST, ImageFolder
+from torchvision.transforms import (
+    Compose,
+    ConvertImageDtype,
+    Normalize,
+    PILToTensor,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    ToTensor,
+)
+
+from benchmarks._measure import spread, write_results
+from trainer.config import Config
+from trainer.data.catalog import DATASETS, MNIST_5K
+from trainer.data.loader import Loading, TrainBatches
+from trainer.data.order import Order
+from trainer.tasks.classification import Classification
+
+LIMIT = 1.3
+QUALITY = 88
+
+
+class Workload(NamedTuple):
+    """So many images of a kind, how often a trial goes over them, and how."""
+
+    width: int  # of a photo, 4:3; 0: digits
+    images: int
+    epochs: int
+    batch_size: int
+    workers: int
+
+
+WORKLOADS = {
+    "photos of 500x375, 0 workers": Workload(500, 300, 2, 32, 0),
+    "photos of 500x375, 1 worker": Workload(500, 300, 2, 32, 1),
+    "photos of 500x375, 2 workers": Workload(500, 300, 2, 32, 2),
+    "photos of 2000x1500, 0 workers": Workload(2000, 30, 1, 15, 0),
+    "digits of mnist-5k, 0 workers": Workload(0, 4000, 2, 64, 0),
+    "digits of mnist-5k, 1 worker": Workload(0, 4000, 2, 64, 1),
+}
+
+
+# What gives batches, anew each time, and what makes floats of them.
+Contender = tuple[Iterable[Any], Callable[[Any], Any]]
+
+
+class Trial(NamedTuple):
+    """Images per second, of CPU time and of the clock."""
+
+    per_core: float
+    by_clock: float
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure, print a table, write the results; 1 when a ratio is below the limit."""
+    parser = argparse.ArgumentParser(prog="benchmarks.loading", description="What the input pipeline gives.")
+    parser.add_argument("--turns", type=int, default=9, help="turns of both contenders (default: 9)")
+    turns = parser.parse_args(words).turns
+    if turns < 2:
+        parser.error("--turns must be at least 2")
+
+    torch.set_num_threads(1)
+    load = round(os.getloadavg()[0], 1)  # processes that wanted to run: what else the machine did
+    figures, missed = [], 0
+    print(f"{'images/s a core':>15} {'10-90 %':>17} {'by the clock':>13} {'ratio':>7} {'10-90 %':>11}  ({turns} turns)")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, workload in WORKLOADS.items():
+            root = photos(Path(folder), workload) if workload.width else Path(folder)
+            taken = [[trial(of(workload, root), workload.epochs) for of in (ours, reference)] for _ in range(turns)]
+            ratio = spread([mine.per_core / theirs.per_core for mine, theirs in taken])
+            missed += ratio["median"] < LIMIT
+            for contender, trials in zip(("laststep", "reference"), zip(*taken)):
+                per_core, by_clock = (spread(values, 1) for values in zip(*trials))
+                figures.append({"workload": name, "contender": contender, "per_core": per_core, "by_clock": by_clock})
+                beside = f"{ratio['median']:>7.2f} {ratio['p10']:>4.1f} - {ratio['p90']:>4.1f}"
+                print(
+                    f"{per_core['median']:>15.0f} {per_core['p10']:>7.0f} - {per_core['p90']:>7.0f} "
+                    f"{by_clock['median']:>13.0f} {beside if contender == 'laststep' else '':>19}  {contender}, {name}",
+                    flush=True,
+                )
+            figures[-2]["ratio"] = ratio
+    versions = {package: version(package) for package in ("torchvision", "pillow")}
+    about = {"load_before": load, **versions, "turns": turns, "limit": LIMIT, "limits_missed": missed}
+    write_results("loading", {**about, "figures": figures})
+    return int(missed > 0)
+
+
+def trial(contender: Contender, epochs: int) -> Trial:
+    """Load all, once to start with and then so many times."""
+    loader, finish = contender
+    images = 0
+    for _ in map(finish, loader):
+        pass
+    cpu, began = cpu_s(), time.perf_counter()
+    for _ in range(epochs):
+        for batch, _ in map(finish, loader):
+            assert batch.dtype == torch.float32
+            images += len(batch)
+    return Trial(images / (cpu_s() - cpu), images / (time.perf_counter() - began))
+
+
+def cpu_s() -> float:
+    """Seconds of CPU time of this process and of its workers."""
+    stats = [Path(f"/proc/{worker.pid}/stat").read_text() for worker in multiprocessing.active_children()]
+    ticks = sum(int(ticks) for stat in stats for ticks in stat.rpartition(")")[2].split()[11:13])  # user and system
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def ours(workload: Workload, root: Path) -> Contender:
+    """As the loop does it, on a rank of its own."""
+    words = [f"data.root={root}", "data.args.augment=true", "data.name=imagefolder"] if workload.width else []
+    task = Classification(Config.load(None, words))
+    train, _ = task.datasets()
+    order = Order(workload.images, workload.batch_size, seed=0)
+    keys = TrainBatches(order, range(order.steps_per_epoch), rank=0, size=1, micro_batches=1)
+    loading = Loading(None, workload.workers, torch.device("cpu"), timeout_s=60)
+    return loading.loader(train, 0, keys), task.on_device
+
+
+def reference(workload: Workload, root: Path) -> Contender:
+    """As torchvision's and PyTorch's examples do it."""
+    dataset: Any
+    if workload.width:
+        info = DATASETS["imagefolder"]
+        crop = [RandomResizedCrop(224), RandomHorizontalFlip(), PILToTensor(), ConvertImageDtype(torch.float)]
+        dataset = ImageFolder(str(root / "train"), Compose([*crop, Normalize(info.mean, info.std)]))
+    else:
+        dataset = MNIST(str(MNIST_5K), transform=Compose([ToTensor(), Normalize((0.1307,), (0.3081,))]))
+    workers = workload.workers
+    loader = DataLoader(dataset, workload.batch_size, True, num_workers=workers, persistent_workers=workers > 0)
+    return loader, lambda batch: batch
+
+
+def photos(folder: Path, workload: Workload) -> Path:
+    """A folder of JPEGs, train and val; returns its root."""
+    root = folder / str(workload.width)
+    if not root.exists():
+        draw = numpy.random.default_rng(0)
+        for part, count in {"train": workload.images, "val": 1}.items():
+            (root / part / "photos").mkdir(parents=True)
+            for number in range(count):
+                path = root / part / "photos" / f"{number:04}.jpg"
+                photo(draw, workload.width, workload.width * 3 // 4).save(path, quality=QUALITY)
+        size = sum(path.stat().st_size for path in (root / "train" / "photos").iterdir()) / workload.images
+        print(f"# {workload.images} photos of {workload.width} pixels' width, {size / 1000:.0f} kB each")
+    return root
+
+
+def photo(draw: numpy.random.Generator, width: int, height: int) -> Image.Image:
+    """Clouds: noise at every scale, the finer the fainter, as in photos; more alike in the three colours than not."""
+    planes = numpy.zeros((4, height, width), dtype=numpy.float32)  # what the colours share, and each colour's own
+    cells, strength = 4, 40.0
+    while cells < width:
+        for plane, share in zip(planes, (1.0, 0.4, 0.4, 0.4)):
+            noise = draw.normal(0, share * strength, (cells * height // width, cells)).astype(numpy.float32)
+            plane += numpy.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
+        cells, strength = 2 * cells, 0.75 * strength
+    pixels = (128 + planes[0] + planes[1:]).clip(0, 255).astype(numpy.uint8)
+    return Image.fromarray(pixels.transpose(1, 2, 0).copy())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
