@@ -74,13 +74,14 @@ def _rank(rank: int, meeting: Path, repeats: int, results: multiprocessing.queue
     import torch
 
     from trainer.world.detect import World
-    from trainer.world.meet import meet
+    from trainer.world.meet import sign_in
     from trainer.world.signals import Signals
     from trainer.world.stop import Stop
 
     signals = Signals.catch()
     world = World(rank, 2, rank, 2, 0, 1, ("localhost",) * 2, "benchmark", 0, "benchmark-0", "benchmark", False)
-    group = meet(world, torch.device("cpu"), "gloo", meeting, DEADLINE_S)
+    group = sign_in(world, torch.device("cpu"), "gloo", meeting, DEADLINE_S)
+    group.connect(DEADLINE_S)
     stop = Stop(world, group.store, signals, on_failure=print)
     times: Times = {"begin_tick": [], "empty loop": []}
     for _ in range(repeats):

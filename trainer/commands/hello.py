@@ -14,7 +14,7 @@ from trainer.cluster import checks, runs
 from trainer.commands.parsers import Parser
 from trainer.config import Config
 from trainer.spawn import spawn
-from trainer.world.detect import World
+from trainer.world.detect import MeetingError, World
 from trainer.world.hello import at_rank_0, greet, wrong_sums
 from trainer.world.signals import Signals
 
@@ -64,7 +64,6 @@ def _hello(config: Config, show_variables: bool) -> int:
         os._exit(128 + number)  # at once: the main thread may be in a collective
 
     signals.tell(stop)
-    from trainer.world.detect import MeetingError
     from trainer.world.meet import is_of_absence
 
     try:

@@ -89,7 +89,7 @@ def greet(group: Group) -> Greeting:
         rank=world.rank,
         size=world.size,
         host=world.host_of(world.rank),
-        backend=_backend(group),
+        backend=group.backend if world.size > 1 else "alone",
         address=group.address or "nobody to meet",
         total=_total(group),
     )
@@ -155,14 +155,6 @@ def report(greetings: Sequence[Greeting]) -> list[str]:
     lines.append(f"({PRODUCTS} products of {EDGE} x {EDGE} matrices, all ranks at once, without the network;")
     lines.append(" each by its own clock, and a host's slowest rank counts)")
     return lines
-
-
-def _backend(group: Group) -> str:
-    if group.world.size == 1:
-        return "alone"
-    import torch.distributed as dist
-
-    return dist.get_backend()
 
 
 def _total(group: Group) -> float:

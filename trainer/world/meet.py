@@ -184,15 +184,6 @@ class Group:
             dist.destroy_process_group()
 
 
-def meet(
-    world: World, device: torch.device, backend: str, meeting: Path, timeout_s: float, init_method: str | None = None
-) -> Group:
-    """Meet the other ranks: sign in, see `sign_in`, and connect, see `Group.connect`."""
-    group = sign_in(world, device, backend, meeting, timeout_s, init_method)
-    group.connect(timeout_s)
-    return group
-
-
 def sign_in(
     world: World, device: torch.device, backend: str, meeting: Path, timeout_s: float, init_method: str | None = None
 ) -> Group:
