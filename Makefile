@@ -31,8 +31,8 @@ chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments
 bench: $(VENV)/installed  ## every figure that README quotes
 	$(BIN)/python -m benchmarks
 
-# For the throwaway Slurm, and for the tests of the Tab key. Elsewhere, or without root, those tests say why they skip.
-PACKAGES := slurmctld slurmd slurm-client slurmdbd munge mariadb-server zsh
+# For the tests of Slurm, of mpirun and of the Tab key. Elsewhere, or without root, those say why they skip.
+PACKAGES := slurmctld slurmd slurm-client slurmdbd munge mariadb-server openmpi-bin zsh
 .PHONY: system-packages
 system-packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(PACKAGES) >/dev/null 2>&1; then \

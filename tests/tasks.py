@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -419,3 +420,35 @@ class Held(Classification):
                 self.hold()
 
         Learner.learn = held  # type: ignore[assignment, method-assign]
+
+
+class AwaitsStop(Classification):
+    """Holds each rank in its eighth step of an attempt until the ranks have agreed to stop: whatever sends a signal
+    from outside, however slowly, finds the run there."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.steps = -1  # the first call is the warm-up's
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += model.training
+        if model.training and self.steps == 8:
+            sys.stdout.write("holds in its step 8\n")  # in one piece, where ranks share a terminal
+            sys.stdout.flush()
+            await_agreement()
+        return super().step(model, batch)
+
+
+class KilledOnce(Classification):
+    """Rank 1 is killed in its fifth step, unless torchrun has started it again by then."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.steps = -1  # the first call is the warm-up's
+        self.dies = World.detect().rank == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += model.training
+        if self.dies and self.steps == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(model, batch)

@@ -34,7 +34,7 @@ from trainer.world import nccl
 from trainer.world.detect import MeetingError, World
 from trainer.world.lock import hold, still_holds
 from trainer.world.signals import Signals
-from trainer.world.slurm import USER_SIGNALS, SlurmError, ending, scontrol
+from trainer.world.slurm import USER_SIGNALS, SlurmError, ending, kill_wait_s, scontrol
 from trainer.world.watch import Fault, Watch
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Attempt:
         self.signals = signals
         self.phases = Phases()
         self.store = CheckpointStore(run.checkpoints)
+        self.grace_s = config.launch.grace_s
         self.start_step = 0
         self.group: Group | None = None
         self.loop: Loop | None = None
@@ -116,6 +117,8 @@ class Attempt:
             number = self.group.tell("attempt", self.world.number)
             self.world = self.group.world = self.watch.world = replace(self.group.world, number=number)
             self.phases.done("meeting")
+            if self.grace_s is None and self.world.on_slurm:  # of a job that launch.py has not submitted
+                self.grace_s = self.group.tell("grace", kill_wait_s() if self.world.rank == 0 else None)
             told = self.group.tell("step", newest.step if newest else None)
             self.start_step = told or 0
             means = Means(self.config, self.run_dir, self.group, self.signals, self.watch, self.phases)
@@ -247,8 +250,10 @@ class Attempt:
             say(f"attempt ended ({reason}) after step {end_step}, {lost}")
             self._advise(error or "")
             # Submitit's batch shell sees to it, once srun has ended. But srun waits for ever for a rank that has ended
-            # on a node which it could not hear at that moment.
-            if requeue and record["requeue"] and (fault.reason == "hung" or not self.world.by_submitit):
+            # on a node which it could not hear at that moment. After a signal torchrun starts nothing.
+            by_shell = self.world.by_submitit and fault.reason != "hung"
+            by_torchrun = self.world.starts_again and fault.reason != "signal"
+            if requeue and record["requeue"] and not (by_shell or by_torchrun):
                 self._requeue(record)
 
     def _keep(self, loop: Loop, kept: int) -> int:
@@ -312,8 +317,9 @@ class Attempt:
         if not since:
             return None
         number = (self.loop.stop.signal if self.loop else None) or self.signals.first
-        launch = self.config.launch
-        grace_s = launch.signal_delay_s if number in USER_SIGNALS else launch.grace_s or DEFAULT_GRACE_S
+        grace_s = self.grace_s or DEFAULT_GRACE_S
+        if number in USER_SIGNALS:
+            grace_s = self.config.launch.signal_delay_s
         passed = time.monotonic() - min(since)
         if passed > grace_s - LAST_MOMENT_S:
             self._end_now()

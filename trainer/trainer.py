@@ -11,7 +11,7 @@ from pathlib import Path
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from trainer.config import Config
+from trainer.config import Config, ConfigError
 from trainer.observe.attempts import goes_on, spent
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
@@ -29,7 +29,8 @@ class Trainer:
     @property
     def run(self) -> RunDir:
         """The run's folder."""
-        assert self.config.launch.name is not None, "a run is named before it starts"
+        if self.config.launch.name is None:
+            raise ConfigError("launch.name=null: a run needs a name")
         return RunDir(Path(self.config.launch.root) / self.config.launch.name)
 
     def __call__(self) -> dict[str, float]:
@@ -42,6 +43,9 @@ class Trainer:
         from trainer.attempt import Attempt  # not above: the command, which only pickles this class, needs none of it
 
         world = World.detect()
+        if world.rank == 0 and not self.run.config.exists():  # handed to an executor by its user's own program
+            self.run.path.mkdir(parents=True, exist_ok=True)
+            self.config.save(self.run.config)
         _clear_unfinished(world)
         if world.launcher == "submitit-slurm":
             # srun starts the ranks in the code's copy, so that Python finds that first, see trainer.cluster.slurm.

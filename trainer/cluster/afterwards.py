@@ -2,12 +2,14 @@
 
 A rank that can still speak enters the end of its attempt in attempts.jsonl, and rank 0 requeues the job at a stop. But
 all ranks may have been killed, srun with them, or Slurm did not answer: the shell outlives them all.
-`python -m trainer.cluster.afterwards LOGS STATUS`, with the folder of submitit's files and srun's exit status, asks
-Slurm only when there is a reason to, and does not import torch. When it fails, the job ends as it would without it.
+`python -m trainer.cluster.afterwards FOLDER STATUS`, with the run's folder (or a sweep's, of which this job trains one
+run) and srun's exit status, asks Slurm only when there is a reason to, and does not import torch. When it fails, the
+job ends as it would without it. A script of one's own ends with it, too: see examples/srun.sbatch.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -16,6 +18,7 @@ from functools import cache
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
+from trainer.cluster import runs
 from trainer.observe.attempts import FAILURES, Record, all_ends, begin_attempt, end_attempt, goes_on, is_of, settle
 from trainer.rundir import RunDir
 from trainer.say import say
@@ -30,6 +33,8 @@ from trainer.world.slurm import Ending, Job, SlurmError, comes_back, judge, scon
 # How long a slurmctld may take to come back, or its backup to take over; the nodes are idle meanwhile.
 PATIENCE_S = 180.0
 POLL_S = 2.0
+# Exit status of a rank that refuses its configuration: it has said why, and would again.
+REFUSED = 2
 
 
 def afterwards(run: RunDir, world: World, launch: Launch, status: int) -> None:
@@ -107,19 +112,31 @@ def _newest_step(run: RunDir) -> int:
     return newest.step if newest else 0
 
 
-def main(logs: str, status: int) -> int:
-    """Do it for the run that this job trains; in an array each job has its own. Returns 1 when that went wrong."""
+def _trainer(run: RunDir, world: World) -> Trainer:
+    """What this job runs: in submitit's file, with what was asked of this job alone; else the run as it was started."""
+    handed_over = JobPaths(run.logs, world.job_id).submitted_pickle
+    if handed_over.exists():
+        trainer = DelayedSubmission.load(handed_over).function
+        assert isinstance(trainer, Trainer)
+        return trainer
+    return Trainer(runs.load(run))
+
+
+def main(folder: str, status: int) -> int:
+    """Do it for the run that this job trains; returns `status`, which is the job's."""
     for number in STOPS:  # that of the requeue itself among them
         signal.signal(number, signal.SIG_IGN)
+    os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # it sees a job as its batch shell does, whatever has started the ranks
+    run = RunDir(folder)
+    if status == REFUSED or not run.path.exists():
+        return status
     try:
         world = World.detect()
-        trainer = DelayedSubmission.load(JobPaths(logs, world.job_id).submitted_pickle).function
-        assert isinstance(trainer, Trainer)
+        trainer = _trainer(run, world)
         afterwards(trainer.run, world, trainer.config.launch, status)
     except Exception as error:  # whatever is wrong with this node or its disk, the log must have it on one line
         say(f"not requeued: {type(error).__name__}: {error}")
-        return 1
-    return 0
+    return status
 
 
 if __name__ == "__main__":

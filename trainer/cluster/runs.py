@@ -64,6 +64,13 @@ def create(config: Config) -> RunDir:
     return run
 
 
+def load(run: RunDir, overrides: Sequence[str] = ()) -> Config:
+    """The run's configuration, with its folder where it is now: it may have been moved. Raises ConfigError."""
+    config = Config.load(run.config, overrides)
+    launch = dataclasses.replace(config.launch, root=str(run.path.parent), name=run.name)
+    return dataclasses.replace(config, launch=launch)
+
+
 def remove(run: RunDir) -> None:
     """Take back a folder that was made for a run that did not start."""
     shutil.rmtree(run.path, ignore_errors=True)

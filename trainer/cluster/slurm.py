@@ -29,6 +29,12 @@ from trainer.world.slurm import is_job_id, kill_wait_s
 # How often a run is requeued is decided by Trainer.checkpoint: submitit would count every signal within ten minutes
 # of the limit as a timeout.
 NO_LIMIT = 1_000_000
+# How the variables begin that Slurm, submitit, torchrun, mpirun and --spawn set for their ranks; and those for torch.
+LEAKS = (
+    *("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_"),
+    *("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_JOB"),
+)
+TORCH_LEAKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_")
 T = TypeVar("T")
 
 
@@ -185,7 +191,7 @@ def _elsewhere(launch: Launch) -> list[str]:
 def _afterwards(run: RunDir) -> list[str]:
     """Shell lines that look after the run once all its ranks have ended: outside any image, where Slurm's commands are,
     and so with the Python that submits."""
-    python, logs, copy = (shlex.quote(str(word)) for word in (sys.executable, run.logs, run.code))
+    python, folder, copy = (shlex.quote(str(word)) for word in (sys.executable, run.path, run.code))
     return [
         "# This shell outlives all ranks: when they have failed, or are dead, it finds out whether to requeue the job.",
         "afterwards() {",
@@ -193,7 +199,7 @@ def _afterwards(run: RunDir) -> list[str]:
         "    trap '' TERM USR1 USR2",
         "    [ $status = 0 ] && return",
         f"    cd {copy}",
-        f"    SUBMITIT_EXECUTOR=slurm timeout -s KILL 300 {python} -m trainer.cluster.afterwards {logs} $status",
+        f"    timeout -s KILL 300 {python} -m trainer.cluster.afterwards {folder} $status",
         "}",
         "trap afterwards EXIT",
         "trap : TERM USR1 USR2",
@@ -207,10 +213,11 @@ def _quote(value: str) -> str:
 
 @contextlib.contextmanager
 def _outside_any_job() -> Iterator[None]:
-    """Hide what a surrounding job left in the environment, which sbatch would take for options; SLURM_CONF, which says
-    which Slurm to talk to, and the user's own SBATCH_* stay."""
-    leaks = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
-    hidden = {k: v for k, v in os.environ.items() if k.startswith(leaks) and k != "SLURM_CONF"}
+    """Hide what a surrounding launcher left in the environment: sbatch would take it for options, and hand it on to
+    the job, whose ranks would take themselves for those of that launcher. SLURM_CONF, which says which Slurm to talk
+    to, and the user's own SBATCH_* stay; so do MASTER_ADDR and MASTER_PORT, unless they came with a RANK."""
+    leaks = [*LEAKS, *(TORCH_LEAKS if "RANK" in os.environ else ())]
+    hidden = {k: v for k, v in os.environ.items() if k.startswith(tuple(leaks)) and k != "SLURM_CONF"}
     for name in hidden:
         del os.environ[name]
     try:

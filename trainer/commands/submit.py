@@ -58,9 +58,7 @@ def resume(name: str, overrides: Sequence[str], way: Way) -> int:
             raise ConfigError(
                 f"{word}: a resumed run keeps its configuration; only launch.* may change, or start a new run"
             )
-    config = _fit(Config.load(run.config, overrides), way)
-    # The folder may have been moved since: it is where it was found.
-    config.launch = dataclasses.replace(config.launch, root=str(run.path.parent), name=run.name)
+    config = _fit(runs.load(run, overrides), way)
     _check(config, way)
     if way is Way.DRY_RUN:
         return _dry_run(config)

@@ -7,7 +7,6 @@ import functools
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from trainer.cluster import checks, runs
 from trainer.commands import hello
@@ -60,10 +59,9 @@ def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
     world = World.detect()
     config = _load(source, overrides, site)
     stem = find_config(source).stem
-    if (
-        config.launch.name is None and world.launcher != "python"
-    ):  # a name that all ranks find, and a requeued job again
-        config = _launch(config, name=f"{stem}-{world.job_id}")
+    if config.launch.name is None and world.launcher != "python":  # one that all ranks find, and a requeued job again
+        named = dataclasses.replace(config.launch, name=f"{stem}-{world.job_id}")
+        config = dataclasses.replace(config, launch=named)
     config = runs.with_root(config, stem)
     checks.check_names(config)
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
@@ -85,7 +83,7 @@ def _go_on(folder: Path, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"{overrides[0]}: a run that goes on keeps its configuration")
     world, run = World.detect(), runs.find(str(folder), str(folder.parent))
-    return _rank(_launch(Config.load(run.config), root=str(run.path.parent), name=run.name), run, world)
+    return _rank(runs.load(run), run, world)
 
 
 def _rank(config: Config, run: RunDir, world: World) -> int:
@@ -99,10 +97,6 @@ def _rank(config: Config, run: RunDir, world: World) -> int:
 
 def _load(source: str, overrides: Sequence[str], site: str | None) -> Config:
     return Config.load(source, overrides, site or runs.site())
-
-
-def _launch(config: Config, **changes: Any) -> Config:
-    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, **changes))
 
 
 def _check_same(config: Config, started: Config) -> None:

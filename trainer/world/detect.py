@@ -6,17 +6,18 @@ is right (torchrun within srun: torchrun); what the others say must agree with i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from submitit import JobEnvironment
-from submitit.slurm.slurm import SlurmJobEnvironment
+from submitit.slurm.slurm import SlurmJobEnvironment, SlurmParseException
 
 from trainer.config import ConfigError
 
@@ -45,6 +46,7 @@ class World:
     attempt: str
     launcher: str
     on_slurm: bool  # a requeue can be asked for, and Slurm answers for the end of the job
+    starts_again: bool = False  # the launcher does, by itself, all ranks when one has failed
     variables: tuple[str, ...] = ()  # of the environment, that said so
     number: int | None = None  # of the attempt among those of its run, once rank 0 has told it
 
@@ -56,6 +58,8 @@ class World:
         """
         launcher = next(launcher for launcher in LAUNCHERS if launcher.answers(os.environ))
         world = launcher.world(os.environ)
+        if world.rank >= world.size:
+            raise ConfigError(f"{launcher.name} says rank {world.rank} of {world.size}: ranks count from 0")
         _check_claims(world, os.environ)
         return world
 
@@ -168,8 +172,9 @@ class Torchrun(Launcher):
         local_size, node, nodes = (_number(env, name) for name in places)
         # Without --rdzv-id it is a UUID, of which the first part will do.
         job = re.sub(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}$", r"\1", env["TORCHELASTIC_RUN_ID"])
-        restart = _number(env, "TORCHELASTIC_RESTART_COUNT")
-        return cls._world(env, job, local_size, node, nodes, restart=restart)
+        restart, restarts = (_number(env, f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+        world = cls._world(env, job, local_size, node, nodes, restart=restart)
+        return replace(world, starts_again=restart < restarts)
 
 
 class Mpirun(Launcher):
@@ -208,22 +213,33 @@ class Submitit(Launcher):
     def world(cls, env: Env) -> World:
         job = JobEnvironment()
         on_slurm = job.name() == "slurm"
-        restart = int(env.get("SLURM_RESTART_COUNT", 0)) if on_slurm else 0
-        share, hosts = job.num_tasks // job.num_nodes, job.hostnames
+        restart = slurm_job(env)[1] if on_slurm else 0
+        try:
+            rank, size, local_rank = job.global_rank, job.num_tasks, job.local_rank
+            node, nodes = job.node, job.num_nodes
+        except ValueError as error:
+            raise ConfigError(f"submitit-{job.name()} left a variable that should be a number: {error}") from None
+        share, hosts = -(-size // nodes), job.hostnames
         return World(
-            rank=job.global_rank,
-            size=job.num_tasks,
-            local_rank=job.local_rank,
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
             local_size=share,
-            node=job.node,
-            nodes=job.num_nodes,
-            hosts=tuple(hosts[min(rank // share, len(hosts) - 1)] for rank in range(job.num_tasks)),
+            node=node,
+            nodes=nodes,
+            hosts=tuple(hosts[min(other // share, len(hosts) - 1)] for other in range(size)),
             job_id=job.job_id,
             restart=restart,
             attempt=f"{job.job_id}-{restart}",
             launcher=f"submitit-{job.name()}",
             on_slurm=on_slurm,
         )
+
+
+class _Step(SlurmJobEnvironment):
+    """A step need not use all nodes of its job."""
+
+    _env: ClassVar[dict[str, str]] = {**SlurmJobEnvironment._env, "nodes": "SLURM_STEP_NODELIST"}
 
 
 class Srun(Launcher):
@@ -238,16 +254,29 @@ class Srun(Launcher):
 
     @classmethod
     def world(cls, env: Env) -> World:
-        node, shares = _number(env, "SLURM_NODEID"), list(cls._shares(env.get("SLURM_STEP_TASKS_PER_NODE", "")))
-        names = zip(SlurmJobEnvironment().hostnames, shares)
-        hosts = tuple(host for host, share in names for _ in range(share))
-        return cls._world(env, f"step{env['SLURM_STEP_ID']}", shares[node], node, len(shares), hosts)
+        node, text = _number(env, "SLURM_NODEID"), env.get("SLURM_STEP_TASKS_PER_NODE", "")
+        shares = list(cls._shares(text))
+        if node >= len(shares):
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text}: srun should have set it for each node")
+        return cls._world(env, f"step{env['SLURM_STEP_ID']}", shares[node], node, len(shares), cls._hosts(env, shares))
 
     @staticmethod
-    def _shares(text: str) -> Iterator[int]:
+    def _hosts(env: Env, shares: Sequence[int]) -> tuple[str, ...] | None:
+        """The node of each rank, where srun has dealt them out block by block, or in turn."""
+        names: list[str] = []
+        with contextlib.suppress(SlurmParseException):
+            names = _Step().hostnames
+        how = env.get("SLURM_DISTRIBUTION", "block").partition(":")[0]
+        if how not in ("block", "cyclic") or len(names) != len(shares):
+            return None
+        tasks = [(turn, node) for node, share in enumerate(shares) for turn in range(share)]
+        return tuple(names[node] for _, node in (sorted(tasks) if how == "cyclic" else tasks))
+
+    @staticmethod
+    def _shares(text: str) -> list[int]:
         """Ranks of each node, from 2(x3),1 for instance."""
-        for share, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-            yield from [int(share)] * int(times or 1)
+        found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+        return [int(share) for share, times in found for _ in range(int(times or 1))]
 
 
 class Variables(Launcher):
@@ -264,7 +293,7 @@ class Variables(Launcher):
     def world(cls, env: Env) -> World:
         env = {"LOCAL_RANK": env["RANK"], **env}
         rank, size, local_rank = (_number(env, name) for name in cls.variables)
-        local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+        local_size = _number({"LOCAL_WORLD_SIZE": str(size), **env}, "LOCAL_WORLD_SIZE")
         node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
         return cls._world(env, f"{env.get('MASTER_ADDR', '')}-{env.get('MASTER_PORT', '')}", local_size, node, nodes)
 
@@ -292,7 +321,7 @@ def slurm_job(env: Env) -> tuple[str, int]:
     job_id = env["SLURM_JOB_ID"]
     if "SLURM_ARRAY_TASK_ID" in env:
         job_id = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    return job_id, int(env.get("SLURM_RESTART_COUNT", 0))
+    return job_id, _number({"SLURM_RESTART_COUNT": "0", **env}, "SLURM_RESTART_COUNT")
 
 
 def _number(env: Env, variable: str) -> int:

@@ -1,0 +1,182 @@
+"""Every way to start ranks, as a user would: what is typed, what stops it, and a mistake that must not pass unseen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import fingerprint, train
+from trainer.config import Config
+
+# 7 steps an epoch. tests.tasks.AwaitsStop can be stopped in the eighth step of each attempt, so once in two epochs.
+SMALL = (
+    "device=cpu", "data.name=fake", "data.args.samples=52", "data.args.classes=3", "data.args.image_size=8",
+    "train.batch_size=8", "optim.lr=0.02",
+)  # fmt: skip
+TRAIN = ("python", "-m", "trainer", "--name={run}")
+AGENT = ("torchrun", "--nnodes=2", "--nproc-per-node=1", "--master-addr=localhost", "--master-port={port}")
+RANK = ("env", "WORLD_SIZE=2", "MASTER_ADDR=localhost", "MASTER_PORT={port}")
+# With an executor of submitit's, in its user's own program.
+PROGRAM = """\
+import submitit, sys
+from trainer import Config, Trainer
+executor = submitit.{executor}("runs/{{run}}/logs")
+executor.update_parameters({parameters})
+job = executor.submit(Trainer(Config.load("mnist", [*sys.argv[1:], "launch.name={{run}}"])))
+print("its result is of step", job.results()[0]["step"])
+"""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """`typed` is a command, or several that are typed in a terminal each; key=value words follow them.
+
+    A stop is the name of a signal to what was typed, or to the ranks; or a Slurm command.
+    """
+
+    name: str
+    typed: tuple[tuple[str, ...], ...]
+    stops: tuple[str, ...]
+    shown: str  # in the table, for what is typed
+    size: int = 2
+    returns: bool = False  # by itself, after a stop
+    results: bool = False  # can be asked for in Python
+    mistake: tuple[str, ...] = ()  # a command whose ranks contradict what is around them
+    refusal: str = ""  # what it says then; where no mistake can be made, why
+
+
+LAUNCHERS = (
+    Launcher(
+        "python",
+        (TRAIN,),
+        ("INT",),
+        shown="python -m trainer",
+        size=1,
+        mistake=("sbatch", "--ntasks=4", "--output={run}.out", "--wrap", " ".join(TRAIN)),
+        refusal="this is one process, but Slurm says SLURM_NTASKS=4: put srun, torchrun or mpirun before it, or unset "
+        "that",
+    ),
+    Launcher(
+        "--spawn",
+        ((*TRAIN, "--spawn=2"),),
+        ("TERM",),
+        shown="python -m trainer --spawn 2",
+        refusal="starts its own ranks, whatever is around them",
+    ),
+    Launcher(
+        "torchrun",
+        (("bash", "{examples}/torchrun.sh", "--name={run}"),),
+        ("TERM",),
+        shown="bash examples/torchrun.sh",
+        mistake=("mpirun", "-np", "2", "torchrun", "--standalone", *TRAIN[1:]),
+        refusal="torchrun says WORLD_SIZE=1, but mpirun says OMPI_COMM_WORLD_SIZE=2: start torchrun once per node",
+    ),
+    Launcher(
+        "torchrun, once per node by hand",
+        ((*AGENT, "--node-rank=0", *TRAIN[1:]), (*AGENT, "--node-rank=1", *TRAIN[1:])),
+        ("INT",),
+        shown="torchrun --nnodes 2 --node-rank 0 ... and 1",
+        mistake=("salloc", "--ntasks=4", *AGENT[:1], "--standalone", "--nproc-per-node=2", *TRAIN[1:]),
+        refusal="torchrun says WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: start torchrun once per node",
+    ),
+    Launcher(
+        "torchrun, once per node under srun",
+        (("sbatch", "--job-name={run}", "{examples}/torchrun.sbatch"),),
+        ("scancel --signal=USR2", "scontrol requeue"),
+        shown="sbatch examples/torchrun.sbatch",
+        returns=True,
+        mistake=("sbatch", "--job-name={run}", "--ntasks-per-node=2", "{examples}/torchrun.sbatch"),
+        refusal="torchrun says WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: start torchrun once per node",
+    ),
+    Launcher(
+        "srun in sbatch",
+        (("sbatch", "--job-name={run}", "{examples}/srun.sbatch"),),
+        ("scancel --signal=USR2", "scontrol requeue"),
+        shown="sbatch examples/srun.sbatch",
+        returns=True,
+        mistake=("sbatch", "--job-name={run}", "--export=ALL,WORLD_SIZE=4", "{examples}/srun.sbatch"),
+        refusal="srun says SLURM_STEP_NUM_TASKS=2, but env says WORLD_SIZE=4: make them agree",
+    ),
+    Launcher(
+        "srun in salloc",
+        (("bash", "{examples}/salloc.sh", "--name={run}"),),
+        ("scancel --signal=USR2",),
+        shown="bash examples/salloc.sh",
+        mistake=("salloc", "--ntasks=4", *TRAIN),
+        refusal="this is one process, but Slurm says SLURM_NTASKS=4: put srun, torchrun or mpirun before it, or unset "
+        "that",
+    ),
+    Launcher(
+        "mpirun",
+        (("mpirun", "-np", "2", *TRAIN),),
+        ("USR2",),
+        shown="mpirun -np 2 python -m trainer",
+        mistake=("env", "WORLD_SIZE=4", "mpirun", "-np", "2", *TRAIN),
+        refusal="mpirun says OMPI_COMM_WORLD_SIZE=2, but env says WORLD_SIZE=4: make them agree",
+    ),
+    Launcher(
+        "mpirun in sbatch",
+        (("sbatch", "--job-name={run}", "{examples}/mpirun.sbatch"),),
+        ("scancel --batch --signal=USR2", "scontrol requeue"),
+        shown="sbatch examples/mpirun.sbatch",
+        returns=True,
+        # As in a job on one node, mpirun starts the ranks itself; those of its daemons do not see Slurm's number.
+        mistake=(
+            *("sbatch", "--ntasks=4", "--output={run}.out"),
+            *("--wrap", " ".join(("mpirun --mca ras ^slurm -np 2", *TRAIN))),
+        ),
+        refusal="mpirun says OMPI_COMM_WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: make them agree",
+    ),
+    Launcher(
+        "torch's own variables",
+        ((*RANK, "RANK=0", *TRAIN), (*RANK, "RANK=1", *TRAIN)),
+        ("TERM",),
+        shown="RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m trainer, and RANK=1",
+        mistake=("salloc", "--ntasks=4", "env", "RANK=0", "WORLD_SIZE=2", *TRAIN),
+        refusal="env says WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: make them agree",
+    ),
+    Launcher(
+        "submitit, Slurm",
+        (("python", "{project}/launch.py", "--nodes=2", "--name={run}"),),
+        ("scontrol requeue",),
+        shown="python launch.py --nodes 2",
+        returns=True,
+        refusal="asks Slurm for what it starts",
+    ),
+    Launcher(
+        "submitit, local",
+        (("python", "-c", PROGRAM.format(executor="LocalExecutor", parameters="tasks_per_node=2")),),
+        ("ranks USR2",),
+        shown="submitit.LocalExecutor",
+        results=True,
+        returns=True,
+        refusal="starts its own ranks, whatever is around them",
+    ),
+    Launcher(
+        "submitit, debug",
+        (("python", "-c", PROGRAM.format(executor="DebugExecutor", parameters="")),),
+        ("INT",),
+        shown="submitit.DebugExecutor",
+        results=True,
+        size=1,
+        refusal="is one process, whatever is around it",
+    ),
+    Launcher(
+        "a notebook",
+        (("sh", "-c", "exec jupyter-execute --inplace {run}.ipynb"),),
+        ("scontrol requeue",),
+        shown="submit(config).result() in a cell",
+        results=True,
+        returns=True,
+        refusal="asks Slurm for what it starts",
+    ),
+)
+
+
+@cache
+def undisturbed(root: Path, size: int, epochs: int) -> dict[str, Any]:
+    """The fingerprint of a run that nobody touched, of so many ranks."""
+    place = (f"launch.root={root}", f"launch.name=calm-{size}-{epochs}", f"launch.tasks_per_node={size}")
+    return fingerprint(train(Config.load("mnist", (*SMALL, f"train.epochs={epochs}", *place))))

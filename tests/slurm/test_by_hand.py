@@ -1,0 +1,155 @@
+"""Scripts of one's own: a run that changes launchers, torchrun's restarts, and what brings a job back or does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import fingerprint
+from tests.slurm.conftest import Desk, parent, processes
+from tests.slurm.launchers import SMALL, undisturbed
+
+LAUNCH = ("python", "{project}/launch.py")
+TRAIN = ("python", "-m", "trainer", "--name={run}")
+SRUN = ("sbatch", "--job-name={run}", "{examples}/srun.sbatch")
+TORCHRUN = ("bash", "{examples}/torchrun.sh", "--name={run}")
+HELD = (*SMALL, "task=tests.tasks.AwaitsStop")
+TWO_EPOCHS = (*HELD, "train.epochs=2")  # held once
+KILLED = (*SMALL, "task=tests.tasks.KilledOnce", "train.epochs=2")
+
+
+def finishes(desk: Desk, run: str, attempts: int, epochs: int = 2) -> list[dict[str, Any]]:
+    """See the run end, in so many attempts, as if nothing had been; returns them."""
+    desk.waits_for_attempts(run, attempts)
+    assert desk.attempts(run)[-1]["reason"] == "finished"
+    assert fingerprint(desk.run(run)) == undisturbed(desk.folder, 2, epochs)
+    return desk.attempts(run)
+
+
+def test_one_run_under_three_launchers(desk: Desk) -> None:
+    """What a run was begun with must not matter to what goes on with it: the state is the run's own."""
+    words = (*HELD, "train.epochs=3")
+    desk.types("three", TORCHRUN, words=words)
+    desk.waits_for("three", "holds in its step 8", times=2)
+    desk.stops("three", "TERM")
+    desk.waits_for_terminals()
+    desk.types("three", (*LAUNCH, "resume", "{run}", "--nodes=2"))
+    desk.waits_for("three", "holds in its step 8", times=4)
+    desk.types("three", (*LAUNCH, "cancel", "{run}"))
+    desk.waits_for_terminals()
+    desk.types("three", ("srun", "--nodes=2", "--ntasks-per-node=1", *TRAIN), words=words)
+    ends = finishes(desk, "three", attempts=3, epochs=3)
+    assert [(end["start_step"], end["lost_steps"]) for end in ends] == [(0, 0), (8, 0), (16, 0)]
+    for launcher in ("torchrun", "submitit-slurm", "srun"):
+        assert desk.log("three").count(f"; {launcher}") == 2, "two ranks by each"
+
+
+def test_torchrun_starts_a_killed_rank_again(desk: Desk) -> None:
+    """torchrun ends all ranks when one dies, and starts them anew; the one that was left has saved the step by then."""
+    desk.types("elastic", TORCHRUN, words=KILLED)
+    first, second = finishes(desk, "elastic", attempts=2)
+    assert (first["reason"], first["end_step"], first["lost_steps"]) == ("failed", 4, 0)
+    assert (first["job_id"], first["restart"], second["restart"]) == (second["job_id"], 0, 1)
+    assert desk.waits_for_terminals() == [0]
+
+
+def test_torchrun_starts_again_within_a_job(desk: Desk) -> None:
+    """Where torchrun does so the job must not be requeued too: that would end the ranks that it has just started."""
+    script = " ".join(("torchrun --standalone --nproc-per-node=2 --max-restarts=1 -m trainer --name={run}", *KILLED))
+    desk.types("within", ("sbatch", "--output={run}.out", "--wrap", script))
+    first, second = finishes(desk, "within", attempts=2)
+    assert (first["reason"], first["end_step"], first["lost_steps"]) == ("failed", 4, 0)
+    assert (first["job_id"], second["restart"]) == (second["job_id"], 0), "Slurm has not started it again"
+
+
+def test_every_rank_and_srun_are_killed(desk: Desk) -> None:
+    """Nobody is left but the batch shell: the script's last line brings the job back."""
+    desk.types("killed", SRUN, words=TWO_EPOCHS)
+    desk.waits_for("killed", "holds in its step 8", times=2)
+    job = desk.job("killed")
+    found = {pid: command for pid, command, environ in processes() if environ.get("SLURM_JOB_ID") == job}
+    sruns = [pid for pid, command in found.items() if command[0] == "srun"]
+    ranks = [pid for pid, command in found.items() if "trainer" in command and command[0] != "srun"]
+    assert len(sruns) == 2 and len(ranks) == 2
+    # First srun's child, which would have the ranks ended in good order.
+    for pid in [*sorted(sruns, key=lambda pid: parent(pid) not in sruns), *ranks]:
+        os.kill(pid, signal.SIGKILL)
+    first, second = finishes(desk, "killed", attempts=2)
+    assert (first["reason"], first["end_step"], first["lost_steps"]) == ("lost", 7, 0), "an epoch's end is saved"
+    assert (first["job_id"], second["job_id"], second["restart"]) == (job, job, 1)
+
+
+def test_the_grace_is_the_clusters(desk: Desk) -> None:
+    """KillWait is 15 s here. At half of it a step that does not end is given up, so that what is whole can be kept."""
+    stuck = ("sbatch", "--export=ALL,LASTSTEP_TEST_FAULT=sleep step 8 rank 1", *SRUN[1:])
+    desk.types("stuck", stuck, words=(*SMALL, "task=tests.tasks.Faulty", "train.epochs=2"))
+    desk.waits_for("stuck", "fault: sleep")
+    desk.stops("stuck", "scontrol requeue")
+    first, _ = finishes(desk, "stuck", attempts=2)
+    assert (first["reason"], first["end_step"], first["lost_steps"]) == ("preempted", 7, 0)
+    assert "8 s after the signal the step has not ended; not waiting for it" in desk.log("stuck")
+
+
+def test_what_is_wrong_is_not_requeued(desk: Desk) -> None:
+    """A key that a run cannot change is refused in every start: the job must end, with the status that says so."""
+    desk.types("wrong", TRAIN, words=(*SMALL, "train.max_steps=1"))
+    assert desk.waits_for_terminals() == [0]
+    desk.types("wrong", (*SRUN, "seed=7"), words=(*SMALL, "train.max_steps=1"))
+    desk.waits_for("wrong", "error: seed=7: wrong was started with 0, which a run keeps")
+    name = ("squeue", "--noheader", "--states=all", "--name=wrong", "--Format=exit_code,state,restartcnt")
+    desk.cluster.wait_for(lambda: "FAILED" in desk.cluster.run(*name), 30, "the job did not end")
+    assert desk.cluster.run(*name).split() == [str(2 << 8), "FAILED", "0"]
+    assert len(desk.attempts("wrong")) == 1
+
+
+def test_salloc_has_nothing_to_requeue(desk: Desk) -> None:
+    """The log says so in one line, and that nothing is lost; the next srun, in the same allocation here, goes on."""
+    twice = "srun {train} || srun {train}".format(train=" ".join((*TRAIN, *TWO_EPOCHS)))
+    desk.types("alloc", ("salloc", "--nodes=2", "--ntasks-per-node=1", "sh", "-c", twice))
+    desk.waits_for("alloc", "holds in its step 8", times=2)
+    desk.stops("alloc", "scancel --signal=USR2")
+    first, second = finishes(desk, "alloc", attempts=2)
+    assert (first["end_step"], first["lost_steps"], first["job_id"]) == (8, 0, second["job_id"])
+    (line,) = [line for line in desk.log("alloc").splitlines() if "not requeued" in line]
+    assert line.endswith("every step is kept, start it again under the same name to go on")
+
+
+def test_a_job_that_may_not_be_requeued(desk: Desk) -> None:
+    """With --no-requeue, or a site's JobRequeue=0, it ends at the stop, and says why; the same again goes on."""
+    once = ("sbatch", "--no-requeue", *SRUN[1:])
+    desk.types("once", once, words=TWO_EPOCHS)
+    desk.waits_for("once", "holds in its step 8", times=2)
+    desk.stops("once", "scancel --signal=USR2")
+    desk.waits_for("once", "every step is kept, start it again under the same name to go on")
+    desk.cluster.wait_for(lambda: not desk.cluster.run("squeue", "-h", "--name=once"), 60, "the job did not end")
+    desk.types("once", once, words=TWO_EPOCHS)
+    first, _ = finishes(desk, "once", attempts=2)
+    assert (first["end_step"], first["lost_steps"]) == (8, 0)
+
+
+def test_ranks_that_have_no_scontrol(desk: Desk, tmp_path: Path) -> None:
+    """In a container it is often missing: the log says so in one line, and the batch shell outside it requeues."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    train = " ".join((*TRAIN, *TWO_EPOCHS))
+    script = f"srun env PATH={tmp_path} {train} || python -m trainer.cluster.afterwards runs/{{run}} $?"
+    options = ("--nodes=2", "--ntasks-per-node=1", "--open-mode=append", "--output={run}.out")
+    desk.types("bare", ("sbatch", *options, "--wrap", script))
+    desk.waits_for("bare", "holds in its step 8", times=2)
+    desk.stops("bare", "scancel --signal=USR2")
+    first, second = finishes(desk, "bare", attempts=2)
+    assert (first["reason"], first["lost_steps"], second["job_id"]) == ("preempted", 0, first["job_id"])
+    (line,) = [line for line in desk.log("bare").splitlines() if "not requeued" in line]
+    assert "not requeued: no scontrol on this machine; every step is kept" in line
+
+
+def test_submit_within_torchrun(desk: Desk) -> None:
+    """sbatch hands on the environment: ranks of the job must not take themselves for torchrun's."""
+    within = ("torchrun", "--standalone", "--no-python", *LAUNCH, "--nodes=2", "--name={run}")
+    desk.types("submitted", within, words=(*SMALL, "train.epochs=2"))
+    finishes(desk, "submitted", attempts=1)
+    assert desk.log("submitted").count("; submitit-slurm)") == 2

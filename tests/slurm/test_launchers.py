@@ -1,0 +1,121 @@
+"""The same Trainer under every launcher: docs/launchers.md has what is found here, a row each and no cell empty.
+
+After a change that is meant: LASTSTEP_UPDATE_GOLDEN=1 python -m pytest tests/slurm/test_launchers.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import fingerprint
+from tests.slurm.conftest import PROJECT, Desk
+from tests.slurm.launchers import LAUNCHERS, SMALL, Launcher, undisturbed
+
+PAGE = PROJECT / "docs/launchers.md"
+COLUMNS = ("typed", "ranks", "a stop", "then", "weights", "a contradiction")
+BEGINS = re.compile(r"attempt begins on \S+: rank (\d+) of (\d+) on (\S+) \([^;]*; ([^\s,]+)(?:, by (.*))?\)$", re.M)
+every_launcher = pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+
+
+class Table:
+    """The table of docs/launchers.md."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, str]] = {}
+        lines = PAGE.read_text().splitlines()
+        for line in lines:
+            if line.startswith("| ") and not line.startswith(("| launcher", "| ---")):
+                name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+                self.rows[name] = dict(zip(COLUMNS, cells))
+        self.updates = bool(os.environ.get("LASTSTEP_UPDATE_GOLDEN"))
+
+    def note(self, launcher: Launcher, column: str, text: str) -> None:
+        """What was found for a cell: it must stand there."""
+        row = self.rows.setdefault(launcher.name, {})
+        if self.updates:
+            row[column] = text
+        assert row.get(column) == text, "docs/launchers.md"
+
+    def write(self) -> None:
+        rows = [("launcher", *COLUMNS), ("---",) * (len(COLUMNS) + 1)]
+        for launcher in LAUNCHERS:
+            row = self.rows.get(launcher.name, {})
+            rows.append((launcher.name, *(row.get(column, "") for column in COLUMNS)))
+        table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        PAGE.write_text(re.sub(r"(^\|.*\n)+", lambda _: table, PAGE.read_text(), count=1, flags=re.M))
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[Table]:
+    table = Table()
+    yield table
+    if table.updates:
+        table.write()
+
+
+def run_name(launcher: Launcher, what: str) -> str:
+    return re.sub(r"\W+", "-", f"{launcher.name}-{what}").strip("-")
+
+
+@every_launcher
+def test_it_starts_stops_and_goes_on(desk: Desk, table: Table, launcher: Launcher) -> None:
+    """Ranks that mistook themselves for others would train on the wrong share of the data; and however a launcher
+    passes a signal on, and whatever it does after one, no step may be lost. The weights tell either."""
+    run = run_name(launcher, "run")
+    epochs = len(launcher.stops) + 1
+    words = (*SMALL, "task=tests.tasks.AwaitsStop", f"train.epochs={epochs}")
+    desk.types(run, *launcher.typed, words=words)
+    for count, stop in enumerate(launcher.stops, start=1):
+        desk.waits_for(run, "holds in its step 8", times=launcher.size * count)
+        desk.stops(run, stop)
+        desk.waits_for_attempts(run, count)
+        if not launcher.returns:
+            desk.waits_for_terminals()
+            desk.types(run, *launcher.typed, words=words)
+    desk.waits_for_attempts(run, epochs)
+    assert set(desk.waits_for_terminals()) == {0}, desk.log(run)
+    assert f"its result is of step {7 * epochs}" in desk.log(run) or not launcher.results
+
+    begun = BEGINS.findall(desk.log(run))
+    ranks, sizes, hosts, names, variables = (sorted(set(column)) for column in zip(*begun))
+    assert ranks == [str(rank) for rank in range(launcher.size)] and sizes == [str(launcher.size)]
+    assert len(begun) == launcher.size * epochs
+    table.note(launcher, "typed", f"`{launcher.shown}`")
+    assert set(hosts) == {host for attempt in desk.attempts(run) for host in attempt["hosts"]}
+    (spread,) = {len(attempt["hosts"]) for attempt in desk.attempts(run)}
+    by = ", ".join(dict.fromkeys(variables[0].split(" and "))) or names[0]
+    where = "one host" if spread == 1 else f"{spread} hosts"
+    table.note(launcher, "ranks", f"{' and '.join(ranks)} of {sizes[0]} on {where}, by {by}")
+
+    *stopped, last = desk.attempts(run)
+    ends = [(8 * count, 0) for count in range(1, epochs)]
+    assert [(attempt["end_step"], attempt["lost_steps"]) for attempt in stopped] == ends
+    assert last["reason"] == "finished"
+    table.note(launcher, "a stop", "; ".join(f"`{stop}`: no step lost" for stop in launcher.stops))
+    table.note(launcher, "then", "it comes back by itself" if launcher.returns else "the same again goes on")
+    assert fingerprint(desk.run(run)) == undisturbed(desk.folder, launcher.size, epochs)
+    table.note(launcher, "weights", "those of the undisturbed run")
+
+
+@every_launcher
+def test_contradiction(desk: Desk, table: Table, launcher: Launcher) -> None:
+    """Ranks that were started otherwise than what is around them says would each train alone, or wait for ranks that
+    do not come. Where no such mistake can be made, the page says why."""
+    if not launcher.mistake:
+        return table.note(launcher, "a contradiction", f"none: {launcher.refusal}")
+    run = run_name(launcher, "wrong")
+    desk.types(run, launcher.mistake, words=SMALL if launcher.mistake[0] != "sbatch" else ())
+    desk.waits_for(run, "error: ")
+    assert f"error: {launcher.refusal}" in desk.log(run)
+    assert not desk.run(run).path.exists(), "nothing has begun"
+    table.note(launcher, "a contradiction", f"`{launcher.refusal}`")
+
+
+def test_every_launcher_has_a_row(table: Table) -> None:
+    """The page is what a user chooses a launcher by."""
+    assert list(table.rows) == [launcher.name for launcher in LAUNCHERS]
+    assert all(row.get(column) for row in table.rows.values() for column in COLUMNS)
