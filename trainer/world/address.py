@@ -67,11 +67,11 @@ def contact(world: World, purpose: str, meeting: Path, init_method: str | None, 
     else:
         host, _, digits = place.rpartition(":")
         host, port, source = host.strip("[]"), int(digits), f"launch.init_method={method}"
-    _check_host(world, host, source)
     if scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun serves a store itself, which outlives its restarts.
+        # torchrun serves a store itself, which outlives its restarts; its agents have met there.
         met = _reach(world, lambda: ([host], port), patience, source)
         return met._replace(store=dist.PrefixStore(f"laststep/{world.attempt}", met.store))
+    _check_host(world, host, source)
     if world.rank == 0:
         return Contact(_serve(world, port, patience, source), f"{host}:{port}")
     return _reach(world, lambda: ([host], port), patience, source)
