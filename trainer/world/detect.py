@@ -1,7 +1,7 @@
 """World: which process of an attempt this is, and who said so.
 
-Each launcher leaves its ranks variables in their environment, and a small class for each reads them. The innermost one
-is right (torchrun within srun: torchrun); what the others say must agree with it.
+Each launcher leaves its ranks variables, and a small class for each reads them. The innermost one is right (torchrun
+within srun: torchrun); what the others say must agree with it.
 """
 
 from __future__ import annotations
@@ -333,15 +333,14 @@ def _number(env: Env, variable: str) -> int:
 
 def _check_claims(world: World, env: Env) -> None:
     """Raise ConfigError when a variable of the environment names another number of ranks than the launcher."""
-    if world.launcher == "spawn" or world.by_submitit:  # these are started from within anything
-        return
+    if world.launcher == "spawn" or world.by_submitit:
+        return  # these are started from within anything
     claims = {"Slurm": "SLURM_NTASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "PMI": "PMI_SIZE", "env": "WORLD_SIZE"}
     if world.launcher == "mpirun" and "SLURM_STEP_ID" in env:
         del claims["Slurm"]  # what it says there is the number of mpirun's daemons
+    right = (str(world.size), str(world.nodes) if world.launcher == "torchrun" else None, None)
     for who, variable in claims.items():
-        said = env.get(variable, str(world.size))
-        once_per_node = world.launcher == "torchrun" and said == str(world.nodes)
-        if said == str(world.size) or once_per_node:
+        if (said := env.get(variable)) in right:
             continue
         ours = f"{world.launcher} says {world.variables[1]}={world.size}" if world.variables else "this is one process"
         fix = {
