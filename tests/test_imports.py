@@ -23,7 +23,7 @@ LAYERS = [
     {"buffers", "position"},
     {"learner", "saves"},
     {"loop"},
-    {"training"},
+    {"training", "own"},
     {"attempt"},
     {"trainer"},
     {"spawn"},

@@ -104,6 +104,7 @@ class Attempt:
                 compiler.leave_out()
             # Here and not above, so that a signal during the seconds of importing torch is caught too.
             from trainer.loop import Means
+            from trainer.own.run import loop_of
             from trainer.task import find_task
             from trainer.training import Training
             from trainer.world.join import join
@@ -122,7 +123,8 @@ class Attempt:
             told = self.group.tell("step", newest.step if newest else None)
             self.start_step = told or 0
             means = Means(self.config, self.run_dir, self.group, self.signals, self.watch, self.phases)
-            self.loop = Training(find_task(self.config), means)
+            work = find_task(self.config)
+            self.loop = Training(work, means) if isinstance(work, type) else loop_of(work, means)
             self.loop.restore(told)
             finished = self.loop.run()
         except Exception as error:

@@ -19,15 +19,16 @@ class Buffers:
     of the last whole step.
     """
 
-    def __init__(self, model: nn.Module, group: Group) -> None:
+    def __init__(self, model: nn.Module, group: Group, *more: Tensor) -> None:
+        """Those of `model`, and `more` tensors that shall be rank 0's too."""
         # Large elements first, so that each lies at a multiple of its size in a row of bytes.
-        self._live = sorted(model.buffers(), key=lambda b: -b.element_size())
+        self._live = sorted([*model.buffers(), *more], key=lambda b: -b.element_size())
         self._group = group
         self._kept = self._gather()
         self._next = self._kept
 
     def restart(self) -> None:
-        """Keep the buffers as they are: a state was put in."""
+        """Keep the buffers as they are: a state was put in, or is whole now."""
         self._kept = self._gather()
 
     @torch.no_grad()
@@ -38,10 +39,10 @@ class Buffers:
             self._group.broadcast([self._next])
 
     @torch.no_grad()
-    def keep(self, good: Tensor) -> None:
+    def keep(self, good: Tensor | None = None) -> None:
         """The step is done: keep what `share` brought, or, where it was not `good` (a scalar bool), what was before."""
         if self._live:
-            self._kept = torch.where(good, self._next, self._kept)
+            self._kept = self._next if good is None else torch.where(good, self._next, self._kept)
             torch._foreach_copy_(self._live, self._views(self._kept))
 
     def kept_in(self, state: dict[str, Any]) -> dict[str, Any]:

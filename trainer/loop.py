@@ -176,7 +176,7 @@ class Loop(ABC):
         self.phases.done("restore")
 
     def _step_done(self, samples: int, ends_epoch: bool) -> None:
-        """What comes after each step, outside of `whole`."""
+        """What comes after each step, once `whole` is free."""
         step = self.position.step
         self.progress.count(samples)
         every = self.config.checkpoint.every_steps
@@ -190,27 +190,18 @@ class Loop(ABC):
             self.progress.say(f"first step after {self.phases}")
             self.tensorboard.start()
 
-    def _epoch_done(self, record: dict[str, Any]) -> None:
-        """Enter the line of an epoch, which ends after the last finished step, in metrics.jsonl."""
-        position = self.position
+    def _end_epoch(self, record: dict[str, Any]) -> None:
+        """An epoch ends after the last finished step; `record` is its line of metrics.jsonl."""
         with self.whole:
-            position.metrics = record
-            position.validated = position.step
-            position.loss_sum, position.loss_samples = 0.0, 0
-            self.metrics.append([record])
+            self._enter_epoch(record)
         every = self.config.checkpoint.every_epochs
         self.saves.due |= every is not None and record["epoch"] % every == 0
         self.progress.epoch(record)
         self.progress.restart_clock()
 
-    def _not_finite(self, step: int, what: str) -> None:
-        """Raise NotFinite, unless such a step (from 0) is to be left out."""
-        what = f"step {step + 1}: the {what} is not finite"
-        if self.config.train.nonfinite == "fail":
-            self.restored = False  # what came after that step is nothing to keep
-            raise NotFinite(f"{what}; train.nonfinite=skip would leave such steps out")
-        self.position.skipped += 1
-        self.progress.say(f"WARNING: {what}, its update was left out ({self.position.skipped} so far)")
+    def _enter_epoch(self, record: dict[str, Any]) -> None:
+        self.position.end_epoch(record)
+        self.metrics.append([record])
 
     def _about(self) -> About:
         position = self.position

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,14 +53,22 @@ class Task:
         return default_collate(list(samples))
 
 
-def find_task(config: Config) -> type[Task]:
-    """What `config.task` names. Raises ConfigError when there is no such Task."""
+def find_task(config: Config) -> type[Task] | Callable[[Any], Any]:
+    """What `config.task` names: a Task, or a function that trains by itself. Raises ConfigError for anything else."""
     path = READY_MADE.get(config.task, config.task)
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"task={config.task}: cannot be imported: {error}") from error
-    if not (inspect.isclass(found) and issubclass(found, Task)):
-        raise ConfigError(f"task={config.task}: is not a subclass of trainer.Task")
+    if inspect.isclass(found):
+        if not issubclass(found, Task):
+            raise ConfigError(f"task={config.task}: is not a subclass of trainer.Task")
+        return found
+    if not inspect.isfunction(found):
+        raise ConfigError(f"task={config.task}: is neither a subclass of trainer.Task nor a function")
+    try:
+        inspect.signature(found).bind(None)
+    except TypeError:
+        raise ConfigError(f"task={config.task}: must take one argument, the run: def {name}(run)") from None
     return found

@@ -14,7 +14,7 @@ from trainer.config import ConfigError, check_batch
 from trainer.data.loader import Loading, TrainBatches, ValidationBatches
 from trainer.data.order import Order
 from trainer.learner import Learner, learning_rate
-from trainer.loop import Loop, Means, finite
+from trainer.loop import Loop, Means, NotFinite, finite
 from trainer.task import Task
 
 
@@ -127,6 +127,15 @@ class Training(Loop):
             record["skipped"] = True
         return record
 
+    def _not_finite(self, step: int, what: str) -> None:
+        """Raise NotFinite, unless such a step (from 0) is to be left out."""
+        what = f"step {step + 1}: the {what} is not finite"
+        if self.config.train.nonfinite == "fail":
+            self.restored = False  # what came after that step is nothing to keep
+            raise NotFinite(f"{what}; train.nonfinite=skip would leave such steps out")
+        self.position.skipped += 1
+        self.progress.say(f"WARNING: {what}, its update was left out ({self.position.skipped} so far)")
+
     def _validation_due(self) -> bool:
         step = self.position.step
         ends_epoch = step > 0 and (step % self.order.steps_per_epoch == 0 or step == self.total_steps)
@@ -151,7 +160,7 @@ class Training(Loop):
             "train_loss": finite(train_loss),
             **{f"val_{name}": finite(mean) for name, mean in zip(self.learner.names, means)},
         }
-        self._epoch_done(record)
+        self._end_epoch(record)
         return True
 
     def _batches(self) -> TrainBatches:

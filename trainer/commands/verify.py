@@ -49,6 +49,6 @@ def _inspect(store: CheckpointStore, step: int) -> dict[str, Any]:
 
 def _weights(folder: Path, manifest: Manifest) -> str:
     from trainer.state.pack import load
-    from trainer.state.weights import weights_sha256
+    from trainer.state.weights import weights_of, weights_sha256
 
-    return weights_sha256(load(folder, manifest)["model"])
+    return weights_sha256(weights_of(load(folder, manifest)))

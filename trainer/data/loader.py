@@ -77,15 +77,8 @@ class Loader:
             yield batch if self._copying is None else self._copied(batch, self._copying)
 
     def close(self) -> None:
-        """End its workers now. Left to the interpreter's exit, it would ask them by SIGTERM, which they ignore, and
-        wait for ever."""
-        iterator: Any = getattr(self.batches, "_iterator", None)  # kept where there are workers
-        if iterator is None:
-            return
-        iterator._shutdown_workers()  # what torch itself calls when it drops the iterator
-        for worker in iterator._workers:
-            if worker.is_alive():
-                worker.kill()
+        """End its workers."""
+        end_workers(getattr(self.batches, "_iterator", None))  # kept where there are workers
 
     def _copied(self, batch: Any, copying: torch.cuda.Stream) -> Any:
         """On the GPU, by a stream of its own: the copy does not wait for what is computed there meanwhile."""
@@ -100,6 +93,35 @@ class Loader:
             return tensor
 
         return for_each_tensor(used, batch)
+
+
+def end_workers(iterator: Any) -> None:
+    """End those of an iteration over a DataLoader now. Left to the interpreter's exit, it would ask them by SIGTERM,
+    which they ignore, and wait for ever."""
+    workers = getattr(iterator, "_workers", [])
+    if workers:
+        iterator._shutdown_workers()  # what torch itself calls when it drops the iterator
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+
+
+def set_up_workers(loader: DataLoader[Any]) -> None:
+    """Have the workers of a loader that somebody else has made leave stop signals to the rank."""
+    if loader.num_workers:
+        loader.worker_init_fn = _WorkerSetup(loader.worker_init_fn)
+
+
+@dataclass(frozen=True)
+class _WorkerSetup:
+    """What a worker process does first. A class, since a function made here could not be sent to one."""
+
+    then: Callable[[int], None] | None
+
+    def __call__(self, number: int) -> None:
+        set_up_worker()
+        if self.then is not None:
+            self.then(number)
 
 
 def for_each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -164,7 +186,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainBatches:
     """Keys of the rank's micro-batches for `steps`, one after another, over the ends of epochs.
 
@@ -183,6 +205,28 @@ class TrainBatches:
             epoch = self.order.epoch(step)
             for share in self.order.share(step, self.rank, self.size, self.micro_batches):
                 yield epoch, share or self.order.batch(step)[:2]
+
+
+class StepLoader:
+    """The rank's batches of a training set, one a step, from any step on."""
+
+    def __init__(self, loading: Loading, dataset: Dataset[Any], order: Order, rank: int, size: int) -> None:
+        self.order = order
+        self._keys = TrainBatches(order, range(0), rank, size, 1)
+        self._loader = loading.loader(dataset, order.seed, self._keys)
+
+    def __len__(self) -> int:
+        """Steps per epoch."""
+        return self.order.steps_per_epoch
+
+    def batches(self, first: int, steps: int) -> Iterator[Any]:
+        """Those of so many steps from `first` on."""
+        self._keys.steps = range(first, first + steps)
+        return iter(self._loader)
+
+    def close(self) -> None:
+        """End its workers."""
+        self._loader.close()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ each tensor replaced by its twin on the "meta" device, which has shape, strides 
 from __future__ import annotations
 
 import copy
+import io
 from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ class Packed:
     def __init__(self, state: Any) -> None:
         self._tensors: list[Tensor] = []
         self._dense: list[bool] = []  # whether the tensor's bytes lie in memory without gaps and overlaps
-        self.structure = _map(state, self._twin)
+        self.structure = map_tensors(state, self._twin)
         *self._offsets, self.bytes = accumulate((_aligned(t.nbytes) for t in self._tensors), initial=0)
 
     def copy(self, start: int, stop: int, into: Tensor) -> None:
@@ -65,6 +66,18 @@ class Packed:
         return twin
 
 
+def dumped(structure: Any) -> memoryview:
+    """A structure as it is written. In memory: torch.save would hide what the disk has to say in an error of its own.
+
+    Raises what torch.load has to say of a state that it would never give back.
+    """
+    data = io.BytesIO()
+    torch.save(structure, data)
+    data.seek(0)
+    torch.load(data, weights_only=True)
+    return data.getbuffer()
+
+
 def load(folder: Path, manifest: Manifest) -> Any:
     """The whole state, on the CPU, of the checkpoint in `folder`, however many shards it has. Raises CheckpointError.
 
@@ -74,7 +87,7 @@ def load(folder: Path, manifest: Manifest) -> Any:
         structure = torch.load(folder / STRUCTURE, weights_only=True)
         with ExitStack() as files:
             run = _Run([files.enter_context((folder / name).open("rb")) for name in manifest.shards])
-            state = _map(structure, run.read)
+            state = map_tensors(structure, run.read)
             run.end()
         return state
     except Exception as error:  # whatever a damaged pickle or a failing disk makes of itself
@@ -111,17 +124,17 @@ class _Run:
                 self._shard = following
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of a nested state down to its leaves, each tensor replaced by what `change` makes of it."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
         mapped = copy.copy(value)  # keeps its class, and the _metadata of a module's state_dict
         for key, item in value.items():
-            mapped[key] = _map(item, change)
+            mapped[key] = map_tensors(item, change)
         return mapped
     if isinstance(value, (list, tuple)):
-        return type(value)([_map(item, change) for item in value])
+        return type(value)([map_tensors(item, change) for item in value])
     return copy.deepcopy(value)
 
 

@@ -14,7 +14,6 @@ Only rank 0 waits for the reports, and commits. When a rank dies, the save that 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import mmap
 import os
@@ -32,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.state.pack import ALIGNMENT, Packed
+from trainer.state.pack import ALIGNMENT, Packed, dumped
 from trainer.state.store import STRUCTURE, CheckpointError, CheckpointStore, Manifest, fsync, shard_name
 
 CHUNK = 16 << 20  # bytes hashed and written at a time
@@ -149,7 +148,7 @@ class Saver:
             writing = self._store.begin(save.about.step, tag)
             if self._rank == 0:
                 save.before_commit()
-                report[STRUCTURE] = _write_structure(writing, save.structure)
+                report[STRUCTURE] = _write_file(writing / STRUCTURE, [dumped(save.structure)])
             name = shard_name(self._rank, self._size)
             report[name] = _write_file(writing / name, self._chunks(save.stripe))
         except Exception as error:  # whatever it is: rank 0 waits for this report
@@ -232,7 +231,7 @@ def save_alone(
         store.begin(about.step, tag)
         before_commit()
         packed = Packed(state)
-        files = {STRUCTURE: _write_structure(writing, packed.structure)}
+        files = {STRUCTURE: _write_file(writing / STRUCTURE, [dumped(packed.structure)])}
         files[name] = _write_file(writing / name, _stream(packed))
     except Exception as error:  # whatever it is, the caller asks only whether it is saved
         store.discard(writing)
@@ -253,15 +252,6 @@ def _stream(packed: Packed) -> Iterator[memoryview]:
 
 def _manifest(about: About, world_size: int, files: dict[str, dict[str, Any]]) -> Manifest:
     return Manifest(about.step, about.epoch, about.samples, world_size, dict(about.metrics), files)
-
-
-def _write_structure(writing: Path, structure: Any) -> dict[str, Any]:
-    """Write the structure, in memory first: torch.save would hide what the disk has to say in an error of its own."""
-    data = io.BytesIO()
-    torch.save(structure, data)
-    data.seek(0)
-    torch.load(data, weights_only=True)  # what could never be loaded must not be committed
-    return _write_file(writing / STRUCTURE, [data.getbuffer()])
 
 
 def _write_file(path: Path, chunks: Iterable[memoryview]) -> dict[str, Any]:

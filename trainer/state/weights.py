@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def weights_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Those of the model in a checkpoint's state; where a loop of one's own has no "model", all tensors of whatever it
+    has registered instead."""
+    if "model" in state:
+        return dict(state["model"])
+    parts = {name: part for name, part in state.items() if isinstance(part, dict)}
+    return {f"{name}.{key}": t for name, part in parts.items() for key, t in part.items() if isinstance(t, Tensor)}
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:

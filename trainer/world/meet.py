@@ -87,19 +87,27 @@ class Group:
             elsewhere = next(card for card in cards if card["host"] != hosts[0])
             use_interface(cards[self.world.rank]["ours"] if node else elsewhere["theirs"])
         try:
-            dist.init_process_group(
-                self.backend,
-                store=dist.PrefixStore("collectives", self.store),
-                rank=self.world.rank,
-                world_size=self.world.size,
-                timeout=2 * patience(timeout_s),
-                device_id=self.device if self.backend == "nccl" else None,
-            )
+            self._open(2 * patience(timeout_s))
         except RuntimeError as error:
             raise MeetingError(
                 f"{self.world}: all are here, but {self.backend} cannot connect them ({_first_line(error)}); nodes "
                 f"must let in each other's connections; {self.backend.upper()}_SOCKET_IFNAME chooses the network"
             ) from error
+
+    def connect_alone(self) -> None:
+        """Set up collectives in a world of one rank too, for code that asks torch for them."""
+        if self.world.size == 1:
+            self._open(patience(0.0))
+
+    def _open(self, timeout: timedelta) -> None:
+        dist.init_process_group(
+            self.backend,
+            store=dist.PrefixStore("collectives", self.store),
+            rank=self.world.rank,
+            world_size=self.world.size,
+            timeout=timeout,
+            device_id=self.device if self.backend == "nccl" else None,
+        )
 
     def _await_cards(self, patience: timedelta) -> list[dict[str, str]]:
         """What each rank said of itself when it signed in."""
@@ -180,7 +188,7 @@ class Group:
             if self.store.add("parted", 1) == self.world.size:
                 self.store.set("parted/all", "")
             self.store.wait(["parted/all"], timedelta(seconds=FAREWELL_S))
-        if self.world.size > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -197,7 +205,7 @@ def sign_in(
     Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right.
     """
     if world.size == 1:
-        return Group(world, dist.HashStore(), device)
+        return Group(world, dist.HashStore(), device, backend)
     purpose = f"{meeting.parent.parent.name}, attempt {meeting.stem}, {world.size} ranks"
     with _told_when_late(lambda: f"rank 0 on {world.host_of(0)}"):
         met = contact(world, purpose, meeting, init_method, patience(timeout_s))
