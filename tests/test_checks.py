@@ -77,7 +77,9 @@ def test_image_folder(tmp_path: Path) -> None:
         "import elsewhere as Mine",
         "Mine = object",
         "from elsewhere import *",
-        "def Mine(config): ...",
+        "def Mine(run): ...",
+        "def Mine(run, epochs=3): ...",
+        "@decorated\ndef Mine(): ...",
     ],
 )
 def test_task_is_found_however_it_is_named(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +87,23 @@ def test_task_is_found_however_it_is_named(source: str, tmp_path: Path, monkeypa
     (tmp_path / "elsewhere_task.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     checks.check_names(config("task=elsewhere_task.Mine"))
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("def Mine(): ...", r"must take one argument, the run: def Mine\(run\)"),
+        ("def Mine(run, epochs): ...", "must take one argument"),
+        ("def Mine(run, *, epochs): ...", "must take one argument"),
+        ("Mine = 3", "is neither a subclass of trainer.Task nor a function"),
+    ],
+)
+def test_what_cannot_be_trained(source: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be found out on the node, after the job has waited for a day."""
+    (tmp_path / "wrong_task.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=wrong):
+        checks.check_names(config("task=wrong_task.Mine"))
 
 
 def test_writable(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ WRONG = [
     (["data.name=zzz"], "data.name=zzz: no such data set; choose from mnist-5k, mnist,"),
     (["optim.name=adam"], "optim.name=adam: did you mean adamw?"),
     (["optim.schedule=cosin"], "optim.schedule=cosin: did you mean cosine?"),
-    (["task=clasification"], "task=clasification: did you mean classification? or give package.module.ClassName"),
+    (["task=clasification"], "task=clasification: did you mean classification? or give package.module.Name"),
     (["task=nowhere.Mine"], "task=nowhere.Mine: no module nowhere on the Python path"),
     (["task=trainer.task.Tusk"], "task=trainer.task.Tusk: trainer.task has no Tusk; did you mean Task?"),
     (["train.batch_size=65", "--nodes", "2"], "train.batch_size=65: not divisible by 2 ranks x train.accumulate=1"),

@@ -33,7 +33,9 @@ class Config:
     device: str = setting(
         "auto", "auto takes the GPU that the job was given, else the CPU", choices=("auto", "cpu", "cuda")
     )
-    task: str = setting("classification", "what to train: classification, or package.module.ClassName of your own Task")
+    task: str = setting(
+        "classification", "what to train: classification, or package.module.Name of your own Task or function"
+    )
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)

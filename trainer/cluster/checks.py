@@ -97,10 +97,11 @@ def _check_data_root(data: Data) -> None:
 
 
 def _check_task(path: str) -> None:
-    """The module of a user's own Task is there and names the class: read, not imported, since it may import torch."""
+    """The module of a user's own Task or function is there and names it: read, not imported, since it may import
+    torch."""
     module, _, name = path.rpartition(".")
     if not module:
-        raise ConfigError(f"task={path}: {nearest(path, ['classification'])} or give package.module.ClassName")
+        raise ConfigError(f"task={path}: {nearest(path, ['classification'])} or give package.module.Name")
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -124,6 +125,21 @@ def _check_task(path: str) -> None:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update(alias.asname or alias.name for alias in node.names)
         elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+            assigned = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            names.update(assigned)
+            if name in assigned and isinstance(node.value, ast.Constant):
+                raise ConfigError(f"task={path}: is neither a subclass of trainer.Task nor a function")
+        if isinstance(node, ast.FunctionDef) and node.name == name and not _takes_one(node):
+            raise ConfigError(f"task={path}: must take one argument, the run: def {name}(run)")
     if name not in names and "*" not in names:
         raise ConfigError(f"task={path}: {module} has no {name}; {nearest(name, sorted(names))}")
+
+
+def _takes_one(function: ast.FunctionDef) -> bool:
+    """Whether a function can be called with one argument. One that is decorated may be another in the end."""
+    words = function.args
+    names = len(words.posonlyargs) + len(words.args)
+    fits = (
+        (names >= 1 or words.vararg is not None) and names - len(words.defaults) <= 1 and None not in words.kw_defaults
+    )
+    return fits or bool(function.decorator_list)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from trainer.observe.metrics import last_lines, read_lines
+from trainer.observe.metrics import is_step, last_lines, read_lines
 from trainer.rundir import RunDir
 
 BAR_S = 0.5  # between two looks at how far the run is
@@ -54,8 +54,10 @@ class Screen:
         if self._bar and time.monotonic() > self._looked_at + BAR_S:
             self._looked_at = time.monotonic()
             plan = next(iter(read_lines(self._run.plan)), {})
-            step = next((line for line in reversed(last_lines(self._run.metrics)) if "loss" in line), None)
+            step = next((line for line in reversed(last_lines(self._run.metrics)) if is_step(line)), None)
             if step:
-                loss = "not finite" if step["loss"] is None else f"{step['loss']:.4f}"
-                said = f"epoch {step['epoch']}  loss {loss}  {step['samples_per_s']:,.0f} samples/s"
+                loss = ""
+                if "loss" in step:
+                    loss = "loss not finite  " if step["loss"] is None else f"loss {step['loss']:.4f}  "
+                said = f"epoch {step['epoch']}  {loss}{step['samples_per_s']:,.0f} samples/s"
                 self._bar.update(self._task, completed=step["step"], total=plan.get("total_steps"), description=said)

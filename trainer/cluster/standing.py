@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from trainer.cluster.queue import Job, Queue
 from trainer.observe.attempts import Record
-from trainer.observe.metrics import last_lines, read_lines
+from trainer.observe.metrics import is_step, last_lines, read_lines
 from trainer.rundir import RunDir
 from trainer.world.lock import holder
 from trainer.world.slurm import is_job_id
@@ -88,7 +88,7 @@ def standing(run: RunDir, queue: Queue) -> Standing:
     state, why = _state(run, job_id, submissions, records, queue)
     job = (queue.jobs or {}).get(job_id or "")
     lines = last_lines(run.metrics)
-    step: Record = next((line for line in reversed(lines) if "loss" in line), {})
+    step: Record = next((line for line in reversed(lines) if is_step(line)), {})
     done = step.get("step", records[-1]["end_step"] if records else None)
     plan = next(iter(read_lines(run.plan)), {})
     total, batch_size, rate = plan.get("total_steps"), plan.get("batch_size"), step.get("samples_per_s")

@@ -10,7 +10,7 @@ from trainer.cluster import runs
 from trainer.cluster.standing import Lookout, records_of
 from trainer.config import ConfigError
 from trainer.observe.attempts import Record
-from trainer.observe.metrics import last_lines
+from trainer.observe.metrics import is_step, last_lines
 from trainer.rundir import RunDir
 from trainer.world.slurm import SlurmError, is_job_id, scontrol
 
@@ -66,7 +66,7 @@ def _until(run: RunDir, look: Callable[[list[Record]], Record | None]) -> Record
 
 def _stepped(run: RunDir, attempt: Record) -> Record | None:
     """The newest step in metrics.jsonl, if the attempt did it."""
-    steps = [line for line in last_lines(run.metrics) if "loss" in line and line["time"] >= attempt["start"]]
+    steps = [line for line in last_lines(run.metrics) if is_step(line) and line["time"] >= attempt["start"]]
     return min(steps, key=lambda line: int(line["step"]), default=None)
 
 

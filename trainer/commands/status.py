@@ -19,7 +19,7 @@ from trainer.cluster.standing import Lookout, Standing, records_of
 from trainer.cluster.sweep import members
 from trainer.config import ConfigError
 from trainer.observe.attempts import Record
-from trainer.observe.metrics import damaged_lines, last_lines
+from trainer.observe.metrics import damaged_lines, is_step, last_lines
 from trainer.observe.progress import duration
 from trainer.rundir import RunDir
 
@@ -61,7 +61,7 @@ def status_of_sweep(name: str, metric: str, overrides: Sequence[str], as_json: b
 
     def value(run: str) -> float | None:
         lines = last_lines(RunDir(sweep.path.parent / run).metrics)
-        found = (line[metric] for line in reversed(lines) if metric in line and "loss" not in line)
+        found = (line[metric] for line in reversed(lines) if metric in line and not is_step(line))
         return next(found, None)
 
     def look(lookout: Lookout) -> list[Standing]:

@@ -19,6 +19,9 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from trainer.observe.metrics import is_step
+
+PLACE = ("step", "epoch", "time", "skipped")  # of a line of metrics.jsonl, all else is shown
 LINES = 200  # of metrics.jsonl, between two pauses
 
 
@@ -68,15 +71,14 @@ class Points:
                     self._pause()
 
     def _point(self, line: dict[str, Any]) -> Point | None:
-        ends_epoch = "loss" not in line
+        ends_epoch = not is_step(line)
         if ends_epoch:
-            values = {"train/epoch_loss": line["train_loss"]}
-            values |= {name.replace("_", "/", 1): value for name, value in line.items() if name.startswith("val_")}
+            values = {_tag(name): value for name, value in line.items() if name not in PLACE}
         else:
             self._time = line["time"]
             if line["step"] % self._log_every:
                 return None
-            values = {f"train/{name}": line[name] for name in ("loss", "lr", "samples_per_s")}
+            values = {f"train/{name}": value for name, value in line.items() if name not in PLACE}
         # JSON has no NaN; TensorBoard marks where there was one.
         numbers = {tag: math.nan if value is None else value for tag, value in values.items()}
         return Point(line["step"], self._time, numbers, ends_epoch)
@@ -97,6 +99,13 @@ def fit(files: Sequence[Path], points: Iterator[Point]) -> Iterator[Point]:
                 point = next(points, None)
             file.truncate(end)
     return points if point is None else chain([point], points)
+
+
+def _tag(name: str) -> str:
+    """Where a value of an epoch is shown."""
+    if name == "train_loss":
+        return "train/epoch_loss"
+    return name.replace("_", "/", 1) if name.startswith("val_") else f"epoch/{name}"
 
 
 def _framed(event: Event) -> bytes:

@@ -83,6 +83,11 @@ def append(path: Path, data: bytes) -> None:
             raise
 
 
+def is_step(line: Mapping[str, Any]) -> bool:
+    """Whether a line is that of a step, and not of an epoch."""
+    return "time" in line
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a .jsonl file; a line cut short by a crash is passed over."""
     records = []

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.observe.metrics import is_step
+
 MOST_POINTS = 240  # of a curve: one every four pixels or so on a wide screen
 
 
@@ -112,7 +114,7 @@ def read_curves(path: Path, steps: Collection[int]) -> Curves:
                 continue
             if not isinstance(record, dict):
                 continue
-            if "loss" in record:
+            if is_step(record):
                 _enter_step(curves, record, wanted)
             elif "epoch" in record:
                 _enter_epoch(curves, record)
@@ -121,7 +123,8 @@ def read_curves(path: Path, steps: Collection[int]) -> Curves:
 
 def _enter_step(curves: Curves, record: dict[str, Any], wanted: frozenset[int]) -> None:
     step = record["step"]
-    curves.loss.add(step, record["loss"], "skipped" in record)
+    if "loss" in record:  # a loop of one's own need not log it
+        curves.loss.add(step, record["loss"], "skipped" in record)
     curves.throughput.add(step, record["samples_per_s"])
     curves.last_sign = record["time"]
     if step in wanted:
