@@ -106,8 +106,8 @@ def awkward(run: Run) -> dict[str, float]:
             with body.no_sync(), head.no_sync():
                 nn.functional.mse_loss(head(body(images)), labels).backward()
             loss = nn.functional.mse_loss(head(body(images + 0.1 * torch.randn_like(images))), labels)
-            loss.backward()
             struck.strike("step")
+            loss.backward()
             first.step()
             average.update_parameters(body.module)
             second.step()
@@ -131,5 +131,34 @@ def awkward(run: Run) -> dict[str, float]:
             p.data.copy_(kept)
         dist.all_reduce(sums)
         best["loss"] = min(best["loss"], float(sums))
-        run.log(val_loss=sums, noise=torch.randn(()))
+        run.log(val_loss=sums, noise=torch.randn(()), epochs=best["epochs"])
     return {"best": best["loss"], "epochs": best["epochs"], "rate": first.param_groups[0]["lr"]}
+
+
+def careless(run: Run) -> Any:
+    """A loop over 4 steps that does one thing wrong: what LASTSTEP_TEST_WRONG says."""
+    wrong = os.environ.get("LASTSTEP_TEST_WRONG")
+    loader = run.loader(TensorDataset(torch.ones(8, 2)), 3 if wrong == "batch size" else 4)
+    model = DistributedDataParallel(nn.Linear(2, 3 if wrong == "shapes" else 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    things = {"model": model, "optimizer": optimizer}
+    more: dict[str, Any] = {"names": {"teacher": model}}
+    more |= {"no state": {"best": 0.5}, "strange state": {"best": {"of": Meter()}}}
+    if wrong == "no optimizer":
+        del things["optimizer"]
+    if wrong != "no restore":
+        run.restore(**things, **more.get(wrong or "", {}))
+    for _ in run.epochs(2):
+        for (x,) in run.steps(DataLoader([]) if wrong == "loader" else loader):  # type: ignore[arg-type]
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=model(x) if wrong == "log" else loss * float("nan") if wrong == "nan" else loss)
+        if wrong == "twice":
+            next(run.steps(loader))
+        if wrong == "crash":
+            raise ValueError("a bug of the user's")
+        for _batch in run.validation(DataLoader([0] * (3 + (run.rank if wrong == "uneven" else 0)))):  # type: ignore
+            pass
+    return 3 if wrong == "result" else {"loss": loss}

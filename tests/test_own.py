@@ -21,6 +21,7 @@ def config(root: Path, name: str, ranks: int, task: str, *options: str) -> Confi
     """A small run of a function in tests/own.py."""
     place = [f"launch.root={root}", f"launch.name={name}", f"launch.tasks_per_node={ranks}"]
     often = ["device=cpu", "train.log_every=3", "launch.max_failures=9", "launch.hang_timeout_s=20"]
+    often += [f"checkpoint.every_{what}=null" for what in ("epochs", "minutes")]  # what is kept, a stop or a rescue kept
     return Config.load(None, [f"task=tests.own.{task}", *often, *options, *place])
 
 
@@ -104,6 +105,7 @@ def test_an_awkward_loop(root: Path, ranks: int, place: str, step: int) -> None:
         (4, "example", "step 5 rank 0,2,3", 4),
         (2, "example", "validation 2 rank 0", 7),
         (2, "awkward", "step 4 rank 0", 3),  # which logs after the update
+        (2, "awkward", "step 7 rank 1", 6),  # the first of an epoch, at whose head something has changed
     ],
 )
 def test_killed(root: Path, ranks: int, task: str, place: str, step: int) -> None:
@@ -123,3 +125,75 @@ def test_all_are_killed(root: Path) -> None:
     assert [rank.exitcode for rank in attempt.ranks] == [KILLED, KILLED]
     first, second = go_on(root, 2, "example", attempt, *often)
     assert (first["reason"], first["lost_steps"], second["start_step"]) == ("lost", 2, 4)
+
+
+def careless(root: Path, name: str, ranks: int, wrong: str) -> Attempt:
+    """One attempt at a run that does something wrong."""
+    attempt = Attempt(config(root, name, ranks, "careless"), {"LASTSTEP_TEST_WRONG": wrong})
+    attempt.wait()
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("no restore", "call run.restore(...) before run.steps(...)"),
+        ("no optimizer", "run.restore(): register the optimizer too"),
+        ("no state", "run.restore(best=...): a float has no state_dict() and load_state_dict(), and is no dict"),
+        ("strange state", "run.restore(best=...): its state cannot be stored: "),
+        ("loader", "run.steps(...) takes what run.loader(...) gave"),
+        ("batch size", "run.loader(batch_size=3): not divisible by 2 ranks"),
+        ("twice", "run.steps(...) twice in an epoch; put `for epoch in run.epochs(n)` around it"),
+        ("log", "run.log(loss=...): must be a number, or a tensor of one element"),
+        ("uneven", "run.validation(...) needs as many batches on every rank, not [3, 4]"),
+        ("result", "must return a dict of numbers, or nothing"),
+        ("nan", "step 1: the loss is not finite"),
+    ],
+)
+def test_what_is_wrong_is_said(root: Path, wrong: str, said: str) -> None:
+    """One line that names the call and what to do; the job is not tried again, since it would fail the same way."""
+    attempt = careless(root, f"wrong-{wrong}".replace(" ", "-"), 2, wrong)
+    (record,) = read_lines(attempt.run.attempts)
+    assert said in record["error"] and record["requeue"] is False
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("names", "this run's checkpoints hold model, optimizer; register these, not model, optimizer, teacher"),
+        ("shapes", "run.restore(): model does not take what the checkpoint holds: "),
+    ],
+)
+def test_another_state_is_not_put_in(root: Path, wrong: str, said: str) -> None:
+    """A run that went on with a part of its state fresh would be another experiment. What crashed before that is an
+    error like any other: its steps are kept."""
+    name = f"other-{wrong}"
+    attempt = careless(root, name, 2, "crash")
+    (first,) = read_lines(attempt.run.attempts)
+    assert (first["end_step"], first["lost_steps"]) == (2, 0) and "a bug of the user's" in first["error"]
+    assert said in read_lines(careless(root, name, 2, wrong).run.attempts)[1]["error"]
+    assert careless(root, name, 2, "").output().count('result {"loss": ') == 2
+
+
+def test_a_finished_run_has_its_result(root: Path) -> None:
+    """A job that is requeued after its run was done must not train, or fail, a second time."""
+    first, second = (careless(root, "done", 1, wrong) for wrong in ("", "crash"))
+    results = [line for line in (first.output() + second.output()).splitlines() if line.startswith("result ")]
+    assert len(results) == 2 and results[0] == results[1]
+
+
+def test_metrics(root: Path) -> None:
+    """What the example logs stands there once for each step and epoch, with the learning rate of the step."""
+    lines = undisturbed(root, 2, "example")["metrics"]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 15))
+    assert {line["lr"] for line in steps} and steps[0]["lr"] != steps[7]["lr"]
+    assert [(line["epoch"], line["step"]) for line in lines if "val_accuracy" in line] == [(1, 7), (2, 14)]
+
+
+def test_another_number_of_ranks(root: Path) -> None:
+    """A run goes on with what the cluster has: the same order of samples, another share for each rank."""
+    attempt = strike(root, 2, "example", "SIGTERM step 3 rank 0")
+    run = train(config(root, attempt.run.name, 4, "example"))
+    assert [line["step"] for line in read_lines(run.metrics) if "loss" in line] == list(range(1, 15))
+    assert [record["world_size"] for record in read_lines(run.attempts)] == [2, 4]
