@@ -21,7 +21,7 @@ def config(root: Path, name: str, ranks: int, task: str, *options: str) -> Confi
     """A small run of a function in tests/own.py."""
     place = [f"launch.root={root}", f"launch.name={name}", f"launch.tasks_per_node={ranks}"]
     often = ["device=cpu", "train.log_every=3", "launch.max_failures=9", "launch.hang_timeout_s=20"]
-    often += [f"checkpoint.every_{what}=null" for what in ("epochs", "minutes")]  # what is kept, a stop or a rescue kept
+    often += [f"checkpoint.every_{what}=null" for what in ("epochs", "minutes")]  # a stop or a rescue keeps
     return Config.load(None, [f"task=tests.own.{task}", *often, *options, *place])
 
 
