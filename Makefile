@@ -32,7 +32,7 @@ bench: $(VENV)/installed  ## every figure that README quotes
 	$(BIN)/python -m benchmarks
 
 # For the tests of Slurm, of mpirun and of the Tab key. Elsewhere, or without root, those say why they skip.
-PACKAGES := slurmctld slurmd slurm-client slurmdbd munge mariadb-server openmpi-bin zsh
+PACKAGES := slurmctld slurmd slurm-client slurmdbd munge mariadb-server openmpi-bin iproute2 zsh
 .PHONY: system-packages
 system-packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(PACKAGES) >/dev/null 2>&1; then \
