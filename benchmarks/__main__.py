@@ -1,4 +1,4 @@
-"""All benchmarks that need nothing but Laststep, one after another: `python -m benchmarks`, about a quarter of an hour.
+"""All benchmarks that need nothing but Laststep, one after another: `python -m benchmarks`, about half an hour.
 
 Each writes its figures into results/. What needs Slurm and other trainers is a package of its own: benchmarks.peers.
 """

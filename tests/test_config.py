@@ -82,7 +82,7 @@ def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any
     if not field.type.endswith("None"):
         assert refused(f"{key}=null").startswith(f"{key}=null: must be of type")
     if field.metadata["least"] is not None:
-        assert refused(f"{key}=-1") == f"{key}={-1.0 if 'float' in field.type else -1}: must be at least " + (
+        assert refused(f"{key}=-1") == f"{key}={-1 if 'int' in field.type else -1.0}: must be at least " + (
             f"{field.metadata['least']:g}"
         )
     if field.metadata["choices"]:
@@ -110,6 +110,9 @@ def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any
         (["optim.lr=0"], "optim.lr=0: nothing would be learned; give a positive learning rate"),
         (["optim.clip_norm=0"], "optim.clip_norm=0: must be above 0; write optim.clip_norm=null to turn it off"),
         (["checkpoint.every_minutes=0"], "checkpoint.every_minutes=0: must be above 0"),
+        (["checkpoint.every_minutes=often"], "checkpoint.every_minutes=often: must be of type float or auto or null"),
+        (["checkpoint.every_minutes=true"], "checkpoint.every_minutes=True: must be of type float or auto or null"),
+        (["checkpoint.every_minutes=-1"], "checkpoint.every_minutes=-1: must be at least 0"),
         (["launch.mem_gb=0"], "launch.mem_gb=0: must be above 0"),
         (["train.ema_decay=1"], "train.ema_decay=1.0: must be below 1, e.g. 0.999"),
         (["seed=1.5"], "seed=1.5: must be of type int"),

@@ -14,13 +14,13 @@ from trainer.tasks.models import model_names
 PROJECT = Path(__file__).resolve().parent.parent
 # Lower to higher: a part may import what stands in a line before its own, and parts of its own package.
 LAYERS = [
-    {"schema", "say", "compiler"},
+    {"schema", "say", "compiler", "goodput"},
     {"config", "rundir"},
     {"world"},
     {"data", "state", "observe"},
     {"task"},
     {"tasks"},
-    {"buffers", "position"},
+    {"buffers", "position", "interval"},
     {"learner", "saves"},
     {"loop"},
     {"training", "own"},

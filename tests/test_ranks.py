@@ -166,3 +166,16 @@ def test_the_rank_that_holds_the_others_up_is_named(tmp_path: Path, slow: str, s
     assert attempt.wait() == [0, 0], attempt.output()
     assert "] rank 1 on " in attempt.logs[0].read_text()
     assert "holds the others up" in attempt.logs[0].read_text()
+
+
+def test_a_low_limit_of_open_files(tmp_path: Path) -> None:
+    """Each rank costs rank 0 seven connections, so with a shell's usual limit, 1,024, no 150 ranks would meet. Here two
+    start with what is just enough to come there."""
+    words = ["--local", "--tasks-per-node", "2", "--name", "few", f"launch.root={tmp_path}", "train.max_steps=1"]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -S -n 38; exec "$@"', "bash", sys.executable, "launch.py", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

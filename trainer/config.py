@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.schema import OWN_OPTIONS, Checkpoint, Data, Launch, Model, Optim, Train, setting
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-INT_OR_RANGE = "int or MIN-MAX"
+INT_OR_RANGE, FLOAT_OR_AUTO = "int or MIN-MAX", "float or auto"
 LARGEST_BATCH = 10**9  # that is ever proposed: a wide range of nodes shares no batch size that anyone would want
 
 
@@ -137,7 +137,7 @@ def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.
 
 def kind_of(f: dataclasses.Field[Any]) -> str:
     """The type of a leaf, as one would say it."""
-    return str(f.type).replace("int | str", INT_OR_RANGE)
+    return str(f.type).replace("float | int | str", FLOAT_OR_AUTO).replace("int | str", INT_OR_RANGE)
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -186,6 +186,9 @@ def check_values(config: Config) -> None:
         section, name = key.split(".")
         if getattr(getattr(config, section), name) == 0:
             raise ConfigError(f"{key}=0: must be above 0; write {key}=null to turn it off")
+    minutes = config.checkpoint.every_minutes
+    if isinstance(minutes, str) and minutes != "auto":
+        raise ConfigError(f"checkpoint.every_minutes={minutes}: must be of type {FLOAT_OR_AUTO} or null")
     launch = config.launch
     _check_nodes(launch)
     if launch.gpus_per_node and launch.tasks_per_node not in (None, launch.gpus_per_node):

@@ -69,7 +69,9 @@ class Loop(ABC):
         self.progress = Progress(prints=self.rank == 0)
         self.tensorboard = TensorBoard(run, self.config.train.log_every, writes=self.rank == 0)
         stopping = lambda: self.stop.signal is not None  # noqa: E731
-        self.saves = Saves(self.config.checkpoint, self.store, self.group, self.metrics, self.progress, watch, stopping)
+        self.saves = Saves(
+            self.config.checkpoint, run, self.store, self.group, self.metrics, self.progress, watch, stopping
+        )
         self.position = Position()
         self.whole = threading.Lock()
         self.last_update = LastUpdate(self.group.device)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
-from trainer.observe.metrics import MetricsFile
+from trainer.interval import AutoInterval
+from trainer.observe.metrics import MetricsFile, read_lines
 from trainer.observe.progress import Progress
 from trainer.position import Position
+from trainer.rundir import RunDir
 from trainer.schema import Checkpoint
 from trainer.state.saver import About, Saver
 from trainer.state.store import CheckpointError, CheckpointStore
@@ -17,7 +20,7 @@ from trainer.world.meet import Absent, Group
 from trainer.world.watch import Watch
 
 MAX_FAILED = 3
-RETRY_MINUTES = 1.0
+RETRY_S = 60.0
 RETRY_LAST_S = 2.0  # at a stop or at the end, where nothing else is to do
 # A rank that is waited for in a save and gives no sign of life for so long is dead.
 GONE_S = 5.0
@@ -30,6 +33,7 @@ class Saves:
     def __init__(
         self,
         settings: Checkpoint,
+        run: RunDir,
         store: CheckpointStore,
         group: Group,
         metrics: MetricsFile,
@@ -47,6 +51,12 @@ class Saves:
         self._progress = progress
         self._watch = watch
         self._stopping = stopping
+        self._every_s, self._auto = math.inf, None
+        if isinstance(settings.every_minutes, str):
+            ends = read_lines(run.attempts) if group.world.rank == 0 else []  # who decides has seen them all settled
+            self._auto = AutoInterval(ends, len(set(group.world.hosts)), progress.say)
+        elif settings.every_minutes is not None:
+            self._every_s = 60 * settings.every_minutes
         self._began = time.monotonic()
         self._failed = 0  # in a row
 
@@ -57,6 +67,7 @@ class Saves:
         has died in the one before.
         """
         self.due = False
+        began = time.perf_counter()
         self.wait()
         if not self.saved.same_place(position):
             self.saving = copy.copy(position)
@@ -64,6 +75,8 @@ class Saves:
             self._saver.start(about, state, self._metrics.sync, (self._settings.keep_last, self._settings.keep_best))
             if not self._settings.asynchronous:
                 self.wait()
+            if self._auto:
+                self._auto.stood_still(time.perf_counter() - began)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the save under way, if there is one, so long at most. Raises like `begin`."""
@@ -76,6 +89,8 @@ class Saves:
 
     def note(self) -> None:
         """See what became of the save under way, if that is known. Raises CheckpointError after too many failures."""
+        if self._auto:
+            self._auto.stepped(*self._progress.stretch(), saving=self.saving is not None)
         if self.saving is None or not self._saver.wait(0):
             return
         saving, self.saving = self.saving, None
@@ -92,8 +107,8 @@ class Saves:
 
     def due_by_clock(self) -> bool:
         """Whether the time for a save, or to try a failed one again, has come; each rank's clock has its own answer."""
-        minutes = RETRY_MINUTES if self._failed else self._settings.every_minutes
-        return minutes is not None and time.monotonic() - self._began > 60 * minutes
+        every_s = self._auto.seconds if self._auto else self._every_s
+        return time.monotonic() - self._began > (RETRY_S if self._failed else every_s)
 
     def close(self) -> None:
         """No more saves."""

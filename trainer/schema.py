@@ -94,7 +94,12 @@ class Checkpoint:
     """When to save, besides at a stop and at the end, and what to keep."""
 
     every_steps: int | None = setting(None, "save each time this many steps are done", least=1)
-    every_minutes: float | None = setting(10.0, "save after this many minutes, at the next progress line", least=0)
+    every_minutes: float | int | str | None = setting(
+        10.0,
+        "save after this many minutes, at the next progress line; auto: as often as is best for what a save costs and "
+        "how often the run fails",
+        least=0,
+    )
     every_epochs: int | None = setting(1, "save after the validation of each N-th epoch", least=1)
     asynchronous: bool = setting(True, "write beside the training; false waits until each checkpoint is on the disk")
     keep_last: int = setting(2, "newest checkpoints to keep", least=1)

@@ -46,6 +46,10 @@ class Progress:
         """The step that is under way has waited so long for its data."""
         self._waited_s += seconds
 
+    def stretch(self) -> tuple[int, float]:
+        """Steps done since the clock was last restarted, and the seconds since."""
+        return self._counted, time.perf_counter() - self._since
+
     def step_s(self) -> float:
         """Mean seconds that a step of this attempt took, validations and saves left out."""
         return (self._steps_s + self._last - self._since) / max(1, self._steps + self._counted)

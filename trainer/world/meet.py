@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -206,6 +207,7 @@ def sign_in(
     """
     if world.size == 1:
         return Group(world, dist.HashStore(), device, backend)
+    _allow_open_files()
     purpose = f"{meeting.parent.parent.name}, attempt {meeting.stem}, {world.size} ranks"
     with _told_when_late(lambda: f"rank 0 on {world.host_of(0)}"):
         met = contact(world, purpose, meeting, init_method, patience(timeout_s))
@@ -239,6 +241,13 @@ def _told_when_late(who: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _allow_open_files() -> None:
+    """As many as the system does. Each rank costs rank 0 seven connections, and every other rank one of gloo's; the
+    usual limit of a shell, 1,024, would be too low for 150 ranks."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def patience(timeout_s: float) -> timedelta:

@@ -160,8 +160,7 @@ class Watch:
                 self._store.set(keys[self.world.rank], json.dumps(asdict(self._sign_of_life())))
                 if self._store.check(["watch/fault"]):
                     self._raise(Fault(**json.loads(self._store.get("watch/fault"))))
-                all_here = all_here or self._store.check(keys)
-                if self.world.rank == 0 and all_here:
+                if self.world.rank == 0 and (all_here := all_here or self._store.check(keys)):
                     self._compare([Beat(**json.loads(beat)) for beat in self._store.multi_get(keys)])
                 self._unanswered_s = 0.0
                 self._closed.wait(BEAT_S)
