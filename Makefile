@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train check test slurm slurm-down chaos bench clean
+.PHONY: train check test slurm slurm-down chaos gpu-check bench clean
 
 train: $(VENV)/installed  ## the main job: learn 5,000 handwritten digits on this machine
 	$(BIN)/python launch.py --local
@@ -27,6 +27,10 @@ N ?= 30
 SEED ?= 1
 chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, and one table: docs/chaos.md
 	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) --report docs/chaos.md
+
+gpu-check: $(VENV)/installed-dev  ## on a machine with a GPU: what needs one is tested, then measured, in 20 minutes
+	$(BIN)/python -m pytest tests/gpu -W default
+	$(BIN)/python -m benchmarks.gpu
 
 bench: $(VENV)/installed  ## every figure that README quotes
 	$(BIN)/python -m benchmarks

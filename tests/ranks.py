@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -35,9 +35,15 @@ def _context() -> ForkServerContext:
 
 
 class Attempt:
-    """The ranks of one attempt at a run."""
+    """The ranks of one attempt at a run. Each calls `before` first, if that is given."""
 
-    def __init__(self, config: Config, env: Mapping[str, str] | None = None, nodes: int = 1) -> None:
+    def __init__(
+        self,
+        config: Config,
+        env: Mapping[str, str] | None = None,
+        nodes: int = 1,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         self.run = RunDir(Path(config.launch.root) / str(config.launch.name))
         self.run.logs.mkdir(parents=True, exist_ok=True)
         job_id, size = f"test{next(_attempts)}", config.launch.world_size
@@ -54,7 +60,7 @@ class Attempt:
                 "SUBMITIT_LOCAL_LOCALID": str(rank % (size // nodes)),
                 "OMP_NUM_THREADS": "1",
             }
-            process = _context().Process(target=_rank, args=(config, {**place, **(env or {})}, str(log)))
+            process = _context().Process(target=_rank, args=(config, {**place, **(env or {})}, str(log), before))
             process.start()
             self.ranks.append(process)
 
@@ -100,9 +106,9 @@ def starts(words: Sequence[str], env: Mapping[str, str], log: Path) -> BaseProce
     return process
 
 
-def train(config: Config, env: Mapping[str, str] | None = None) -> RunDir:
+def train(config: Config, env: Mapping[str, str] | None = None, before: Callable[[], None] | None = None) -> RunDir:
     """One attempt that must finish the run."""
-    attempt = Attempt(config, env)
+    attempt = Attempt(config, env, before=before)
     codes = attempt.wait()
     assert codes == [0] * len(codes), attempt.output()
     return attempt.run
@@ -143,13 +149,16 @@ def _write_into(log: str) -> None:
     os.dup2(descriptor, 2)
 
 
-def _rank(config: Config, env: dict[str, str], log: str) -> None:
+def _rank(config: Config, env: dict[str, str], log: str, before: Callable[[], None] | None) -> None:
     """The body of a rank's process."""
     _write_into(log)
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set in the server, where torch's compiler was imported
     os.environ.update(env)
     import torch
 
     torch.set_num_threads(1)
+    if before is not None:
+        before()
     from trainer.trainer import Trainer
 
     try:

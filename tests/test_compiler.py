@@ -1,11 +1,17 @@
-"""torch's compiler stays out of a run that compiles nothing, and is there for whoever asks for it."""
+"""torch's compiler stays out of a run that compiles nothing, and is there for whoever asks for it; what it makes is
+kept: tests/test_exact.py has a run that finds it again."""
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from trainer import compiler
 
 # What a run does with torch before and between its steps, in the order in which it does it.
 TRAIN = """
@@ -64,3 +70,28 @@ def test_who_asks_for_it_has_it(asked: str) -> None:
 def test_one_that_is_there_stays() -> None:
     """In a notebook that has compiled before, nothing is put in its place."""
     assert run(f"import torch, torch._dynamo as real\n{TRAIN}\nprint(torch._dynamo is real)") == "True"
+
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch/_inductor/runtime/cache_dir_utils.py
+
+
+def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the run's folder, where the next attempt finds it, on whichever nodes; but where the user says, if he does."""
+    monkeypatch.setenv(CACHE, "/scratch/kernels")
+    compiler.keep_in(tmp_path / "compiled")
+    assert os.environ[CACHE] == "/scratch/kernels"
+    monkeypatch.delenv(CACHE)
+    compiler.keep_in(tmp_path / "compiled")
+    assert Path(os.environ[CACHE]).parent == tmp_path / "compiled"
+
+
+def test_what_is_compiled_where_locks_do_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On some Lustre mounts: torch, which locks what it writes, would fail in the folder, and with it the run."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.delenv(CACHE, raising=False)
+    monkeypatch.setattr("trainer.compiler.fcntl.flock", flock)
+    compiler.keep_in(tmp_path / "compiled")
+    assert CACHE not in os.environ

@@ -17,6 +17,7 @@ from tests.photos import make_folder
 from tests.ranks import Attempt, fingerprint, reasons, train
 from trainer.config import Config
 from trainer.observe.metrics import read_lines
+from trainer.rundir import RunDir
 
 # 52 samples in batches of 8: 7 steps an epoch, the last of them short. The network has dropout, batch norm and 5 MB of
 # weights, so more than one of DDP's gradient buckets (the first holds 1 MiB).
@@ -89,12 +90,24 @@ def test_stop_anywhere(root: Path, place: str, request: pytest.FixtureRequest) -
         "train.precision=fp16 optim.clip_norm=0.5",
         "train.channels_last=true train.activation_checkpointing=true",
         "train.max_steps=10 checkpoint.every_steps=2 checkpoint.keep_last=1 checkpoint.keep_best=0",
-        "train.compile=true",
     ],
 )
 def test_each_option(root: Path, option: str, request: pytest.FixtureRequest) -> None:
     """Each way to train has state of its own: a scaler, a schedule, a compiled graph, a memory layout."""
     stop_and_resume(root, f"option-{abs(hash(option))}", 2, tuple(option.split()), "SIGTERM step 4 rank 1")
+
+
+def test_compiled(root: Path) -> None:
+    """A compiled graph is exact too; and what the ranks compiled lies in the run's folder, so that a requeue does not
+    cost once more the minutes that the first start took. All batches are alike here: what a resume may still compile is
+    the validation, which the stopped attempt did not come to."""
+    options = ("train.compile=true", "data.args.samples=48", "train.epochs=1")
+    stop_and_resume(root, "compiled", 2, options, "SIGTERM step 4 rank 1")
+    run = RunDir(root / "compiled")
+    compiled = [path.stat().st_mtime for path in run.compiled.rglob("*.so")]
+    stopped, resumed = read_lines(run.attempts)[0]["end"], read_lines(run.metrics)[4]["time"]
+    assert [time for time in compiled if time < stopped]
+    assert not [time for time in compiled if stopped < time < resumed]
 
 
 @pytest.mark.parametrize(

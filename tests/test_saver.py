@@ -563,15 +563,3 @@ def test_weights_of_any_layout(tensor: Tensor) -> None:
     """The fingerprint is that of the values: it must not depend on how they lie in memory, nor fail on any."""
     tidy = tensor.detach().clone(memory_format=torch.contiguous_format)
     assert weights_sha256({"w": tensor}) == weights_sha256({"w": tidy})
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_from_a_gpu(store: CheckpointStore) -> None:
-    """The copy has arrived in the buffer when training goes on and overwrites the tensors on the GPU."""
-    state = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.cuda(), state_of(1))
-    saver = Saver(store, dist.HashStore(), 0, 1, torch.device("cuda"))
-    for step in (1, 2):
-        saver.start(about(step), state, nothing, KEEP)
-        state["model"]["weight"].zero_()
-        end(saver)
-    assert same(load(store.path(1), store.verify(1)), state_of(1))

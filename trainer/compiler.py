@@ -1,4 +1,4 @@
-"""torch's compiler, left out of a process that compiles nothing.
+"""torch's compiler: what it makes is kept for the next attempt, and it is left out of a process that compiles nothing.
 
 DistributedDataParallel, torch.optim and torchvision import torch._dynamo, and with it sympy and half of
 torch._inductor: hundreds of files, over a network file system too, only to ask it for what does nothing where nothing
@@ -9,15 +9,43 @@ knows of.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib
+import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 NAME = "torch._dynamo"
+
+
+def keep_in(folder: Path) -> None:
+    """From now on torch keeps there what it compiles, unless the user has named a place. Ranks may share it.
+
+    By default it lies in /tmp, where the next attempt, on other nodes, does not find it.
+    """
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        except OSError:  # a file system without locks, as some Lustre mounts: torch, which locks there, would fail
+            return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / _processor()))
+
+
+def _processor() -> str:
+    """A name for this kind of processor: C++ is compiled for the very one at hand, but kept by names that do not say
+    which it was."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
 
 def leave_out() -> None:

@@ -53,6 +53,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def compiled(self) -> Path:
+        """What torch.compile has made, for the attempts that come after."""
+        return self.path / "compiled"
+
+    @property
     def metrics(self) -> Path:
         """Each step and each epoch once, a JSON object a line."""
         return self.path / "metrics.jsonl"

@@ -1,0 +1,124 @@
+"""The trainings that are timed: the shortest loop (`python -m benchmarks._gpu.contenders`), and the same as a Task."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from benchmarks._gpu.turns import PIPE, Turns
+from trainer.data.catalog import DATASETS
+from trainer.tasks.classification import Classification
+from trainer.tasks.models import build_model
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+WORKLOAD = "LASTSTEP_GPU_WORKLOAD"  # in the environment of whoever trains it
+HELD = 1024  # images that lie on the device; a step takes some of them
+LEARNING_RATE = 0.001
+
+
+class Workload(NamedTuple):
+    """What is trained; of each turn `lead` steps are not timed."""
+
+    model: str
+    batch_size: int
+    image_size: int
+    lead: int
+    steps: int
+    classes: int = 1000
+    workers: int = 0
+    jpegs: str = ""  # their folder; without, images lie on the device
+
+    @classmethod
+    def from_env(cls) -> Workload:
+        """The one that this process is to train."""
+        return cls(*json.loads(os.environ[WORKLOAD]))
+
+
+class Timed(Classification):
+    """The same under Laststep, which is started as a user would."""
+
+    def model(self) -> nn.Module:
+        """The model; from now on steps are counted."""
+        load = Workload.from_env()
+        if PIPE in os.environ:
+            Turns(DEVICE, load.lead, load.steps)
+        return super().model()
+
+
+class Held(Timed):
+    """Images that lie on the device; a sample is the number of one."""
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        """As many as are trained on in all, so that no epoch ends in a turn."""
+        load, train = Workload.from_env(), self.config.train
+        self.classes = load.classes
+        self.pixels = make_pixels(load)
+        numbers = torch.arange((train.max_steps or 0) * train.batch_size) % HELD
+        labels = numbers % load.classes
+        return TensorDataset(numbers, labels), TensorDataset(numbers[: train.batch_size], labels[: train.batch_size])
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The loss on these."""
+        numbers, labels = batch
+        return super().step(model, (as_floats(self.pixels[numbers]), labels))
+
+
+def bare() -> None:
+    """The shortest loop, with all that makes it fast."""
+    load = Workload.from_env()
+    torch.backends.cudnn.benchmark = True
+    model = build_model(load.model, 3, load.classes, load.image_size, {})
+    model.to(DEVICE, memory_format=torch.channels_last)
+    if GPU:
+        model.compile(dynamic=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, fused=True)
+    Turns(DEVICE, load.lead, load.steps)
+    for images, labels in decoded(load) if load.jpegs else held(load):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def held(load: Workload) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of images that lie on the device."""
+    pixels = make_pixels(load)
+    while True:
+        numbers = torch.randint(HELD, (load.batch_size,), device=DEVICE)
+        yield as_floats(pixels[numbers]), numbers % load.classes
+
+
+def make_pixels(load: Workload) -> Tensor:
+    """Images (N, H, W, C) as a decoder would give them."""
+    return torch.randint(256, (HELD, load.image_size, load.image_size, 3), dtype=torch.uint8, device=DEVICE)
+
+
+def as_floats(pixels: Tensor) -> Tensor:
+    """(N, C, H, W), channels last in memory, of mean 0 and variance 1."""
+    return (pixels.permute(0, 3, 1, 2).float() - 127.5) / 73.9
+
+
+def decoded(load: Workload) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of photos, as torchvision's reference reads them."""
+    info = DATASETS["imagefolder"]
+    crop = [v2.RandomResizedCrop(load.image_size, antialias=True), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    transform = v2.Compose([*crop, v2.ToDtype(torch.float, scale=True), v2.Normalize(list(info.mean), list(info.std))])
+    photos = ImageFolder(f"{load.jpegs}/train", transform)
+    for images, labels in DataLoader(photos, load.batch_size, True, num_workers=load.workers, pin_memory=GPU):
+        images = images.to(DEVICE, non_blocking=True, memory_format=torch.channels_last)
+        yield images, labels.to(DEVICE, non_blocking=True)
+
+
+if __name__ == "__main__":
+    bare()

@@ -1,0 +1,154 @@
+"""Images per second of the bare loop and of Laststep, in turns, and how much of the device's arithmetic that is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks._gpu.contenders import DEVICE, GPU, LEARNING_RATE, WORKLOAD, Workload
+from benchmarks._gpu.turns import take_turns
+from benchmarks._measure import spread
+from trainer.tasks.models import build_model
+
+RESNET = Workload("resnet50", 256, 224, lead=2, steps=40) if GPU else Workload("resnet18", 8, 32, lead=1, steps=4)
+VIT = Workload("vit_b_16", 256, 224, lead=2, steps=30) if GPU else Workload("vit_b_16", 2, 32, lead=1, steps=2)
+KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/laststep-gpu"}  # what one part compiled, the next need not
+
+
+def resnet50(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """On images that lie on the device; and what deterministic kernels cost."""
+    return in_turns(RESNET, given.turns, folder, {"deterministic": ["train.deterministic=true"]} if GPU else {})
+
+
+def vit_b_16(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The same of a transformer."""
+    return in_turns(VIT, given.turns, folder, {})
+
+
+def jpegs(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """On files. The steps that are not timed take what the workers have decoded meanwhile, two batches each."""
+    workers = max(1, len(os.sched_getaffinity(0)) - 1)
+    load = RESNET._replace(lead=2 * workers + 2, classes=10, workers=workers, jpegs=str(folder / "jpegs"))
+    count = (given.turns + 1) * (load.lead + load.steps) * load.batch_size
+    make_jpegs(folder / "jpegs", count, different=500 if GPU else 20, classes=load.classes)
+    return in_turns(load, given.turns, folder, {})
+
+
+def in_turns(load: Workload, turns: int, folder: Path, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Time the bare loop, Laststep, and Laststep with other words."""
+    commands = {"bare": [sys.executable, "-m", "benchmarks._gpu.contenders"]}
+    for name, more in {"laststep": [], **variants}.items():
+        steps = (turns + 1) * (load.lead + load.steps)
+        commands[name] = [sys.executable, "-m", "trainer", f"--name={name}", *words(load, steps, folder), *more]
+    env = {"OMP_NUM_THREADS": "1", WORKLOAD: json.dumps(load), **KEPT}
+    starts, taken = take_turns(commands, env, turns, folder)
+    images = load.steps * load.batch_size
+    rates = {name: spread([images / turn[name] for turn in taken], 1) for name in commands}
+    ratios = {name: spread([turn["bare"] / turn[name] for turn in taken]) for name in commands}
+    flops, at_best = flops_of(load), matrix_rate()
+    print(
+        f"{'images/s':>9} {'10-90 %':>17} {'to bare':>8} {'10-90 %':>13} {'TFLOP/s':>8} {'of best':>8}  ({turns} turns)"
+    )
+    for name, rate in rates.items():
+        ratio, done = ratios[name], rate["median"] * flops
+        print(
+            f"{rate['median']:>9,.0f} {rate['p10']:>8,.0f} - {rate['p90']:>6,.0f} {ratio['median']:>8.3f} "
+            f"{ratio['p10']:>5.3f} - {ratio['p90']:.3f} {done / 1e12:>8.3g} {done / at_best:>8.1%}  "
+            f"{name}, {load.model}, batches of {load.batch_size}"
+        )
+    print(f"at best: {at_best / 1e12:.3g} TFLOP/s, in large products of matrices in bf16", flush=True)
+    return {
+        **load._replace(jpegs="")._asdict(),
+        "turns": turns,
+        "images_per_s": rates,
+        "to_bare": ratios,
+        "ratio": ratios["laststep"],
+        "flops_per_image": flops,
+        "matrix_flops_per_s": at_best,
+        "share": round(rates["laststep"]["median"] * flops / at_best, 4),
+        "start_s": {name: round(seconds, 1) for name, seconds in starts.items()},
+    }
+
+
+def words(load: Workload, steps: int, folder: Path) -> list[str]:
+    """What configures Laststep for so many steps of it."""
+    data = ["data.name=fake", "task=benchmarks._gpu.contenders.Held"]
+    if load.jpegs:
+        data = ["data.name=imagefolder", f"data.root={load.jpegs}", "task=benchmarks._gpu.contenders.Timed"]
+    return [
+        *data,
+        "data.args.augment=true",
+        f"data.args.image_size={load.image_size}",
+        f"data.workers={load.workers}",
+        f"model.name={load.model}",
+        f"optim.lr={LEARNING_RATE}",
+        "optim.schedule=constant",
+        f"train.batch_size={load.batch_size}",
+        f"train.max_steps={steps}",
+        "train.precision=bf16",
+        "train.channels_last=true",
+        f"train.compile={str(GPU).lower()}",
+        f"device={DEVICE}",
+        f"launch.root={folder}",
+        "launch.hang_timeout_s=3600",  # a turn of the others is no hang
+    ]
+
+
+def make_jpegs(folder: Path, count: int, different: int, classes: int) -> None:
+    """Files of noise at two scales, about as large as ImageNet's; so many are different, the rest links to them."""
+    draw = numpy.random.default_rng(0)
+    for part in ("train", "val"):
+        for label in range(classes):
+            (folder / part / str(label)).mkdir(parents=True)
+    paths = [folder / "train" / str(number % classes) / f"{number:07}.jpg" for number in range(count)]
+    for path in paths[:different]:
+        coarse = Image.fromarray(draw.integers(0, 256, (24, 32, 3), dtype=numpy.uint8)).resize((500, 375))
+        pixels = numpy.asarray(coarse) + draw.integers(-24, 25, (375, 500, 1))
+        Image.fromarray(pixels.clip(0, 255).astype(numpy.uint8)).save(path, quality=88)
+    for number, path in enumerate(paths[different:]):
+        os.link(paths[number % different], path)
+    for label in range(classes):
+        os.link(paths[label], folder / "val" / str(label) / "0.jpg")
+
+
+def flops_of(load: Workload) -> float:
+    """Floating-point operations of a step per image: of convolutions, matrix products and attention."""
+    with torch.device("meta"):
+        model = build_model(load.model, 3, load.classes, load.image_size, {})
+        images = torch.empty(2, 3, load.image_size, load.image_size)
+    with FlopCounterMode(display=False) as counter:
+        model(images).sum().backward()
+    return counter.get_total_flops() / 2
+
+
+@cache
+def matrix_rate() -> float:
+    """What the device does at best: floating-point operations per second of large matrix products in bf16."""
+    edge, products = (8192, 30) if GPU else (512, 3)
+    a, b = (torch.randn(edge, edge, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    finish()
+    began = time.perf_counter()
+    for _ in range(products):
+        a @ b
+    finish()
+    return products * 2 * edge**3 / (time.perf_counter() - began)
+
+
+def finish() -> None:
+    """Wait until the device has done all that it was given."""
+    if GPU:
+        torch.cuda.synchronize()

@@ -1,0 +1,97 @@
+"""Trainings that take turns at one device: each is started and compiled once, and then timed again and again.
+
+So a figure of one has a figure of the other beside it that is seconds old, and a start, which takes minutes on a GPU
+where much is compiled, is paid once. A training that waits for its turn sleeps, with all that it has on the device.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from benchmarks._measure import PROJECT
+
+PIPE = "LASTSTEP_TURNS_PIPE"
+DEADLINE_S = 420.0  # for a start that compiles all, or for a turn
+
+
+class Turns:
+    """In a training: from now on its updates are counted. Of each turn the first `lead` steps are not timed, which is
+    when it takes what its loader had prepared while others had their turns. The first turn comes unasked."""
+
+    def __init__(self, device: str, lead: int, steps: int) -> None:
+        self._device, self._lead, self._steps = device, lead, steps
+        self._others = Connection(int(os.environ[PIPE]))
+        self._done = 0
+        self._began = 0.0
+        register_optimizer_step_post_hook(self._after_step)
+
+    def _after_step(self, *_: Any) -> None:
+        self._done += 1
+        if self._done == self._lead:
+            self._began = self._now()
+        elif self._done == self._lead + self._steps:
+            self._others.send(self._now() - self._began)
+            self._others.recv()
+            self._done = 0
+
+    def _now(self) -> float:
+        """Seconds, once the device has done all that it was given."""
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def take_turns(
+    commands: Mapping[str, list[str]], env: Mapping[str, str], turns: int, folder: Path
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Run these trainings, each of which has its `Turns`. Returns, by name, the seconds until the first turn was over,
+    and for each turn after it the seconds that its steps took. Raises RuntimeError with what one printed that did not
+    train."""
+    trainings, pipes, logs = [], {}, {}
+    try:
+        began = time.perf_counter()
+        for name, command in commands.items():
+            pipes[name], theirs = Pipe()
+            logs[name] = folder / f"{name}.log"
+            with logs[name].open("wb") as log:
+                told = {**os.environ, **env, PIPE: str(theirs.fileno())}
+                training = subprocess.Popen(
+                    command, cwd=PROJECT, env=told, pass_fds=[theirs.fileno()], stdout=log, stderr=subprocess.STDOUT
+                )
+            theirs.close()
+            trainings.append(training)
+        starts = {}
+        for name, pipe in pipes.items():
+            _answer(pipe, logs[name])
+            starts[name] = time.perf_counter() - began
+        taken = []
+        for turn in range(turns):
+            names = list(commands)
+            seconds = {}
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                pipes[name].send("your turn")
+                seconds[name] = _answer(pipes[name], logs[name])
+            taken.append(seconds)
+        return starts, taken
+    finally:
+        for training in trainings:  # what a run does at its end is measured elsewhere
+            training.kill()
+            training.wait()
+
+
+def _answer(pipe: Connection, log: Path) -> float:
+    try:
+        if pipe.poll(DEADLINE_S):
+            return float(pipe.recv())
+    except EOFError:
+        pass
+    raise RuntimeError(f"{log.stem} did not train:\n{log.read_text()}")

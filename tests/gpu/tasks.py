@@ -1,0 +1,52 @@
+"""Tasks that tests train on a GPU, and what their ranks do first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.tasks import Faulty
+from trainer.config import Config
+from trainer.tasks.classification import Classification
+from trainer.world import device
+
+LONG = 200_000_000_000  # clock cycles of a GPU: a minute and more
+
+
+def share_the_gpu() -> None:
+    """All ranks take the first GPU. NCCL refuses that, so they meet over gloo, which takes CUDA tensors too."""
+    meet = dist.init_process_group
+    dist.init_process_group = lambda **words: meet(**{**words, "backend": "gloo", "device_id": None})
+    device._choose = lambda config, world: torch.device("cuda", 0)
+
+
+class FaultyOnGPU(Faulty):
+    """Like Faulty, or "kernel": the GPU is given one that does not end, and the rank waits for it; or "memory": the
+    device has not as much as it is asked for."""
+
+    def befall(self) -> None:
+        super().befall()
+        if self.kind == "kernel":
+            torch.cuda._sleep(LONG)
+            torch.cuda.current_stream().synchronize()
+        elif self.kind == "memory":
+            torch.empty(1 << 50, dtype=torch.uint8, device=self.config.device)
+
+
+class NeverWaits(Classification):
+    """The rank must not wait for the GPU, from its second step on, but where a progress line needs the loss."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.calls = -1  # the first is the warm-up's
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.calls += model.training
+        if model.training and self.config.device == "cuda":
+            train = self.config.train
+            step = -(-self.calls // train.accumulate)
+            torch.cuda.set_sync_debug_mode("default" if step < 2 or step % train.log_every == 0 else "error")
+        return super().step(model, batch)

@@ -1,0 +1,93 @@
+"""The parts that meet the GPU, each alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gpu import DEVICES, needs_gpu
+from tests.test_learner import IMAGES, LABELS, Images, resnet
+from tests.worlds import a_world
+from trainer.config import Config
+from trainer.learner import Learner
+from trainer.state.pack import load
+from trainer.state.saver import About, Saver
+from trainer.state.store import CheckpointStore
+from trainer.world.detect import World
+from trainer.world.device import set_up_device
+from trainer.world.hello import greet
+from trainer.world.meet import Group
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def learner(device: str, world: World) -> Learner:
+    """One that trains a ResNet-18 on that device."""
+    config = Config.load(None, [f"device={device}", "optim.name=adamw", "optim.lr=0.001", "optim.clip_norm=1"])
+    return Learner(config, Images(config, resnet), Group(world, dist.HashStore(), torch.device(device)), 10)
+
+
+def train(learning: Learner, samples: int) -> list[float]:
+    """The losses of a few steps, each on all images, which are a part of so many samples."""
+    learning.warm_up((IMAGES, LABELS))
+    losses = []
+    for step in range(4):
+        learning.learn(step, [((IMAGES, LABELS), len(IMAGES))], samples)
+        losses.append(learning.update()[0].item())
+    return losses
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_over_the_collectives(device: str) -> None:
+    """NCCL (on CPUs gloo) reduces gradients, losses and buffers as one rank alone has them: a rank of two, the other
+    one being left out of the collectives, has half the samples and so the same mean."""
+    torch.use_deterministic_algorithms(device == "cuda")
+    expected = train(learner(device, a_world()), len(IMAGES))
+    place = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", **place)
+    try:
+        losses = train(learner(device, a_world(0, 2)), 2 * len(IMAGES))
+    finally:
+        dist.destroy_process_group()
+        torch.use_deterministic_algorithms(False)
+    assert losses == expected and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_save_is_of_its_moment(tmp_path: Path, device: str) -> None:
+    """The copy has arrived when the training goes on and overwrites what was to be saved, however large it is."""
+    weight = torch.arange(20_000_000, dtype=torch.float32, device=device)
+    expected = weight.to("cpu", copy=True)
+    store = CheckpointStore(tmp_path)
+    saver = Saver(store, dist.HashStore(), 0, 1, torch.device(device))
+    for step in (1, 2):
+        saver.start(About(step, 1, step, {}), {"weight": weight}, lambda: None, (2, 0))
+        weight.zero_()
+        assert saver.wait(60) and saver.error is None
+    saver.close()
+    assert torch.equal(load(store.path(1), store.verify(1))["weight"], expected)
+    assert not load(store.path(2), store.verify(2))["weight"].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_hello(device: str) -> None:
+    """What `doctor --nodes` has each rank do."""
+    one = set_up_device(Config.load(None, [f"device={device}"]), a_world())
+    assert one.type == device
+    greeting = greet(Group(a_world(), dist.HashStore(), one))
+    assert greeting.total == 1 and greeting.work_s > 0
+
+
+@needs_gpu
+def test_doctor(tmp_path: Path) -> None:
+    """It names each GPU, and finds that torch can use all that the driver has."""
+    command = [sys.executable, str(PROJECT / "launch.py"), "doctor", f"launch.root={tmp_path}"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    for index in range(torch.cuda.device_count()):
+        assert f"GPU {index}" in said and torch.cuda.get_device_name(index) in said
+    assert "built for       CUDA" in said and "but torch can use" not in said

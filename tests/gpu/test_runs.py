@@ -1,0 +1,150 @@
+"""Runs on a GPU are as exact, as safe and as fast to save as those on CPUs, of which the rest of tests/ tells.
+
+One rank, on one GPU, but where a test says otherwise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import DEVICES, needs_gpu, needs_two_gpus
+from tests.gpu.tasks import share_the_gpu
+from tests.ranks import Attempt, fingerprint, reasons, train
+from tests.test_exact import EVERYTHING, config, stop_and_resume, undisturbed
+from tests.test_rescue import FAULTY, KILLED, only
+from trainer.observe.metrics import read_lines
+from trainer.rundir import RunDir
+from trainer.state.store import CheckpointStore
+
+EXACT = "train.deterministic=true"
+NO_DROPOUT = "model.args.dropout=0"  # a GPU draws other numbers than a CPU
+# A GPU takes seconds for its first step.
+FAULTY_ON_GPU = (*FAULTY, "task=tests.gpu.tasks.FaultyOnGPU", "launch.hang_timeout_s=15", EXACT)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu")
+
+
+def hashes(run: RunDir) -> dict[int, str]:
+    """That of every tensor which a checkpoint holds, by its step."""
+    store = CheckpointStore(run.checkpoints)
+    manifests = [store.verify(step) for step in store.steps()]
+    return {manifest.step: manifest.files[manifest.shards[0]]["sha256"] for manifest in manifests}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_everything_is_exact(root: Path, device: str) -> None:
+    """Averaging, accumulation, AdamW, warm-up, clipping, loader workers: all of their state comes back."""
+    stop_and_resume(root, f"everything-{device}", 1, (*EVERYTHING, f"device={device}", EXACT), "SIGTERM step 4 rank 0")
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        "train.precision=fp32",
+        "train.precision=bf16 train.channels_last=true",
+        "train.precision=fp16 optim.clip_norm=0.5",
+        "train.precision=bf16 train.compile=true data.args.samples=48 train.epochs=1",
+        "train.activation_checkpointing=true model.name=resnet18 data.args.image_size=32 train.max_steps=6",
+    ],
+)
+def test_each_arithmetic_is_exact(root: Path, options: str, request: pytest.FixtureRequest) -> None:
+    """cuDNN, cuBLAS and compiled kernels choose how to add up, and must choose alike in every attempt."""
+    name = f"exact-{request.node.callspec.indices['options']}"
+    stop_and_resume(root, name, 1, (*options.split(), "device=cuda", EXACT), "SIGTERM step 4 rank 0")
+
+
+@needs_two_gpus
+def test_two_gpus(root: Path) -> None:
+    """Two ranks over NCCL."""
+    stop_and_resume(root, "two", 2, (*EVERYTHING, "device=cuda", EXACT), "SIGTERM step 4 rank 1")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("cpu", "cpu"), pytest.param("cpu", "cuda", marks=needs_gpu), pytest.param("cuda", "cpu", marks=needs_gpu)],
+)
+def test_from_device_to_device(root: Path, before: str, after: str) -> None:
+    """A run that began on a GPU is continued where there is none, and the other way round: at its step, and with its
+    optimiser's and its average's state, since the losses stay those of the run that was left where it was."""
+    options = (*EVERYTHING, NO_DROPOUT, EXACT, f"device={before}")
+    name = f"from-{before}-to-{after}"
+    stopped = Attempt(config(root, name, 1, options), {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 4 rank 0"})
+    assert stopped.wait() == [143], stopped.output()
+    run = train(config(root, name, 1, (*options, f"device={after}")))
+    assert [record["start_step"] for record in read_lines(run.attempts)] == [0, 4]
+    expected = [line["loss"] for line in undisturbed(root, 1, options)["metrics"] if "loss" in line]
+    losses = [line["loss"] for line in read_lines(run.metrics) if "loss" in line]
+    assert losses[:4] == expected[:4] and losses == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_saves_beside_the_training(root: Path, device: str) -> None:
+    """A save after each step, written while the next steps change everything: each holds its own step, to the bit."""
+    every = ("checkpoint.every_steps=1", "checkpoint.keep_last=20", "train.epochs=1", f"device={device}", EXACT)
+    beside = train(config(root, f"beside-{device}", 1, (*EVERYTHING, *every)))
+    waiting = train(config(root, f"waiting-{device}", 1, (*EVERYTHING, *every, "checkpoint.asynchronous=false")))
+    assert list(hashes(beside)) == [1, 2, 3, 4, 5, 6, 7]
+    assert hashes(beside) == hashes(waiting)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "options", ["train.precision=bf16", "train.precision=fp16 train.accumulate=2 optim.clip_norm=1"]
+)
+def test_no_step_waits_for_the_gpu(root: Path, options: str) -> None:
+    """Else the GPU would idle at each step until Python has prepared the next."""
+    name = f"waits-{options.split()[0][-4:]}"
+    more = ("task=tests.gpu.tasks.NeverWaits", "data.args.samples=48", "train.ema_decay=0.9", "optim.clip_norm=1")
+    run = train(config(root, name, 1, (*options.split(), *more, "device=cuda")))
+    assert reasons(run) == ["finished"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_of_memory(root: Path, device: str) -> None:
+    """The record says so, the last whole step is kept, and the run goes on from there."""
+    options = (*FAULTY_ON_GPU, f"device={device}")
+    run = befall(root, f"memory-{device}", "memory step 5 rank 0", options)
+    record = read_lines(run.attempts)[0]
+    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("failed", 4, 0)
+    assert ("out of memory" if device == "cuda" else "can't allocate memory") in record["error"]
+
+
+@needs_gpu
+@pytest.mark.parametrize("step", [2, 5])
+def test_stuck_in_a_kernel(root: Path, step: int) -> None:
+    """As one of NCCL's is that waits for a dead rank: the state is read beside it. In the second step nothing of it was
+    ever read before."""
+    run = befall(root, f"kernel-{step}", f"kernel step {step} rank 0", (*FAULTY_ON_GPU, "device=cuda"))
+    record = read_lines(run.attempts)[0]
+    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("hung", step - 1, 0)
+
+
+@needs_gpu
+@pytest.mark.parametrize("fault", ["kill step 5 rank 1", "kill step 5 rank 0", "sleep step 5 rank 1"])
+def test_two_ranks_on_one_gpu(root: Path, fault: str) -> None:
+    """One of them dies or sticks in mid-step, and the other saves the last whole one."""
+    name, options = f"shared-{fault.replace(' ', '-')}", (*FAULTY_ON_GPU, *EVERYTHING, "device=cuda")
+    attempt = Attempt(config(root, name, 2, options), {"LASTSTEP_TEST_FAULT": fault}, before=share_the_gpu)
+    codes = attempt.wait()
+    record = only(attempt)
+    assert KILLED in codes or fault.startswith("sleep"), attempt.output()
+    assert (record["end_step"], record["lost_steps"]) == (4, 0), attempt.output()
+    calm = root / "shared-calm"
+    if not calm.exists():
+        train(config(root, calm.name, 2, options), before=share_the_gpu)
+    assert fingerprint(train(config(root, name, 2, options), before=share_the_gpu)) == fingerprint(RunDir(calm))
+
+
+def befall(root: Path, name: str, fault: str, options: tuple[str, ...]) -> RunDir:
+    """A rank that `fault` befalls, and the attempt after it, which must finish as if nothing had been."""
+    attempt = Attempt(config(root, name, 1, options), {"LASTSTEP_TEST_FAULT": fault})
+    assert attempt.wait() == [1], attempt.output()
+    run = train(config(root, name, 1, options))
+    assert fingerprint(run) == undisturbed(root, 1, options)
+    return run
