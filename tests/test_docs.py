@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+from pathlib import Path
+
 from docs import reference, scale
+
+PROJECT = Path(__file__).resolve().parent.parent
 
 
 def test_configuration_reference_is_current() -> None:
@@ -13,3 +18,11 @@ def test_configuration_reference_is_current() -> None:
 def test_scale_page_is_current() -> None:
     """It would go on quoting figures that nobody measures any more. The cure: python -m docs.scale"""
     assert scale.TARGET.read_text() == scale.page()
+
+
+def test_the_difference_that_an_own_loop_makes() -> None:
+    """README promises how little of a loop must change, and shows all of it."""
+    plain, own = ((PROJECT / "examples" / f"{name}_loop.py").read_text().splitlines() for name in ("plain", "own"))
+    _, _, *difference = difflib.unified_diff(plain, own, lineterm="", n=0)
+    assert "\n".join(difference) in (PROJECT / "README.md").read_text()
+    assert sum(line.startswith("+") for line in difference) <= 20
