@@ -100,10 +100,7 @@ class Attempt:
                 number = begin_attempt(self.run_dir, self.world, self.start_step)["attempt"]
                 self.world = replace(self.world, number=number)
                 self.phases.done("checking checkpoints")
-            if self.config.train.compile:
-                compiler.keep_in(self.run_dir.compiled)
-            else:
-                compiler.leave_out()
+            compiler.keep_in(self.run_dir.compiled) if self.config.train.compile else compiler.leave_out()
             # Here and not above, so that a signal during the seconds of importing torch is caught too.
             from trainer.loop import Means
             from trainer.own.run import loop_of
