@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
 def read_image(content: bytes, size: int, augment: bool) -> Tensor:
     """Pixels (size, size, 3) of the image that a file's content is: of a random part, mirrored or not, which the global
-    generator draws, or of its centre. Raises whatever a decoder does.
+    generators draw, or of its centre. Raises whatever a decoder does.
 
     torchvision resizes in a quarter of PIL's time, but its own decoders are deprecated.
     """
@@ -68,7 +69,7 @@ def read_image(content: bytes, size: int, augment: bool) -> Tensor:
         pixels = pixels.flip(1)
     if turns:
         pixels = pixels.rot90(turns)
-    if augment and torch.rand(()) < 0.5:
+    if augment and random.random() < 0.5:
         pixels = pixels.flip(1)
     return pixels
 
