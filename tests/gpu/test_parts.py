@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset, default_collate
 
 from tests.gpu import DEVICES, needs_gpu
-from tests.test_learner import IMAGES, LABELS, Images, resnet
+from tests.test_learner import IMAGES, LABELS, resnet
+from tests.test_learner import Images as Classified
 from tests.worlds import a_world
 from trainer.config import Config
+from trainer.data.loader import Loading
+from trainer.data.pixels import Augmentation, Images, normalized
 from trainer.learner import Learner
 from trainer.state.pack import load
 from trainer.state.saver import About, Saver
@@ -29,15 +33,16 @@ PROJECT = Path(__file__).resolve().parents[2]
 def learner(device: str, world: World) -> Learner:
     """One that trains a ResNet-18 on that device."""
     config = Config.load(None, [f"device={device}", "optim.name=adamw", "optim.lr=0.001", "optim.clip_norm=1"])
-    return Learner(config, Images(config, resnet), Group(world, dist.HashStore(), torch.device(device)), 10)
+    return Learner(config, Classified(config, resnet), Group(world, dist.HashStore(), torch.device(device)), 10)
 
 
 def train(learning: Learner, samples: int) -> list[float]:
     """The losses of a few steps, each on all images, which are a part of so many samples."""
-    learning.warm_up((IMAGES, LABELS))
+    batch = (IMAGES.to(learning.device), LABELS.to(learning.device))
+    learning.warm_up(batch)
     losses = []
     for step in range(4):
-        learning.learn(step, [((IMAGES, LABELS), len(IMAGES))], samples)
+        learning.learn(step, [(batch, len(IMAGES))], samples)
         losses.append(learning.update()[0].item())
     return losses
 
@@ -72,6 +77,39 @@ def test_a_save_is_of_its_moment(tmp_path: Path, device: str) -> None:
     saver.close()
     assert torch.equal(load(store.path(1), store.verify(1))["weight"], expected)
     assert not load(store.path(2), store.verify(2))["weight"].any()
+
+
+@pytest.mark.parametrize("workers", [None, 0, 1])
+@pytest.mark.parametrize("device", DEVICES)
+def test_batches_arrive_whole(device: str, workers: int | None) -> None:
+    """From memory (None) or from workers, onto a device that is far behind: what it reads in the end is each batch,
+    neither what was there before the copy nor the batch after it."""
+    rows = torch.randn(64, 1000, 1000)
+    dataset = TensorDataset(rows, torch.arange(64))
+    keys = [(0, range(first, first + 8)) for first in range(0, 64, 8)]
+    collate = None if workers is None else default_collate
+    loader = Loading(collate, workers or 0, torch.device(device), timeout_s=60).loader(dataset, 0, keys)
+    busy, read = torch.full((2000, 2000), 1 / 2000, device=device), []
+    for batch in loader:
+        for _ in range(50 if device == "cuda" else 1):
+            busy = busy @ busy
+        read.append(batch[0] + busy[0, 0])
+    loader.close()
+    torch.testing.assert_close(torch.cat(read).cpu(), rows + 1 / 2000)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_images_in_memory(device: str) -> None:
+    """Every device augments the same image in the same way, and makes the same numbers of it but for the last bits."""
+    pixels = torch.randint(0, 256, (40, 16, 16, 3), dtype=torch.uint8)
+    images = Images(pixels, torch.arange(40), 16, Augmentation(4, mirror=True))
+    for key in ((0, [3, 1, 2]), (5, range(40))):
+        here, there = (
+            next(iter(Loading(None, 0, torch.device(place), 60).loader(images, 0, [key]))) for place in ("cpu", device)
+        )
+        assert torch.equal(here[0], there[0].cpu()) and torch.equal(here[1], there[1].cpu())
+        floats = [normalized(batch[0], (0.5,) * 3, (0.2,) * 3, 3, torch.channels_last) for batch in (here, there)]
+        torch.testing.assert_close(floats[0], floats[1].cpu())
 
 
 @pytest.mark.parametrize("device", DEVICES)
