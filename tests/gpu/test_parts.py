@@ -24,7 +24,7 @@ from trainer.state.saver import About, Saver
 from trainer.state.store import CheckpointStore
 from trainer.world.detect import World
 from trainer.world.device import set_up_device
-from trainer.world.hello import greet
+from trainer.world.hello import measure
 from trainer.world.meet import Group
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,7 @@ def test_hello(device: str) -> None:
     """What `doctor --nodes` has each rank do."""
     one = set_up_device(Config.load(None, [f"device={device}"]), a_world())
     assert one.type == device
-    greeting = greet(Group(a_world(), dist.HashStore(), one))
+    greeting = measure(Group(a_world(), dist.HashStore(), one))
     assert greeting.total == 1 and greeting.work_s > 0
 
 
