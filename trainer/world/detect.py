@@ -1,27 +1,24 @@
 """World: which process of an attempt this is, and who said so.
 
-Each launcher leaves its ranks variables, and a small class for each reads them. The innermost one is right (torchrun
-within srun: torchrun); what the others say must agree with it.
+Each launcher leaves its ranks variables in their environment, and a small class for each reads them. The innermost one
+is right (torchrun within srun: torchrun); what the others say must agree with it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from submitit import JobEnvironment
-from submitit.slurm.slurm import SlurmJobEnvironment, SlurmParseException
 
 from trainer.config import ConfigError
+from trainer.world.environment import Env, number, slurm_job, step_hosts, step_shares
 
-Env = Mapping[str, str]
 STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the pid, names a process for good
 
 
@@ -116,7 +113,7 @@ class Launcher(ABC):
     ) -> World:
         """Put together what all launchers have in common. `job` names this use of the launcher, alike in all ranks, and
         `restart` says how often it has started all ranks again."""
-        rank, size, local_rank = (_number(env, name) for name in cls.variables) if cls.variables else (0, 1, 0)
+        rank, size, local_rank = (number(env, name) for name in cls.variables) if cls.variables else (0, 1, 0)
         job = re.sub(r"[^A-Za-z0-9.]+", "-", f"{cls.name}-{job}")
         own = f"{job}-{restart}"
         on_slurm = "SLURM_JOB_ID" in env
@@ -151,7 +148,7 @@ class Spawn(Launcher):
 
     @classmethod
     def world(cls, env: Env) -> World:
-        size = _number(env, "LASTSTEP_WORLD_SIZE")
+        size = number(env, "LASTSTEP_WORLD_SIZE")
         hosts = (hostname(),) * size
         return cls._world(env, env["LASTSTEP_JOB"], local_size=size, node=0, nodes=1, hosts=hosts)
 
@@ -169,10 +166,10 @@ class Torchrun(Launcher):
     @classmethod
     def world(cls, env: Env) -> World:
         places = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-        local_size, node, nodes = (_number(env, name) for name in places)
+        local_size, node, nodes = (number(env, name) for name in places)
         # Without --rdzv-id it is a UUID, of which the first part will do.
         job = re.sub(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}$", r"\1", env["TORCHELASTIC_RUN_ID"])
-        restart, restarts = (_number(env, f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+        restart, restarts = (number(env, f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
         world = cls._world(env, job, local_size, node, nodes, restart=restart)
         return replace(world, starts_again=restart < restarts)
 
@@ -189,8 +186,8 @@ class Mpirun(Launcher):
 
     @classmethod
     def world(cls, env: Env) -> World:
-        rank, size, local_rank = (_number(env, name) for name in cls.variables)
-        local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+        rank, size, local_rank = (number(env, name) for name in cls.variables)
+        local_size = number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
         # It numbers no nodes. With as many ranks on each, and filled one after the other, this is right; the ranks tell
         # each other their hosts when they meet.
         node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
@@ -236,12 +233,6 @@ class Submitit(Launcher):
         )
 
 
-class _Step(SlurmJobEnvironment):
-    """A step need not use all nodes of its job."""
-
-    _env: ClassVar[dict[str, str]] = {**SlurmJobEnvironment._env, "nodes": "SLURM_STEP_NODELIST"}
-
-
 class Srun(Launcher):
     """srun, within sbatch or salloc."""
 
@@ -254,29 +245,12 @@ class Srun(Launcher):
 
     @classmethod
     def world(cls, env: Env) -> World:
-        node, text = _number(env, "SLURM_NODEID"), env.get("SLURM_STEP_TASKS_PER_NODE", "")
-        shares = list(cls._shares(text))
+        node, shares = number(env, "SLURM_NODEID"), step_shares(env)
         if node >= len(shares):
+            text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
             raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text}: srun should have set it for each node")
-        return cls._world(env, f"step{env['SLURM_STEP_ID']}", shares[node], node, len(shares), cls._hosts(env, shares))
-
-    @staticmethod
-    def _hosts(env: Env, shares: Sequence[int]) -> tuple[str, ...] | None:
-        """The node of each rank, where srun has dealt them out block by block, or in turn."""
-        names: list[str] = []
-        with contextlib.suppress(SlurmParseException):
-            names = _Step().hostnames
-        how = env.get("SLURM_DISTRIBUTION", "block").partition(":")[0]
-        if how not in ("block", "cyclic") or len(names) != len(shares):
-            return None
-        tasks = [(turn, node) for node, share in enumerate(shares) for turn in range(share)]
-        return tuple(names[node] for _, node in (sorted(tasks) if how == "cyclic" else tasks))
-
-    @staticmethod
-    def _shares(text: str) -> list[int]:
-        """Ranks of each node, from 2(x3),1 for instance."""
-        found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-        return [int(share) for share, times in found for _ in range(int(times or 1))]
+        hosts = step_hosts(env, shares)
+        return cls._world(env, f"step{env['SLURM_STEP_ID']}", shares[node], node, len(shares), hosts)
 
 
 class Variables(Launcher):
@@ -292,8 +266,8 @@ class Variables(Launcher):
     @classmethod
     def world(cls, env: Env) -> World:
         env = {"LOCAL_RANK": env["RANK"], **env}
-        rank, size, local_rank = (_number(env, name) for name in cls.variables)
-        local_size = _number({"LOCAL_WORLD_SIZE": str(size), **env}, "LOCAL_WORLD_SIZE")
+        rank, size, local_rank = (number(env, name) for name in cls.variables)
+        local_size = number({"LOCAL_WORLD_SIZE": str(size), **env}, "LOCAL_WORLD_SIZE")
         node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
         return cls._world(env, f"{env.get('MASTER_ADDR', '')}-{env.get('MASTER_PORT', '')}", local_size, node, nodes)
 
@@ -316,31 +290,17 @@ class Python(Launcher):
 LAUNCHERS: tuple[type[Launcher], ...] = (Spawn, Torchrun, Mpirun, Submitit, Srun, Variables, Python)
 
 
-def slurm_job(env: Env) -> tuple[str, int]:
-    """Slurm's id of the job that a process is in, that of an array as 12_3, and how often it has been requeued."""
-    job_id = env["SLURM_JOB_ID"]
-    if "SLURM_ARRAY_TASK_ID" in env:
-        job_id = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    return job_id, _number({"SLURM_RESTART_COUNT": "0", **env}, "SLURM_RESTART_COUNT")
-
-
-def _number(env: Env, variable: str) -> int:
-    value = env.get(variable, "")
-    if not value.isdecimal():
-        raise ConfigError(f"{variable}={value or '(not set)'}: the launcher should have set it to a number")
-    return int(value)
-
-
 def _check_claims(world: World, env: Env) -> None:
     """Raise ConfigError when a variable of the environment names another number of ranks than the launcher."""
-    if world.launcher == "spawn" or world.by_submitit:
-        return  # these are started from within anything
+    if world.launcher == "spawn" or world.by_submitit:  # these are started from within anything
+        return
     claims = {"Slurm": "SLURM_NTASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "PMI": "PMI_SIZE", "env": "WORLD_SIZE"}
     if world.launcher == "mpirun" and "SLURM_STEP_ID" in env:
         del claims["Slurm"]  # what it says there is the number of mpirun's daemons
-    right = (str(world.size), str(world.nodes) if world.launcher == "torchrun" else None, None)
     for who, variable in claims.items():
-        if (said := env.get(variable)) in right:
+        said = env.get(variable, str(world.size))
+        once_per_node = world.launcher == "torchrun" and said == str(world.nodes)
+        if said == str(world.size) or once_per_node:
             continue
         ours = f"{world.launcher} says {world.variables[1]}={world.size}" if world.variables else "this is one process"
         fix = {
