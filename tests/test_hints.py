@@ -28,7 +28,7 @@ WORKER = "rank 0 on n1 failed:\nRuntimeError: DataLoader worker (pid 4711) is ki
         ("File reductions.py, in rebuild_storage_fd\nConnectionResetError", [], "what was killed was most likely"),
         ("torch.OutOfMemoryError: CUDA out of memory.", ["train.accumulate=4"], "start anew with train.accumulate=8"),
         ("OSError: [Errno 12] Cannot allocate memory", [], "this node's memory is full: set launch.mem_gb, start"),
-        ("rank 0 on n1 cannot be reached, n1:29500: timed out (within 600 s", [], "that rank was not started, or"),
+        ("rank 0 on n1 cannot be reached within 600 s: n1:29500: timed out (by", [], "that rank was not started, or"),
     ],
 )
 def test_in_a_job(error: str, words: list[str], says: str) -> None:

@@ -158,12 +158,12 @@ def _published(file: Path, purpose: str) -> tuple[Sequence[str], int]:
     try:
         said = json.loads(file.read_text())
         if said["purpose"] != purpose:  # a meeting's before this one, or another job's
-            raise _NotYet(f"there is only that of {said['purpose']}")
+            raise _NotYet(f"there is that of {said['purpose']}")
         places, port = said["places"], said["port"]
     except FileNotFoundError:
-        raise _NotYet("is its disk the one that this host sees?") from None
+        raise _NotYet("was it started, and does this host see its disk?") from None
     except (ValueError, KeyError, TypeError):
-        raise _NotYet("there is something else") from None
+        raise _NotYet("something else is there") from None
     # What is an address of this host too (a container bridge's, alike on every host) leads to itself.
     own = {address for _, address in interfaces()}
     return sorted(places, key=lambda place: place in own), port
@@ -189,24 +189,25 @@ def _serve(world: World, port: int, patience: timedelta, source: str) -> dist.TC
 def _reach(world: World, find: Callable[[], tuple[Sequence[str], int]], patience: timedelta, source: str) -> Contact:
     """Connect to the first host that answers: names do not resolve everywhere, nor is every network shared."""
     deadline = time.monotonic() + patience.total_seconds()
-    why, unresolved = "", False
+    what = why = ""
     while time.monotonic() < deadline:
-        failures = []
+        failures: dict[str, OSError] = {}  # by host
         try:
             hosts, port = find()
             for host in hosts:
                 try:
                     return _connect(world, host, port, patience)
                 except OSError as error:
-                    unresolved = isinstance(error, socket.gaierror)
-                    failures.append(_unresolved(host) if unresolved else f"{host}:{port}: {error.strerror or error}")
-            why = f"cannot be reached, {', '.join(failures)}"
+                    failures[host] = error
+            told = ", ".join(f"{host}:{port}: {e.strerror or e}" for host, e in failures.items())
+            what, why = "cannot be reached", f"{told} (by {source})"
         except _NotYet as so_far:
-            why = f"did not publish its address, {so_far}"
+            what, why = f"did not publish its address in {source}", str(so_far)
         time.sleep(POLL_S)
-    if unresolved and len(failures) == 1:
-        raise ConfigError(f"{source}: {why}")
-    raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} {why} (within {patience.seconds} s, by {source})")
+    for host, failure in failures.items():
+        if isinstance(failure, socket.gaierror) and len(failures) == 1:
+            raise ConfigError(f"{source}: {_unresolved(host)}")
+    raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} {what} within {patience.seconds} s: {why}")
 
 
 def _connect(world: World, host: str, port: int, patience: timedelta) -> Contact:
