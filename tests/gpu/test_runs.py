@@ -129,7 +129,8 @@ def test_stuck_in_a_kernel(root: Path, step: int) -> None:
 @pytest.mark.parametrize("fault", ["kill step 5 rank 1", "kill step 5 rank 0", "sleep step 5 rank 1"])
 def test_two_ranks_on_one_gpu(root: Path, fault: str) -> None:
     """One of them dies or sticks in mid-step, and the other saves the last whole one."""
-    name, options = f"shared-{fault.replace(' ', '-')}", (*FAULTY_ON_GPU, *EVERYTHING, "device=cuda")
+    name = f"shared-{fault.replace(' ', '-')}"
+    options = (*FAULTY_ON_GPU, *EVERYTHING, "device=cuda", "launch.backend=gloo")
     attempt = Attempt(config(root, name, 2, options), {"LASTSTEP_TEST_FAULT": fault}, before=share_the_gpu)
     codes = attempt.wait()
     record = only(attempt)
