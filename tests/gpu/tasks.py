@@ -21,15 +21,15 @@ def share_the_gpu() -> None:
 
 
 class FaultyOnGPU(Faulty):
-    """Like Faulty, or "kernel": the GPU is given one that does not end, and the rank waits for it; or "memory": the
-    device has not as much as it is asked for."""
+    """Like Faulty, or "kernel": the GPU is given one that does not end, and the rank waits for it; or "asks": for
+    more of the device's memory than there is."""
 
     def befall(self) -> None:
         super().befall()
         if self.kind == "kernel":
             torch.cuda._sleep(LONG)
             torch.cuda.current_stream().synchronize()
-        elif self.kind == "memory":
+        elif self.kind == "asks":
             torch.empty(1 << 50, dtype=torch.uint8, device=self.config.device)
 
 
