@@ -28,7 +28,7 @@ SEED ?= 1
 chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, and one table: docs/chaos.md
 	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) --report docs/chaos.md
 
-gpu-check: $(VENV)/installed-dev  ## on a machine with a GPU: what needs one is tested, then measured, in 20 minutes
+gpu-check: $(VENV)/installed-dev  ## on a machine with a GPU: what needs one is tested, then measured; planned for 20 minutes
 	$(BIN)/python -m pytest tests/gpu -W default
 	$(BIN)/python -m benchmarks.gpu
 

@@ -15,11 +15,13 @@ from trainer import compiler
 
 # What a run does with torch before and between its steps, in the order in which it does it.
 TRAIN = """
+import atexit
 import sys
 from trainer import compiler
 compiler.leave_out()
 import torch
 import torch.distributed as dist
+atexit.register(dist.destroy_process_group)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

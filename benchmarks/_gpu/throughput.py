@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy
 import torch
-from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks._gpu.contenders import DEVICE, GPU, LEARNING_RATE, WORKLOAD, Workload
 from benchmarks._gpu.turns import take_turns
 from benchmarks._measure import spread
+from benchmarks.loading import QUALITY, photo
 from trainer.tasks.models import build_model
 
 RESNET = Workload("resnet50", 256, 224, lead=2, steps=40) if GPU else Workload("resnet18", 8, 32, lead=1, steps=4)
@@ -107,16 +107,14 @@ def words(load: Workload, steps: int, folder: Path) -> list[str]:
 
 
 def make_jpegs(folder: Path, count: int, different: int, classes: int) -> None:
-    """Files of noise at two scales, about as large as ImageNet's; so many are different, the rest links to them."""
+    """So many files, of which `different` are different, and the others links to them."""
     draw = numpy.random.default_rng(0)
     for part in ("train", "val"):
         for label in range(classes):
             (folder / part / str(label)).mkdir(parents=True)
     paths = [folder / "train" / str(number % classes) / f"{number:07}.jpg" for number in range(count)]
     for path in paths[:different]:
-        coarse = Image.fromarray(draw.integers(0, 256, (24, 32, 3), dtype=numpy.uint8)).resize((500, 375))
-        pixels = numpy.asarray(coarse) + draw.integers(-24, 25, (375, 500, 1))
-        Image.fromarray(pixels.clip(0, 255).astype(numpy.uint8)).save(path, quality=88)
+        photo(draw, 500, 375).save(path, quality=QUALITY)
     for number, path in enumerate(paths[different:]):
         os.link(paths[number % different], path)
     for label in range(classes):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.tasks import Faulty
@@ -17,22 +16,20 @@ LONG = 200_000_000_000  # clock cycles of a GPU: a minute and more
 
 
 def share_the_gpu() -> None:
-    """All ranks take the first GPU. NCCL refuses that, so they meet over gloo, which takes CUDA tensors too."""
-    meet = dist.init_process_group
-    dist.init_process_group = lambda **words: meet(**{**words, "backend": "gloo", "device_id": None})
+    """All ranks take the first GPU. NCCL would refuse that, so they are to meet over gloo."""
     device._choose = lambda config, world: torch.device("cuda", 0)
 
 
 class FaultyOnGPU(Faulty):
-    """Like Faulty, or "kernel": the GPU is given one that does not end, and the rank waits for it; or "memory": the
-    device has not as much as it is asked for."""
+    """Like Faulty, or "kernel": the GPU is given one that does not end, and the rank waits for it; or "asks": for
+    more of the device's memory than there is."""
 
     def befall(self) -> None:
         super().befall()
         if self.kind == "kernel":
             torch.cuda._sleep(LONG)
             torch.cuda.current_stream().synchronize()
-        elif self.kind == "memory":
+        elif self.kind == "asks":
             torch.empty(1 << 50, dtype=torch.uint8, device=self.config.device)
 
 

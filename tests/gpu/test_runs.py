@@ -107,12 +107,15 @@ def test_no_step_waits_for_the_gpu(root: Path, options: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_out_of_memory(root: Path, device: str) -> None:
-    """The record says so, the last whole step is kept, and the run goes on from there."""
-    options = (*FAULTY_ON_GPU, f"device={device}")
-    run = befall(root, f"memory-{device}", "memory step 5 rank 0", options)
+    """The record says so, the log what to set, the last whole step is kept, and the run goes on from there."""
+    run = befall(root, f"memory-{device}", "asks step 5 rank 0", (*FAULTY_ON_GPU, f"device={device}"))
     record = read_lines(run.attempts)[0]
     assert (record["reason"], record["end_step"], record["lost_steps"]) == ("failed", 4, 0)
-    assert ("out of memory" if device == "cuda" else "can't allocate memory") in record["error"]
+    if device == "cuda":
+        assert "CUDA out of memory" in record["error"]
+        assert any("train.accumulate=2" in log.read_text() for log in run.logs.iterdir())
+    else:
+        assert "can't allocate memory" in record["error"]
 
 
 @needs_gpu
@@ -129,7 +132,8 @@ def test_stuck_in_a_kernel(root: Path, step: int) -> None:
 @pytest.mark.parametrize("fault", ["kill step 5 rank 1", "kill step 5 rank 0", "sleep step 5 rank 1"])
 def test_two_ranks_on_one_gpu(root: Path, fault: str) -> None:
     """One of them dies or sticks in mid-step, and the other saves the last whole one."""
-    name, options = f"shared-{fault.replace(' ', '-')}", (*FAULTY_ON_GPU, *EVERYTHING, "device=cuda")
+    name = f"shared-{fault.replace(' ', '-')}"
+    options = (*FAULTY_ON_GPU, *EVERYTHING, "device=cuda", "launch.backend=gloo")
     attempt = Attempt(config(root, name, 2, options), {"LASTSTEP_TEST_FAULT": fault}, before=share_the_gpu)
     codes = attempt.wait()
     record = only(attempt)
