@@ -64,7 +64,7 @@ a simulation.
 
 Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. A thread with a connection of its own stands in for
 a rank, so all ranks' work shares {cores} cores; on machines of their own they wait less, but for the work of the
-one store, whose processor time has lines of its own. The disk is a local one.
+one store, whose processor time has lines of its own. The machine did other work meanwhile. The disk is a local one.
 
 {growth}
 
