@@ -33,9 +33,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hosts_or_skip(ip_version: int = 4) -> Hosts:
-    """Two hosts. In CI (LASTSTEP_REQUIRE_SLURM=1) their absence is a failure, not a skip."""
+    """Two hosts. In CI (LASTSTEP_REQUIRE_ALL=1) their absence is a failure, not a skip."""
     if lack := missing():
-        if os.environ.get("LASTSTEP_REQUIRE_SLURM"):
+        if os.environ.get("LASTSTEP_REQUIRE_ALL"):
             pytest.fail(lack)
         pytest.skip(lack)
     return Hosts(2, ip_version)

@@ -17,9 +17,9 @@ from tests.test_exact import config, undisturbed
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    """Two hosts. In CI (LASTSTEP_REQUIRE_SLURM=1) their absence is a failure, not a skip."""
+    """Two hosts. In CI (LASTSTEP_REQUIRE_ALL=1) their absence is a failure, not a skip."""
     if lack := missing() or missing_slurm():
-        if os.environ.get("LASTSTEP_REQUIRE_SLURM"):
+        if os.environ.get("LASTSTEP_REQUIRE_ALL"):
             pytest.fail(lack)
         pytest.skip(lack)
     with Hosts(2) as two:
