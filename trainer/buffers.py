@@ -21,8 +21,11 @@ class Buffers:
 
     def __init__(self, model: nn.Module, group: Group, *more: Tensor) -> None:
         """Those of `model`, and `more` tensors that shall be rank 0's too."""
+        dense = [buffer for buffer in (*model.buffers(), *more) if _is_dense(buffer)]
         # Large elements first, so that each lies at a multiple of its size in a row of bytes.
-        self._live = sorted([*model.buffers(), *more], key=lambda b: -b.element_size())
+        self._live = sorted(dense, key=lambda b: -b.element_size())
+        self._bytes = [buffer.detach().as_strided((buffer.numel(),), (1,)).view(torch.uint8) for buffer in self._live]
+        self._sizes = [len(part) for part in self._bytes]
         self._group = group
         self._kept = self._gather()
         self._next = self._kept
@@ -43,17 +46,18 @@ class Buffers:
         """The step is done: keep what `share` brought, or, where it was not `good` (a scalar bool), what was before."""
         if self._live:
             self._kept = self._next if good is None else torch.where(good, self._next, self._kept)
-            torch._foreach_copy_(self._live, self._views(self._kept))
+            torch._foreach_copy_(self._bytes, self._kept.split(self._sizes))
 
     def kept_in(self, state: dict[str, Any]) -> dict[str, Any]:
         """A model's `state_dict(keep_vars=True)` with the kept buffers in place of the live ones, detached."""
-        kept = dict(zip(map(id, self._live), self._views(self._kept)))
+        parts = zip(self._live, self._kept.split(self._sizes))
+        kept = {id(live): part.view(live.dtype).as_strided(live.size(), live.stride()) for live, part in parts}
         return {name: kept.get(id(value), value).detach() for name, value in state.items()}
 
     def _gather(self) -> Tensor:
-        parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in self._live]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        return torch.cat(self._bytes) if self._bytes else torch.empty(0, dtype=torch.uint8)
 
-    def _views(self, row: Tensor) -> list[Tensor]:
-        parts = row.split([buffer.numel() * buffer.element_size() for buffer in self._live])
-        return [part.view(buffer.dtype).view(buffer.shape) for part, buffer in zip(parts, self._live)]
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory without gaps and overlaps. Any other is a constant: who would write to it?"""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
