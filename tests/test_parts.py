@@ -1,0 +1,90 @@
+"""A loop of one's own is a small change to a plain one, and the parts it is made of can be used alone."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+PAGE = (PROJECT / "docs" / "parts.md").read_text()
+DEADLINE_S = 120.0
+
+
+def difference() -> list[str]:
+    """From the plain loop to the one that survives, as `diff -U0` prints it."""
+    plain, own = (
+        (PROJECT / name).read_text().splitlines(True) for name in ("examples/plain_loop.py", "examples/own_loop.py")
+    )
+    return list(difflib.unified_diff(plain, own, "examples/plain_loop.py", "examples/own_loop.py", n=0))
+
+
+def test_the_change_is_small() -> None:
+    """Whoever has a loop must not have to rewrite it."""
+    assert len([line for line in difference() if line.startswith("+") and not line.startswith("+++")]) <= 20
+
+
+def test_readme_shows_the_change() -> None:
+    """As it is. The cure: paste what `diff -U0` says into README."""
+    assert f"```diff\n{''.join(difference())}```\n" in (PROJECT / "README.md").read_text()
+
+
+def test_the_plain_loop_runs() -> None:
+    """What the other is compared with is a real one."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    code = "from examples import plain_loop; plain_loop.EPOCHS = 1; plain_loop.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=PROJECT,
+        env={**os.environ, **place, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert re.search(r"epoch 0: loss [\d.]+, accuracy 0\.[5-9]", done.stdout), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(trainer(?:\.\w+)+\.\w+)`", PAGE))))
+def test_the_parts_are_where_the_page_says(name: str) -> None:
+    """A page that names what is not there sends its readers into the source."""
+    module, _, part = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), part)
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """parts.py of the page, on two ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "parts.py"]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        launcher, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def test_the_parts_together(tmp_path: Path) -> None:
+    """The page's own loop, without anything of ours around it: stopped in the middle, it goes on where it was, and
+    each sample is counted once an epoch."""
+    (script,) = re.findall(r"```python\n(# parts\.py\n.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "parts.py").write_text(script)
+    first = start(tmp_path)
+    assert first.stdout is not None
+    lines: list[str] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while "from step 0\n" not in lines:
+        assert time.monotonic() < deadline, "".join(lines)
+        lines.append(first.stdout.readline())
+    first.send_signal(signal.SIGTERM)
+    said = "".join(lines) + first.communicate(timeout=DEADLINE_S)[0]
+    stopped = re.findall(r"to step (\d+):", said)
+    assert len(stopped) == 2 and stopped[0] == stopped[1] and 0 < int(stopped[0]) < 3000, said
+    second = start(tmp_path)
+    said = second.communicate(timeout=DEADLINE_S)[0]
+    assert said.count(f"from step {stopped[0]}\n") == 2
+    assert said.count(f"to step 3000: {24 * sum(range(1000))}\n") == 2, "24 epochs of 0 + 1 + ... + 999"
