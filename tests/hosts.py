@@ -61,6 +61,10 @@ class Host:
         (ETC / self.space / "hosts").write_text("\n".join(lines) + "\n")
         (ETC / self.space / "resolv.conf").write_text("")
 
+    def asks(self, server: str) -> None:
+        """Of any other name, and of what an address is called, ask this name server."""
+        (ETC / self.space / "resolv.conf").write_text(f"nameserver {server}\n")
+
 
 class Hosts(list[Host]):
     """So many hosts, until the end of the `with`; those that a killed test left behind go, too."""

@@ -7,6 +7,8 @@ be noticed. Here each host is a network namespace with its own address, and know
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -159,6 +161,21 @@ def test_ranks_meet_over_a_real_link(
     assert not list(root.glob("meeting-point*")), "a file that stayed would mislead the next attempt"
     (record,) = read_lines(ranks.run.attempts)
     assert record["hosts"] == ["h1", "h2"]
+
+
+def test_a_name_server_that_does_not_answer(hosts: Hosts, root: Path) -> None:
+    """Nothing needs it, but torch's store asks it who connects, and serves nobody meanwhile: the ranks would take half
+    a minute to meet, in each attempt."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind((hosts.address(1), 53))
+        for host in hosts:
+            host.asks(hosts.address(1))
+        ranks = Ranks(hosts, root, "nameless", per_host=2)
+        assert finishes(ranks) == undisturbed(root, 4, ())
+        silent.settimeout(DEADLINE_S)
+        assert silent.recv(512), "it was asked"
+    (meeting_s,) = re.findall(r"meeting ([\d.]+)", ranks.output())
+    assert float(meeting_s) < 15
 
 
 def held(hosts: Hosts, root: Path, name: str, words: tuple[str, ...] = (), torn: bool = False) -> Ranks:

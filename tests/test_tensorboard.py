@@ -290,3 +290,35 @@ def test_tensorflow_stays_out(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], env={**os.environ, "PYTHONPATH": path}, check=True
     )
     assert on_disk(RunDir(tmp_path)) == expected(RunDir(tmp_path))
+
+
+def test_a_worker_that_is_forked_while_tensorboard_is_imported(tmp_path: Path) -> None:
+    """A module that is half imported at a fork stays so in the child: a loader's worker that wants it too, tensorboard
+    or whatever that imports, would wait for ever, and the run for its worker."""
+    (tmp_path / "tensorboard.py").write_text(
+        "import time; from pathlib import Path; Path('begun').touch(); time.sleep(2)"
+    )
+    (tmp_path / "metrics.jsonl").touch()
+    code = """
+        import multiprocessing, time
+        from pathlib import Path
+        from trainer.observe.tensorboard import TensorBoard
+        from trainer.rundir import RunDir
+        import trainer.observe.tensorboard as module
+
+        def work():
+            import tensorboard
+
+        module.EVERY_S = 0.0
+        TensorBoard(RunDir(Path()), 3, writes=True).start()
+        while not Path("begun").exists():
+            time.sleep(0.001)
+        worker = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+        worker.start()
+        worker.join(60)
+        assert worker.exitcode == 0, worker
+    """
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parent.parent)])
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, check=True
+    )

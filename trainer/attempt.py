@@ -216,7 +216,7 @@ class Attempt:
     def _end_by_fault(self, fault: Fault) -> None:
         """Keep the last whole step if any rank has it, and record how the attempt ended: one rank does, see rescue."""
         say(fault.text)
-        if fault.reason == "hung":
+        if fault.reason in ("hung", "signal"):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         loop = self.loop
         step = loop.position.step if loop is not None and loop.freeze() else -1

@@ -8,6 +8,7 @@ them; and a TensorBoard that has already read what was cut is told by the next f
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from itertools import islice
@@ -27,6 +28,10 @@ COMPLETE_S = 60.0  # at most, should the disk not answer
 BATCH = 200  # points written at once
 # TensorBoard reads them in the order of their names. Files that others make in the folder are left alone.
 FILE = "events.out.tfevents.{}.laststep"
+# Held while tensorboard is imported, and by whoever forks, such as a loader that starts its workers: a module that is
+# half imported at a fork stays so in the child, and who wants it there would wait for ever.
+_importing = threading.RLock()
+os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
 
 
 class _NobodyWaits(Exception):
@@ -69,7 +74,8 @@ class TensorBoard:
         if self._ended.wait(EVERY_S) and not self._finished:
             return
         try:
-            from trainer.observe import events  # noqa: F401
+            with _importing:
+                from trainer.observe import events  # noqa: F401
         except Exception as error:  # not installed, or at odds with protobuf
             say(f"no curves for TensorBoard: {error}")
             return

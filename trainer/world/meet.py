@@ -208,6 +208,7 @@ def sign_in(
     if world.size == 1:
         return Group(world, dist.HashStore(), device, backend)
     _allow_open_files()
+    _shorten_lookups()
     purpose = f"{meeting.parent.parent.name}, attempt {meeting.stem}, {world.size} ranks"
     with _told_when_late(lambda: f"rank 0 on {world.host_of(0)}"):
         met = contact(world, purpose, meeting, init_method, patience(timeout_s))
@@ -248,6 +249,12 @@ def _allow_open_files() -> None:
     usual limit of a shell, 1,024, would be too low for 150 ranks."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _shorten_lookups() -> None:
+    """Torch's store asks the name server, in its only thread, what each address that connects to it is called. A query
+    that gets lost would hold up all ranks for 5 s, a name server that is down for half a minute (resolv.conf(5))."""
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 def patience(timeout_s: float) -> timedelta:
