@@ -114,16 +114,12 @@ def trial(name: str, workload: str, ranks: int) -> float:
             ]
         launcher = ["torch.distributed.run", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
         env = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result), WORKLOAD: workload}
-        done = subprocess.run(
-            [sys.executable, "-m", *launcher, *words],
-            cwd=PROJECT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+        command = [sys.executable, "-m", *launcher, *words]
+        log = Path(folder) / "log"  # a file, as for a job of Slurm's
+        with log.open("wb") as output:
+            subprocess.run(command, cwd=PROJECT, env=env, stdout=output, stderr=output, timeout=DEADLINE_S)
         if not result.exists():
-            raise RuntimeError(f"{name} did not train:\n{done.stdout}{done.stderr}")
+            raise RuntimeError(f"{name} did not train:\n{log.read_text()}")
         return float(result.read_text())
 
 

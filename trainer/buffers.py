@@ -34,14 +34,12 @@ class Buffers:
         """Keep the buffers as they are: a state was put in, or is whole now."""
         self._kept = self._gather()
 
-    @torch.no_grad()
     def share(self) -> None:
         """Give every rank rank 0's. A collective."""
         if self._live:
             self._next = self._gather()
             self._group.broadcast([self._next])
 
-    @torch.no_grad()
     def keep(self, good: Tensor | None = None) -> None:
         """The step is done: keep what `share` brought, or, where it was not `good` (a scalar bool), what was before."""
         if self._live:
