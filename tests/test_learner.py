@@ -288,6 +288,19 @@ def test_state_holds_everything(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", EVERY_STATE, ids=" ".join)
+def test_the_warm_up_leaves_no_trace(words: list[str]) -> None:
+    """A new run goes on from there: what the throwaway step did to batch norm would be in every model."""
+    learning = learner(convnet, *words)
+    before = copy.deepcopy(learning.state_dict())
+    live = copy.deepcopy(dict(learning.model.named_buffers()))
+    learning.warm_up((IMAGES, LABELS))
+    now = learning.state_dict()
+    assert same(now["model"], before["model"]) and same(dict(learning.model.named_buffers()), live)
+    assert repr((now["optimizer"], now["scaler"])) == repr((before["optimizer"], before["scaler"]))
+    assert now["average"] is None or same(now["average"], before["average"])
+
+
+@pytest.mark.parametrize("words", EVERY_STATE, ids=" ".join)
 def test_learns(words: list[str]) -> None:
     """Each optimiser and each precision brings the loss down, with finite weights."""
     learning = learner(plain, "optim.lr=0.1", "optim.schedule=constant", *words)

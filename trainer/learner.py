@@ -142,7 +142,8 @@ class Learner:
 
         DDP lays out its gradient buckets anew after its first backward pass, and from three ranks on the order of a
         sum depends on the layout. Without this a resumed run would take one step with the first layout that the
-        undisturbed run took with the second. It also compiles, and finds the names of the task's metrics.
+        undisturbed run took with the second. It also compiles, and finds the names of the task's metrics. Of the state
+        it changes buffers alone, and puts those back: a copy of all would be held when memory is fullest.
         """
         seed_generators(0, self.device)
         self.train(True)
@@ -153,6 +154,7 @@ class Learner:
         self._backward(output["loss"])
         self.optimizer.zero_grad()
         self.tap.grad = None
+        self.buffers.keep()
 
     def state_dict(self) -> dict[str, Any]:
         """All of it as the last `update` left it, whatever a forward pass has done since. References: whoever keeps it

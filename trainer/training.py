@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -50,17 +49,15 @@ class Training(Loop):
         self.phases.done("data and model")
 
     def restore(self, step: int | None) -> None:
-        """Warm up, and put in the checkpoint of `step`, or the initial state when there is none."""
+        """Warm up, and put in the checkpoint of `step`; when there is none, the initial state stands."""
         train = self.config.train
-        state = copy.deepcopy(self.learner.state_dict())
         self.watch.enter("warming up")
         micro_batch = train.batch_size // (self.size * train.accumulate)
         self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
         self.phases.done("warm-up")
         self.watch.enter("restoring")
         if step is not None:
-            state = self._load(step)
-        self.learner.load_state_dict(state)
+            self.learner.load_state_dict(self._load(step))
         self._begin()
         self.progress.say(
             f"{'starting' if step is None else f'resuming after step {step}'}: {self.total_steps} steps, "
