@@ -6,12 +6,14 @@ saved nor a pure function of the seed: a user could not tell an interrupted run 
 
 from __future__ import annotations
 
+import json
 import signal
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.photos import make_folder
 from tests.ranks import Attempt, fingerprint, reasons, train
@@ -143,6 +145,27 @@ def test_torchvision_model(root: Path) -> None:
     """A network with many buckets' worth of batch norms and residual blocks, not just our own small one."""
     options = ("model.name=resnet18", "data.args.image_size=32", "train.epochs=1", "train.max_steps=5")
     stop_and_resume(root, "resnet", 2, options, "SIGTERM step 2 rank 0")
+
+
+def test_other_arithmetic_is_told(root: Path) -> None:
+    """Sums are split up among threads, and another torch may add up in another order: a run that such a resume has
+    changed in the last bits must say so, and one that goes on as it was must not cry wolf."""
+    small, again = config(root, "threads", 2, ()), {"LASTSTEP_TEST_SIGNAL": STOP_AT_2}
+    for threads in (1, 1, 2):
+        attempt = Attempt(small, again, before=partial(torch.set_num_threads, threads))
+        assert attempt.wait() == [128 + signal.SIGTERM] * 2, attempt.output()
+        told = [line.partition("WARNING: ")[2] for line in attempt.output().splitlines() if "last bits" in line]
+        if threads == 1:
+            assert told == []
+        else:
+            assert told == ["resumes with threads 2 (was 1): the last bits may differ; OMP_NUM_THREADS=1 keeps them"]
+    manifest = attempt.run.checkpoints / "step_000000006" / "manifest.json"
+    said = json.loads(manifest.read_text())
+    said["numerics"]["torch"] = "1.13.1"
+    manifest.write_text(json.dumps(said))
+    last = Attempt(small, before=partial(torch.set_num_threads, 2))
+    assert last.wait() == [0, 0], last.output()
+    assert f"WARNING: resumes with torch {torch.__version__} (was 1.13.1): the last bits may differ\n" in last.output()
 
 
 def test_stop_after_the_last_step_is_no_stop(root: Path) -> None:

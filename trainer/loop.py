@@ -28,7 +28,7 @@ from trainer.saves import RETRY_LAST_S, Saves
 from trainer.state.pack import load
 from trainer.state.saver import About, save_alone
 from trainer.state.store import CheckpointStore
-from trainer.world.device import LastUpdate
+from trainer.world.device import LastUpdate, numerics, other_numerics
 from trainer.world.meet import Group
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
@@ -72,6 +72,7 @@ class Loop(ABC):
         self.saves = Saves(
             self.config.checkpoint, run, self.store, self.group, self.metrics, self.progress, watch, stopping
         )
+        self.numerics = numerics(self.group.device)
         self.position = Position()
         self.whole = threading.Lock()
         self.last_update = LastUpdate(self.group.device)
@@ -165,8 +166,11 @@ class Loop(ABC):
 
     def _load(self, step: int) -> dict[str, Any]:
         """The state in the checkpoint of `step`, whose position becomes that of the loop."""
-        state = load(self.store.path(step), self.store.manifest(step))
+        manifest = self.store.manifest(step)
+        state = load(self.store.path(step), manifest)
         self.position = Position(**state.pop("position"))
+        if changed := other_numerics(manifest.numerics, self.numerics):
+            self.progress.say(f"WARNING: {changed}")
         return state
 
     def _begin(self) -> None:
@@ -209,7 +213,7 @@ class Loop(ABC):
         position = self.position
         measured = {name: value for name, value in position.metrics.items() if value is not None}
         current = position.validated == position.step
-        return About(position.step, self._epoch(), position.samples, measured if current else {})
+        return About(position.step, self._epoch(), position.samples, measured if current else {}, self.numerics)
 
     def _saved(self) -> dict[str, Any]:
         return {"position": asdict(self.position), **self._state()}

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -41,12 +41,13 @@ FAREWELL_S = 5.0
 
 @dataclass(frozen=True)
 class About:
-    """What is saved. `metrics` are those of the validation that it followed, if any."""
+    """What is saved, as in `Manifest`."""
 
     step: int
     epoch: int
     samples: int
     metrics: Mapping[str, float]
+    numerics: Mapping[str, str | int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,8 @@ def _stream(packed: Packed) -> Iterator[memoryview]:
 
 
 def _manifest(about: About, world_size: int, files: dict[str, dict[str, Any]]) -> Manifest:
-    return Manifest(about.step, about.epoch, about.samples, world_size, dict(about.metrics), files)
+    metrics, numerics = dict(about.metrics), dict(about.numerics)
+    return Manifest(about.step, about.epoch, about.samples, world_size, metrics, files, numerics)
 
 
 def _write_file(path: Path, chunks: Iterable[memoryview]) -> dict[str, Any]:

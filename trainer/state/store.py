@@ -24,7 +24,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself. `metrics` are those of the validation that it followed, if any."""
+    """What a checkpoint says of itself. `metrics` are those of the validation that it followed, if any; `numerics` is
+    what the last bits of its steps depend on."""
 
     step: int
     epoch: int
@@ -49,6 +50,7 @@ class Manifest:
     world_size: int
     metrics: dict[str, float]
     files: dict[str, dict[str, Any]]
+    numerics: dict[str, str | int] = field(default_factory=dict)
     format: int = FORMAT
 
     @property

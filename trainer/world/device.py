@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,25 @@ def set_up_device(config: Config, world: World) -> torch.device:
         given = int(os.environ.get("SLURM_CPUS_PER_TASK", config.launch.cpus_per_task))
         torch.set_num_threads(given if world.launcher in ("submitit-slurm", "srun") else max(1, cores))
     return device
+
+
+def numerics(device: torch.device) -> dict[str, str | int]:
+    """What the last bits of a step depend on, besides the number of ranks."""
+    if device.type == "cuda":
+        return {"torch": str(torch.__version__), "device": torch.cuda.get_device_name(device)}
+    # Torch has other loops for a processor with wider vectors.
+    processor = f"cpu with {torch.backends.cpu.get_cpu_capability()}"
+    return {"torch": str(torch.__version__), "device": processor, "threads": torch.get_num_threads()}
+
+
+def other_numerics(before: Mapping[str, str | int], now: Mapping[str, str | int]) -> str | None:
+    """One line on what of them has changed, if anything has."""
+    changed = {name: then for name, then in before.items() if now.get(name, then) != then}
+    if not changed:
+        return None
+    told = ", ".join(f"{name} {now[name]} (was {then})" for name, then in changed.items())
+    cure = f"; OMP_NUM_THREADS={before['threads']} keeps them" if list(changed) == ["threads"] else ""
+    return f"resumes with {told}: the last bits may differ{cure}"
 
 
 def choose_backend(config: Config, device: torch.device) -> str:
