@@ -52,7 +52,7 @@ class Training(Loop):
     def restore(self, step: int | None) -> None:
         """Warm up, and put in the checkpoint of `step`, or the initial state when there is none."""
         train = self.config.train
-        state = copy.deepcopy(self.learner.state_dict())
+        state = copy.deepcopy(self.learner.state_dict()) if step is None else {}
         self.watch.enter("warming up")
         micro_batch = train.batch_size // (self.size * train.accumulate)
         self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
