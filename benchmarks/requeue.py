@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import signal
 import socket
@@ -75,6 +76,7 @@ def main(words: list[str] | None = None) -> int:
     if rounds < 2:
         parser.error("--rounds must be at least 2")
 
+    load = round(os.getloadavg()[0], 1)  # processes that wanted to run: what else the machine did
     floors, resumes = measure(rounds)
     ratio = statistics.median(r["in all"] for r in resumes) / statistics.median(f["in all"] for f in floors)
     floor, resume = by_phase(floors), by_phase(resumes)
@@ -90,8 +92,8 @@ def main(words: list[str] | None = None) -> int:
     print(f"{'in all':>8}  {'compile':>8}  with train.compile, once each")
     for name, taken in compiled.items():
         print(f"{taken['in all']:>6.1f} s  {taken['warm-up']:>6.1f} s  {name}")
-    results = {"floor": floor, "resume": resume, "compile": compiled}
-    write_results("requeue", {"rounds": rounds, "limit": LIMIT, "ratio": round(ratio, 3), "unit": "s", **results})
+    settings = {"load_before": load, "rounds": rounds, "limit": LIMIT, "ratio": round(ratio, 3), "unit": "s"}
+    write_results("requeue", {**settings, "floor": floor, "resume": resume, "compile": compiled})
     return int(ratio > LIMIT)
 
 

@@ -52,6 +52,7 @@ def main(words: list[str] | None = None) -> int:
     if given.rounds < 2:
         parser.error("--rounds must be at least 2")
 
+    load_before = round(os.getloadavg()[0], 1)  # processes that wanted to run: what else the machine did
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         stores = {shards: CheckpointStore(Path(name) / str(shards)) for shards in (1, 4)}
         for shards, store in stores.items():
@@ -65,7 +66,14 @@ def main(words: list[str] | None = None) -> int:
         for way, s in ways.items():
             print(f"{s['median']:>6.2f} s  {s['p10']:>5.2f} - {s['p90']:.2f} s  {way}")
     print(f"A load takes {ratio:.2f} times the bare reading (at most {LIMIT} wanted).")
-    settings = {"bytes": size, "rounds": given.rounds, "limit": LIMIT, "ratio": round(ratio, 3), "unit": "s"}
+    settings = {
+        "load_before": load_before,
+        "bytes": size,
+        "rounds": given.rounds,
+        "limit": LIMIT,
+        "ratio": round(ratio, 3),
+        "unit": "s",
+    }
     write_results("restore", {**settings, "results": results})
     return int(ratio > LIMIT)
 
