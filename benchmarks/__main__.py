@@ -1,6 +1,7 @@
-"""All benchmarks that need nothing but Laststep, one after another: `python -m benchmarks`, about half an hour.
+"""All benchmarks of Laststep alone, one after another: `python -m benchmarks`, about half an hour.
 
-Each writes its figures into results/. What needs Slurm and other trainers is a package of its own: benchmarks.peers.
+Each writes its figures into results/. Where no Slurm can be started, `submit` says so and measures nothing. What needs
+other trainers too is a package of its own: benchmarks.peers.
 """
 
 from __future__ import annotations

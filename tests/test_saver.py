@@ -556,6 +556,18 @@ def test_pack_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.Data
     assert torch.equal(part, whole[start : start + part.numel()])
 
 
+def test_large_tensors(store: CheckpointStore) -> None:
+    """Threads read pieces of a tensor, of which some lie across two shards: each must come to its own place."""
+    generator = torch.Generator().manual_seed(1)
+    state = [torch.randn(count, generator=generator) for count in (3_000_000, 7, 2_000_001)]
+    with savers(store, 3) as ranks:
+        for saver in ranks:
+            saver.start(about(1), state, nothing, KEEP)
+        for saver in ranks:
+            end(saver)
+    assert same(newest_state(store), state)
+
+
 @settings(deadline=None)
 @example(torch.ones(2)[::2])
 @given(tensors())

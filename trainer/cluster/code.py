@@ -36,9 +36,11 @@ def keep(run: RunDir, config: Config) -> None:
     try:
         for folder in reversed(_folders(config.task)):  # the first, which Python would look into first, wins
             _copy(folder, list(_files(folder, root)), aside)
-        if _git(PROJECT, "rev-parse", "HEAD"):
-            run.diff.write_bytes(_git(PROJECT, "diff", "HEAD", "--", ".") or b"")
-        installed = {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
+        if (diff := _git(PROJECT, "diff", "HEAD", "--", ".")) is not None:
+            run.diff.write_bytes(diff)
+        # Each time that it is asked for, a distribution's metadata is read anew.
+        told = [distribution.metadata for distribution in importlib.metadata.distributions()]
+        installed = {f"{one['Name']}=={one['Version']}" for one in told}
         run.packages.write_text("\n".join(sorted(installed, key=str.lower)) + "\n")
         aside.rename(run.code)
     except OSError as error:

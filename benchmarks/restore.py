@@ -1,0 +1,181 @@
+"""How long a checkpoint takes to be checked and read, against the bare reading of its bytes.
+
+`python -m benchmarks.restore [--rounds N] [--gigabytes N] [--folder F]`. A state of 1 GB, in one shard and in four, in
+the page cache, and read anew from the disk (what the system keeps of the files is dropped, where it lets itself be
+asked to). Each reading has a process of its own, whose memory is new, and all take turns:
+
+    read          one thread reads the bytes into one piece of memory: the floor
+    load          what every rank does: all tensors, ready to be put in
+    torch.load    the same state, as torch.save has written it, without a check
+    hash          SHA-256 over as many bytes, with a thread for each shard: the floor of the check
+    verify        what rank 0 does first: it reads all of it, and compares it with the hashes
+
+`load` must take at most 1.2 times as long as `read`, of four shards in the page cache; the exit status says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks._measure import spread, write_results
+from trainer.state.pack import load
+from trainer.state.saver import About, Saver
+from trainer.state.store import CHUNK, CheckpointStore
+
+LIMIT = 1.2  # times the floor's median
+TENSORS = 250
+STATE = "state.pt"
+# (shards, whether the page cache holds them)
+PLACES = {"four shards": (4, True), "one shard": (1, True), "four shards, from the disk": (4, False)}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure, print a table, write the results; 1 when a load takes too long."""
+    parser = argparse.ArgumentParser(prog="benchmarks.restore", description="How long a checkpoint takes to be read.")
+    parser.add_argument("--rounds", type=int, default=5, help="readings of each kind (default: 5)")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state (default: 1)")
+    parser.add_argument("--folder", type=Path, help="on the file system to measure (default: that of temporary files)")
+    given = parser.parse_args(words)
+    if given.rounds < 2:
+        parser.error("--rounds must be at least 2")
+
+    load_before = round(os.getloadavg()[0], 1)  # processes that wanted to run: what else the machine did
+    with tempfile.TemporaryDirectory(dir=given.folder) as name:
+        stores = {shards: CheckpointStore(Path(name) / str(shards)) for shards in (1, 4)}
+        for shards, store in stores.items():
+            in_process(write, store, given.gigabytes, shards)
+        taken = measure(stores, given.rounds)
+        size = stores[4].manifest(1).bytes
+    results = {place: {way: spread(seconds) for way, seconds in ways.items()} for place, ways in taken.items()}
+    ratio = results["four shards"]["load"]["median"] / results["four shards"]["read"]["median"]
+    for place, ways in results.items():
+        print(f"{'median':>8}  {'10-90 %':>13}  {size / 1e9:.2f} GB, {place}")
+        for way, s in ways.items():
+            print(f"{s['median']:>6.2f} s  {s['p10']:>5.2f} - {s['p90']:.2f} s  {way}")
+    print(f"A load takes {ratio:.2f} times the bare reading (at most {LIMIT} wanted).")
+    settings = {
+        "load_before": load_before,
+        "bytes": size,
+        "rounds": given.rounds,
+        "limit": LIMIT,
+        "ratio": round(ratio, 3),
+        "unit": "s",
+    }
+    write_results("restore", {**settings, "results": results})
+    return int(ratio > LIMIT)
+
+
+def write(store: CheckpointStore, gigabytes: float, shards: int) -> None:
+    """One checkpoint, by as many ranks as it is to have shards; beside it the same by torch.save."""
+    keys = dist.HashStore()
+    state = {f"tensor {number}": torch.rand(int(gigabytes * 1e9 / 4 / TENSORS)) for number in range(TENSORS)}
+    savers = [Saver(store, keys, rank, shards, torch.device("cpu")) for rank in range(shards)]
+    for saver in savers:
+        saver.start(About(1, 1, 1, {}), state, lambda: None, (1, 0))
+    for saver in savers:
+        if not saver.wait(600) or saver.error:
+            raise saver.error or TimeoutError("a save took ten minutes")
+        saver.close()
+    with (store.folder / STATE).open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())  # else it could not be dropped from the page cache
+
+
+def measure(stores: dict[int, CheckpointStore], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each way of reading by place, in turns; the first round, which fills caches, is dropped."""
+    ways = {"read": read, "load": load_all, "torch.load": torch_load, "hash": hash_alone, "verify": verify}
+    taken: dict[str, dict[str, list[float]]] = {place: {way: [] for way in ways} for place in PLACES}
+    for _ in range(rounds + 1):
+        for place, (shards, cached) in PLACES.items():
+            for way, work in ways.items():
+                cache(stores[shards].folder, cached)
+                taken[place][way].append(in_process(work, stores[shards]))
+    return {place: {way: seconds[1:] for way, seconds in ways.items()} for place, ways in taken.items()}
+
+
+def in_process(work: Callable[..., Any], *given: Any) -> float:
+    """Seconds of a work, done in a process forked for it: no memory is used twice."""
+    fork = multiprocessing.get_context("fork")
+    seconds = fork.SimpleQueue()
+
+    def timed() -> None:
+        began = time.perf_counter()
+        held = work(*given)
+        seconds.put(time.perf_counter() - began)
+        del held  # not before: to give memory back is no part of it
+
+    process = fork.Process(target=timed)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{work.__name__} failed, see above")
+    return float(seconds.get())
+
+
+def read(store: CheckpointStore) -> Any:
+    """The bytes of all shards, one after another."""
+    manifest = store.manifest(1)
+    memory = torch.empty(manifest.bytes, dtype=torch.uint8)
+    left = memory.numpy().data
+    for name in manifest.shards:
+        with (store.path(1) / name).open("rb", buffering=0) as file:
+            while count := file.readinto(left):
+                left = left[count:]
+    return memory
+
+
+def load_all(store: CheckpointStore) -> Any:
+    """See the top."""
+    return load(store.path(1), store.manifest(1))
+
+
+def torch_load(store: CheckpointStore) -> Any:
+    """See the top."""
+    return torch.load(store.folder / STATE, weights_only=True)
+
+
+def hash_alone(store: CheckpointStore) -> Any:
+    """See the top. What the bytes are makes no difference."""
+    manifest, chunk = store.manifest(1), bytes(CHUNK)
+
+    def one(name: str) -> None:
+        digest = hashlib.sha256()
+        for _ in range(0, manifest.files[name]["bytes"], CHUNK):
+            digest.update(chunk)
+
+    with ThreadPoolExecutor(len(manifest.shards)) as pool:
+        return list(pool.map(one, manifest.shards))
+
+
+def verify(store: CheckpointStore) -> Any:
+    """See the top."""
+    return store.verify(1)
+
+
+def cache(folder: Path, wanted: bool) -> None:
+    """Have the system keep the files in its page cache, or forget what it keeps of them."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                if not wanted:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                while wanted and file.read(CHUNK):
+                    pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())
