@@ -1,10 +1,10 @@
 """Whether runs lose what the model of goodput says: all ranks killed at random moments, again and again.
 
-`python -m benchmarks.goodput [--deaths N] [--seed S]`, five minutes. One run of two ranks, which saves every few
-seconds, is killed (SIGKILL of both) and resumed. How long an attempt lives after its first step is drawn from the seed,
-as from a Poisson process. Compared are the seconds of training lost by a death, and the share of the time that was
-kept, with what `trainer.goodput` says for the interval and the restart that were measured. The exit status says whether
-the losses agree within three standard errors.
+`python -m benchmarks.goodput [--deaths N] [--seed S]`, a quarter of a minute for each death. One run of two ranks,
+which saves every few seconds, is killed (SIGKILL of both) and resumed. How long an attempt lives after its first step
+is drawn from the seed, as from a Poisson process. Compared are the seconds of training lost by a death, and the share
+of the time that was kept, with what `trainer.goodput` says for the interval and the restart that were measured. The
+exit status says whether the losses agree within three standard errors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Death:
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results; 1 when the losses are not the model's."""
     parser = argparse.ArgumentParser(prog="benchmarks.goodput", description="Do runs lose what the model says?")
-    parser.add_argument("--deaths", type=int, default=16, help="times that all ranks are killed (default: 16)")
+    parser.add_argument("--deaths", type=int, default=6, help="times that all ranks are killed (default: 6)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
     given = parser.parse_args(words)
     if given.deaths < 2:

@@ -61,7 +61,7 @@ RANKS = (1, 2)
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results; 1 when Laststep misses a limit."""
     parser = argparse.ArgumentParser(prog="benchmarks.overhead", description="A step beside the bare loop's.")
-    parser.add_argument("--trials", type=int, default=5, help="turns of all contenders (default: 5)")
+    parser.add_argument("--trials", type=int, default=3, help="turns of all contenders (default: 3)")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     given = parser.parse_args(words)
     if given.contender:

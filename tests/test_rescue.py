@@ -17,6 +17,7 @@ import pytest
 from tests.ranks import Attempt, fingerprint, reasons, train
 from tests.test_exact import EVERYTHING, config
 from trainer.commands.verify import inspect
+from trainer.loop import Loop
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
 from trainer.world.meet import is_of_absence
@@ -84,6 +85,34 @@ def test_killed(root: Path, ranks: int, fault: str, request: pytest.FixtureReque
     assert "gone (killed" in record["error"]
     run = goes_on(root, name, ranks, *EVERYTHING)
     assert read_lines(run.attempts)[1]["start_step"] == step - 1
+
+
+def hear_late() -> None:
+    """What a step measured comes a step later, as on a GPU."""
+    begin = Loop.__init__
+
+    def begin_late(self: Loop, *words: Any, **more: Any) -> None:
+        begin(self, *words, **more)
+        self.hears_late = True
+
+    Loop.__init__ = begin_late  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_while_figures_are_on_their_way(root: Path, rank: int) -> None:
+    """On a GPU nobody waits for what a step measured. It is entered once all the same, by whoever is left, or after a
+    stop at just that time by all."""
+    name = f"late-{rank}"
+    faulty = config(root, name, 2, FAULTY)
+    attempt = Attempt(faulty, {"LASTSTEP_TEST_FAULT": f"kill step 4 rank {rank}"}, before=hear_late)
+    assert sorted(attempt.wait()) == [KILLED, 1]
+    assert only(attempt)["end_step"] == 3, "of which the figures were asked for"
+    stopped = config(root, name, 2, ("task=tests.tasks.Signalled", "launch.hang_timeout_s=5", "launch.max_failures=9"))
+    assert Attempt(stopped, {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 4 rank 1"}, before=hear_late).wait() == [143, 143]
+    run = train(faulty, before=hear_late)
+    assert [record["end_step"] for record in read_lines(run.attempts)] == [3, 7, 14]
+    goes_on(root, f"{name}-calm", 2)
+    assert fingerprint(run) == fingerprint(RunDir(root / f"{name}-calm"))
 
 
 @pytest.mark.parametrize("fault", ["halt step 10 rank 1", "halt step 10 rank 0", "sleep step 4 rank 1"], ids=str)

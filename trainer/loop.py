@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from trainer.saves import RETRY_LAST_S, Saves
 from trainer.state.pack import load
 from trainer.state.saver import About, save_alone
 from trainer.state.store import CheckpointStore
-from trainer.world.device import LastUpdate, numerics, other_numerics
+from trainer.world.device import LastUpdate, numerics, other_numerics, to_host
 from trainer.world.meet import Group
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
@@ -79,6 +79,9 @@ class Loop(ABC):
         self.restored = False
         # What finished steps measured and is not yet in metrics.jsonl, by step (from 0): scalars on the device.
         self.pending: list[tuple[int, Mapping[str, Tensor]]] = []
+        self._asked: tuple[int, Callable[[], list[float]]] | None = None  # for so many of them, see `_ask`
+        # A step later a GPU has it, and is at work on that step: to wait at once would be to let it run dry.
+        self.hears_late = self.group.device.type == "cuda"
         self._first = 1  # step to be done by this attempt
         self._plan = run.plan
         watch.ticks = lambda: self.stop.tick
@@ -136,7 +139,7 @@ class Loop(ABC):
             return False
         try:
             with self.last_update.beside():
-                self._enter(self._values())
+                self._enter(len(self.pending), torch.stack(self._measured()).tolist() if self.pending else [])
         except (NotFinite, TimeoutError):
             return False
         return True
@@ -148,11 +151,27 @@ class Loop(ABC):
             save_alone(self.store, self._about(), self._saved(), self.size, self.metrics.take_over, tag)
 
     def flush(self) -> None:
-        """Enter the finished steps in metrics.jsonl. Until then what they measured stays on the device, so that a step
-        waits for nothing. Raises NotFinite."""
-        values = self._values()
+        """Enter all finished steps in metrics.jsonl; here the CPU waits for the device. Raises NotFinite."""
+        if self._asked is not None:
+            self._hear()
+        self._ask()
+        self._hear()
+
+    def _ask(self) -> None:
+        """Have the device send what the steps so far have measured, and rank 0's word on whether a save is due (the
+        ranks' clocks differ). Until then all of it stays on the device: a step waits for nothing. A collective."""
+        due = torch.full((), self.saves.due_by_clock(), dtype=torch.float64, device=self.group.device)
+        self.group.broadcast([due])
+        self._asked = len(self.pending), to_host(torch.stack([*self._measured(), due]))
+
+    def _hear(self) -> None:
+        """Enter in metrics.jsonl what was asked for. Raises NotFinite."""
+        assert self._asked is not None
+        (count, answer), self._asked = self._asked, None
+        *values, due = answer()
+        self.saves.due |= bool(due)
         with self.whole:
-            self._enter(values)
+            self._enter(count, values)
         self.saves.note()
         self.progress.restart_clock()
 
@@ -187,10 +206,14 @@ class Loop(ABC):
         self.progress.count(samples)
         every = self.config.checkpoint.every_steps
         self.saves.due |= every is not None and step % every == 0
-        if step % self.config.train.log_every == 0 or ends_epoch:
+        if self._asked is not None:
+            self._hear()
+        if ends_epoch:
             self.flush()
-            # The ranks' clocks differ, so rank 0's decides.
-            self.saves.due |= self.group.rank_0_says(self.saves.due_by_clock())
+        elif step % self.config.train.log_every == 0:
+            self._ask()
+            if not self.hears_late:
+                self._hear()
         if step == self._first:
             self.phases.done("first step")
             self.progress.say(f"first step after {self.phases}")
@@ -229,20 +252,22 @@ class Loop(ABC):
             self.save()
             self.saves.wait()
 
-    def _values(self) -> list[dict[str, float]]:
-        """What each pending step measured: here the CPU waits for the device."""
-        tensors = [tensor for _, measured in self.pending for tensor in measured.values()]
-        values = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
-        return [{name: next(values) for name in measured} for _, measured in self.pending]
+    def _measured(self) -> list[Tensor]:
+        return [tensor.double() for _, measured in self.pending for tensor in measured.values()]
 
-    def _enter(self, values: list[dict[str, float]]) -> None:
-        """Enter the pending steps, given what they measured, in metrics.jsonl."""
-        rate, now = round(self.progress.throughput(), 1), time.time()
+    def _enter(self, count: int, values: Iterable[float]) -> None:
+        """Enter the first `count` pending steps, given what they measured, in metrics.jsonl."""
+        rate, now, each = round(self.progress.throughput(), 1), time.time(), iter(values)
         records = [
-            {"step": step + 1, **self._record(step, measured), "samples_per_s": rate, "time": now}
-            for (step, _), measured in zip(self.pending, values)
+            {
+                "step": step + 1,
+                **self._record(step, {k: next(each) for k in measured}),
+                "samples_per_s": rate,
+                "time": now,
+            }
+            for step, measured in self.pending[:count]
         ]
-        self.pending.clear()
+        del self.pending[:count]
         if records:
             self.metrics.append(records)
             self.progress.step(records[-1])

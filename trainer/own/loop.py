@@ -61,10 +61,9 @@ class OwnLoop(Loop):
             self.registered.settle()
         super().save()
 
-    def flush(self) -> None:
-        """See Loop."""
+    def _ask(self) -> None:
         self._log.level()
-        super().flush()
+        super()._ask()
 
     def freeze(self, timeout_s: float = 10.0) -> bool:
         """See Loop. What follows the steps of an epoch must have left the state alone."""

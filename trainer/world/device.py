@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainer.config import Config, ConfigError
 from trainer.world.detect import World
@@ -92,6 +93,22 @@ def _choose(config: Config, world: World) -> torch.device:
             f"{world.local_size} ranks on this node, but it has {count} GPUs: use --gpus-per-node {count} or device=cpu"
         )
     return torch.device("cuda", world.local_rank)
+
+
+def to_host(tensor: Tensor) -> Callable[[], list[float]]:
+    """Begin to copy a tensor of one dimension. What this returns gives its values, and waits for them if it must."""
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copied.copy_(tensor, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+
+    def values() -> list[float]:
+        there.synchronize()
+        return copied.tolist()
+
+    return values
 
 
 class LastUpdate:
