@@ -7,22 +7,28 @@ the stop agreement, watchdog, periodic asynchronous saves, TensorBoard. Lightnin
 are installed (`pip install lightning accelerate`).
 
 The contenders take turns; a figure is the mean time of a step over all but the first fifth of a trial, and a ratio that
-to the bare loop's of the same turn. The exit status says whether Laststep's median ratio keeps to its limit.
+to the bare loop's of the same turn. The exit status says whether Laststep's median ratio keeps to its limit; where it
+does not, a profile of one more trial says where the time went.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib.util
+import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +43,7 @@ from benchmarks._measure import PROJECT, spread, write_results
 from trainer.task import Task
 
 RESULT = "LASTSTEP_OVERHEAD_RESULT"  # where rank 0 writes its figure, in the environment of every rank
+PROFILE = "LASTSTEP_OVERHEAD_PROFILE"  # likewise, where it writes its profile, if it is to
 WORKLOAD = "LASTSTEP_OVERHEAD_WORKLOAD"
 DEADLINE_S = 300.0
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
@@ -52,7 +59,7 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "perceptron": Workload((64, 64, 10), 32, 6000, 1.15),
+    "perceptron": Workload((64, 64, 10), 32, 3000, 1.15),
     "10 ms": Workload((64, 1024, 768, 10), 128, 200, 1.01),
 }
 RANKS = (1, 2)
@@ -71,7 +78,8 @@ def main(words: list[str] | None = None) -> int:
         parser.error("--trials must be at least 2")
 
     present = [name for name in CONTENDERS if name.split()[0] in ("bare", "laststep") or _installed(name.split()[0])]
-    figures, missed = [], 0
+    figures: list[dict[str, Any]] = []
+    missed = 0
     print(f"{'median':>10} {'ratio to bare: median':>22} {'10 %':>6} {'90 %':>6}  ({given.trials} turns)")
     for workload in WORKLOADS:
         for ranks in RANKS:
@@ -84,17 +92,32 @@ def main(words: list[str] | None = None) -> int:
                 what = f"{name}, {workload}, {ranks} rank{'s' * (ranks > 1)}"
                 late = name == "laststep" and ratio["median"] > WORKLOADS[workload].limit
                 missed += late
+                if late:
+                    figures[-1]["profile_us"] = profile(workload, ranks)
                 print(
                     f"{1e6 * statistics.median(seconds):>7.0f} us {ratio['median']:>22.3f} {ratio['p10']:>6.3f} "
                     f"{ratio['p90']:>6.3f}  {what}{f': over {WORKLOADS[workload].limit}' if late else ''}",
                     flush=True,
                 )
+                for where, us in figures[-1].get("profile_us", {}).items():
+                    print(f"{us:>17.1f} us in {where}", flush=True)
     write_results("overhead", {"trials": given.trials, "limits_missed": missed, "steps": figures})
     return int(missed > 0)
 
 
-def trial(name: str, workload: str, ranks: int) -> float:
-    """Train once; returns seconds per step of rank 0."""
+def profile(workload: str, ranks: int) -> dict[str, float]:
+    """What a step of Laststep is made of: microseconds by function, its own and what it calls of other packages."""
+    with tempfile.TemporaryDirectory() as folder:
+        samples = Path(folder) / "samples"
+        seconds = trial("laststep", workload, ranks, {PROFILE: str(samples)})
+        counts: dict[str, int] = json.loads(samples.read_text())
+    share = 1e6 * seconds / sum(counts.values())
+    largest = sorted(counts, key=lambda where: -counts[where])[:15]
+    return {where: round(share * counts[where], 1) for where in largest}
+
+
+def trial(name: str, workload: str, ranks: int, more: Mapping[str, str] | None = None) -> float:
+    """Train once, with `more` in the environment; returns seconds per step of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "seconds"
         words = ["benchmarks.overhead", "--contender", name]
@@ -113,7 +136,7 @@ def trial(name: str, workload: str, ranks: int) -> float:
                 f"checkpoint.every_steps={load.steps // 4}",
             ]
         launcher = ["torch.distributed.run", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
-        env = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result), WORKLOAD: workload}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result), WORKLOAD: workload, **(more or {})}
         command = [sys.executable, "-m", *launcher, *words]
         log = Path(folder) / "log"  # a file, as for a job of Slurm's
         with log.open("wb") as output:
@@ -159,14 +182,33 @@ def _measure() -> None:
         return
     times: list[float] = []
     steps = _load().steps
+    first = steps // 5
 
     def after_step(*_: Any) -> None:
         times.append(time.perf_counter())
+        if PROFILE in os.environ and len(times) == first:
+            _sample(Path(os.environ[PROFILE]))
         if len(times) == steps:
-            first = steps // 5
+            signal.setitimer(signal.ITIMER_REAL, 0)
             Path(os.environ[RESULT]).write_text(str((times[-1] - times[first]) / (steps - 1 - first)))
 
     register_optimizer_step_post_hook(after_step)
+
+
+def _sample(target: Path) -> None:
+    """From now on, note a thousand times a second which function of Laststep the main thread is in; written at exit."""
+    counts: Counter[str] = Counter()
+
+    def look(_: int, frame: FrameType | None) -> None:
+        while frame is not None and not frame.f_code.co_filename.startswith(str(PROJECT)):
+            frame = frame.f_back
+        if frame is not None:
+            file = Path(frame.f_code.co_filename).relative_to(PROJECT)
+            counts[f"{file}: {frame.f_code.co_name}"] += 1
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    atexit.register(lambda: target.write_text(json.dumps(counts)))
 
 
 def _batches() -> Iterator[tuple[Tensor, Tensor]]:
