@@ -1,4 +1,4 @@
-"""All benchmarks of Laststep alone, one after another: `python -m benchmarks`, about half an hour.
+"""All benchmarks of Laststep alone, one after another: `python -m benchmarks`, a quarter of an hour on two cores.
 
 Each writes its figures into results/. Where no Slurm can be started, `submit` says so and measures nothing. What needs
 other trainers too is a package of its own: benchmarks.peers.
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from pathlib import Path
 
 
 def main() -> int:
     """Run each file's `main`; 1 when one of them misses its limit."""
-    status = 0
+    began, missed = time.monotonic(), []
     for path in sorted(Path(__file__).resolve().parent.glob("[!_]*.py")):
-        print(f"== {path.stem}", flush=True)
-        status |= importlib.import_module(f"benchmarks.{path.stem}").main([])
-    return status
+        print(f"== {path.stem}, after {time.monotonic() - began:.0f} s", flush=True)
+        if importlib.import_module(f"benchmarks.{path.stem}").main([]):
+            missed.append(path.stem)
+    print(f"== {time.monotonic() - began:.0f} s in all; limits missed: {', '.join(missed) or 'none'}")
+    return int(bool(missed))
 
 
 if __name__ == "__main__":
