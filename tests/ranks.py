@@ -10,7 +10,9 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +99,19 @@ class Attempt:
     def output(self) -> str:
         """What every rank printed."""
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs if log.exists())
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """What it prints up to the line with `text`. Fails the test, and kills it, when that does not come."""
+    said, late = "", threading.Timer(DEADLINE_S, process.kill)
+    late.start()
+    for line in process.stdout or ():
+        said += line
+        if text in line:
+            late.cancel()
+            return said
+    late.cancel()
+    raise AssertionError(f"it did not print {text!r} within {DEADLINE_S:.0f} s:\n{said}")
 
 
 def starts(words: Sequence[str], env: Mapping[str, str], log: Path) -> BaseProcess:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.photos import make_folder
-from tests.ranks import fingerprint, reasons
+from tests.ranks import fingerprint, read_until, reasons
 from trainer.data.catalog import MNIST_5K
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
@@ -153,9 +153,7 @@ def test_second_ctrl_c_kills(terminal: Terminal) -> None:
     (rank,) = ranks_of(launcher)
     os.kill(rank, signal.SIGSTOP)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.stdout is not None
-    while "Ctrl-C again to kill" not in launcher.stdout.readline():
-        assert launcher.poll() is None
+    read_until(launcher, "Ctrl-C again to kill")
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 130

@@ -8,10 +8,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import read_until
 
 PROJECT = Path(__file__).resolve().parent.parent
 PAGE = (PROJECT / "docs" / "parts.md").read_text()
@@ -55,14 +56,9 @@ def test_the_parts_together(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(# parts\.py\n.*?)```", PAGE, re.DOTALL)
     (tmp_path / "parts.py").write_text(script)
     first = start(tmp_path)
-    assert first.stdout is not None
-    lines: list[str] = []
-    deadline = time.monotonic() + DEADLINE_S
-    while not any("from step 0" in line for line in lines):
-        assert time.monotonic() < deadline, "".join(lines)
-        lines.append(first.stdout.readline())
+    said = read_until(first, "from step 0")
     first.send_signal(signal.SIGTERM)
-    said = "".join(lines) + first.communicate(timeout=DEADLINE_S)[0]
+    said += first.communicate(timeout=DEADLINE_S)[0]
     stopped = re.findall(r"to step (\d+):", said)
     assert len(stopped) == 2 and stopped[0] == stopped[1] and 0 < int(stopped[0]) < 3000, said
     second = start(tmp_path)

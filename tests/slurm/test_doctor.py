@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
+from tests.ranks import read_until
 from tests.slurm.conftest import DEADLINE_S, User
 
 
@@ -44,9 +45,7 @@ def test_ctrl_c_cancels_the_job(user: User) -> None:
     """Nobody wants to look for it in the queue."""
     before = set(user.root.glob(".doctor-*"))
     asking = user.begins("doctor", "--nodes", "2", "launch.slurm.hold=true")
-    assert asking.stdout is not None
-    job = asking.stdout.readline().split()[1].rstrip(":")
-    assert "pending jobhelduser" in asking.stdout.readline()
+    job = read_until(asking, "pending jobhelduser").split()[1].rstrip(":")
     asking.send_signal(signal.SIGINT)
     said, _ = asking.communicate(timeout=DEADLINE_S)
     assert asking.returncode == 130 and f"job {job}: cancelled" in said
