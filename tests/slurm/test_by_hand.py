@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks import fingerprint
-from tests.slurm.conftest import Desk, parent, processes
+from tests.slurm.conftest import DEADLINE_S, Desk, parent, processes
 from tests.slurm.launchers import SMALL, undisturbed
+from trainer.state.store import CheckpointStore
 
 LAUNCH = ("python", "{project}/launch.py")
 TRAIN = ("python", "-m", "trainer", "--name={run}")
@@ -69,6 +70,8 @@ def test_every_rank_and_srun_are_killed(desk: Desk) -> None:
     """Nobody is left but the batch shell: the script's last line brings the job back."""
     desk.types("killed", SRUN, words=TWO_EPOCHS)
     desk.waits_for("killed", "holds in its step 8", times=2)
+    saved = CheckpointStore(desk.run("killed").checkpoints).steps
+    desk.cluster.wait_for(lambda: 7 in saved(), DEADLINE_S, "the epoch's end is not saved")
     job = desk.job("killed")
     found = {pid: command for pid, command, environ in processes() if environ.get("SLURM_JOB_ID") == job}
     sruns = [pid for pid, command in found.items() if command[0] == "srun"]
@@ -78,7 +81,7 @@ def test_every_rank_and_srun_are_killed(desk: Desk) -> None:
     for pid in [*sorted(sruns, key=lambda pid: parent(pid) not in sruns), *ranks]:
         os.kill(pid, signal.SIGKILL)
     first, second = finishes(desk, "killed", attempts=2)
-    assert (first["reason"], first["end_step"], first["lost_steps"]) == ("lost", 7, 0), "an epoch's end is saved"
+    assert (first["reason"], first["end_step"], first["lost_steps"]) == ("lost", 7, 0)
     assert (first["job_id"], second["job_id"], second["restart"]) == (job, job, 1)
 
 
