@@ -45,6 +45,7 @@ from trainer.task import Task
 RESULT = "LASTSTEP_OVERHEAD_RESULT"  # where rank 0 writes its figure, in the environment of every rank
 PROFILE = "LASTSTEP_OVERHEAD_PROFILE"  # likewise, where it writes its profile, if it is to
 WORKLOAD = "LASTSTEP_OVERHEAD_WORKLOAD"
+OURS = (str(PROJECT / "trainer"), str(PROJECT / "benchmarks"))
 DEADLINE_S = 300.0
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
@@ -200,7 +201,7 @@ def _sample(target: Path) -> None:
     counts: Counter[str] = Counter()
 
     def look(_: int, frame: FrameType | None) -> None:
-        while frame is not None and not frame.f_code.co_filename.startswith(str(PROJECT)):
+        while frame is not None and not frame.f_code.co_filename.startswith(OURS):
             frame = frame.f_back
         if frame is not None:
             file = Path(frame.f_code.co_filename).relative_to(PROJECT)
