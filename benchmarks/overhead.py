@@ -1,7 +1,7 @@
 """What a step costs beside the bare loop's, the same training in the same run.
 
 `python -m benchmarks.overhead [--trials N]`. Two models on CPUs, with 1 and with 2 ranks of one thread each: a 64-64-10
-perceptron on batches of 32 a rank, whose step is nearly nothing, and a wider one whose step takes 10 ms or more. The
+perceptron on batches of 32 a rank, whose step is nearly nothing, and a wider one whose step takes some 10 ms. The
 bare loop is the shortest hand-written one, written to be fast. Laststep has all on: metrics of every step, progress,
 the stop agreement, watchdog, periodic asynchronous saves, TensorBoard. Lightning and Accelerate are measured where they
 are installed (`pip install lightning accelerate`).
