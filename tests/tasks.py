@@ -38,6 +38,17 @@ def await_agreement() -> None:
         assert not agreement.is_alive(), "the ranks did not agree on a stop within 60 s"
 
 
+def hear_late() -> None:
+    """What a step measured comes a step later, as on a GPU."""
+    begin = Loop.__init__
+
+    def begin_late(self: Loop, *words: Any, **more: Any) -> None:
+        begin(self, *words, **more)
+        self.hears_late = True
+
+    Loop.__init__ = begin_late  # type: ignore[method-assign]
+
+
 class Signalled(Classification):
     """Signals itself in the middle of one unit of work, and holds that until the ranks have agreed on where to stop.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from submitit.core.utils import DelayedSubmission
 
 from tests.ranks import Attempt, fingerprint, reasons, train
+from tests.tasks import hear_late
 from tests.test_exact import config
 from trainer.commands.verify import inspect
 from trainer.observe.metrics import read_lines
@@ -131,11 +133,12 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     assert [checkpoint["step"] for checkpoint in inspect(run)] == sorted({best, 42})
 
 
-def test_a_step_that_is_not_finite_fails_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [None, hear_late], ids=["heard at once", "heard late"])
+def test_a_step_that_is_not_finite_fails_the_run(tmp_path: Path, before: Callable[[], None] | None) -> None:
     """NaN would soon be in every weight, and the rest of the job's hours wasted. The same step would fail again, so the
     run is not tried again; what stands in metrics.jsonl is what a checkpoint keeps."""
     options = ("task=tests.tasks.Poisoned", "checkpoint.every_steps=2")
-    attempt = Attempt(config(tmp_path, "nan", 2, options))
+    attempt = Attempt(config(tmp_path, "nan", 2, options), before=before)
     assert attempt.wait() == [1, 1]
     (record,) = read_lines(attempt.run.attempts)
     assert record["reason"] == "failed" and record["requeue"] is False

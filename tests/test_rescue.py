@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.ranks import Attempt, fingerprint, reasons, train
+from tests.tasks import hear_late
 from tests.test_exact import EVERYTHING, config
 from trainer.commands.verify import inspect
-from trainer.loop import Loop
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
 from trainer.world.meet import is_of_absence
@@ -85,17 +85,6 @@ def test_killed(root: Path, ranks: int, fault: str, request: pytest.FixtureReque
     assert "gone (killed" in record["error"]
     run = goes_on(root, name, ranks, *EVERYTHING)
     assert read_lines(run.attempts)[1]["start_step"] == step - 1
-
-
-def hear_late() -> None:
-    """What a step measured comes a step later, as on a GPU."""
-    begin = Loop.__init__
-
-    def begin_late(self: Loop, *words: Any, **more: Any) -> None:
-        begin(self, *words, **more)
-        self.hears_late = True
-
-    Loop.__init__ = begin_late  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
