@@ -181,3 +181,8 @@ def _rank(config: Config, env: dict[str, str], log: str, before: Callable[[], No
     except Exception:
         traceback.print_exc()
         sys.exit(1)
+    finally:
+        # One that woke in torch's C++ while Python shuts down would abort the process: a core file, and a wrong status.
+        if left := {thread.name for thread in threading.enumerate()} & {"watch", "beat", "report", "stop", "saver"}:
+            print(f"threads are left: {left}", flush=True)
+            sys.exit(70)

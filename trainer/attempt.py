@@ -28,23 +28,28 @@ from trainer.observe.hints import likely_cause
 from trainer.observe.phases import Phases
 from trainer.rundir import RunDir
 from trainer.say import fall_silent, say
-from trainer.state.rescue import Survivor, gather, given_up, take_turns
+from trainer.state.rescue import Survivor, explain, gather, given_up, take_turns
 from trainer.state.store import CheckpointError, CheckpointStore, Manifest
 from trainer.world import nccl
 from trainer.world.detect import MeetingError, World
 from trainer.world.lock import hold, still_holds
 from trainer.world.signals import Signals
-from trainer.world.slurm import USER_SIGNALS, SlurmError, ending, kill_wait_s, scontrol
+from trainer.world.slurm import USER_SIGNALS, Ending, SlurmError, ending, kill_wait_s, scontrol
 from trainer.world.watch import Fault, Watch
 
 if TYPE_CHECKING:
     from trainer.loop import Loop
     from trainer.world.meet import Group
+    from trainer.world.stop import Stop
 
 # Slurm's own default (KillWait), for a run that nobody submitted to Slurm.
 DEFAULT_GRACE_S = 30
 # Where the grace is nearly over nothing is waited for any more: what is recorded now still is.
 LAST_MOMENT_S = 3.0
+# How long the threads of a rank that failed may take to end.
+FAREWELL_S = 10.0
+# How long a step that a fault finds in the midst of its update may take to complete it.
+FREEZE_S = 10.0
 # How long a main thread that was told of its rank's end may take to come out of whatever it does.
 COME_OUT_S = 2.0
 AGAIN = "every step is kept, start it again under the same name to go on"
@@ -73,6 +78,7 @@ class Attempt:
         self.grace_s = config.launch.grace_s
         self.start_step = 0
         self.group: Group | None = None
+        self.stop: Stop | None = None
         self.loop: Loop | None = None
         self._fault: Fault | None = None
         self._failure: Fault | None = None  # of this rank itself
@@ -81,6 +87,10 @@ class Attempt:
         self.watch = Watch(world, config.launch.hang_timeout_s, self._on_fault)
         self.watch.grace_over = self._grace_over
         self.watch.given_up = lambda: given_up(run.rescues / world.attempt)
+        # Ends the threads that use the store. One that came out of torch's C++ while Python shuts down would abort the
+        # process (Python before 3.14).
+        self.closing = contextlib.ExitStack()
+        self.closing.callback(self.watch.close)
 
     def run(self) -> dict[str, float]:
         """Train to the end and return the metrics of the last epoch.
@@ -107,6 +117,7 @@ class Attempt:
             from trainer.task import find_task
             from trainer.training import Training
             from trainer.world.join import join
+            from trainer.world.stop import Stop
 
             self.phases.done("importing torch")
             hang_timeout_s = self.config.launch.hang_timeout_s
@@ -116,12 +127,16 @@ class Attempt:
             self.group.connect(hang_timeout_s)
             number = self.group.tell("attempt", self.world.number)
             self.world = self.group.world = self.watch.world = replace(self.group.world, number=number)
+            alarm = lambda why: self.watch.report(Fault("failed", why, cause=False))  # noqa: E731
+            self.stop = Stop(self.world, self.group.store, self.signals, alarm)
+            self.closing.callback(self.stop.close)
+            self.watch.ticks = lambda: self.stop.tick if self.stop else 0
             self.phases.done("meeting")
             if self.grace_s is None and self.world.on_slurm:  # of a job that launch.py has not submitted
                 self.grace_s = self.group.tell("grace", kill_wait_s() if self.world.rank == 0 else None)
             told = self.group.tell("step", newest.step if newest else None)
             self.start_step = told or 0
-            means = Means(self.config, self.run_dir, self.group, self.signals, self.watch, self.phases)
+            means = Means(self.config, self.run_dir, self.group, self.stop, self.watch, self.phases, self.closing)
             work = find_task(self.config)
             self.loop = Training(work, means) if isinstance(work, type) else loop_of(work, means)
             self.loop.restore(told)
@@ -135,16 +150,11 @@ class Attempt:
         """The orderly end: everything is saved. Rank 0 records it before anything else, and waits for nobody."""
         self.watch.close()
         step = loop.position.step
-        record, requeue, why = None, False, None
-        number = loop.stop.signal
+        record, requeue = None, False
         if self.world.rank == 0:
-            reason = "finished"
-            if not finished:
-                assert number is not None
-                end = ending(number, self.world, self.config.launch.signal_delay_s)
-                reason, requeue, why = end.reason, end.requeue, end.error
+            reason, requeue, why = ("finished", False, None) if finished else self._ending()
             record = self._end(reason, step, step, lost_s=0.0, error=why)
-        loop.close()
+        self.closing.close()
         group.close()
         if finished:
             loop.tensorboard.complete()
@@ -152,8 +162,16 @@ class Attempt:
             return loop.position.metrics
         if requeue:
             self._requeue(record, self.signals.requeue)
+        raise Stopped(self._signal(), self.world)
+
+    def _signal(self) -> signal.Signals:
+        """What stops this attempt, the same on every rank once they have agreed."""
+        number = (self.stop.signal if self.stop else None) or self.signals.first
         assert number is not None
-        raise Stopped(number, self.world)
+        return number
+
+    def _ending(self) -> Ending:
+        return ending(self._signal(), self.world, self.config.launch.signal_delay_s)
 
     def _requeue(self, record: Record | None, handler: Callable[[], None] | None = None) -> None:
         """Put the job, whose attempt ended as recorded, back into the queue; `handler` is submitit's way to."""
@@ -179,8 +197,7 @@ class Attempt:
         text = f"rank {rank} on {host} failed:\n{story}"
         if self.group is None:  # the others are not there to be told; they notice when they come to meet
             self.watch.close()
-            again = not isinstance(error, ConfigError)
-            start = self.start_step
+            start, again = self.start_step, not isinstance(error, ConfigError)
             self._end("failed", start, start, error=text, retry=again)
             self._advise(text)
             return
@@ -195,6 +212,7 @@ class Attempt:
             fault = self._failure = Fault("failed", text, retry=again)
         self.watch.report(fault)
         self._over.wait()
+        _within(FAREWELL_S, self.closing.close)  # the store may answer no more
         record = record_of(self.run_dir, self.world)
         if record is not None and record["requeue"]:
             say(traceback.format_exc())
@@ -219,7 +237,8 @@ class Attempt:
         if fault.reason in ("hung", "signal"):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         loop = self.loop
-        step = loop.position.step if loop is not None and loop.freeze() else -1
+        patience_s = 0.0 if self._main_is_out.is_set() else FREEZE_S  # whoever is out of a step will not complete it
+        step = loop.position.step if loop is not None and loop.freeze(patience_s) else -1
         here = Survivor(self.world.rank, step, self._failure)
         survivors = gather(self.run_dir.rescues / self.world.attempt, here, self.world.size)
         take_turns(
@@ -237,13 +256,10 @@ class Attempt:
             end_step = loop.position.step
             kept = self._keep(loop, kept)
         reason: str = fault.reason
-        error: str | None = self._explain(fault, survivors)
+        error: str | None = explain(fault, survivors, self.world)
         requeue = True
         if fault.reason == "signal":
-            number = (loop.stop.signal if loop else None) or self.signals.first
-            assert number is not None
-            end = ending(number, self.world, self.config.launch.signal_delay_s)
-            reason, requeue, error = end.reason, end.requeue, end.error
+            reason, requeue, error = self._ending()
         retry = all(own.failure.retry for own in survivors if own.failure) and fault.retry
         record = self._end(reason, end_step, kept, error=error, retry=retry)
         if record is not None:
@@ -263,7 +279,7 @@ class Attempt:
         if loop.saves.saving is not None and loop.saves.saving.step == step:
             with contextlib.suppress(RuntimeError):
                 loop.saves.wait(COME_OUT_S)  # all ranks may be alive, and just about to have it
-        if step == kept or self._stands(step):
+        if step == kept or self.store.stands(step):
             return step
         if not still_holds(self.run_dir.lock, self.world):
             say(f"another attempt is at work on this run; the checkpoint of step {kept} stands")
@@ -275,13 +291,6 @@ class Attempt:
             return kept
         say(f"rank {self.world.rank} saved step {step} alone")
         return step
-
-    def _stands(self, step: int) -> bool:
-        """Whether there is a whole checkpoint of that step, not merely one that this attempt has found damaged."""
-        with contextlib.suppress(CheckpointError):
-            self.store.verify(step)
-            return True
-        return False
 
     def _end(self, reason: str, end_step: int, kept_step: int, **more: Any) -> Record | None:
         """Record the end, see `end_attempt`."""
@@ -295,31 +304,14 @@ class Attempt:
         if hint := likely_cause(error, self.config, self.world):
             say(hint)
 
-    def _explain(self, fault: Fault, survivors: list[Survivor]) -> str:
-        """What failed first: the error of a rank that had one of its own; else which ranks are gone."""
-        if fault.cause:
-            return fault.text
-        causes = [survivor.failure.text for survivor in survivors if survivor.failure]
-        if causes:
-            return causes[0]
-        here = {survivor.rank for survivor in survivors}
-        gone = [rank for rank in range(self.world.size) if rank not in here]
-        if not gone:
-            return fault.text
-        names = "; ".join(f"rank {rank} on {self.world.host_of(rank)}" for rank in gone)
-        lost = f"{names}: gone (killed, out of memory, or its node died)"
-        say(lost)
-        return f"{lost}\n{fault.text}"
-
     def _grace_over(self) -> Fault | None:
         """Looked at every half second: whether a signal came too long ago to wait for the agreed step any longer."""
-        noticed = self.loop.stop.noticed_at if self.loop else None
+        noticed = self.stop.noticed_at if self.stop else None
         since = [moment for moment in (noticed, self.signals.first_at) if moment is not None]
         if not since:
             return None
-        number = (self.loop.stop.signal if self.loop else None) or self.signals.first
         grace_s = self.grace_s or DEFAULT_GRACE_S
-        if number in USER_SIGNALS:
+        if self._signal() in USER_SIGNALS:
             grace_s = self.config.launch.signal_delay_s
         passed = time.monotonic() - min(since)
         if passed > grace_s - LAST_MOMENT_S:
@@ -338,12 +330,17 @@ class Attempt:
             self._end(reason, done, kept)
 
         say("the grace is over; the newest checkpoint stands")
-        recording = threading.Thread(target=record, daemon=True)  # the disk may be what everything waits for
-        recording.start()
-        recording.join(LAST_MOMENT_S / 2)
+        _within(LAST_MOMENT_S / 2, record)  # the disk may be what everything waits for
         self._exit()
 
     def _exit(self) -> None:
         """End this process although its main thread cannot."""
         fall_silent()
         os._exit(1)
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    """Call it in a thread, and wait for that no longer."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)

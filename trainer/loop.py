@@ -30,9 +30,8 @@ from trainer.state.saver import About, save_alone
 from trainer.state.store import CheckpointStore
 from trainer.world.device import LastUpdate, numerics, other_numerics, to_host
 from trainer.world.meet import Group
-from trainer.world.signals import Signals
 from trainer.world.stop import Stop
-from trainer.world.watch import Fault, Watch
+from trainer.world.watch import Watch
 
 
 class NotFinite(ArithmeticError):
@@ -46,9 +45,10 @@ class Means:
     config: Config
     run: RunDir
     group: Group
-    signals: Signals
+    stop: Stop
     watch: Watch
     phases: Phases
+    closing: contextlib.ExitStack  # is closed when no rank works or saves any more
 
 
 class Loop(ABC):
@@ -62,8 +62,7 @@ class Loop(ABC):
         self.config, self.group, self.watch, self.phases = means.config, means.group, means.watch, means.phases
         run, world, watch = means.run, means.group.world, means.watch
         self.rank, self.size = world.rank, world.size
-        alarm = lambda why: watch.report(Fault("failed", why, cause=False))  # noqa: E731
-        self.stop = Stop(world, self.group.store, means.signals, alarm)
+        self.stop = means.stop
         self.store = CheckpointStore(run.checkpoints)
         self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)
         self.progress = Progress(prints=self.rank == 0)
@@ -72,6 +71,7 @@ class Loop(ABC):
         self.saves = Saves(
             self.config.checkpoint, run, self.store, self.group, self.metrics, self.progress, watch, stopping
         )
+        means.closing.callback(self.saves.close)
         self.numerics = numerics(self.group.device)
         self.position = Position()
         self.whole = threading.Lock()
@@ -84,7 +84,6 @@ class Loop(ABC):
         self.hears_late = self.group.device.type == "cuda"
         self._first = 1  # step to be done by this attempt
         self._plan = run.plan
-        watch.ticks = lambda: self.stop.tick
 
     @abstractmethod
     def restore(self, step: int | None) -> None:
@@ -120,11 +119,6 @@ class Loop(ABC):
         self._save_last()
         return finished
 
-    def close(self) -> None:
-        """Every rank is past its last unit of work, and every save has ended."""
-        self.stop.close()
-        self.saves.close()
-
     def save(self) -> None:
         """Begin to save this position, see `Saves.begin`. All ranks call it together."""
         self.flush()
@@ -132,7 +126,7 @@ class Loop(ABC):
         self.saves.begin(self.position, self._about(), self._saved())
         self.progress.restart_clock()
 
-    def freeze(self, timeout_s: float = 10.0) -> bool:
+    def freeze(self, timeout_s: float) -> bool:
         """Keep the state as it is from now on, and enter the steps that it has in the metrics. For another thread than
         the one that trains. False when there is no whole state."""
         if not (self.whole.acquire(timeout=timeout_s) and self.restored):

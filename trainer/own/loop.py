@@ -65,7 +65,7 @@ class OwnLoop(Loop):
         self._log.level()
         super()._ask()
 
-    def freeze(self, timeout_s: float = 10.0) -> bool:
+    def freeze(self, timeout_s: float) -> bool:
         """See Loop. What follows the steps of an epoch must have left the state alone."""
         if not super().freeze(timeout_s):
             return False

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainer.say import say
+from trainer.world.detect import World
 from trainer.world.watch import Fault
 
 # Ranks hear of a fault within half a second; the dead cannot be waited for, and Slurm may be about to end the living.
@@ -56,6 +58,23 @@ def gather(folder: Path, survivor: Survivor, size: int) -> list[Survivor]:
 def given_up(folder: Path) -> bool:
     """Whether any rank has said that it is left."""
     return any(folder.glob("rank_*.json"))
+
+
+def explain(fault: Fault, survivors: list[Survivor], world: World) -> str:
+    """What failed first: the error of a rank that had one of its own; else which ranks are gone."""
+    if fault.cause:
+        return fault.text
+    causes = [survivor.failure.text for survivor in survivors if survivor.failure]
+    if causes:
+        return causes[0]
+    here = {survivor.rank for survivor in survivors}
+    gone = [rank for rank in range(world.size) if rank not in here]
+    if not gone:
+        return fault.text
+    names = "; ".join(f"rank {rank} on {world.host_of(rank)}" for rank in gone)
+    lost = f"{names}: gone (killed, out of memory, or its node died)"
+    say(lost)
+    return f"{lost}\n{fault.text}"
 
 
 def take_turns(survivors: list[Survivor], rank: int, act: Callable[[], None], done: Callable[[], bool]) -> None:

@@ -155,6 +155,13 @@ class CheckpointStore:
                 pass
         return manifest
 
+    def stands(self, step: int) -> bool:
+        """Whether there is a whole checkpoint of that step, not merely one that was found damaged."""
+        with contextlib.suppress(CheckpointError):
+            self.verify(step)
+            return True
+        return False
+
     def _compare(self, step: int, name: str, said: Mapping[str, Any]) -> None:
         with _explained(name):
             found = _sha256(self.path(step) / name)

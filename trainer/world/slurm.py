@@ -30,7 +30,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.world.detect import World
 
@@ -45,8 +45,7 @@ class SlurmError(RuntimeError):
     """Slurm refuses, or does not answer."""
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """Why an attempt stopped, as attempts.jsonl says it, and whether the run goes on only if we requeue the job."""
 
     reason: str

@@ -82,16 +82,15 @@ class Watch:
         self._faulted = threading.Lock()
         self._closed = threading.Event()
         self._main = threading.main_thread().ident or 0
-        self._threads = [threading.Thread(target=self._watch, name="watch", daemon=True)]
-        self._threads[0].start()
+        self._threads: list[threading.Thread] = []
+        self._begin("watch", self._watch)
 
     def join(self, group: Group) -> None:
         """The ranks have met: begin to beat."""
         self.world = group.world
         # A client of TCPStore serves one caller at a time.
         self._store, self._reports = group.store.clone(), group.store.clone()
-        self._threads.append(threading.Thread(target=self._beat, name="beat", daemon=True))
-        self._threads[1].start()
+        self._begin("beat", self._beat)
 
     def enter(self, phase: str) -> None:
         """The rank comes to the next part of the attempt; that counts as progress."""
@@ -107,7 +106,7 @@ class Watch:
         """Tell every rank. The first report stands."""
         if not self._closed.is_set():
             # Beside what follows: the store may be what has failed, and then not even say so for a long time.
-            threading.Thread(target=self._publish, args=(fault,), name="report", daemon=True).start()
+            self._begin("report", lambda: self._publish(fault))
             self._raise(fault)
 
     def close(self) -> None:
@@ -116,6 +115,11 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
         for thread in self._threads:
             thread.join(timeout=5)
+
+    def _begin(self, name: str, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _publish(self, fault: Fault) -> None:
         if self._reports is not None:
