@@ -1,10 +1,10 @@
 """What a step costs beside the bare loop's, the same training in the same run.
 
 `python -m benchmarks.overhead [--trials N]`. Two models on CPUs, with 1 and with 2 ranks of one thread each: a 64-64-10
-perceptron on batches of 32 a rank, whose step is nearly nothing, and a wider one whose step takes some 10 ms. The
+perceptron on batches of 32 a rank, whose step is nearly nothing, and a wider one whose step takes 10 ms or more. The
 bare loop is the shortest hand-written one, written to be fast. Laststep has all on: metrics of every step, progress,
-the stop agreement, watchdog, periodic asynchronous saves, TensorBoard. Lightning and Accelerate are measured where they
-are installed (`pip install lightning accelerate`).
+the stop agreement, watchdog, an asynchronous save each second or two, TensorBoard. Lightning and Accelerate take part
+where they are installed (`pip install lightning accelerate`).
 
 The contenders take turns; a figure is the mean time of a step over all but the first fifth of a trial, and a ratio that
 to the bare loop's of the same turn. The exit status says whether Laststep's median ratio keeps to its limit; where it
@@ -55,13 +55,13 @@ class Workload(NamedTuple):
 
     widths: tuple[int, ...]
     batch_size: int  # of each rank
-    steps: int
+    steps: tuple[int, int]  # on one rank, and on two
     limit: float
 
 
 WORKLOADS = {
-    "perceptron": Workload((64, 64, 10), 32, 3000, 1.15),
-    "10 ms": Workload((64, 1024, 768, 10), 128, 200, 1.01),
+    "perceptron": Workload((64, 64, 10), 32, (12_000, 3000), 1.15),
+    "10 ms": Workload((64, 1024, 768, 10), 256, (250, 200), 1.01),
 }
 RANKS = (1, 2)
 
@@ -133,8 +133,8 @@ def trial(name: str, workload: str, ranks: int, more: Mapping[str, str] | None =
                 f"optim.lr={LEARNING_RATE}",
                 "optim.schedule=constant",
                 f"train.batch_size={load.batch_size * ranks}",
-                f"train.max_steps={load.steps}",
-                f"checkpoint.every_steps={load.steps // 4}",
+                f"train.max_steps={load.steps[ranks - 1]}",
+                f"checkpoint.every_minutes={1 / 60}",
             ]
         launcher = ["torch.distributed.run", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
         env = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result), WORKLOAD: workload, **(more or {})}
@@ -155,11 +155,15 @@ def _load() -> Workload:
     return WORKLOADS[os.environ[WORKLOAD]]
 
 
+def _steps() -> int:
+    return _load().steps[int(os.environ.get("WORLD_SIZE", 1)) - 1]
+
+
 def _data() -> tuple[Tensor, Tensor]:
-    """Features and labels, more than any trial sees, so that no epoch ends in it."""
+    """Features and labels, as many as a trial sees, so that no epoch ends in it."""
     load = _load()
     generator = torch.Generator().manual_seed(0)
-    samples = load.steps * load.batch_size * max(RANKS)
+    samples = _steps() * load.batch_size * int(os.environ.get("WORLD_SIZE", 1))
     features = torch.randn(samples, load.widths[0], generator=generator)
     return features, torch.randint(0, load.widths[-1], (samples,), generator=generator)
 
@@ -182,7 +186,7 @@ def _measure() -> None:
     if int(os.environ.get("RANK", 0)):
         return
     times: list[float] = []
-    steps = _load().steps
+    steps = _steps()
     first = steps // 5
 
     def after_step(*_: Any) -> None:
@@ -229,7 +233,7 @@ def bare() -> None:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = _optimizer(model)
     _measure()
-    for _, (x, y) in zip(range(_load().steps), _batches()):
+    for _, (x, y) in zip(range(_steps()), _batches()):
         functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -245,7 +249,7 @@ def accelerate() -> None:
     model = _model()
     model, optimizer = accelerator.prepare(model, _optimizer(model))
     _measure()
-    for _, (x, y) in zip(range(_load().steps), _batches()):
+    for _, (x, y) in zip(range(_steps()), _batches()):
         loss = functional.cross_entropy(model(x), y)
         accelerator.backward(loss)
         optimizer.step()
@@ -280,7 +284,7 @@ def lightning(barebones: bool = False) -> None:
         accelerator="cpu",
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
-        max_steps=_load().steps,
+        max_steps=_steps(),
         default_root_dir=str(Path(os.environ[RESULT]).parent),
         barebones=barebones,
     )

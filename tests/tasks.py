@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trainer.config import Config
+from trainer.data import image_files
 from trainer.learner import Learner
 from trainer.loop import Loop
 from trainer.observe import progress, tensorboard
@@ -47,6 +48,30 @@ def hear_late() -> None:
         self.hears_late = True
 
     Loop.__init__ = begin_late  # type: ignore[method-assign]
+
+
+def note_decoding() -> None:
+    """A byte in LASTSTEP_TEST_NOTES for each image that is decoded."""
+    decode = image_files.decode
+
+    def noted(content: bytes, least: int) -> Any:
+        with open(os.environ["LASTSTEP_TEST_NOTES"], "ab", buffering=0) as notes:
+            notes.write(b".")
+        return decode(content, least)
+
+    image_files.decode = noted
+
+
+def share_nothing() -> None:
+    """As of a container each: no rank finds what another one has on the disk."""
+    opened = os.open
+
+    def alone(path: Any, flags: int, *more: Any, **others: Any) -> int:
+        if os.fsdecode(path).endswith("/decoded") and not flags & os.O_CREAT:
+            raise FileNotFoundError(path)
+        return opened(path, flags, *more, **others)
+
+    os.open = alone
 
 
 class Signalled(Classification):

@@ -17,6 +17,7 @@ import torch
 
 from tests.photos import make_folder
 from tests.ranks import Attempt, fingerprint, reasons, train
+from tests.tasks import note_decoding, share_nothing
 from trainer.config import Config
 from trainer.observe.metrics import read_lines
 from trainer.rundir import RunDir
@@ -139,6 +140,23 @@ def test_image_files_and_any_workers(root: Path) -> None:
     stopped = Attempt(config(root, "photos", 2, (*options, "data.workers=1")), {"LASTSTEP_TEST_SIGNAL": STOP_AT_2})
     assert stopped.wait() == [128 + signal.SIGTERM] * 2, stopped.output()
     assert fingerprint(train(config(root, "photos", 2, options))) == expected
+
+
+def test_image_files_that_are_decoded_once(root: Path, tmp_path: Path) -> None:
+    """Whichever rank or worker has decoded an image, both ranks have it from then on, in all epochs; the next attempt
+    begins anew. So do ranks that share no disk, and it makes no difference to any bit."""
+    photos = make_folder(root / "kept", train=24, val=8, classes=3)
+    options = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "model.args.width=32")
+    cached = (*options, "data.args.cache=true", "train.epochs=3")
+    notes = {"LASTSTEP_TEST_NOTES": str(tmp_path / "decoded"), "TMPDIR": str(tmp_path / "node")}
+    Path(notes["TMPDIR"]).mkdir()
+    calm = train(config(root, "kept-calm", 2, (*cached, "data.workers=1")), notes, before=note_decoding)
+    assert 32 <= Path(notes["LASTSTEP_TEST_NOTES"]).stat().st_size < 40, "32 images, each once but by a rare accident"
+    assert not list(Path(notes["TMPDIR"]).iterdir())
+    stopped = Attempt(config(root, "kept-stopped", 2, cached), {"LASTSTEP_TEST_SIGNAL": STOP_AT_2})
+    assert stopped.wait() == [128 + signal.SIGTERM] * 2, stopped.output()
+    resumed = train(config(root, "kept-stopped", 2, (*cached, "data.workers=2")), before=share_nothing)
+    assert fingerprint(resumed) == fingerprint(calm)
 
 
 def test_torchvision_model(root: Path) -> None:

@@ -7,7 +7,11 @@ run would learn from other images than the undisturbed one, and nobody would not
 from __future__ import annotations
 
 import io
+import os
 import random
+import resource
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,16 +25,18 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torchvision.transforms.v2 import functional as transforms
 
 from tests.photos import make_folder, photo
+from tests.worlds import a_world
 from trainer.config import Config, ConfigError
-from trainer.data import datasets
-from trainer.data.image_files import read_image
+from trainer.data import datasets, decoded
+from trainer.data.image_files import ImageFiles, read_image
 from trainer.data.loader import VALIDATION, Loading, TrainBatches
 from trainer.data.order import Order, seed_generators
 from trainer.data.pixels import Augmentation, Images, normalized
 from trainer.tasks.classification import Classification
+from trainer.world.meet import Group
 
 CPU = torch.device("cpu")
-KINDS = ("mnist-5k", "mnist-5k resized", "cifar10", "fake", "imagefolder")
+KINDS = ("mnist-5k", "mnist-5k resized", "cifar10", "fake", "imagefolder", "imagefolder cached")
 BATCH, STEPS = 12, 6  # of 30 samples: two epochs, of two whole batches and a short one each
 
 
@@ -53,9 +59,10 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def task(request: pytest.FixtureRequest, photos: Path, monkeypatch: pytest.MonkeyPatch) -> Classification:
     """One that augments images of the kind that the test names."""
     monkeypatch.setitem(datasets._IN_MEMORY, "cifar10", FewColours)
-    name, *resized = request.param.split()
+    name, *more = request.param.split()
     words = [f"data.name={name}", f"data.root={photos}", "data.args.augment=true"]
-    words += ["data.args.image_size=20"] if resized else []
+    words += ["data.args.image_size=20"] if "resized" in more else []
+    words += ["data.args.cache=true"] if "cached" in more else []
     words += ["data.args.image_size=24"] if name == "imagefolder" else []
     words += ["data.args.samples=30"] if name == "fake" else []
     return Classification(Config.load(None, words))
@@ -319,6 +326,78 @@ def test_random_crops_are_of_many_shares() -> None:
         mirrored.append(bool(line[-1] < line[0]))
     assert min(spans) < 90 and max(spans) > 220
     assert 60 < sum(mirrored) < 140
+
+
+@pytest.fixture
+def cached(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Classification, ImageFiles]:
+    """A task, and its images, which are decoded once; their files may be deleted."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    root = shutil.copytree(photos, tmp_path / "photos")
+    words = ["data.name=imagefolder", f"data.root={root}", "data.args.image_size=24", "data.args.cache=true"]
+    task = Classification(Config.load(None, [*words, "data.args.augment=true"]))
+    images = task.datasets()[0]
+    assert isinstance(images, ImageFiles) and images.decoded is not None
+    images.decoded.share(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"], "nothing stays behind, however the ranks end"
+    return task, images
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_image_is_decoded_once(workers: int, cached: tuple[Classification, ImageFiles], photos: Path) -> None:
+    """And is then there for every worker, whichever has decoded it: nobody reads the files any more."""
+    task, images = cached
+    first = samples(task, images, 0, 1, workers=workers)
+    shutil.rmtree(images.root)
+    again = samples(task, images, 0, 1, workers=2 - workers)
+    assert first.keys() == again.keys() and len(first) == 60
+    assert all(torch.equal(image, again[key]) for key, image in first.items())
+    each_time = samples(task, ImageFiles(str(photos), "train", 24, augment=True, cache=True), 0, 1)
+    assert all(torch.equal(image, again[key]) for key, image in each_time.items())
+
+
+def test_no_room_for_decoded_images(cached: tuple[Classification, ImageFiles], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of the disk is left to others, and a disk that is full all the same ends no training: the images are
+    decoded each time, into the same samples."""
+    task, images = cached
+    monkeypatch.setattr(decoded, "SPARE", 1.0)
+    without = samples(task, images, 0, 1)
+    assert images.decoded is not None and not any(map(images.decoded.find, range(30)))
+    monkeypatch.undo()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        full = samples(task, images, 0, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert 0 < sum(images.decoded.find(index) is not None for index in range(30)) < 30
+    found = samples(task, images, 0, 1)
+    assert all(images.decoded.find(index) for index in range(30))
+    assert all(torch.equal(image, full[key]) and torch.equal(image, found[key]) for key, image in without.items())
+
+
+def test_nowhere_to_keep_decoded_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TMPDIR that is full, or not there, costs time and not the run."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    words = ["data.name=imagefolder", f"data.root={photos}", "data.args.image_size=24"]
+    task = Classification(Config.load(None, [*words, "data.args.cache=true"]))
+    images = task.datasets()[0]
+    assert isinstance(images, ImageFiles) and images.decoded is not None
+    images.decoded.share(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
+    assert len(samples(task, images, 0, 1)) == 60
+
+
+def test_a_worker_dies_while_it_keeps_an_image(cached: tuple[Classification, ImageFiles]) -> None:
+    """Half of an entry is none: another sample's pixels would train as well, and nobody would notice."""
+    task, images = cached
+    expected = samples(task, images, 0, 1)
+    assert images.decoded is not None and images.decoded._file is not None
+    size = decoded._ENTRY.size
+    entry = os.pread(images.decoded._file, size, size * 7)
+    for written in range(1, size):
+        os.pwrite(images.decoded._file, entry[:written] + bytes(size - written), size * 7)
+        assert images.decoded.find(7) is None or not any(entry[written:])
+    found = samples(task, images, 0, 1)
+    assert all(torch.equal(image, found[key]) for key, image in expected.items())
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -40,11 +40,11 @@ class Buffers:
             self._next = self._gather()
             self._group.broadcast([self._next])
 
-    def keep(self, good: Tensor | None = None) -> None:
-        """The step is done: keep what `share` brought, or, where it was not `good` (a scalar bool), what was before.
+    def keep(self, bad: Tensor | None = None) -> None:
+        """The step is done: keep what `share` brought, or, where it was `bad` (a scalar, not 0), what was before.
         Before any `share`, the buffers are put back as they were."""
         if self._live:
-            self._kept = self._next if good is None else torch.where(good, self._next, self._kept)
+            self._kept = self._next if bad is None else torch.where(bad == 0, self._next, self._kept)
             torch._foreach_copy_(self._bytes, self._kept.split(self._sizes))
 
     def kept_in(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import inspect
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,9 @@ class Learner:
         self._steps_seed = seed_of("steps", config.seed, group.world.rank)
         self.tap = nn.Parameter(torch.zeros((), device=self.device))
         self._parameters = list(self.model.parameters())
+        self._alike: dict[torch.dtype, list[nn.Parameter]] = {}  # by what their gradients are made of; the loss too
+        for parameter in (self.tap, *self._parameters):
+            self._alike.setdefault(parameter.dtype, []).append(parameter)
         self._one = torch.ones((), device=self.device)
         self.parallel = self._parallel()
         self.buffers = Buffers(self.model, group)
@@ -90,33 +93,32 @@ class Learner:
     def update(self) -> tuple[Tensor, Tensor]:
         """The update of the step: this rank's alone, so one that comes so far completes it, whoever dies meanwhile.
 
-        Returns the mean loss over the global batch and whether it and the gradient were finite (else nothing was
-        changed), both scalars on the device.
+        Returns the mean loss over the global batch, and 0 where that and the gradient were finite, else 1: scalars on
+        the device. Where train.nonfinite=skip, such a step has changed nothing.
         """
-        assert self.tap.grad is not None
-        loss = self.tap.grad.clone()  # the next all-reduce is to write there
-        self.tap.grad = None
-        clip_norm = self.config.optim.clip_norm
+        clip_norm, skips = self.config.optim.clip_norm, self.config.train.nonfinite == "skip"
         if self.scaler.is_enabled():
             # Of infinite gradients the scaler makes a smaller scale: a part of fp16, and no fault.
-            good = loss.isfinite()
+            bad = self._find_inf({torch.float32: [self.tap]})
             if clip_norm is not None:
                 self.scaler.unscale_(self.optimizer)
                 nn.utils.clip_grad_norm_(self._parameters, clip_norm)
         else:
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(self._parameters, clip_norm)  # one that is not finite makes all so
-            bad = self._find_inf([loss, *(p.grad for p in self._parameters if p.grad is not None)])
-            # Read by the fused optimisers on the device, as they do for the scaler: the CPU need not wait to know.
-            self.optimizer.found_inf = bad  # type: ignore[attr-defined]
-            good = bad == 0
+            bad = self._find_inf(self._alike)
+            if skips:  # read by the fused optimisers on the device, as for the scaler: the CPU need not wait to know
+                self.optimizer.found_inf = bad  # type: ignore[attr-defined]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        self.buffers.keep(good)
+        self.buffers.keep(bad if skips else None)
         if self.average is not None:
             self.average.update_parameters(self.model)
-        return loss, good
+        loss, self.tap.grad = self.tap.grad, None
+        assert loss is not None
+        # Of several ranks it lies where the next all-reduce writes to.
+        return loss if self.parallel is self.model else loss.clone(), bad
 
     @torch.no_grad()
     def evaluate(self, step: int, position: int, batch: Any, count: int) -> Tensor:
@@ -208,15 +210,13 @@ class Learner:
             scaled.backward()
             self.tap.grad = own if self.tap.grad is None else self.tap.grad + own
 
-    def _find_inf(self, tensors: list[Tensor]) -> Tensor:
-        """1.0 where any of them holds an infinity or a NaN, else 0.0. What GradScaler uses: one kernel, a tenth of the
-        time that the norm of them all takes."""
+    def _find_inf(self, parameters: Mapping[torch.dtype, Sequence[nn.Parameter]]) -> Tensor:
+        """1.0 where any of their gradients holds an infinity or a NaN, else 0.0. What GradScaler uses: one kernel, a
+        tenth of the time that the norm of them all takes."""
         found = torch.zeros((), device=self.device)
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            kinds.setdefault(tensor.dtype, []).append(tensor)
-        for alike in kinds.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, self._one)
+        for alike in parameters.values():
+            gradients = [gradient for parameter in alike if (gradient := parameter.grad) is not None]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
         return found
 
     def _no_reduction(self) -> contextlib.AbstractContextManager[None]:

@@ -33,6 +33,8 @@ from trainer.world.meet import Group
 from trainer.world.stop import Stop
 from trainer.world.watch import Watch
 
+WORD_S = 1.0  # how often rank 0 says whether it is time for a save
+
 
 class NotFinite(ArithmeticError):
     """A loss or a gradient is NaN or infinite, and train.nonfinite says that the run is to fail of it."""
@@ -79,7 +81,9 @@ class Loop(ABC):
         self.restored = False
         # What finished steps measured and is not yet in metrics.jsonl, by step (from 0): scalars on the device.
         self.pending: list[tuple[int, Mapping[str, Tensor]]] = []
-        self._asked: tuple[int, Callable[[], list[float]]] | None = None  # for so many of them, see `_ask`
+        # For so many of them, and whether for rank 0's word too, see `_ask`.
+        self._asked: tuple[int, bool, Callable[[], list[float]]] | None = None
+        self._next_word = 0  # step from which on that is asked for
         # A step later a GPU has it, and is at work on that step: to wait at once would be to let it run dry.
         self.hears_late = self.group.device.type == "cuda"
         self._first = 1  # step to be done by this attempt
@@ -133,7 +137,7 @@ class Loop(ABC):
             return False
         try:
             with self.last_update.beside():
-                self._enter(len(self.pending), torch.stack(self._measured()).tolist() if self.pending else [])
+                self._enter(len(self.pending), torch.cat(self._measured()).tolist() if self.pending else [])
         except (NotFinite, TimeoutError):
             return False
         return True
@@ -152,18 +156,26 @@ class Loop(ABC):
         self._hear()
 
     def _ask(self) -> None:
-        """Have the device send what the steps so far have measured, and rank 0's word on whether a save is due (the
-        ranks' clocks differ). Until then all of it stays on the device: a step waits for nothing. A collective."""
-        due = torch.full((), self.saves.due_by_clock(), dtype=torch.float64, device=self.group.device)
-        self.group.broadcast([due])
-        self._asked = len(self.pending), to_host(torch.stack([*self._measured(), due]))
+        """Have the device send what the steps so far have measured; until then it stays there, and a step waits for
+        nothing. About once a second it sends rank 0's word too, since the ranks' clocks differ: in how many steps the
+        next is to be asked for, 0 when a save is due. A collective."""
+        sent = self._measured()
+        if asks := self.position.step >= self._next_word:
+            left_s = self.saves.due_in_s()
+            steps = 0 if left_s <= 0 else max(1, min(left_s, WORD_S) // self.progress.step_s())
+            word = torch.full((1,), steps, dtype=torch.float64, device=self.group.device)
+            self.group.broadcast([word])
+            sent.append(word)
+        self._asked = len(self.pending), asks, to_host(torch.cat(sent)) if sent else list
 
     def _hear(self) -> None:
         """Enter in metrics.jsonl what was asked for. Raises NotFinite."""
         assert self._asked is not None
-        (count, answer), self._asked = self._asked, None
-        *values, due = answer()
-        self.saves.due |= bool(due)
+        (count, asks, answer), self._asked = self._asked, None
+        values = answer()
+        if asks:
+            self.saves.due |= values[-1] == 0
+            self._next_word = self.position.step + int(values[-1])
         with self.whole:
             self._enter(count, values)
         self.saves.note()
@@ -247,7 +259,9 @@ class Loop(ABC):
             self.saves.wait()
 
     def _measured(self) -> list[Tensor]:
-        return [tensor.double() for _, measured in self.pending for tensor in measured.values()]
+        """In one tensor of one dimension, if there is any."""
+        measured = [tensor for _, measured in self.pending for tensor in measured.values()]
+        return [torch.stack(measured).double()] if measured else []
 
     def _enter(self, count: int, values: Iterable[float]) -> None:
         """Enter the first `count` pending steps, given what they measured, in metrics.jsonl."""

@@ -105,10 +105,10 @@ class Saves:
         if self._failed >= MAX_FAILED and not self._stopping():  # at a stop it is tried as long as the grace lasts
             raise CheckpointError(f"{self._failed} saves in a row failed, the last so: {self._saver.error}")
 
-    def due_by_clock(self) -> bool:
-        """Whether the time for a save, or to try a failed one again, has come; each rank's clock has its own answer."""
+    def due_in_s(self) -> float:
+        """Seconds until it is time for a save, or to try a failed one again; each rank's clock has its own answer."""
         every_s = self._auto.seconds if self._auto else self._every_s
-        return time.monotonic() - self._began > (RETRY_S if self._failed else every_s)
+        return (RETRY_S if self._failed else every_s) - (time.monotonic() - self._began)
 
     def close(self) -> None:
         """No more saves."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainer.config import ConfigError, check_batch
+from trainer.data.decoded import Decoded
 from trainer.data.loader import Loading, TrainBatches, ValidationBatches
 from trainer.data.order import Order
 from trainer.learner import Learner, learning_rate
@@ -29,6 +30,9 @@ class Training(Loop):
         self.task = task(config)
         group.node_by_node(self.task.prepare)
         self.train_set, val_set = self.task.datasets()
+        for name, dataset in (("train", self.train_set), ("val", val_set)):
+            if isinstance(decoded := getattr(dataset, "decoded", None), Decoded):
+                decoded.share(group, name)
         counts = [len(dataset) for dataset in (self.train_set, val_set)]  # type: ignore[arg-type]
         if not all(counts):
             raise ConfigError(
@@ -96,9 +100,9 @@ class Training(Loop):
         samples = self.order.count(step)
         self.learner.learn(step, micro_batches, samples)
         with self.whole:
-            loss, good = self.learner.update()
+            loss, bad = self.learner.update()
             self.last_update.mark()
-            self.pending.append((step, {"loss": loss, "good": good}))
+            self.pending.append((step, {"loss": loss, "bad": bad}))
             position.step += 1
             position.samples += samples
         self._step_done(samples, self._validation_due())
@@ -116,12 +120,12 @@ class Training(Loop):
             "loss": finite(loss),
             "lr": learning_rate(self.config.optim, step, self.total_steps),
         }
-        if measured["good"]:
-            position.loss_sum += loss * samples
-            position.loss_samples += samples
-        else:
+        if measured["bad"]:
             self._not_finite(step, "gradient" if math.isfinite(loss) else "loss")
             record["skipped"] = True
+        else:
+            position.loss_sum += loss * samples
+            position.loss_samples += samples
         return record
 
     def _not_finite(self, step: int, what: str) -> None:

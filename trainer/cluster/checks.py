@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from trainer.config import Config, ConfigError, nearest
-from trainer.data.catalog import DATA_ARGS, DATASETS, FAKE_ARGS
+from trainer.data.catalog import DATA_ARGS, DATASETS, FLAGS
 from trainer.schema import Data
 from trainer.tasks.models import check_model_name
 
@@ -25,13 +25,13 @@ def check_names(config: Config) -> None:
     data = config.data
     if data.name not in DATASETS:
         raise ConfigError(f"data.name={data.name}: no such data set; {nearest(data.name, list(DATASETS))}")
-    known = FAKE_ARGS if data.name == "fake" else DATA_ARGS
+    known = DATA_ARGS[data.name]
     for name, value in data.args.items():
         if name not in known:
             raise ConfigError(f"data.args.{name}: {data.name} has no such option; {nearest(name, sorted(known))}")
-        if name == "augment" and not isinstance(value, bool):
+        if name in FLAGS and not isinstance(value, bool):
             raise ConfigError(f"data.args.{name}={value}: must be true or false")
-        if name != "augment" and (not isinstance(value, int) or value < 1):
+        if name not in FLAGS and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"data.args.{name}={value}: must be a positive integer")
     _check_data_root(data)
 

@@ -32,5 +32,6 @@ DATASETS = {
     "fake": DatasetInfo(3, 32, 10, *_IMAGENET),
 }
 # data.args that a data set understands.
-DATA_ARGS = {"augment", "image_size"}
-FAKE_ARGS = DATA_ARGS | {"classes", "samples"}
+_ANY = {"augment", "image_size"}
+DATA_ARGS = {name: _ANY for name in DATASETS} | {"fake": _ANY | {"classes", "samples"}, "imagefolder": _ANY | {"cache"}}
+FLAGS = {"augment", "cache"}  # of them

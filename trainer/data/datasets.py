@@ -57,7 +57,8 @@ def _open(data: Data, size: int, train: bool) -> tuple[Dataset[Any], Sequence[An
     augment = train and bool(data.args.get("augment", False))
     if data.name == "imagefolder":
         try:
-            files = ImageFiles(data.root, "train" if train else "val", size, augment)
+            part, cache = "train" if train else "val", bool(data.args.get("cache", False))
+            files = ImageFiles(data.root, part, size, augment, cache)
         except FileNotFoundError as error:
             raise ConfigError(f"data.root={data.root}: {error}") from error
         return files, files.classes

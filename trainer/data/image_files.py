@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import random
 from pathlib import Path
-from typing import Any
 
+import numpy
 import torch
 from PIL import ExifTags, Image
 from torch import Tensor
@@ -16,6 +16,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2.functional import resize
 
 from trainer.config import ConfigError
+from trainer.data.decoded import Decoded, Pixels, Whole
 
 Box = tuple[int, int, int, int]  # top, left, height, width
 
@@ -23,33 +24,42 @@ Box = tuple[int, int, int, int]  # top, left, height, width
 AREA, ASPECT = [0.08, 1.0], [3 / 4, 4 / 3]
 # The share of the shorter side that validation sees, as of an image of 256 pixels cropped to 224.
 CENTRE = 224 / 256
+# The shorter side of an image that is kept decoded, at the least: so many times that of a sample, if the file has it.
+WHOLE = 4
 # What puts an image upright, by its EXIF orientation: whether to mirror it, then quarter turns to the left.
 UPRIGHT = {2: (True, 0), 3: (False, 2), 4: (True, 2), 5: (True, 1), 6: (False, 3), 7: (True, 3), 8: (False, 1)}
 
 
 class ImageFiles(Dataset[tuple[Tensor, int]]):
     """root/part/CLASS/*.jpg, or images of other kinds. A sample is (pixels (size, size, 3), label): of a random part
-    of the image, mirrored or not, or of its centre."""
+    of the image, mirrored or not, or of its centre. With `cache` an image is decoded as a whole, once on each node;
+    else each time it is wanted, and no more of it than is wanted."""
 
-    def __init__(self, root: str, part: str, size: int, augment: bool) -> None:
+    def __init__(self, root: str, part: str, size: int, augment: bool, cache: bool = False) -> None:
         folder = ImageFolder(str(Path(root) / part))
         self.samples: list[tuple[str, int]] = folder.samples
         self.classes: list[str] = folder.classes
         self.root = root
         self.size = size
         self.augment = augment
+        self.decoded = Decoded(len(self.samples)) if cache else None
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
+        if self.decoded is not None and (whole := self.decoded.find(index)) is not None:
+            return part_of(whole, self.size, self.augment), label
         content = Path(path).read_bytes()
         try:
-            return read_image(content, self.size, self.augment), label
+            if self.decoded is None:
+                return read_image(content, self.size, self.augment), label
+            pixels, orientation = decode(content, WHOLE * self.size)
         except Exception as error:  # PIL raises half a dozen kinds: whatever it is, this file does not hold an image
             reason = str(error).partition(" <")[0]
             raise ConfigError(f"data.root={self.root}: {path} is not a whole image ({reason}); replace it") from error
+        return part_of(self.decoded.keep(index, pixels, orientation), self.size, self.augment), label
 
 
 def read_image(content: bytes, size: int, augment: bool) -> Tensor:
@@ -59,12 +69,35 @@ def read_image(content: bytes, size: int, augment: bool) -> Tensor:
     torchvision resizes in a quarter of PIL's time, but its own decoders are deprecated.
     """
     with Image.open(io.BytesIO(content)) as image:  # reads the header alone
-        box = RandomResizedCrop.get_params(image, AREA, ASPECT) if augment else _centre(image)
+        box = _box(image.width, image.height, augment)
         part = _part(image, box, min(box[2:]) // size)
-        mirrored, turns = UPRIGHT.get(_orientation(image), (False, 0))
+        orientation = _orientation(image)
     # In half the time of pil_to_tensor.
-    whole = torch.frombuffer(bytearray(part.tobytes()), dtype=torch.uint8).view(1, part.height, part.width, 3)
-    pixels = resize(whole.permute(0, 3, 1, 2), [size, size], antialias=True)[0].permute(1, 2, 0)
+    whole = torch.frombuffer(bytearray(part.tobytes()), dtype=torch.uint8).view(part.height, part.width, 3)
+    return _finished(whole, orientation, size, augment)
+
+
+def decode(content: bytes, least: int) -> tuple[Pixels, int]:
+    """All of an image, and its EXIF orientation. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size, as long as its
+    shorter side has `least` pixels. Raises whatever a decoder does."""
+    with Image.open(io.BytesIO(content)) as image:
+        orientation, shrink = _orientation(image), min(image.size) // least
+        if shrink > 1:
+            image.draft(None, (image.width // shrink, image.height // shrink))
+        return numpy.array(image.convert("RGB")), orientation
+
+
+def part_of(whole: Whole, size: int, augment: bool) -> Tensor:
+    """As `read_image`, of an image that is decoded."""
+    top, left, height, width = _box(whole.width, whole.height, augment)
+    rows = torch.from_numpy(whole.rows(top, height))
+    return _finished(rows[:, left : left + width], whole.orientation, size, augment)
+
+
+def _finished(part: Tensor, orientation: int, size: int, augment: bool) -> Tensor:
+    """What a part (height, width, 3) of the image becomes."""
+    pixels = resize(part.permute(2, 0, 1)[None], [size, size], antialias=True)[0].permute(1, 2, 0)
+    mirrored, turns = UPRIGHT.get(orientation, (False, 0))
     if mirrored:
         pixels = pixels.flip(1)
     if turns:
@@ -74,9 +107,12 @@ def read_image(content: bytes, size: int, augment: bool) -> Tensor:
     return pixels
 
 
-def _centre(image: Image.Image) -> Box:
-    side = max(1, round(CENTRE * min(image.size)))
-    return (image.height - side) // 2, (image.width - side) // 2, side, side
+def _box(width: int, height: int, augment: bool) -> Box:
+    """Of a random part of an image, or of its centre."""
+    if augment:
+        return RandomResizedCrop.get_params(torch.empty(3, height, width, device="meta"), AREA, ASPECT)
+    side = max(1, round(CENTRE * min(width, height)))
+    return (height - side) // 2, (width - side) // 2, side, side
 
 
 def _part(image: Image.Image, box: Box, shrink: int) -> Image.Image:
@@ -91,8 +127,10 @@ def _part(image: Image.Image, box: Box, shrink: int) -> Image.Image:
     return image.crop(edges).convert("RGB")
 
 
-def _orientation(image: Image.Image) -> Any:
+def _orientation(image: Image.Image) -> int:
+    """By EXIF; 1, upright, where that says nothing."""
     try:
-        return image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # damaged EXIF says nothing, and the image may be whole all the same
-        return None
+        said = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # it is damaged, and the image may be whole all the same
+        return 1
+    return said if said in UPRIGHT else 1

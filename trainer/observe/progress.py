@@ -52,7 +52,7 @@ class Progress:
 
     def step_s(self) -> float:
         """Mean seconds that a step of this attempt took, validations and saves left out."""
-        return (self._steps_s + self._last - self._since) / max(1, self._steps + self._counted)
+        return max(1e-9, self._steps_s + self._last - self._since) / max(1, self._steps + self._counted)
 
     def throughput(self) -> float:
         """Samples per second over all ranks, since the clock was last restarted."""
