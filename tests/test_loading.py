@@ -355,12 +355,16 @@ def test_an_image_is_decoded_once(workers: int, cached: tuple[Classification, Im
     assert all(torch.equal(image, again[key]) for key, image in each_time.items())
 
 
-def test_no_room_for_decoded_images(cached: tuple[Classification, ImageFiles], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A share of the disk is left to others, and a disk that is full all the same ends no training: the images are
-    decoded each time, into the same samples."""
+def test_no_room_for_decoded_images(
+    cached: tuple[Classification, ImageFiles], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A share of the disk is left to others, which one line says, and a disk that is full all the same ends no
+    training: the images are decoded each time, into the same samples."""
     task, images = cached
     monkeypatch.setattr(decoded, "SPARE", 1.0)
     without = samples(task, images, 0, 1)
+    samples(task, images, 0, 1, workers=2)
+    assert capfd.readouterr().out.count("has no room for more decoded images: the rest is decoded each time") == 1
     assert images.decoded is not None and not any(map(images.decoded.find, range(30)))
     monkeypatch.undo()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy
 import numpy.typing
 
+from trainer.say import say
 from trainer.world.meet import Group
 
 Pixels = numpy.typing.NDArray[numpy.uint8]  # (height, width, 3)
@@ -49,7 +50,7 @@ class Decoded:
         with contextlib.ExitStack() as closing:
             with contextlib.suppress(OSError):  # no room, no folder: then each image is decoded each time
                 new = tempfile.TemporaryDirectory(prefix="laststep-", ignore_cleanup_errors=True)
-                self._file = _made(Path(closing.enter_context(new)) / "decoded", _ENTRY.size * self._count)
+                self._file = _made(Path(closing.enter_context(new)) / "decoded", _ENTRY.size * self._count + 1)
                 path = f"{new.name}/decoded"
             key = f"decoded/{name}/{group.world.node}"
             if group.world.local_rank == 0:
@@ -73,10 +74,10 @@ class Decoded:
     def keep(self, index: int, pixels: Pixels, orientation: int) -> Whole:
         """Leave that image for whoever wants it next, if there is room."""
         height, width, _ = pixels.shape
-        if self._file is not None and self._has_room(pixels.nbytes):
+        if self._file is not None:
             with contextlib.suppress(OSError):  # full all the same: it is decoded again next time
                 start = self._room(pixels.nbytes)
-                if os.pwrite(self._file, pixels.data, start) == pixels.nbytes:
+                if start is not None and os.pwrite(self._file, pixels.data, start) == pixels.nbytes:
                     about = start, height, width, orientation
                     os.pwrite(self._file, _ENTRY.pack(*about, _check(*about)), _ENTRY.size * index)
         return Whole(height, width, orientation, lambda top, count: pixels[top : top + count])
@@ -88,28 +89,34 @@ class Decoded:
             raise OSError("the file of decoded images is shorter than it was")
         return rows
 
-    def _has_room(self, count: int) -> bool:
-        assert self._file is not None
-        disk = os.fstatvfs(self._file)
-        return disk.f_bavail * disk.f_frsize - count > SPARE * disk.f_blocks * disk.f_frsize
-
-    def _room(self, count: int) -> int:
-        """Where so many bytes may be written, by nobody else."""
+    def _room(self, count: int) -> int | None:
+        """Where so many bytes may be written, by nobody else. None where there is no room for them."""
         assert self._file is not None
         fcntl.lockf(self._file, fcntl.LOCK_EX)  # of this process, be it one that was forked
         try:
-            start = os.fstat(self._file).st_size
+            disk, start = os.fstatvfs(self._file), os.fstat(self._file).st_size
+            if disk.f_bavail * disk.f_frsize - count < SPARE * disk.f_blocks * disk.f_frsize:
+                self._tell_once()
+                return None
             os.ftruncate(self._file, start + count)
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
         return start
 
+    def _tell_once(self) -> None:
+        """That there is no more room: one line for all ranks and workers of the node."""
+        assert self._file is not None
+        told = _ENTRY.size * self._count  # a byte after the entries
+        if os.pread(self._file, 1, told) == b"\0":
+            os.pwrite(self._file, b"1", told)
+            say(f"WARNING: {tempfile.gettempdir()} has no room for more decoded images: the rest is decoded each time")
+
 
 def _made(path: Path, size: int) -> int:
-    """A new file, open."""
+    """A new file of so many zeros, open."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.ftruncate(file, size)
+        os.posix_fallocate(file, 0, size)
     except OSError:
         os.close(file)
         raise
