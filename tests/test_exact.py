@@ -142,6 +142,14 @@ def test_image_files_and_any_workers(root: Path) -> None:
     assert fingerprint(train(config(root, "photos", 2, options))) == expected
 
 
+def test_image_files_that_are_decoded_on_the_device(root: Path) -> None:
+    """Of a batch that passes from worker to rank in the images' own bytes, with what is drawn for each."""
+    photos = make_folder(root / "late", train=24, val=8, classes=3)
+    options = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "model.args.width=32")
+    late = (*options, "data.args.decode_on_device=true", "data.args.augment=true", "data.workers=1")
+    stop_and_resume(root, "late-photos", 2, late, STOP_AT_2)
+
+
 def test_image_files_that_are_decoded_once(root: Path, tmp_path: Path) -> None:
     """Whichever rank or worker has decoded an image, both ranks have it from then on, in all epochs; the next attempt
     begins anew. So do ranks that share no disk, and it makes no difference to any bit."""

@@ -36,7 +36,7 @@ from trainer.tasks.classification import Classification
 from trainer.world.meet import Group
 
 CPU = torch.device("cpu")
-KINDS = ("mnist-5k", "mnist-5k resized", "cifar10", "fake", "imagefolder", "imagefolder cached")
+KINDS = ("mnist-5k", "mnist-5k resized", "cifar10", "fake", "imagefolder", "imagefolder cached", "imagefolder late")
 BATCH, STEPS = 12, 6  # of 30 samples: two epochs, of two whole batches and a short one each
 
 
@@ -63,6 +63,7 @@ def task(request: pytest.FixtureRequest, photos: Path, monkeypatch: pytest.Monke
     words = [f"data.name={name}", f"data.root={photos}", "data.args.augment=true"]
     words += ["data.args.image_size=20"] if "resized" in more else []
     words += ["data.args.cache=true"] if "cached" in more else []
+    words += ["data.args.decode_on_device=true"] if "late" in more else []
     words += ["data.args.image_size=24"] if name == "imagefolder" else []
     words += ["data.args.samples=30"] if name == "fake" else []
     return Classification(Config.load(None, words))
@@ -99,11 +100,13 @@ def samples(task: Classification, dataset: Any, rank: int, size: int, **how: Any
     keys = list(TrainBatches(Order(30, BATCH, 3), range(begin, STEPS), rank, size, micro_batches))
     loader = loading(**how).loader(dataset, 3, keys)
     found = {}
-    for (epoch, indices), batch in zip(keys, loader):
-        images, labels = task.on_device(batch)
-        assert images.dtype == torch.float32 and labels.dtype == torch.int64
-        found.update({(epoch, index): image for index, image in zip(indices, images)})
-    loader.close()
+    try:
+        for (epoch, indices), batch in zip(keys, loader):
+            images, labels = task.on_device(batch)
+            assert images.dtype == torch.float32 and labels.dtype == torch.int64
+            found.update({(epoch, index): image for index, image in zip(indices, images)})
+    finally:
+        loader.close()  # Python would wait for its workers for ever
     return found
 
 
@@ -130,10 +133,11 @@ def test_augmentation_differs_by_epoch_and_spares_validation(task: Classificatio
     same = [torch.equal(found[0, index], found[1, index]) for index in range(30)]
     assert sum(same) < 5
     first, again = (
-        next(iter(loading(workers=n).loader(val, seed, [(VALIDATION, range(4))]))) for n, seed in ((0, 1), (1, 2))
+        task.on_device(next(iter(loading(workers=n).loader(val, seed, [(VALIDATION, range(4))]))))
+        for n, seed in ((0, 1), (1, 2))
     )
     assert torch.equal(first[0], again[0])
-    assert torch.equal(first[0], torch.stack([val[index][0] for index in range(4)]))
+    assert torch.equal(first[0], task.on_device(default_collate([val[index] for index in range(4)]))[0])
 
 
 @pytest.mark.parametrize("mirror", [True, False])
@@ -219,7 +223,7 @@ def test_a_data_set_of_your_own_is_asked() -> None:
     assert [batch.tolist() for batch in batches] == [[2, 4]]
 
 
-@pytest.mark.parametrize("task", ["mnist-5k", "cifar10"], indirect=True)
+@pytest.mark.parametrize("task", ["mnist-5k", "cifar10", "imagefolder late"], indirect=True)
 def test_a_part_of_a_data_set(task: Classification) -> None:
     """A ready-made data set inside of another one, as in cross-validation, has the same kind of samples."""
     train, _ = task.datasets()
@@ -326,6 +330,51 @@ def test_random_crops_are_of_many_shares() -> None:
         mirrored.append(bool(line[-1] < line[0]))
     assert min(spans) < 90 and max(spans) > 220
     assert 60 < sum(mirrored) < 140
+
+
+def left_encoded(root: Path, *words: str) -> Classification:
+    """A task whose JPEGs are decoded on the device."""
+    words = (f"data.root={root}", "data.args.image_size=24", "data.args.decode_on_device=true", *words)
+    return Classification(Config.load(None, ["data.name=imagefolder", *words]))
+
+
+def test_decoding_on_the_device(photos: Path) -> None:
+    """The same draws and the same part of each image as by the workers; of a print's CMYK, a PNG and an image on its
+    side too, which must not end a run that has one of them among a million."""
+    root = photos.parent / "mixed"
+    shutil.copytree(photos, root, dirs_exist_ok=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    odd = {
+        "0.jpg": encoded(photo(0).convert("CMYK")),
+        "2.jpg": encoded(photo(2), "PNG"),
+        "4.jpg": encoded(photo(4).convert("L")),
+        "6.jpg": encoded(photo(6), exif=exif, quality=95),
+    }
+    for name, content in odd.items():
+        (root / "train" / "class0" / name).write_bytes(content)
+    for augment in ("true", "false"):
+        task = left_encoded(root, f"data.args.augment={augment}")
+        found = samples(task, task.datasets()[0], 0, 1, workers=1)
+        train = ImageFiles(str(root), "train", 24, augment == "true")
+        for key, image in samples(task, train, 0, 1).items():
+            assert (found[key] - image).abs().mean() < 0.05, key
+
+
+@pytest.mark.parametrize("kept", [0, 300])
+def test_a_damaged_file_is_named_by_the_device(kept: int, tmp_path: Path) -> None:
+    """As it is by a worker, though its decoder is given a whole batch and does not say of which."""
+    make_folder(tmp_path, train=4, val=2)
+    victim = tmp_path / "train" / "class1" / "1.jpg"
+    content = victim.read_bytes()
+    header = content.index(b"\xff\xda")  # where the pixels begin
+    victim.write_bytes(content[:header] + bytes(kept))
+    task = left_encoded(tmp_path)
+    batch = next(iter(loading().loader(task.datasets()[0], 3, [(0, range(4))])))
+    with pytest.raises(ConfigError) as raised:
+        task.on_device(batch)
+    assert str(raised.value).startswith(f"data.root={tmp_path}: {victim} is not a whole image (")
+    assert "\n" not in str(raised.value)
 
 
 @pytest.fixture

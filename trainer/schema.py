@@ -51,7 +51,9 @@ class Data:
     name: str = setting("mnist-5k", "mnist-5k (ships with Laststep), mnist, fashion-mnist, cifar10, imagefolder, fake")
     root: str = setting("data", "folder of the data set; mnist, fashion-mnist and cifar10 are downloaded into it")
     workers: int = setting(0, "loader processes per rank; 0 loads in the rank itself, as does data in memory", least=0)
-    args: dict[str, Any] = setting({}, "augment, image_size; of imagefolder also cache, of fake classes and samples")
+    args: dict[str, Any] = setting(
+        {}, "augment, image_size; imagefolder: cache, decode_on_device; fake: classes, samples"
+    )
 
 
 @dataclass

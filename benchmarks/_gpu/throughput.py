@@ -43,7 +43,7 @@ def jpegs(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     load = RESNET._replace(lead=2 * workers + 2, classes=10, workers=workers, jpegs=str(folder / "jpegs"))
     count = (given.turns + 1) * (load.lead + load.steps) * load.batch_size
     make_jpegs(folder / "jpegs", count, different=500 if GPU else 20, classes=load.classes)
-    return in_turns(load, given.turns, folder, {})
+    return in_turns(load, given.turns, folder, {"decoded-on-device": ["data.args.decode_on_device=true"]})
 
 
 def in_turns(load: Workload, turns: int, folder: Path, variants: dict[str, list[str]]) -> dict[str, Any]:

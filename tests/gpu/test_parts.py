@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset, default_collate
 
 from tests.gpu import DEVICES, needs_gpu
+from tests.photos import make_folder
 from tests.test_learner import IMAGES, LABELS, resnet
 from tests.test_learner import Images as Classified
 from tests.worlds import a_world
 from trainer.config import Config
+from trainer.data.image_files import ImageFiles, decoded_on
 from trainer.data.loader import Loading
 from trainer.data.pixels import Augmentation, Images, normalized
 from trainer.learner import Learner
@@ -110,6 +113,22 @@ def test_images_in_memory(device: str) -> None:
         assert torch.equal(here[0], there[0].cpu()) and torch.equal(here[1], there[1].cpu())
         floats = [normalized(batch[0], (0.5,) * 3, (0.2,) * 3, 3, torch.channels_last) for batch in (here, there)]
         torch.testing.assert_close(floats[0], floats[1].cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_jpegs_decoded_on_the_device(device: str, tmp_path: Path) -> None:
+    """The same pixels whoever shares the batch, or a resumed run with another last batch would learn from others; and
+    those that a worker would have made, but for what one decoder rounds otherwise than another."""
+    root = make_folder(tmp_path, train=12, val=1)
+    images = ImageFiles(str(root), "train", 24, augment=False, late=True)
+    batch: list[Any] = [images[index][0] for index in range(12)]
+    place = torch.device(device)
+    together = decoded_on(place, batch, 24).cpu()
+    alone = torch.cat([decoded_on(place, [image], 24).cpu() for image in batch])
+    assert torch.equal(together, alone) and torch.equal(together, decoded_on(place, batch, 24).cpu())
+    whole: list[Any] = [ImageFiles(str(root), "train", 24, augment=False)[index][0] for index in range(12)]
+    by_workers = torch.stack(whole)
+    assert (together.float() - by_workers.float()).abs().mean() < 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

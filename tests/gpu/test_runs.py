@@ -11,6 +11,7 @@ import pytest
 
 from tests.gpu import DEVICES, needs_gpu, needs_two_gpus
 from tests.gpu.tasks import share_the_gpu
+from tests.photos import make_folder
 from tests.ranks import Attempt, fingerprint, reasons, train
 from tests.test_exact import EVERYTHING, config, stop_and_resume, undisturbed
 from tests.test_rescue import FAULTY, KILLED, only
@@ -34,6 +35,15 @@ def hashes(run: RunDir) -> dict[int, str]:
     store = CheckpointStore(run.checkpoints)
     manifests = [store.verify(step) for step in store.steps()]
     return {manifest.step: manifest.files[manifest.shards[0]]["sha256"] for manifest in manifests}
+
+
+@needs_gpu
+def test_jpegs_decoded_on_the_gpu_are_exact(root: Path) -> None:
+    """Of a resumed run, as of an undisturbed one."""
+    photos = make_folder(root / "photos", train=24, val=8, classes=3)
+    words = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "data.args.augment=true")
+    late = (*words, "data.args.decode_on_device=true", "data.workers=1", "device=cuda", NO_DROPOUT, EXACT)
+    stop_and_resume(root, "late-photos", 1, late, "SIGTERM step 4 rank 0")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -33,6 +33,10 @@ def check_names(config: Config) -> None:
             raise ConfigError(f"data.args.{name}={value}: must be true or false")
         if name not in FLAGS and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"data.args.{name}={value}: must be a positive integer")
+    if data.args.get("cache") and data.args.get("decode_on_device"):
+        raise ConfigError(
+            "data.args.decode_on_device=true: what data.args.cache keeps is not on the device; leave one out"
+        )
     _check_data_root(data)
 
 

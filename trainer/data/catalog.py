@@ -33,5 +33,6 @@ DATASETS = {
 }
 # data.args that a data set understands.
 _ANY = {"augment", "image_size"}
-DATA_ARGS = {name: _ANY for name in DATASETS} | {"fake": _ANY | {"classes", "samples"}, "imagefolder": _ANY | {"cache"}}
-FLAGS = {"augment", "cache"}  # of them
+_MORE = {"fake": {"classes", "samples"}, "imagefolder": {"cache", "decode_on_device"}}
+DATA_ARGS = {name: _ANY | _MORE.get(name, set()) for name in DATASETS}
+FLAGS = {"augment", "cache", "decode_on_device"}  # of them

@@ -57,8 +57,9 @@ def _open(data: Data, size: int, train: bool) -> tuple[Dataset[Any], Sequence[An
     augment = train and bool(data.args.get("augment", False))
     if data.name == "imagefolder":
         try:
-            part, cache = "train" if train else "val", bool(data.args.get("cache", False))
-            files = ImageFiles(data.root, part, size, augment, cache)
+            part, args = "train" if train else "val", data.args
+            cache, late = (bool(args.get(name)) for name in ("cache", "decode_on_device"))
+            files = ImageFiles(data.root, part, size, augment, cache, late)
         except FileNotFoundError as error:
             raise ConfigError(f"data.root={data.root}: {error}") from error
         return files, files.classes

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import random
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 from torch.utils.data import Dataset
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision.datasets import ImageFolder
+from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2.functional import resize
 
@@ -30,12 +35,13 @@ WHOLE = 4
 UPRIGHT = {2: (True, 0), 3: (False, 2), 4: (True, 2), 5: (True, 1), 6: (False, 3), 7: (True, 3), 8: (False, 1)}
 
 
-class ImageFiles(Dataset[tuple[Tensor, int]]):
+class ImageFiles(Dataset[Any]):
     """root/part/CLASS/*.jpg, or images of other kinds. A sample is (pixels (size, size, 3), label): of a random part
     of the image, mirrored or not, or of its centre. With `cache` an image is decoded as a whole, once on each node;
-    else each time it is wanted, and no more of it than is wanted."""
+    else each time it is wanted, and no more of it than is wanted. With `late` a JPEG's sample is what it is encoded as,
+    see `decoded_on`."""
 
-    def __init__(self, root: str, part: str, size: int, augment: bool, cache: bool = False) -> None:
+    def __init__(self, root: str, part: str, size: int, augment: bool, cache: bool = False, late: bool = False) -> None:
         folder = ImageFolder(str(Path(root) / part))
         self.samples: list[tuple[str, int]] = folder.samples
         self.classes: list[str] = folder.classes
@@ -43,23 +49,40 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         self.size = size
         self.augment = augment
         self.decoded = Decoded(len(self.samples)) if cache else None
+        self.late = late
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor | Encoded, int]:
         path, label = self.samples[index]
         if self.decoded is not None and (whole := self.decoded.find(index)) is not None:
             return part_of(whole, self.size, self.augment), label
         content = Path(path).read_bytes()
         try:
+            if self.late:
+                return encode(content, self.size, self.augment, f"data.root={self.root}: {path}"), label
             if self.decoded is None:
                 return read_image(content, self.size, self.augment), label
             pixels, orientation = decode(content, WHOLE * self.size)
         except Exception as error:  # PIL raises half a dozen kinds: whatever it is, this file does not hold an image
-            reason = str(error).partition(" <")[0]
-            raise ConfigError(f"data.root={self.root}: {path} is not a whole image ({reason}); replace it") from error
+            raise _damaged(f"data.root={self.root}: {path}", error) from error
         return part_of(self.decoded.keep(index, pixels, orientation), self.size, self.augment), label
+
+
+class Encoded(NamedTuple):
+    """A sample of which a JPEG's bytes, and what is to be made of them, are all there is so far; a batch has a list of
+    these. The file of another kind has `pixels` already."""
+
+    content: bytes
+    box: Box
+    orientation: int
+    mirror: bool
+    name: str  # for an error
+    pixels: Tensor | None = None
+
+
+default_collate_fn_map[Encoded] = lambda batch, **_: list(batch)
 
 
 def read_image(content: bytes, size: int, augment: bool) -> Tensor:
@@ -74,7 +97,53 @@ def read_image(content: bytes, size: int, augment: bool) -> Tensor:
         orientation = _orientation(image)
     # In half the time of pil_to_tensor.
     whole = torch.frombuffer(bytearray(part.tobytes()), dtype=torch.uint8).view(part.height, part.width, 3)
-    return _finished(whole, orientation, size, augment)
+    return _finished(whole, orientation, size, _mirrors(augment))
+
+
+def encode(content: bytes, size: int, augment: bool, name: str) -> Encoded:
+    """The sample that a file's content is, left encoded if it is a JPEG of a usual kind. Raises whatever a decoder
+    does."""
+    with Image.open(io.BytesIO(content)) as image:  # reads the header alone
+        if image.format != "JPEG" or image.mode not in ("L", "RGB"):
+            return Encoded(b"", (0, 0, 0, 0), 1, False, name, read_image(content, size, augment))
+        box = _box(image.width, image.height, augment)
+        return Encoded(content, box, _orientation(image), _mirrors(augment), name)
+
+
+def decoded_on(device: torch.device, images: Sequence[Encoded], size: int) -> Tensor:
+    """Pixels (N, size, size, 3) of samples that were left encoded, decoded on the device: on a GPU by nvJPEG.
+
+    torchvision's decoders are deprecated since 0.29 in favour of torchcodec's. Raises ConfigError.
+    """
+    wholes = iter(_decode_all([image for image in images if image.pixels is None], device))
+    return torch.stack([_part_on(next(wholes), i, size) if i.pixels is None else i.pixels for i in images])
+
+
+def _decode_all(encoded: Sequence[Encoded], device: torch.device) -> list[Tensor]:
+    """(3, height, width) each."""
+    contents = [torch.frombuffer(bytearray(image.content), dtype=torch.uint8) for image in encoded]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            return decode_jpeg(contents, ImageReadMode.RGB, device) if contents else []
+        except RuntimeError:  # which does not say of which image, if it is about one
+            for image in encoded:
+                try:
+                    decode(image.content, least=1)
+                except Exception as error:
+                    raise _damaged(image.name, error) from error
+            raise
+
+
+def _part_on(whole: Tensor, image: Encoded, size: int) -> Tensor:
+    top, left, height, width = image.box
+    part = whole.permute(1, 2, 0)[top : top + height, left : left + width]
+    return _finished(part, image.orientation, size, image.mirror)
+
+
+def _damaged(name: str, error: Exception) -> ConfigError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0].partition(" <")[0]
+    return ConfigError(f"{name} is not a whole image ({reason}); replace it")
 
 
 def decode(content: bytes, least: int) -> tuple[Pixels, int]:
@@ -91,10 +160,15 @@ def part_of(whole: Whole, size: int, augment: bool) -> Tensor:
     """As `read_image`, of an image that is decoded."""
     top, left, height, width = _box(whole.width, whole.height, augment)
     rows = torch.from_numpy(whole.rows(top, height))
-    return _finished(rows[:, left : left + width], whole.orientation, size, augment)
+    return _finished(rows[:, left : left + width], whole.orientation, size, _mirrors(augment))
 
 
-def _finished(part: Tensor, orientation: int, size: int, augment: bool) -> Tensor:
+def _mirrors(augment: bool) -> bool:
+    """Whether a sample is to be mirrored, drawn from the global generator."""
+    return augment and random.random() < 0.5
+
+
+def _finished(part: Tensor, orientation: int, size: int, mirror: bool) -> Tensor:
     """What a part (height, width, 3) of the image becomes."""
     pixels = resize(part.permute(2, 0, 1)[None], [size, size], antialias=True)[0].permute(1, 2, 0)
     mirrored, turns = UPRIGHT.get(orientation, (False, 0))
@@ -102,7 +176,7 @@ def _finished(part: Tensor, orientation: int, size: int, augment: bool) -> Tenso
         pixels = pixels.flip(1)
     if turns:
         pixels = pixels.rot90(turns)
-    if augment and random.random() < 0.5:
+    if mirror:
         pixels = pixels.flip(1)
     return pixels
 
