@@ -89,7 +89,7 @@ class Trial(NamedTuple):
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results; 1 when a ratio is below the limit."""
     parser = argparse.ArgumentParser(prog="benchmarks.loading", description="What the input pipeline gives.")
-    parser.add_argument("--turns", type=int, default=5, help="turns of both contenders (default: 5)")
+    parser.add_argument("--turns", type=int, default=3, help="turns of both contenders (default: 3)")
     turns = parser.parse_args(words).turns
     if turns < 2:
         parser.error("--turns must be at least 2")

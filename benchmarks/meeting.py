@@ -40,7 +40,7 @@ Moments = dict[str, float]  # by phase, and "start" and "signal": time.monotonic
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results."""
     parser = argparse.ArgumentParser(prog="benchmarks.meeting", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="meetings of each size (default: 5)")
+    parser.add_argument("--repeats", type=int, default=3, help="meetings of each size (default: 3)")
     repeats = parser.parse_args(words).repeats
     if repeats < 2:
         parser.error("--repeats must be at least 2")

@@ -71,7 +71,7 @@ SAID = re.compile(r"first step after [\d.]+ s: (.+)")
 def main(words: list[str] | None = None) -> int:
     """Measure, print the tables, write the results; 1 when a resume takes too long."""
     parser = argparse.ArgumentParser(prog="benchmarks.requeue", description="From a requeue to the first step.")
-    parser.add_argument("--rounds", type=int, default=10, help="resumes, and floors between them (default: 10)")
+    parser.add_argument("--rounds", type=int, default=6, help="resumes, and floors between them (default: 6)")
     rounds = parser.parse_args(words).rounds
     if rounds < 2:
         parser.error("--rounds must be at least 2")

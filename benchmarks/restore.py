@@ -45,7 +45,7 @@ PLACES = {"four shards": (4, True), "one shard": (1, True), "four shards, from t
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results; 1 when a load takes too long."""
     parser = argparse.ArgumentParser(prog="benchmarks.restore", description="How long a checkpoint takes to be read.")
-    parser.add_argument("--rounds", type=int, default=5, help="readings of each kind (default: 5)")
+    parser.add_argument("--rounds", type=int, default=3, help="readings of each kind (default: 3)")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state (default: 1)")
     parser.add_argument("--folder", type=Path, help="on the file system to measure (default: that of temporary files)")
     given = parser.parse_args(words)

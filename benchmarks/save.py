@@ -51,7 +51,7 @@ Save = Callable[[Path, int], Callable[[], bool]]
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results; 1 when the Saver's stall is over a limit."""
     parser = argparse.ArgumentParser(prog="benchmarks.save", description="What a periodic save costs the training.")
-    parser.add_argument("--rounds", type=int, default=8, help="saves of each kind (default: 8)")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind (default: 5)")
     parser.add_argument("--folder", type=Path, help="on the file system to measure (default: that of temporary files)")
     options = parser.parse_args(words)
     if options.rounds < 2:

@@ -28,7 +28,7 @@ LIMIT = 1.5  # times the baseline's median
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results; 1 when a command is over the limit."""
     parser = argparse.ArgumentParser(prog="benchmarks.start", description="How long the command takes to answer.")
-    parser.add_argument("--runs", type=int, default=40, help="runs of each command (default: 40)")
+    parser.add_argument("--runs", type=int, default=20, help="runs of each command (default: 20)")
     runs = parser.parse_args(words).runs
     if runs < 2:
         parser.error("--runs must be at least 2")
