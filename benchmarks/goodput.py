@@ -47,7 +47,7 @@ class Death:
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results; 1 when the losses are not the model's."""
     parser = argparse.ArgumentParser(prog="benchmarks.goodput", description="Do runs lose what the model says?")
-    parser.add_argument("--deaths", type=int, default=6, help="times that all ranks are killed (default: 6)")
+    parser.add_argument("--deaths", type=int, default=5, help="times that all ranks are killed (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
     given = parser.parse_args(words)
     if given.deaths < 2:

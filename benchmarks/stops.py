@@ -33,7 +33,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results; 1 when a stop takes too long or loses a step."""
     parser = argparse.ArgumentParser(prog="benchmarks.stops", description="From the signal to the exit of all ranks.")
-    parser.add_argument("--stops", type=int, default=30, help="stops to measure (default: 30)")
+    parser.add_argument("--stops", type=int, default=20, help="stops to measure (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="of their moments, ranks and signals (default: 0)")
     given = parser.parse_args(words)
     if given.stops < 2:
