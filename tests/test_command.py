@@ -124,6 +124,12 @@ WRONG = [
     (["data.args.image_size=big"], "data.args.image_size=big: must be a positive integer"),
     (["data.args.samples=3"], "data.args.samples: mnist-5k has no such option"),
     (["data.args=3"], "data.args=3: must be of type dict[str, Any]"),
+    (["data.args.cache=true"], "data.args.cache: mnist-5k has no such option; choose from augment, image_size"),
+    (["data.name=imagefolder", "data.args.cache=3"], "data.args.cache=3: must be true or false"),
+    (
+        ["data.name=imagefolder", "data.args.cache=true", "data.args.decode_on_device=true"],
+        "data.args.decode_on_device=true: what data.args.cache keeps is not on the device; leave one out",
+    ),
     (["data.name=imagefolder"], "data.root=data: data/train is missing; imagefolder reads train/CLASS/*.jpg"),
     (["data.name=mnist", "data.root=/proc/version"], "data.root=/proc/version: is not a folder"),
     (["launch.root=/proc/version/runs"], "launch.root=/proc/version/runs: /proc/version is not a folder"),
