@@ -165,6 +165,17 @@ class Poisoned(Classification):
         return self.calls == 5
 
 
+class PoisonedAndKilled(Poisoned):
+    """And rank 0 dies in the step after that, before anyone has looked at a loss."""
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        output = super().step(model, batch)
+        self.steps = getattr(self, "steps", -1) + model.training
+        if World.detect().rank == 0 and self.steps == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return output
+
+
 class Slow(Classification):
     """Rank 1 takes its time for every step: LASTSTEP_TEST_SLOW is how long, and how often the watchdog looks, in s."""
 

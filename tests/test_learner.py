@@ -387,6 +387,16 @@ def test_a_step_that_is_not_finite_is_left_out(words: list[str], poison: str) ->
     assert all(tensor.isfinite().all() for tensor in tensors)
 
 
+@pytest.mark.parametrize("poison", ["", "loss", "gradient"])
+def test_a_step_that_is_not_finite_is_found(poison: str) -> None:
+    """By the run that is to fail of it, too, and in the very step: an hour later every loss is NaN."""
+    learning = learner(Poisoned)
+    assert isinstance(learning.model, Poisoned)
+    learning.model.poison = poison
+    learning.learn(0, [((IMAGES, LABELS), 12)], 12)
+    assert bool(learning.update()[1]) == bool(poison)
+
+
 def test_the_state_is_that_of_the_last_whole_step() -> None:
     """A rank may have to save while its main thread is in the middle of a step, waiting for a rank that is dead: batch
     norm has counted that step's samples by then, and they will come again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -144,6 +145,16 @@ def test_a_step_that_is_not_finite_fails_the_run(tmp_path: Path, before: Callabl
     assert record["reason"] == "failed" and record["requeue"] is False
     assert "step 5: the loss is not finite; train.nonfinite=skip would leave such steps out" in record["error"]
     assert [checkpoint["step"] for checkpoint in inspect(attempt.run)] == [2, 4]
+
+
+def test_nothing_is_saved_of_a_step_that_is_not_finite(tmp_path: Path) -> None:
+    """The worst moment to die: the weights are NaN, and nobody knows yet. The rank that is left would keep them for the
+    next attempt, which could never learn again."""
+    options = ("task=tests.tasks.PoisonedAndKilled", "checkpoint.every_steps=2")
+    attempt = Attempt(config(tmp_path, "nan-killed", 2, options))
+    assert attempt.wait() == [-signal.SIGKILL, 1], attempt.output()
+    assert [checkpoint["step"] for checkpoint in inspect(attempt.run)] == [2, 4]
+    assert '"step": 5' not in attempt.run.metrics.read_text()
 
 
 def test_a_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
