@@ -72,9 +72,9 @@ def measure(repeats: int) -> list[Times]:
 def _rank(rank: int, meeting: Path, repeats: int, results: multiprocessing.queues.Queue[tuple[int, Times]]) -> None:
     """The body of a rank's process."""
     import torch
+    from trainer.world.world import World
 
-    from trainer.world.detect import World
-    from trainer.world.meet import sign_in
+    from trainer.world.group import sign_in
     from trainer.world.signals import Signals
     from trainer.world.stop import Stop
 

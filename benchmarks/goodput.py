@@ -3,8 +3,8 @@
 `python -m benchmarks.goodput [--deaths N] [--seed S]`, a quarter of a minute for each death. One run of two ranks,
 which saves every few seconds, is killed (SIGKILL of both) and resumed. How long an attempt lives after its first step
 is drawn from the seed, as from a Poisson process. Compared are the seconds of training lost by a death, and the share
-of the time that was kept, with what `trainer.goodput` says for the interval and the restart that were measured. The
-exit status says whether the losses agree within three standard errors.
+of the time that was kept, with what `trainer.checkpoint.goodput` says for the interval and the restart that were
+measured. The exit status says whether the losses agree within three standard errors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._measure import Ranks, ended, new_run, write_results
-from trainer.goodput import Conditions, goodput, lost_s
-from trainer.observe.attempts import all_ends
-from trainer.observe.metrics import read_lines
+from trainer.checkpoint.goodput import Conditions, goodput, lost_s
+from trainer.checkpoint.store import CheckpointStore
+from trainer.records.attempts import all_ends
+from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
-from trainer.state.store import CheckpointStore
 
 EVERY_S = 5.0
 DEATH_S = 2 * EVERY_S  # mean life after the first step

@@ -47,7 +47,7 @@ def main(words: list[str] | None = None) -> int:
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # where no name server is, torch warns of each connection
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.loop"])
+    context.set_forkserver_preload(["trainer.loops.loop"])
     meet(context, 2)  # starts the server, where torch is imported, and does not count
     measured: dict[int, list[Moments]] = {size: [] for size in SIZES}
     for _ in range(repeats):  # in turns, so that what else this machine does hits all sizes alike
@@ -106,9 +106,9 @@ def _rank(
 ) -> None:
     """The body of a rank's process."""
     import torch
+    from trainer.world.world import World
 
-    from trainer.world.detect import World
-    from trainer.world.meet import sign_in
+    from trainer.world.group import sign_in
     from trainer.world.signals import Signals
     from trainer.world.stop import Stop
 

@@ -41,8 +41,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks._measure import PROJECT, write_results
+from trainer.checkpoint.store import CheckpointStore
 from trainer.rundir import RunDir
-from trainer.state.store import CheckpointStore
 from trainer.task import Task
 
 WORKLOAD, FOLDER = "LASTSTEP_MEMORY_WORKLOAD", "LASTSTEP_MEMORY_FOLDER"  # in the environment of every rank

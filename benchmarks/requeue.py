@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks._measure import Ranks, ended, new_run, spread, start, write_results
 from trainer.data.catalog import MNIST_5K
-from trainer.observe.metrics import read_lines
+from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
 LIMIT = 1.2  # times the floor's median

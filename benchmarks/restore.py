@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._measure import spread, write_results
-from trainer.state.pack import load
-from trainer.state.saver import About, Saver
-from trainer.state.store import CHUNK, CheckpointStore
+from trainer.checkpoint.pack import load
+from trainer.checkpoint.store import CHUNK, CheckpointStore
+from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
 LIMIT = 1.2  # times the floor's median
 TENSORS = 250
@@ -82,9 +82,9 @@ def write(store: CheckpointStore, gigabytes: float, shards: int) -> None:
     """One checkpoint, by as many ranks as it is to have shards; beside it the same by torch.save."""
     keys = dist.HashStore()
     state = {f"tensor {number}": torch.rand(int(gigabytes * 1e9 / 4 / TENSORS)) for number in range(TENSORS)}
-    savers = [Saver(store, keys, rank, shards, torch.device("cpu")) for rank in range(shards)]
+    savers = [CheckpointWriter(store, keys, rank, shards, torch.device("cpu")) for rank in range(shards)]
     for saver in savers:
-        saver.start(About(1, 1, 1, {}), state, lambda: None, (1, 0))
+        saver.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, (1, 0))
     for saver in savers:
         if not saver.wait(600) or saver.error:
             raise saver.error or TimeoutError("a save took ten minutes")

@@ -35,9 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 
 from benchmarks._measure import write_results
-from trainer.state.pack import Packed
-from trainer.state.saver import About, Saver
-from trainer.state.store import CheckpointStore
+from trainer.checkpoint.pack import Packed
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
 RANKS = 2
 QUIET_STEPS = 8  # before each save
@@ -199,13 +199,15 @@ def resnet_state() -> dict[str, Any]:
 def ways_to_save(state: dict[str, Any], keys: dist.Store, rank: int) -> dict[str, Save]:
     """Every way of saving that is compared."""
     group = dist.new_group(backend="gloo")  # async_save talks from a thread of its own
-    savers: list[Saver] = []
+    savers: list[CheckpointWriter] = []
 
     def ours(folder: Path, number: int) -> Callable[[], bool]:
         if not savers:
-            savers.append(Saver(CheckpointStore(folder.parent / "ours"), keys, rank, RANKS, torch.device("cpu")))
+            savers.append(
+                CheckpointWriter(CheckpointStore(folder.parent / "ours"), keys, rank, RANKS, torch.device("cpu"))
+            )
         saver = savers[0]
-        saver.start(About(number + 1, 1, 1, {}), state, lambda: None, (1, 0))
+        saver.start(CheckpointInfo(number + 1, 1, 1, {}), state, lambda: None, (1, 0))
 
         def ended() -> bool:
             if saver.error:
@@ -262,9 +264,9 @@ def bytes_per_rank(state: Any, folder: Path) -> dict[int, int]:
     most = {}
     for size in (1, 2, 4):
         store, keys = CheckpointStore(folder / f"of {size}"), dist.HashStore()
-        savers = [Saver(store, keys, rank, size, torch.device("cpu")) for rank in range(size)]
+        savers = [CheckpointWriter(store, keys, rank, size, torch.device("cpu")) for rank in range(size)]
         for saver in savers:
-            saver.start(About(1, 1, 1, {}), state, lambda: None, (1, 0))
+            saver.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, (1, 0))
         for saver in savers:
             if not saver.wait(600) or saver.error:
                 raise saver.error or TimeoutError("a save took ten minutes")

@@ -32,19 +32,19 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from trainer.world.world import World
 
 from benchmarks._measure import DEADLINE_S, write_results
-from trainer.cluster.logs import Logs
+from trainer.attempt.rescue import Survivor, gather
+from trainer.checkpoint.pack import load
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from trainer.cluster.merged_logs import Logs
 from trainer.rundir import RunDir
-from trainer.state.pack import load
-from trainer.state.rescue import Survivor, gather
-from trainer.state.saver import About, Saver
-from trainer.state.store import CheckpointStore
-from trainer.world.detect import World
-from trainer.world.meet import sign_in
+from trainer.world.group import sign_in
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
-from trainer.world.watch import Beat, Watch
+from trainer.world.watchdog import Beat, Watchdog
 
 SIZES = (2, 8, 32, 128, 512, 1024)
 REAL = (2, 4, 8)  # ranks whose open files are counted
@@ -109,7 +109,7 @@ def measure(store: int, clients: list[dist.Store], size: int, folder: Path, numb
 
 
 def _meeting(stores: list[dist.Store], size: int) -> float:
-    """Every rank leaves its card, waits for all, and reads them, as in `trainer.world.meet`."""
+    """Every rank leaves its card, waits for all, and reads them, as in `trainer.world.group`."""
     keys = [f"met/{rank}" for rank in range(size)]
 
     def one(rank: int) -> None:
@@ -137,7 +137,7 @@ def _sign_of_life() -> str:
 
 def _compare(stores: list[dist.Store], world: World) -> float:
     """Rank 0 reads them all and compares them, twice a second as well."""
-    watch = Watch(world, DEADLINE_S, on_fault=print)
+    watch = Watchdog(world, DEADLINE_S, on_fault=print)
     began = time.perf_counter()
     beats = stores[0].multi_get([f"watch/beat/{rank}" for rank in range(world.size)])
     watch._compare([Beat(**json.loads(beat)) for beat in beats])
@@ -180,9 +180,10 @@ def _checkpoint(stores: list[dist.Store], size: int, folder: Path) -> dict[str, 
     store = CheckpointStore(folder)
     state = {"tensor": torch.zeros(STATE, dtype=torch.uint8)}
     savers = [
-        Saver(store, cast(dist.Store, _Store([stores[rank]])), rank, size, torch.device("cpu")) for rank in range(size)
+        CheckpointWriter(store, cast(dist.Store, _Store([stores[rank]])), rank, size, torch.device("cpu"))
+        for rank in range(size)
     ]
-    about = About(1, 1, 1, {})
+    about = CheckpointInfo(1, 1, 1, {})
     for saver in savers:  # so that the memory for their stripes is there
         saver.start(about, state, lambda: None, (1, 0))
     _ended(savers)
@@ -200,7 +201,7 @@ def _checkpoint(stores: list[dist.Store], size: int, folder: Path) -> dict[str, 
     return {"save": saved - began, "verify": verified - saved, "restore": loaded - verified}
 
 
-def _ended(savers: list[Saver]) -> None:
+def _ended(savers: list[CheckpointWriter]) -> None:
     for saver in savers:
         if not saver.wait(DEADLINE_S) or saver.error:
             raise saver.error or TimeoutError(f"a save took {DEADLINE_S:.0f} s")
@@ -315,10 +316,10 @@ def _rank(rank: int, size: int, folder: Path, answer: Connection) -> None:
     world = World(rank, size, rank, size, 0, 1, ("localhost",) * size, "scale", 0, "scale-0", "benchmark", False)
     group = sign_in(world, torch.device("cpu"), "gloo", folder / "meeting" / "scale.json", DEADLINE_S)
     group.connect(DEADLINE_S)
-    watch = Watch(world, DEADLINE_S, on_fault=print)
+    watch = Watchdog(world, DEADLINE_S, on_fault=print)
     watch.join(group)
     stop = Stop(world, group.store, Signals(), on_failure=print)
-    saver = Saver(CheckpointStore(folder), group.store, rank, size, group.device)
+    saver = CheckpointWriter(CheckpointStore(folder), group.store, rank, size, group.device)
     group.gather(torch.ones(1))
     group.barrier(DEADLINE_S)
     if rank == 0:

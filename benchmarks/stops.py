@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._measure import Ranks, ended, new_run, spread, write_results
-from trainer.config import Config
-from trainer.observe.metrics import read_lines
+from trainer.checkpoint.store import CheckpointStore
+from trainer.config.config import Config
+from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
-from trainer.state.store import CheckpointStore
 
 ALLOWANCE_S = 1.0  # beyond one step and the write
 WRITES = 20

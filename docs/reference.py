@@ -1,6 +1,6 @@
 """Writes configuration.md beside it: every key of the configuration, from the schema itself.
 
-`python -m docs.reference` after a change of trainer/config.py; a test says when that was forgotten.
+`python -m docs.reference` after a change of trainer/config/config.py; a test says when that was forgotten.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, ConfigError, fields_of, kind_of
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.config.keys import fields_of, kind_of
 
 TARGET = Path(__file__).resolve().parent / "configuration.md"
 HEAD = """\
@@ -19,7 +21,7 @@ A run's configuration is the schema's defaults, then a YAML file (`--config`, a 
 `key=value` words of the command; the later one wins. `python launch.py --dry-run ...` prints the result. `null` means
 "none". The run folder keeps the resolved configuration as `config.yaml`, and a resumed run reads that one.
 
-This page is written by `python -m docs.reference` from `trainer/config.py`.
+This page is written by `python -m docs.reference` from `trainer/config/config.py`.
 """
 
 

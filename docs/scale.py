@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.goodput import NODE_MTBF_S, Conditions, goodput
-from trainer.interval import best_interval
-from trainer.schema import Checkpoint, Launch
+from trainer.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
+from trainer.checkpoint.interval import best_interval
+from trainer.config.schema import Checkpoint, Launch
 from trainer.world.address import POLL_S
 from trainer.world.stop import ANSWER_S
-from trainer.world.watch import BEAT_S
+from trainer.world.watchdog import BEAT_S
 
 TARGET = Path(__file__).resolve().parent / "scale.md"
 RESULTS = TARGET.parent.parent / "benchmarks" / "results"
@@ -42,9 +42,9 @@ second. `python -m docs.scale` writes this page from the figures.
 ## How often to save
 
 With `checkpoint.every_minutes=auto` the interval follows from what a save costs the training and how often the run
-fails (`trainer/interval.py`), by Daly's formula; `trainer/goodput.py` has the model. What a grace comes before (a
-preemption, a time limit), or a living rank outlives, loses no step and is no reason to save; the steps since the last
-save are lost when all ranks die at once.
+fails (`trainer/checkpoint/interval.py`), by Daly's formula; `trainer/checkpoint/goodput.py` has the model. An end that
+comes with a grace (a preemption, a time limit), or that one rank survives, loses no step and is no reason to save. The
+steps since the last save are lost only when all ranks die at once.
 
 Calculated, as if every failure killed all ranks: the share of the time that saves and lost steps take. A node fails
 every {mtbf} days (Llama 3's training: 419 unexpected interruptions in 54 days on 16,384 GPUs). {save} s is what a save
@@ -57,8 +57,8 @@ runs whose saves are dear, and for those that fail often.
 
 The model beside real runs, measured (`benchmarks.goodput`): both ranks of a run killed at once, {deaths} times, at
 random moments, with a save every {interval} s. A death lost {lost} ± {error} s of training; the model says
-{model_lost} s. Of the time {kept} % was kept; the model says {model_kept} %. `tests/test_goodput.py` has it agree with
-a simulation.
+{model_lost} s. Of the time {kept} % was kept; the model says {model_kept} %. `tests/checkpoint/test_goodput.py`
+checks it against a simulation.
 
 ## What grows with the ranks
 

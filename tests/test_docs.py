@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
 
 from docs import reference, scale
-
-PROJECT = Path(__file__).resolve().parent.parent
+from tests.support.project import PROJECT
 
 
 def test_configuration_reference_is_current() -> None:

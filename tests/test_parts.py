@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import read_until
+from tests.support.project import PROJECT
+from tests.support.ranks import read_until
 
-PROJECT = Path(__file__).resolve().parent.parent
 PAGE = (PROJECT / "docs" / "parts.md").read_text()
 DEADLINE_S = 120.0
 

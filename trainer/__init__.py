@@ -6,16 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.cluster.slurm import submit
-    from trainer.config import Config
-    from trainer.own.run import Run
+    from trainer.cluster.submission import submit
+    from trainer.config.config import Config
+    from trainer.loops.run import Run
     from trainer.task import Task
     from trainer.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Run", "Task", "Trainer", "submit"]
 
-_HOMES = {"Config": "config", "Run": "own.run", "Task": "task", "Trainer": "trainer", "submit": "cluster.slurm"}
+_HOMES = {
+    "Config": "config.config",
+    "Run": "loops.run",
+    "Task": "task",
+    "Trainer": "trainer",
+    "submit": "cluster.submission",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""One rank of a run, under any launcher: `python -m trainer`, see trainer.commands.train."""
+"""One rank of a run, under any launcher: `python -m trainer`, see trainer.commands.rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ if __name__ == "__main__":
     # Blocked until they are caught, see Signals.catch: one that came sooner would kill the rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT})
 
-    from trainer.commands.train import main
-    from trainer.config import ConfigError
-    from trainer.world.detect import MeetingError
+    from trainer.commands.rank import main
+    from trainer.config.errors import ConfigError
+    from trainer.world.world import MeetingError
 
     try:
         sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from trainer.config import Config, ConfigError
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
 
 READY_MADE = {"classification": "trainer.tasks.classification.Classification"}
 

@@ -11,13 +11,15 @@ from pathlib import Path
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from trainer.config import Config, ConfigError
-from trainer.observe.attempts import goes_on, spent
-from trainer.observe.metrics import read_lines
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.records.metrics import read_lines
+from trainer.records.retry import goes_on, spent
 from trainer.rundir import RunDir
 from trainer.say import say
-from trainer.world.detect import World
+from trainer.world.launchers import detect_world
 from trainer.world.signals import Signals
+from trainer.world.world import World
 
 
 class Trainer:
@@ -40,15 +42,17 @@ class Trainer:
         requeued, or whatever made it fail.
         """
         signals = Signals.catch()
-        from trainer.attempt import Attempt  # not above: the command, which only pickles this class, needs none of it
+        from trainer.attempt.attempt import (
+            Attempt,  # not above: the command, which only pickles this class, needs none of it
+        )
 
-        world = World.detect()
+        world = detect_world()
         if world.rank == 0 and not self.run.config.exists():  # handed to an executor by its user's own program
             self.run.path.mkdir(parents=True, exist_ok=True)
             self.config.save(self.run.config)
         _clear_unfinished(world)
         if world.launcher == "submitit-slurm":
-            # srun starts the ranks in the code's copy, so that Python finds that first, see trainer.cluster.slurm.
+            # srun starts the ranks in the code's copy, so that Python finds that first, see trainer.cluster.submission.
             with contextlib.suppress(KeyError, OSError):
                 os.chdir(os.environ["SLURM_SUBMIT_DIR"])
         # Importing torch makes a million objects that live as long as the process. The garbage collector would walk

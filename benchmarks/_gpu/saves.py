@@ -16,8 +16,8 @@ import torch.distributed as dist
 from benchmarks._gpu.contenders import DEVICE, GPU
 from benchmarks._gpu.throughput import finish
 from benchmarks.save import file_system
-from trainer.state.saver import About, Saver
-from trainer.state.store import CheckpointStore
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
 TENSOR = 64 << 20  # bytes of each
 SAVES, ENOUGH_S = 4, 60.0  # of a size: so many, or as many as begin within that time, but two at least
@@ -43,7 +43,7 @@ def of_size(gigabytes: float, folder: Path) -> dict[str, Any]:
     tensors = max(1, round(gigabytes * 1e9 / TENSOR))
     state = {str(number): torch.full((TENSOR // 4,), float(number), device=DEVICE) for number in range(tensors)}
     work = Work()
-    saver = Saver(CheckpointStore(folder), dist.HashStore(), 0, 1, torch.device(DEVICE))
+    saver = CheckpointWriter(CheckpointStore(folder), dist.HashStore(), 0, 1, torch.device(DEVICE))
     trials: list[dict[str, float]] = []
     began = time.monotonic()
     while len(trials) < 2 or (len(trials) < SAVES and time.monotonic() < began + ENOUGH_S):
@@ -77,11 +77,11 @@ class Work:
         return time.perf_counter() - began
 
 
-def save(saver: Saver, number: int, state: Any, work: Work) -> dict[str, float]:
+def save(saver: CheckpointWriter, number: int, state: Any, work: Work) -> dict[str, float]:
     """One save, from its call to its commit."""
     quiet = statistics.median(work.step() for _ in range(QUIET_STEPS))
     began = time.perf_counter()
-    saver.start(About(number, 1, 1, {}), state, lambda: None, (1, 0))
+    saver.start(CheckpointInfo(number, 1, 1, {}), state, lambda: None, (1, 0))
     stall = time.perf_counter() - began
     beside = [work.step()]
     while not saver.wait(0):

@@ -74,9 +74,9 @@ def main() -> int:
         try:
             for trainer in harness.COMMANDS:
                 place = folder / trainer.split(",")[0]
-                weights = harness.undisturbed(harness.Training(trainer, place / "undisturbed", cluster))
+                weights = harness.undisturbed(harness.TaskLoop(trainer, place / "undisturbed", cluster))
                 for number, (fault, strike) in enumerate(runs * list(harness.FAULTS.items())):
-                    training = harness.Training(trainer, place / str(number), cluster)
+                    training = harness.TaskLoop(trainer, place / str(number), cluster)
                     outcome = harness.hit(training, strike, weights)
                     outcomes[fault][trainer].append(outcome)
                     print(f"{fault:<22}{trainer:<26}{in_words([outcome])}", flush=True)

@@ -35,7 +35,7 @@ class Outcome:
     same_weights: bool | None  # as those of the undisturbed run; None: it did not finish
 
 
-class Training:
+class TaskLoop:
     """One training under one trainer, in a folder and on a cluster of its own."""
 
     def __init__(self, trainer: str, folder: Path, cluster: Cluster) -> None:
@@ -87,7 +87,7 @@ class Training:
         self.until(lambda: not self.jobs(), "stays in the queue though cancelled")
 
 
-def undisturbed(training: Training) -> str:
+def undisturbed(training: TaskLoop) -> str:
     """The weights that nobody hindered."""
     training.submit()
     training.until(lambda: not training.jobs(), "did not end")
@@ -96,7 +96,7 @@ def undisturbed(training: Training) -> str:
     return weights
 
 
-def hit(training: Training, strike: Callable[[Training, str], None], weights: str) -> Outcome:
+def hit(training: TaskLoop, strike: Callable[[TaskLoop, str], None], weights: str) -> Outcome:
     """Strike in the middle of an epoch, and see it through to the end, by hand where it does not come back."""
     training.submit()
     training.until(lambda: len(training.attempts()) and training.attempts()[0][-1][0] >= STRIKE_AT, "did not begin")
@@ -128,28 +128,28 @@ def hit(training: Training, strike: Callable[[Training, str], None], weights: st
     )
 
 
-def preempt(training: Training, job: str) -> None:
+def preempt(training: TaskLoop, job: str) -> None:
     """A job of higher priority takes all nodes: Slurm sends SIGTERM, KillWait later SIGKILL, and requeues the job."""
     words = ("--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     training.cluster.run("sbatch", *words)
 
 
-def user_signal(training: Training, job: str) -> None:
+def user_signal(training: TaskLoop, job: str) -> None:
     """The signal that asks for a requeue, by hand."""
     training.cluster.run("scancel", "--signal=USR2", job)
 
 
-def kill_one(training: Training, job: str) -> None:
+def kill_one(training: TaskLoop, job: str) -> None:
     """As the kernel does when a node is out of memory."""
     _kill(training, 1)
 
 
-def kill_all(training: Training, job: str) -> None:
+def kill_all(training: TaskLoop, job: str) -> None:
     """The same to every rank."""
     _kill(training, 0, 1)
 
 
-def time_limit(training: Training, job: str) -> None:
+def time_limit(training: TaskLoop, job: str) -> None:
     """The job's time limit comes within a minute or so, with a warning by SIGUSR2; the next attempt has time again."""
     minutes, seconds = training.cluster.run("squeue", "-h", "-j", job, "-o", "%M").strip().split(":")
     limit = int(minutes) + (1 if int(seconds) <= 30 else 2)
@@ -163,7 +163,7 @@ def time_limit(training: Training, job: str) -> None:
         time.sleep(0.1)
 
 
-def _kill(training: Training, *ranks: int) -> None:
+def _kill(training: TaskLoop, *ranks: int) -> None:
     for pid in [int((training.folder / f"rank_{rank}.pid").read_text()) for rank in ranks]:
         os.kill(pid, signal.SIGKILL)
 
@@ -204,7 +204,7 @@ COMMANDS: dict[str, Callable[[Path, bool], list[str]]] = {
     "Lightning, auto-requeue": _lightning,
     "Laststep": _laststep,
 }
-FAULTS: dict[str, Callable[[Training, str], None]] = {
+FAULTS: dict[str, Callable[[TaskLoop, str], None]] = {
     "preempted (SIGTERM)": preempt,
     "SIGUSR2": user_signal,
     "time limit": time_limit,

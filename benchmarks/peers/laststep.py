@@ -6,7 +6,7 @@ from torch import nn
 
 from benchmarks.peers import workload
 from trainer.tasks.classification import Classification
-from trainer.world.detect import World
+from trainer.world.launchers import detect_world
 
 
 class Recorded(Classification):
@@ -15,5 +15,5 @@ class Recorded(Classification):
     def model(self) -> nn.Module:
         """The same model, from the same seed."""
         model = workload.build()
-        workload.record_steps(model, World.detect().rank)
+        workload.record_steps(model, detect_world().rank)
         return model

@@ -8,9 +8,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from tests.curves import expected, on_disk
 from tests.faults.plan import Loss
-from trainer.observe.metrics import read_lines
+from tests.support.curves import expected, on_disk
+from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
 CLOCKS = ("time", "samples_per_s")

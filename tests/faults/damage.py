@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.faults.plan import Fault, Inject, Loss, Moment, Return, Shot
 from tests.faults.signals import AT_WORK, WITH_RANKS, requeue
 from tests.faults.victim import Missed, Victim, identity
-from trainer.world.lock import holder
+from trainer.world.run_lock import holder
 
 MANIFEST = "manifest.json"
 

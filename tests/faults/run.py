@@ -22,8 +22,9 @@ from tests.faults.report import Hit
 from tests.faults.site import NODES, Site
 from tests.faults.task import ASIDE
 from tests.faults.victim import Missed, NeverCame, Victim
-from trainer.config import Config, fields_of
-from trainer.observe.metrics import read_lines
+from trainer.config.config import Config
+from trainer.config.keys import fields_of
+from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
 CONFIG = Path(__file__).with_name("run.yaml")

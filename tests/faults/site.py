@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.slurm.cluster import SLURM_CONF, Cluster
+from tests.support.project import PROJECT
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 NODES = tuple(f"f{number}" for number in range(1, 9))
 MOST_AT_ONCE = len(NODES) // 2  # a pair of nodes for each run: what hits one run leaves the others alone
 KILL_WAIT_S, NOTICE_S, CANCEL_NOTICE_S, SLURMD_TIMEOUT_S = 10, 20, 12, 10

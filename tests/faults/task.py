@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from trainer.config import Config
+from trainer.config.config import Config
 from trainer.task import Task
-from trainer.world.detect import World
+from trainer.world.launchers import detect_world
 
 # Where a run's pace, trace and clock are, outside its folder: launch.env brings it to the ranks.
 ASIDE = "LASTSTEP_FAULTS_ASIDE"
@@ -49,7 +49,7 @@ class Traced(Task):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        aside, world = Path(os.environ[ASIDE]), World.detect()
+        aside, world = Path(os.environ[ASIDE]), detect_world()
         self.pace = aside / "pace"
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self.trace = os.open(aside / f"{world.attempt}.rank{world.rank}.trace", flags, 0o666)

@@ -17,8 +17,9 @@ import pytest
 from tests.faults.checks import Attempt, Seen, Undisturbed, check_curves, check_loss, check_run, lost_steps
 from tests.faults.faults import FAULTS
 from tests.faults.plan import Loss, make_plan
-from tests.faults.site import PROJECT, Turn, compile_clock
+from tests.faults.site import Turn, compile_clock
 from tests.slurm.cluster import missing
+from tests.support.project import PROJECT
 from trainer.observe.tensorboard import TensorBoard
 from trainer.rundir import RunDir
 

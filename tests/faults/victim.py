@@ -18,7 +18,7 @@ from tests.faults.checks import Attempt
 from tests.faults.plan import Setting
 from tests.faults.site import Job, Site
 from tests.faults.task import ASIDE, TRAINED, VALIDATED
-from trainer.observe.metrics import read_lines
+from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
 T = TypeVar("T")

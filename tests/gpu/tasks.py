@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.tasks import Faulty
-from trainer.config import Config
+from tests.support.tasks import Faulty
+from trainer.config.config import Config
 from trainer.tasks.classification import Classification
 from trainer.world import device
 

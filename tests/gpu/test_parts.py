@@ -13,24 +13,23 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset, default_collate
 
 from tests.gpu import DEVICES, needs_gpu
-from tests.photos import make_folder
-from tests.test_learner import IMAGES, LABELS, resnet
-from tests.test_learner import Images as Classified
-from tests.worlds import a_world
-from trainer.config import Config
+from tests.loops.test_learner import IMAGES, LABELS, resnet
+from tests.loops.test_learner import Images as Classified
+from tests.support.photos import make_folder
+from tests.support.project import PROJECT
+from tests.support.worlds import a_world
+from trainer.checkpoint.pack import load
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from trainer.config.config import Config
 from trainer.data.image_files import ImageFiles, decoded_on
 from trainer.data.loader import Loading
 from trainer.data.pixels import Augmentation, Images, normalized
-from trainer.learner import Learner
-from trainer.state.pack import load
-from trainer.state.saver import About, Saver
-from trainer.state.store import CheckpointStore
-from trainer.world.detect import World
+from trainer.doctor.hello import measure
+from trainer.loops.learner import Learner
 from trainer.world.device import set_up_device
-from trainer.world.hello import measure
-from trainer.world.meet import Group
-
-PROJECT = Path(__file__).resolve().parents[2]
+from trainer.world.group import Group
+from trainer.world.world import World
 
 
 def learner(device: str, world: World) -> Learner:
@@ -72,9 +71,9 @@ def test_a_save_is_of_its_moment(tmp_path: Path, device: str) -> None:
     weight = torch.arange(20_000_000, dtype=torch.float32, device=device)
     expected = weight.to("cpu", copy=True)
     store = CheckpointStore(tmp_path)
-    saver = Saver(store, dist.HashStore(), 0, 1, torch.device(device))
+    saver = CheckpointWriter(store, dist.HashStore(), 0, 1, torch.device(device))
     for step in (1, 2):
-        saver.start(About(step, 1, step, {}), {"weight": weight}, lambda: None, (2, 0))
+        saver.start(CheckpointInfo(step, 1, step, {}), {"weight": weight}, lambda: None, (2, 0))
         weight.zero_()
         assert saver.wait(60) and saver.error is None
     saver.close()

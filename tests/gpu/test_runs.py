@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.attempt.test_rescue import FAULTY, KILLED, only
 from tests.gpu import DEVICES, needs_gpu, needs_two_gpus
 from tests.gpu.tasks import share_the_gpu
-from tests.photos import make_folder
-from tests.ranks import Attempt, fingerprint, reasons, train
-from tests.test_exact import EVERYTHING, config, stop_and_resume, undisturbed
-from tests.test_rescue import FAULTY, KILLED, only
-from trainer.observe.metrics import read_lines
+from tests.loops.test_exact import EVERYTHING, config, stop_and_resume, undisturbed
+from tests.support.photos import make_folder
+from tests.support.ranks import Attempt, fingerprint, reasons, train
+from trainer.checkpoint.store import CheckpointStore
+from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
-from trainer.state.store import CheckpointStore
 
 EXACT = "train.deterministic=true"
 NO_DROPOUT = "model.args.dropout=0"  # a GPU draws other numbers than a CPU

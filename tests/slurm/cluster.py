@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tests.hosts import Hosts
+from tests.support.hosts import Hosts
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from tests.slurm.cluster import Cluster, missing
-from trainer.observe.metrics import read_lines
+from tests.support.project import PROJECT
+from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 # An attempt of four ranks on two cores imports torch for 10 s; a requeued job is held for 6 s.
 DEADLINE_S = 180.0
 

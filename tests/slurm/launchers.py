@@ -7,10 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import fingerprint, train
-from trainer.config import Config
+from tests.support.ranks import fingerprint, train
+from trainer.config.config import Config
 
-# 7 steps an epoch. tests.tasks.AwaitsStop can be stopped in the eighth step of each attempt, so once in two epochs.
+# 7 steps an epoch. tests.support.tasks.AwaitsStop can be stopped in the eighth step of each attempt, so once in two
+# epochs.
 SMALL = (
     "device=cpu", "data.name=fake", "data.args.samples=52", "data.args.classes=3", "data.args.image_size=8",
     "train.batch_size=8", "optim.lr=0.02",

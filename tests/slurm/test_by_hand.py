@@ -8,18 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import fingerprint
 from tests.slurm.conftest import DEADLINE_S, Desk, parent, processes
 from tests.slurm.launchers import SMALL, undisturbed
-from trainer.state.store import CheckpointStore
+from tests.support.ranks import fingerprint
+from trainer.checkpoint.store import CheckpointStore
 
 LAUNCH = ("python", "{project}/launch.py")
 TRAIN = ("python", "-m", "trainer", "--name={run}")
 SRUN = ("sbatch", "--job-name={run}", "{examples}/srun.sbatch")
 TORCHRUN = ("bash", "{examples}/torchrun.sh", "--name={run}")
-HELD = (*SMALL, "task=tests.tasks.AwaitsStop")
+HELD = (*SMALL, "task=tests.support.tasks.AwaitsStop")
 TWO_EPOCHS = (*HELD, "train.epochs=2")  # held once
-KILLED = (*SMALL, "task=tests.tasks.KilledOnce", "train.epochs=2")
+KILLED = (*SMALL, "task=tests.support.tasks.KilledOnce", "train.epochs=2")
 
 
 def finishes(desk: Desk, run: str, attempts: int, epochs: int = 2) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def test_every_rank_and_srun_are_killed(desk: Desk) -> None:
 def test_the_grace_is_the_clusters(desk: Desk) -> None:
     """KillWait is 15 s here. At half of it a step that does not end is given up, so that what is whole can be kept."""
     stuck = ("sbatch", "--export=ALL,LASTSTEP_TEST_FAULT=sleep step 8 rank 1", *SRUN[1:])
-    desk.types("stuck", stuck, words=(*SMALL, "task=tests.tasks.Faulty", "train.epochs=2"))
+    desk.types("stuck", stuck, words=(*SMALL, "task=tests.support.tasks.Faulty", "train.epochs=2"))
     desk.waits_for("stuck", "fault: sleep")
     desk.stops("stuck", "scontrol requeue")
     first, _ = finishes(desk, "stuck", attempts=2)
@@ -139,7 +139,7 @@ def test_ranks_that_have_no_scontrol(desk: Desk, tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     train = " ".join((*TRAIN, *TWO_EPOCHS))
-    script = f"srun env PATH={tmp_path} {train} || python -m trainer.cluster.afterwards runs/{{run}} $?"
+    script = f"srun env PATH={tmp_path} {train} || python -m trainer.cluster.after_ranks runs/{{run}} $?"
     options = ("--nodes=2", "--ntasks-per-node=1", "--open-mode=append", "--output={run}.out")
     desk.types("bare", ("sbatch", *options, "--wrap", script))
     desk.waits_for("bare", "holds in its step 8", times=2)

@@ -6,7 +6,8 @@ import re
 import subprocess
 import sys
 
-from tests.slurm.conftest import DEADLINE_S, PROJECT, User
+from tests.slurm.conftest import DEADLINE_S, User
+from tests.support.project import PROJECT
 
 
 def test_srun_over_two_nodes(user: User) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts import Hosts, missing
-from tests.ranks import fingerprint
+from tests.loops.test_exact import config, undisturbed
 from tests.slurm.cluster import Cluster
 from tests.slurm.cluster import missing as missing_slurm
 from tests.slurm.conftest import DEADLINE_S, User
-from tests.test_exact import config, undisturbed
+from tests.support.hosts import Hosts, missing
+from tests.support.ranks import fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_the_link_between_two_nodes_drops(distant: User, hosts: Hosts, monkeypat
     folder = distant.root / "hold"
     folder.mkdir()
     monkeypatch.setitem(distant.env, "LASTSTEP_TEST_HOLD", f"5 {folder}")
-    submits(distant, "cut", 1, "task=tests.tasks.Held", "launch.hang_timeout_s=6")
+    submits(distant, "cut", 1, "task=tests.support.tasks.Held", "launch.hang_timeout_s=6")
     distant.cluster.wait_for(
         lambda: len(list(folder.iterdir())) == 2, DEADLINE_S, "not every rank is in its fifth step"
     )

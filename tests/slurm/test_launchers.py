@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import fingerprint
-from tests.slurm.conftest import PROJECT, Desk
+from tests.slurm.conftest import Desk
 from tests.slurm.launchers import LAUNCHERS, SMALL, Launcher, undisturbed
+from tests.support.project import PROJECT
+from tests.support.ranks import fingerprint
 
 PAGE = PROJECT / "docs/launchers.md"
 COLUMNS = ("typed", "ranks", "a stop", "then", "weights", "a contradiction")
@@ -67,7 +68,7 @@ def test_it_starts_stops_and_goes_on(desk: Desk, table: Table, launcher: Launche
     passes a signal on, and whatever it does after one, no step may be lost. The weights tell either."""
     run = run_name(launcher, "run")
     epochs = len(launcher.stops) + 1
-    words = (*SMALL, "task=tests.tasks.AwaitsStop", f"train.epochs={epochs}")
+    words = (*SMALL, "task=tests.support.tasks.AwaitsStop", f"train.epochs={epochs}")
     desk.types(run, *launcher.typed, words=words)
     for count, stop in enumerate(launcher.stops, start=1):
         desk.waits_for(run, "holds in its step 8", times=launcher.size * count)

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import DEADLINE_S, PROJECT, User
+from tests.slurm.conftest import DEADLINE_S, User
+from tests.support.project import PROJECT
 
 TWO_RANKS = ("--tasks-per-node", "2")
 LONG = ("train.epochs=1000",)
@@ -70,7 +71,7 @@ def test_thirty_runs(bare: User, tmp_path: Path) -> None:
     bare.types("--name", "requeued", *LONG)
     bare.types("--name", "lost", "launch.max_failures=0", "checkpoint.every_minutes=null", *LONG)
     bare.types("--name", "running", *LONG)
-    bare.types("--name", "failed", *TWO_RANKS, "task=tests.tasks.Broken", "launch.max_failures=0")
+    bare.types("--name", "failed", *TWO_RANKS, "task=tests.support.tasks.Broken", "launch.max_failures=0")
     bare.types("--name", "finished", "train.max_steps=3")
     bare.waits_for("lost", "step 10/")
     bare.kills("lost", 0)
@@ -144,7 +145,7 @@ def test_logs_and_a_drill(anyone: User) -> None:
 
 
 OWN_TASK = """
-from tests.tasks import Linear
+from tests.support.tasks import Linear
 
 class Mine(Linear):
     def datasets(self):

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import fingerprint
 from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import DEADLINE_S, PROJECT, User
+from tests.slurm.conftest import DEADLINE_S, User
+from tests.support.project import PROJECT
+from tests.support.ranks import fingerprint
 
 TWO_RANKS = ("--nodes", "2", "train.max_steps=160")  # 63 steps an epoch, a checkpoint after each
 MID_EPOCH = "step 80/160"
@@ -66,7 +67,7 @@ def test_srun_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
 def test_a_rank_fails_once(user: User, undisturbed: dict[str, Any]) -> None:
     """An attempt that fails after it has kept steps is worth another: the next may get past that place. Who waits for
     the job's result in Python gets that of the whole run, not the failure."""
-    words = ["launch.nodes=2", "train.max_steps=160", "launch.name=fails", "task=tests.tasks.FailsOnce"]
+    words = ["launch.nodes=2", "train.max_steps=160", "launch.name=fails", "task=tests.support.tasks.FailsOnce"]
     program = (
         "from trainer import Config, submit\n"
         f"job = submit(Config.load('mnist', {[*words, f'launch.root={user.root}']!r}))\n"
@@ -82,7 +83,7 @@ def test_a_rank_fails_once(user: User, undisturbed: dict[str, Any]) -> None:
 
 def test_a_rank_fails_always_at_the_same_place(user: User) -> None:
     """A bug is no bad luck: after launch.max_failures attempts that kept no step, the run ends and says so."""
-    options = ("--name", "bug", "task=tests.tasks.Broken", "launch.max_failures=1")
+    options = ("--name", "bug", "task=tests.support.tasks.Broken", "launch.max_failures=1")
     following = user.begins(*TWO_RANKS, "--follow", *options)
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 1 and "the run ended: failed" in said

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import fingerprint
 from tests.slurm.conftest import DEADLINE_S, User
-from trainer.config import Config
+from tests.support.ranks import fingerprint
+from trainer.config.config import Config
 
 FOUR_RANKS = ("--nodes", "2", "--tasks-per-node", "2")
 SHORT = ("train.max_steps=160",)  # 63 steps an epoch

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.loops.test_sizes import check_samples
 from tests.slurm.conftest import DEADLINE_S, User
-from tests.test_sizes import check_samples
 from trainer.data.order import Order
 
 STEPS = 300  # 67 an epoch
-TASK = ("task=tests.tasks.Recorded", "train.batch_size=60", f"train.max_steps={STEPS}", "train.log_every=5")
+TASK = ("task=tests.support.tasks.Recorded", "train.batch_size=60", f"train.max_steps={STEPS}", "train.log_every=5")
 
 
 def occupies(user: User, partition: str, nodes: str, seconds: int) -> str:

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.slurm.conftest import DEADLINE_S, PROJECT, User
+from tests.slurm.conftest import DEADLINE_S, User
+from tests.support.project import PROJECT
 
 TINY = ("train.max_steps=2", "data.name=fake", "data.args.samples=64", "data.args.image_size=8")
 
@@ -43,7 +44,7 @@ def test_setup_runs_on_every_node(user: User, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     setup = f"launch.setup=['echo $SLURMD_NODENAME >> {notes}', 'export LASTSTEP_TEST_NOTES={notes}']"
     size = ("--nodes", "3", "--tasks-per-node", "1", "train.batch_size=12")
-    user.types("--name", "prepared", *size, *TINY, "task=tests.tasks.Prepared", setup, "--follow")
+    user.types("--name", "prepared", *size, *TINY, "task=tests.support.tasks.Prepared", setup, "--follow")
     first, *others = notes.read_text().split("\n")[:3]
     assert len({first, *others}) == 3, "three nodes, each once"
     assert notes.read_text().count("begins") == 3, "the variable came to every rank"

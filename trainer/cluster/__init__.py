@@ -1,1 +1,2 @@
-"""Around the job: executors, the sbatch script, run folders, checks before a start."""
+"""Around the job: submission, the batch shell, ranks on this machine, run folders, the code copy, the queue, and how
+a run stands. Not here: what happens within a rank (attempt), and the command line (commands)."""

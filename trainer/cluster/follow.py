@@ -7,8 +7,8 @@ import time
 
 from submitit import SlurmJob
 
-from trainer.cluster.screen import Screen
-from trainer.cluster.standing import Lookout, Standing
+from trainer.cluster.live_log import Screen
+from trainer.cluster.run_status import RunStatus, StatusReader
 from trainer.rundir import RunDir
 
 POLL_S = 0.5
@@ -16,7 +16,7 @@ POLL_S = 0.5
 
 def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
     """Stay until the run ends; returns the exit status. Ctrl-C leaves the job alone."""
-    lookout = Lookout()
+    lookout = StatusReader()
     try:
         with Screen(run, job.paths.stdout) as screen:
             while True:
@@ -35,7 +35,7 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
     return 1
 
 
-def _ended(run: RunDir, now: Standing) -> str:
+def _ended(run: RunDir, now: RunStatus) -> str:
     why = f" ({now.why})" if now.why else ""
     if now.state in ("failed", "lost"):
         return f"the run ended: {now.state}{why}; each rank's log is in {run.logs}"

@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.cluster import runs
-from trainer.cluster.screen import Screen
-from trainer.config import Config, ConfigError
+from trainer.cluster import run_folders
+from trainer.cluster.live_log import Screen
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 from trainer.world.signals import STOPS
@@ -33,7 +34,7 @@ def run_local(config: Config, run: RunDir) -> int:
     The ranks write to their logs themselves, so that they need neither this process nor its terminal.
     """
     job_id = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    runs.note_submission(run, job_id)
+    run_folders.note_submission(run, job_id)
     logs = [run.logs / f"{job_id}_{rank}_log.out" for rank in range(config.launch.world_size)]
     with _forwarded_signals() as received, Screen(run, logs[0]) as screen:
         ranks = _start(config, run, job_id, logs)
@@ -87,7 +88,7 @@ def _start(config: Config, run: RunDir, job_id: str, logs: Sequence[Path]) -> li
     launch = config.launch
     place = {
         **os.environ,
-        "PYTHONPATH": runs.python_path(),
+        "PYTHONPATH": run_folders.python_path(),
         **launch.env,
         "SUBMITIT_EXECUTOR": "local",
         "SUBMITIT_LOCAL_JOB_ID": job_id,

@@ -16,11 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster import code, runs, slurm
+from trainer.cluster import code_copy, run_folders, submission
 from trainer.cluster.queue import Queue
-from trainer.cluster.standing import standings
-from trainer.config import Config, ConfigError, parse_override, variants
-from trainer.observe.metrics import read_lines
+from trainer.cluster.run_status import statuses_of
+from trainer.config.config import Config, variants
+from trainer.config.errors import ConfigError
+from trainer.config.keys import parse_override
+from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
 MOST_RUNS = 1000  # of one array; Slurm's own limit (MaxArraySize) is 1001 by default
@@ -84,15 +86,15 @@ def submit(config: Config, changes: Sequence[Change], parallel: int | None) -> t
     try:
         sweep.logs.mkdir(parents=True, exist_ok=True)
         if not sweep.code.exists():
-            code.keep(sweep, config)
+            code_copy.keep(sweep, config)
         for run in missing:
             if run.name not in there:
                 made.append(run)
                 _make(run, sweep, planned[run.name][1])
-        jobs = slurm.submit_array(config, sweep, [planned[run.name][0] for run in missing], parallel)
+        jobs = submission.submit_array(config, sweep, [planned[run.name][0] for run in missing], parallel)
     except (ConfigError, OSError) as error:
         for run in made:
-            runs.remove(run)
+            run_folders.remove(run)
         if fresh:
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise error if isinstance(error, ConfigError) else ConfigError(f"launch.root={root}: {error}") from None
@@ -101,9 +103,9 @@ def submit(config: Config, changes: Sequence[Change], parallel: int | None) -> t
         for name, change in zip(names, changes):
             if name not in known:
                 file.write(json.dumps({"run": name, **change}) + "\n")
-    commit = code.commit()
+    commit = code_copy.commit()
     for run, job_id in zip(missing, jobs):
-        runs.note_submission(run, job_id, commit=commit)
+        run_folders.note_submission(run, job_id, commit=commit)
     return jobs[0].partition("_")[0], [run.name for run in missing], len(names)
 
 
@@ -119,7 +121,7 @@ def _missing(wanted: Sequence[RunDir]) -> list[RunDir]:
     queue = Queue.ask(wanted)
     if queue.jobs is None:
         raise ConfigError("squeue does not answer, so what is missing is not known; try again")
-    return [run for run, now in zip(wanted, standings(wanted, queue)) if not now.alive and now.state != "finished"]
+    return [run for run, now in zip(wanted, statuses_of(wanted, queue)) if not now.alive and now.state != "finished"]
 
 
 def _check_same(run: RunDir, config: Config, text: str) -> None:

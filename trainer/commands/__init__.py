@@ -1,1 +1,2 @@
-"""The command line: `main` reads the words, one file per verb does the rest."""
+"""The command line: one file per verb, and the parser. Not here: what a verb does beyond reading words and printing
+(cluster, doctor, observe)."""

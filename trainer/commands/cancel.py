@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from trainer.cluster import runs
-from trainer.cluster.standing import Lookout, Standing, records_of
+from trainer.cluster import run_folders
+from trainer.cluster.run_status import RunStatus, StatusReader, records_of
 from trainer.rundir import RunDir
-from trainer.world.lock import holder
+from trainer.world.run_lock import holder
 from trainer.world.slurm import SlurmError, command, is_job_id
 
 POLL_S = 1.0
@@ -22,8 +22,8 @@ REPEAT_S = 5.0  # a signal is lost on a job whose ranks are yet to be started
 
 def cancel(name: str, overrides: Sequence[str]) -> int:
     """Stop the run, wait until it has gone, and say where; returns the exit status."""
-    run = runs.find(name, runs.root_of(overrides))
-    lookout = Lookout(POLL_S)
+    run = run_folders.find(name, run_folders.root_of(overrides))
+    lookout = StatusReader(POLL_S)
     (now,) = lookout.look([run])
     if not now.alive:
         print(f"{run.name}: {now.state}, so there is nothing to cancel")
@@ -39,7 +39,7 @@ def cancel(name: str, overrides: Sequence[str]) -> int:
         return 130
 
 
-def _stopped(run: RunDir, now: Standing, lookout: Lookout) -> Standing:
+def _stopped(run: RunDir, now: RunStatus, lookout: StatusReader) -> RunStatus:
     """Ask for the stop and wait until the run has gone; returns how it stands then. Raises SlurmError."""
     asked_at = -REPEAT_S
     while now.alive:
@@ -51,7 +51,7 @@ def _stopped(run: RunDir, now: Standing, lookout: Lookout) -> Standing:
     return now
 
 
-def _stop(run: RunDir, now: Standing) -> None:
+def _stop(run: RunDir, now: RunStatus) -> None:
     """Ask for it once. Raises SlurmError."""
     assert now.job_id is not None
     if now.job_id.startswith("local-"):
@@ -76,7 +76,7 @@ def _stop_local(run: RunDir, job_id: str) -> None:
         os.kill(int(job_id.rpartition("-")[2]), signal.SIGTERM)
 
 
-def _outcome(run: RunDir, now: Standing) -> str:
+def _outcome(run: RunDir, now: RunStatus) -> str:
     if now.state == "finished":
         return f"{run.name}: had finished by then"
     records = records_of(run)

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainer.commands.parsers import ANY_KEY, LAUNCH_KEY, PARSERS, ROOT_KEY
-from trainer.config import CONFIGS, Config, fields_of
+from trainer.config.config import CONFIGS, Config
+from trainer.config.keys import fields_of
 
 FILES = ":files"  # printed where nothing but a path fits: those the shell knows best
 KEYS = {ANY_KEY: "", LAUNCH_KEY: "launch.", ROOT_KEY: "launch.root", "RUN": "launch.root"}
@@ -94,10 +95,10 @@ def _of_option(option: Action) -> Iterator[str]:
 
 
 def _runs(words: Sequence[str]) -> Iterator[str]:
-    from trainer.cluster import runs
+    from trainer.cluster import run_folders
 
-    root = runs.root_of([word for word in words if word.startswith("launch.root=")])
-    yield from (run.name for run in runs.in_root(root))
+    root = run_folders.root_of([word for word in words if word.startswith("launch.root=")])
+    yield from (run.name for run in run_folders.in_root(root))
 
 
 def _keys(prefix: str, word: str) -> Iterator[str]:

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cluster import checks, runs
-from trainer.cluster.doctor import Danger, Slurm, of_gpus, of_place, of_slurm
-from trainer.cluster.place import Place
-from trainer.cluster.rollcall import LIMIT_MIN, RollCall
-from trainer.config import Config, check_values
-from trainer.world.hello import report, wrong_sums
+from trainer.cluster import machine_checks, run_folders
+from trainer.config.checks import check_values
+from trainer.config.config import Config
+from trainer.doctor.file_system import Place
+from trainer.doctor.hello import report, wrong_sums
+from trainer.doctor.roll_call import LIMIT_MIN, RollCall
+from trainer.doctor.slurm_settings import Danger, Slurm, of_gpus, of_place, of_slurm
 from trainer.world.slurm import SlurmError
 
 Facts = Sequence[tuple[str, object]]
@@ -27,7 +28,7 @@ def doctor(overrides: Sequence[str]) -> int:
     """Print what is here and what endangers a run; returns the exit status, 1 when something does."""
     config = _config(overrides)
     launch = config.launch
-    checks.check_writable(Path(launch.root).expanduser().absolute())
+    machine_checks.check_writable(Path(launch.root).expanduser().absolute())
     dangers: list[Danger] = []
     slurm = None
     if shutil.which("scontrol"):
@@ -44,10 +45,10 @@ def doctor(overrides: Sequence[str]) -> int:
         _show("Slurm", _cluster(slurm))
         _show_partitions(slurm)
     elif not dangers:
-        print(f"no Slurm on this machine: {checks.WITHOUT_SLURM}\n")
+        print(f"no Slurm on this machine: {machine_checks.WITHOUT_SLURM}\n")
     import torch
 
-    dangers += of_gpus(checks.count_gpus(), torch.cuda.device_count())
+    dangers += of_gpus(machine_checks.count_gpus(), torch.cuda.device_count())
     print("dangers" if dangers else "nothing found that endangers a run")
     for danger in dangers:
         print(f"  {danger}")
@@ -59,9 +60,9 @@ def hello(overrides: Sequence[str]) -> int:
     config = _config(overrides)
     launch = config.launch
     launch.nodes = launch.node_counts[-1]  # of a range, all that a run may get
-    checks.check_submission(config)
-    checks.check_writable(Path(launch.root).expanduser().absolute())
-    checks.check_slurm()
+    machine_checks.check_submission(config)
+    machine_checks.check_writable(Path(launch.root).expanduser().absolute())
+    machine_checks.check_slurm()
     call = RollCall(config)
     job = f"job {call.job.job_id}"
     print(f"{job}: {launch.nodes} nodes x {launch.ranks_per_node} ranks, at most {LIMIT_MIN} min; Ctrl-C cancels it")
@@ -92,7 +93,7 @@ def hello(overrides: Sequence[str]) -> int:
 
 def _config(overrides: Sequence[str]) -> Config:
     """The configuration, for any number of ranks: nothing is trained, so no batch must divide by it."""
-    config = Config.read(None, overrides, runs.site())
+    config = Config.read(None, overrides, run_folders.site())
     check_values(config)
     return config
 

@@ -6,11 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from trainer.cluster import runs
-from trainer.cluster.standing import Lookout, records_of
-from trainer.config import ConfigError
-from trainer.observe.attempts import Record
-from trainer.observe.metrics import is_step, last_lines
+from trainer.cluster import run_folders
+from trainer.cluster.run_status import StatusReader, records_of
+from trainer.config.errors import ConfigError
+from trainer.records.attempt_record import AttemptRecord
+from trainer.records.metrics import is_step, last_lines
 from trainer.rundir import RunDir
 from trainer.world.slurm import SlurmError, is_job_id, scontrol
 
@@ -23,8 +23,8 @@ class _Gone(Exception):
 
 def drill(name: str, overrides: Sequence[str]) -> int:
     """Preempt the run, wait for its next step, print what that cost; 0 when no step was lost."""
-    run = runs.find(name, runs.root_of(overrides))
-    (now,) = Lookout().look([run])
+    run = run_folders.find(name, run_folders.root_of(overrides))
+    (now,) = StatusReader().look([run])
     if now.state != "running" or now.job_id is None or not is_job_id(now.job_id):
         raise ConfigError(f"{run.name}: is {now.state}; a drill needs a run at work in a Slurm job")
     before = len(records_of(run))
@@ -43,7 +43,7 @@ def drill(name: str, overrides: Sequence[str]) -> int:
         print(f"error: {run.name}: {error}", file=sys.stderr)
         return 1
     except _Gone:
-        (after,) = Lookout().look([run])
+        (after,) = StatusReader().look([run])
         print(f"error: {run.name}: did not come back: {after.state}, {after.why}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -54,9 +54,9 @@ def drill(name: str, overrides: Sequence[str]) -> int:
     return int(lost > 0)
 
 
-def _until(run: RunDir, look: Callable[[list[Record]], Record | None]) -> Record:
+def _until(run: RunDir, look: Callable[[list[AttemptRecord]], AttemptRecord | None]) -> AttemptRecord:
     """Wait for what `look` finds in the run's attempts. Raises _Gone when nothing more can come."""
-    lookout = Lookout()
+    lookout = StatusReader()
     while not (found := look(records_of(run))):
         time.sleep(POLL_S)
         if not lookout.look([run])[0].alive:
@@ -64,7 +64,7 @@ def _until(run: RunDir, look: Callable[[list[Record]], Record | None]) -> Record
     return found
 
 
-def _stepped(run: RunDir, attempt: Record) -> Record | None:
+def _stepped(run: RunDir, attempt: AttemptRecord) -> AttemptRecord | None:
     """The newest step in metrics.jsonl, if the attempt did it."""
     steps = [line for line in last_lines(run.metrics) if is_step(line) and line["time"] >= attempt["start"]]
     return min(steps, key=lambda line: int(line["step"]), default=None)

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.cluster import checks, runs
+from trainer.cluster import machine_checks, run_folders
+from trainer.cluster.spawn import spawn
 from trainer.commands.parsers import Parser
-from trainer.config import Config
-from trainer.spawn import spawn
-from trainer.world.detect import MeetingError, World
-from trainer.world.hello import at_rank_0, greet, wrong_sums
+from trainer.config.config import Config
+from trainer.doctor.hello import at_rank_0, greet, wrong_sums
+from trainer.world.launchers import detect_world
 from trainer.world.signals import Signals
+from trainer.world.world import MeetingError, World
 
 DESCRIPTION = "Every rank meets the others as in a training, says who it is, and adds up a one from each of them."
 EPILOG = """\
@@ -39,8 +40,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
     given = parser.parse_intermixed_args(words)
     overrides = [*given.overrides, *([f"launch.backend={given.backend}"] if given.backend else [])]
-    config = Config.load(None, overrides, runs.site())
-    checks.check_writable(Path(config.launch.root).expanduser().absolute())
+    config = Config.load(None, overrides, run_folders.site())
+    machine_checks.check_writable(Path(config.launch.root).expanduser().absolute())
     hello = functools.partial(_hello, config, given.env)
     return hello() if given.spawn is None else spawn(given.spawn, hello)
 
@@ -48,7 +49,7 @@ def main(words: Sequence[str]) -> int:
 def _hello(config: Config, show_variables: bool) -> int:
     """One rank of it, which leaves nothing behind."""
     signals = Signals.catch()
-    world = World.detect()
+    world = detect_world()
     root = Path(config.launch.root).expanduser().absolute()
     meeting, made_root = root / f".hello-{world.attempt}.json", not root.exists()
 
@@ -64,7 +65,7 @@ def _hello(config: Config, show_variables: bool) -> int:
         os._exit(128 + number)  # at once: the main thread may be in a collective
 
     signals.tell(stop)
-    from trainer.world.meet import is_of_absence
+    from trainer.world.group import is_of_absence
 
     try:
         return _meet_and_greet(config, world, meeting, show_variables)

@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from trainer.cluster import runs
-from trainer.cluster.logs import Line, Logs, attempt_numbers
-from trainer.cluster.standing import Lookout, records_of
-from trainer.config import ConfigError
+from trainer.cluster import run_folders
+from trainer.cluster.merged_logs import Line, Logs, attempt_numbers
+from trainer.cluster.run_status import StatusReader, records_of
+from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 
 POLL_S = 1.0
@@ -22,7 +22,7 @@ def logs(name: str, overrides: Sequence[str], rank: int | None, attempt: int | N
 
     Following ends with the run: 0 when it has finished, 1 when it ended otherwise.
     """
-    run = runs.find(name, runs.root_of(overrides))
+    run = run_folders.find(name, run_folders.root_of(overrides))
     files = Logs(run, rank)
     if rank is not None and rank not in files.ranks():
         raise ConfigError(f"--rank {rank}: no log of it; there are those of {_listed(sorted(files.ranks()), 'rank')}")
@@ -33,7 +33,7 @@ def logs(name: str, overrides: Sequence[str], rank: int | None, attempt: int | N
     if not follow:
         show(files.read(all_of_it=True))
         return 0
-    lookout = Lookout()
+    lookout = StatusReader()
     while True:
         over = not (now := lookout.look([run])[0]).alive  # looked at first: what the run said last is read after it
         show(files.read(all_of_it=over))

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from trainer.commands.parsers import NAMED, NO_RUN, PARSERS, SHORTHANDS, SIZE, split
-from trainer.config import ConfigError, nearest
+from trainer.config.errors import ConfigError, nearest
 
 
 def main(words: Sequence[str]) -> int:

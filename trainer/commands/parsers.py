@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from trainer.config import ConfigError, nearest
+from trainer.config.errors import ConfigError, nearest
 
 # Options that are shorthands of a configuration key: option -> (key, what to write for it, what it does).
 SHORTHANDS = {

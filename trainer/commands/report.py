@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cluster import runs
-from trainer.cluster.standing import Lookout, Standing, records_of
-from trainer.config import Config, ConfigError, fields_of
+from trainer.cluster import run_folders
+from trainer.cluster.run_status import RunStatus, StatusReader, records_of
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.config.keys import fields_of
 from trainer.observe.report.curves import read_curves
 from trainer.observe.report.page import Run, page
 from trainer.rundir import RunDir
@@ -15,10 +17,10 @@ from trainer.rundir import RunDir
 
 def report(names: Sequence[str], overrides: Sequence[str]) -> int:
     """Write the page of the named runs, one run's into its folder, that of several into this one; print its path."""
-    root = runs.root_of(overrides)
-    found = [runs.find(name, root) for name in names]
+    root = run_folders.root_of(overrides)
+    found = [run_folders.find(name, root) for name in names]
     target = found[0].report if len(found) == 1 else Path("report.html").absolute()
-    text = page([_shown(run, stands) for run, stands in zip(found, Lookout().look(found))])
+    text = page([_shown(run, stands) for run, stands in zip(found, StatusReader().look(found))])
     try:
         target.write_text(text, errors="replace")
     except OSError as error:
@@ -27,7 +29,7 @@ def report(names: Sequence[str], overrides: Sequence[str]) -> int:
     return 0
 
 
-def _shown(run: RunDir, stands: Standing) -> Run:
+def _shown(run: RunDir, stands: RunStatus) -> Run:
     records = records_of(run)
     kept = {record["end_step"] - record["lost_steps"] for record in records}
     return Run(

@@ -14,13 +14,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from trainer.cluster import runs
-from trainer.cluster.standing import Lookout, Standing, records_of
+from trainer.cluster import run_folders
+from trainer.cluster.run_status import RunStatus, StatusReader, records_of
 from trainer.cluster.sweep import members
-from trainer.config import ConfigError
-from trainer.observe.attempts import Record
-from trainer.observe.metrics import damaged_lines, is_step, last_lines
+from trainer.config.errors import ConfigError
 from trainer.observe.progress import duration
+from trainer.records.attempt_record import AttemptRecord
+from trainer.records.metrics import damaged_lines, is_step, last_lines
 from trainer.rundir import RunDir
 
 WATCH_S = 2.0  # between two looks at the files
@@ -39,12 +39,12 @@ COLOURS = {
 
 def status(names: Sequence[str], overrides: Sequence[str], as_json: bool, watch: bool) -> int:
     """Print how the named runs, or all in the root, stand; one run alone with its attempts too."""
-    root = runs.root_of(overrides)
+    root = run_folders.root_of(overrides)
 
     def chosen() -> list[RunDir]:
-        return [runs.find(name, root) for name in names] if names else runs.in_root(root)
+        return [run_folders.find(name, root) for name in names] if names else run_folders.in_root(root)
 
-    def draw(found: Sequence[Standing]) -> RenderableType:
+    def draw(found: Sequence[RunStatus]) -> RenderableType:
         if not found:
             return Text(f"no run in {root}/ yet")
         if len(names) == 1:
@@ -56,7 +56,7 @@ def status(names: Sequence[str], overrides: Sequence[str], as_json: bool, watch:
 
 def status_of_sweep(name: str, metric: str, overrides: Sequence[str], as_json: bool, watch: bool) -> int:
     """The same of a sweep's runs, the best first: the lowest loss, or the highest of any other metric."""
-    sweep = RunDir(Path(runs.root_of(overrides)) / name)
+    sweep = RunDir(Path(run_folders.root_of(overrides)) / name)
     varied = members(sweep)
 
     def value(run: str) -> float | None:
@@ -64,13 +64,13 @@ def status_of_sweep(name: str, metric: str, overrides: Sequence[str], as_json: b
         found = (line[metric] for line in reversed(lines) if metric in line and not is_step(line))
         return next(found, None)
 
-    def look(lookout: Lookout) -> list[Standing]:
+    def look(lookout: StatusReader) -> list[RunStatus]:
         found = lookout.look([RunDir(sweep.path.parent / run) for run in varied])
         sign = 1 if "loss" in metric else -1
         order = {one.run: value(one.run) for one in found}
         return sorted(found, key=lambda one: math.inf if (v := order[one.run]) is None else sign * v)
 
-    def draw(found: Sequence[Standing]) -> RenderableType:
+    def draw(found: Sequence[RunStatus]) -> RenderableType:
         keys = list(dict.fromkeys(key for change in varied.values() for key in change))
         columns = {key: {run: str(change.get(key, "")) for run, change in varied.items()} for key in keys}
         columns[metric] = {run: _or_dash(value(run), "{:.4f}") for run in varied}
@@ -80,15 +80,15 @@ def status_of_sweep(name: str, metric: str, overrides: Sequence[str], as_json: b
 
 
 def _present(
-    look: Callable[[Lookout], list[Standing]],
-    draw: Callable[[Sequence[Standing]], RenderableType],
+    look: Callable[[StatusReader], list[RunStatus]],
+    draw: Callable[[Sequence[RunStatus]], RenderableType],
     as_json: bool,
     watch: bool,
 ) -> int:
     """Print what a look finds, or keep it up to date on the terminal."""
     if watch and (as_json or not sys.stdout.isatty()):
         raise ConfigError("--watch: keeps a table on a terminal; leave it out for a file, a pipe or --json")
-    lookout = Lookout()
+    lookout = StatusReader()
     if as_json:
         print(json.dumps([vars(one) for one in look(lookout)], indent=1))
         return 0
@@ -106,7 +106,7 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
-def _table(found: Sequence[Standing], more: Mapping[str, Mapping[str, str]] | None = None) -> Table:
+def _table(found: Sequence[RunStatus], more: Mapping[str, Mapping[str, str]] | None = None) -> Table:
     """`more` columns have a cell for each run, by its name."""
     more = more or {}
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -133,7 +133,7 @@ def _table(found: Sequence[Standing], more: Mapping[str, Mapping[str, str]] | No
     return table
 
 
-def _state(one: Standing) -> Text:
+def _state(one: RunStatus) -> Text:
     text = Text(one.state, style=COLOURS.get(one.state, ""))
     said = [one.why] if one.why else []
     if one.starts_at:
@@ -159,7 +159,7 @@ def _details(run: RunDir) -> list[Table | Text]:
     return [table, *(Text(note, style="yellow") for note in notes), Text(f"\nfolder {run.path}", style="dim")]
 
 
-def _attempt(record: Record) -> list[str]:
+def _attempt(record: AttemptRecord) -> list[str]:
     end = record["end"] or time.time()
     job = f"{record['job_id']} (restart {record['restart']})" if record["restart"] else record["job_id"]
     return [

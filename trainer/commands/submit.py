@@ -9,11 +9,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cluster import checks, follow, local, runs, slurm
-from trainer.cluster.standing import records_of
-from trainer.config import Config, ConfigError, find_config
+from trainer.cluster import follow, local, machine_checks, run_folders, submission
+from trainer.cluster.run_status import records_of
+from trainer.config.config import Config, find_config
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Launch
 from trainer.rundir import RunDir
-from trainer.schema import Launch
 
 
 class Way(enum.Enum):
@@ -33,40 +34,40 @@ class Way(enum.Enum):
 
 def submit(source: str, overrides: Sequence[str], site: str | None, way: Way) -> int:
     """Start a new run; returns the exit status."""
-    config = _fit(Config.load(source, overrides, site or runs.site()), way)
-    config = runs.with_name(config, stem=find_config(source).stem)
+    config = _fit(Config.load(source, overrides, site or run_folders.site()), way)
+    config = run_folders.with_name(config, stem=find_config(source).stem)
     _check(config, way)
     if way is Way.DRY_RUN:
         return _dry_run(config)
-    run = runs.create(config)
+    run = run_folders.create(config)
     try:
         status = _start(config, run, way)
     except ConfigError:
-        runs.remove(run)
+        run_folders.remove(run)
         raise
     if status == 2 and not run.checkpoints.exists():  # the ranks refused the configuration
-        runs.remove(run)
+        run_folders.remove(run)
     return status
 
 
 def resume(name: str, overrides: Sequence[str], way: Way) -> int:
     """Go on with a run, perhaps at another size; returns the exit status."""
-    root = runs.root_of([word for word in overrides if word.startswith("launch.root=")])
-    run = runs.find(name, root)
+    root = run_folders.root_of([word for word in overrides if word.startswith("launch.root=")])
+    run = run_folders.find(name, root)
     for word in overrides:
         if not word.startswith("launch.") or word.startswith("launch.name="):
             raise ConfigError(
                 f"{word}: a resumed run keeps its configuration; only launch.* may change, or start a new run"
             )
-    config = _fit(runs.load(run, overrides), way)
+    config = _fit(run_folders.load(run, overrides), way)
     _check(config, way)
     if way is Way.DRY_RUN:
         return _dry_run(config)
-    alive = slurm.living_jobs(run)
+    alive = submission.living_jobs(run)
     if alive:
         end = f"python launch.py cancel {run.name}{root_hint(config.launch)}"
         raise ConfigError(f"{run.name}: job {alive[0]} of this run is in the queue; `{end}` ends it first")
-    checks.check_writable(run.path)
+    machine_checks.check_writable(run.path)
     config.save(run.config)
     return _start(config, run, way)
 
@@ -78,18 +79,18 @@ def _fit(config: Config, way: Way) -> Config:
             config.launch, nodes=1, tasks_per_node=None, gpus_per_node=min(1, config.launch.gpus_per_node)
         )
         return dataclasses.replace(config, launch=alone)
-    return config if way is Way.LOCAL else slurm.with_grace(config)
+    return config if way is Way.LOCAL else submission.with_grace(config)
 
 
 def _check(config: Config, way: Way) -> None:
-    checks.check_names(config)
-    checks.check_writable(Path(config.launch.root))
+    machine_checks.check_names(config)
+    machine_checks.check_writable(Path(config.launch.root))
     if way in (Way.LOCAL, Way.DEBUG):
-        checks.check_local(config)
+        machine_checks.check_local(config)
     else:
-        checks.check_submission(config)
+        machine_checks.check_submission(config)
     if way in (Way.SLURM, Way.FOLLOW):
-        checks.check_slurm()
+        machine_checks.check_slurm()
 
 
 def _start(config: Config, run: RunDir, way: Way) -> int:
@@ -105,7 +106,7 @@ def _start(config: Config, run: RunDir, way: Way) -> int:
             resume = f"python launch.py resume {run.name} --local{root_hint(launch)}"
             print(f"[laststep] stopped and saved; go on with: {resume}")
         return status
-    job = slurm.submit_run(config, run)
+    job = submission.submit_run(config, run)
     print(f"run    {run.name}")
     print(f"job    {job.job_id}: {launch.nodes} nodes x {launch.ranks_per_node} ranks")
     print(f"folder {_short(run.path)}")
@@ -118,7 +119,7 @@ def _start(config: Config, run: RunDir, way: Way) -> int:
 def _dry_run(config: Config) -> int:
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     print(f"# {_short(run.config)}\n{config.to_yaml()}")
-    print(f"# sbatch script\n{slurm.make_executor(config, run).script()}")
+    print(f"# sbatch script\n{submission.make_executor(config, run).script()}")
     return 0
 
 

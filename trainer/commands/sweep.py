@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cluster import checks, runs, slurm
+from trainer.cluster import machine_checks, run_folders, submission
 from trainer.cluster import sweep as sweeps
 from trainer.commands.submit import root_hint
-from trainer.config import Config, ConfigError, find_config
+from trainer.config.config import Config, find_config
+from trainer.config.errors import ConfigError
 
 
 def sweep(source: str, overrides: Sequence[str], site: str | None, parallel: int | None) -> int:
@@ -22,13 +23,13 @@ def sweep(source: str, overrides: Sequence[str], site: str | None, parallel: int
     if parallel is not None and parallel < 1:
         raise ConfigError(f"--parallel {parallel}: must be at least 1")
     shared = [word for word in overrides if word not in several]
-    config = slurm.with_grace(Config.load(source, shared, site or runs.site()))
-    config = runs.with_root(config, stem=find_config(source).stem)
+    config = submission.with_grace(Config.load(source, shared, site or run_folders.site()))
+    config = run_folders.with_root(config, stem=find_config(source).stem)
     changes = sweeps.combinations(several)
-    checks.check_names(config)
-    checks.check_submission(config)
-    checks.check_writable(Path(config.launch.root))
-    checks.check_slurm()
+    machine_checks.check_names(config)
+    machine_checks.check_submission(config)
+    machine_checks.check_writable(Path(config.launch.root))
+    machine_checks.check_slurm()
     job_id, submitted, total = sweeps.submit(config, changes, parallel)
     print(f"sweep  {config.launch.name}: {total} runs")
     if job_id is None:

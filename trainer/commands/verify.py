@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster import runs
+from trainer.checkpoint.store import CheckpointError, CheckpointStore, Manifest
+from trainer.cluster import run_folders
 from trainer.rundir import RunDir
-from trainer.state.store import CheckpointError, CheckpointStore, Manifest
 
 
 def verify(name: str, overrides: Sequence[str], as_json: bool) -> int:
     """Print what each checkpoint holds; the exit status is 1 when one is damaged."""
-    root = runs.root_of(overrides)
-    found = inspect(runs.find(name, root))
+    root = run_folders.root_of(overrides)
+    found = inspect(run_folders.find(name, root))
     if as_json:
         print(json.dumps(found, indent=1))
     elif not found:
@@ -48,7 +48,7 @@ def _inspect(store: CheckpointStore, step: int) -> dict[str, Any]:
 
 
 def _weights(folder: Path, manifest: Manifest) -> str:
-    from trainer.state.pack import load
-    from trainer.state.weights import weights_of, weights_sha256
+    from trainer.checkpoint.pack import load
+    from trainer.checkpoint.weights import weights_of, weights_sha256
 
     return weights_sha256(weights_of(load(folder, manifest)))

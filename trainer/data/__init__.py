@@ -1,1 +1,2 @@
-"""Data sets, the order of samples, and loading."""
+"""Samples and their order: data sets, loading, and the seeds of every random draw. Not here: models and losses
+(tasks)."""

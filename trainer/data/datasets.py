@@ -13,11 +13,11 @@ from torch.utils.data import Dataset
 from torchvision import datasets
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from trainer.config import ConfigError
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Data
 from trainer.data.catalog import DATASETS, MNIST_5K
 from trainer.data.image_files import ImageFiles
 from trainer.data.pixels import Augmentation, Images
-from trainer.schema import Data
 
 # All of it in memory, as torchvision has it too; the largest is CIFAR-10, of 150 MB.
 _IN_MEMORY = {

@@ -21,7 +21,7 @@ import numpy
 import numpy.typing
 
 from trainer.say import say
-from trainer.world.meet import Group
+from trainer.world.group import Group
 
 Pixels = numpy.typing.NDArray[numpy.uint8]  # (height, width, 3)
 SPARE = 0.1  # of the disk, which is left to others

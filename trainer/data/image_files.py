@@ -20,7 +20,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2.functional import resize
 
-from trainer.config import ConfigError
+from trainer.config.errors import ConfigError
 from trainer.data.decoded import Decoded, Pixels, Whole
 
 Box = tuple[int, int, int, int]  # top, left, height, width

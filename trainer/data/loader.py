@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from trainer.config import ConfigError
+from trainer.config.errors import ConfigError
 from trainer.data.order import Order, seed_generators, seed_of
 from trainer.data.pixels import Images
 from trainer.world.signals import set_up_worker

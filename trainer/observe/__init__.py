@@ -1,1 +1,2 @@
-"""What a run writes of itself for people: metrics, progress, how its attempts ended."""
+"""What people look at: progress lines, hints, TensorBoard, the report. Not here: the records that these are made from
+(records)."""

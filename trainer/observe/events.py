@@ -19,7 +19,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from trainer.observe.metrics import is_step
+from trainer.records.metrics import is_step
 
 PLACE = ("step", "epoch", "time", "skipped")  # of a line of metrics.jsonl, all else is shown
 LINES = 200  # of metrics.jsonl, between two pauses

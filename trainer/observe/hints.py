@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from trainer.config import Config
-from trainer.world.detect import World
+from trainer.config.config import Config
+from trainer.world.world import World
 
 
 def likely_cause(error: str, config: Config, world: World) -> str | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from trainer.config import Config
+from trainer.config.config import Config
 from trainer.data.catalog import DATASETS
 from trainer.data.datasets import open_datasets, prepare_data
 from trainer.data.image_files import decoded_on

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError, nearest
+from trainer.config.errors import ConfigError, nearest
 
 
 def model_names() -> list[str]:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from trainer.config import ConfigError
-from trainer.world.detect import MeetingError, World, hostname
+from trainer.config.errors import ConfigError
+from trainer.world.world import MeetingError, World, hostname
 
 POLL_S = 0.05
 CONNECT_S = 3.0  # a firewall that drops what comes says nothing at all
@@ -44,7 +44,7 @@ class _NotYet(Exception):
 
 
 def contact(world: World, purpose: str, meeting: Path, init_method: str | None, patience: timedelta) -> Contact:
-    """Serve the store, or reach it; see `trainer.world.meet.sign_in`. `purpose` tells this meeting from any other.
+    """Serve the store, or reach it; see `trainer.world.group.sign_in`. `purpose` tells this meeting from any other.
 
     Raises MeetingError when it cannot be reached in time, ConfigError when its address cannot be right.
     """

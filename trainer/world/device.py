@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.config import Config, ConfigError
-from trainer.world.detect import World
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.world.world import World
 
 
 def set_up_device(config: Config, world: World) -> torch.device:

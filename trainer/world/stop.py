@@ -21,8 +21,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from trainer.say import say
-from trainer.world.detect import World
 from trainer.world.signals import Signals
+from trainer.world.world import World
 
 NEVER = sys.maxsize
 FOREVER = timedelta(days=3650)

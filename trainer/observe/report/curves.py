@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.observe.metrics import is_step
+from trainer.records.metrics import is_step
 
 MOST_POINTS = 240  # of a curve: one every four pixels or so on a wide screen
 

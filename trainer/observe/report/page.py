@@ -10,12 +10,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trainer.observe.attempts import Record
 from trainer.observe.progress import duration
 from trainer.observe.report.curves import Curve, Curves
 from trainer.observe.report.plot import Line, colour, figure, legend, loss_axis
 from trainer.observe.report.scale import Axis
 from trainer.observe.report.timeline import Attempts, steps
+from trainer.records.attempt_record import AttemptRecord
 
 STYLE = Path(__file__).with_name("page.css")
 FAMILY_OF_STATE = {"finished": "good", "running": "good", "failed": "fault", "lost": "fault"}
@@ -56,7 +56,7 @@ class Run:
     alive: bool
     step: int | None
     total_steps: int | None
-    records: Sequence[Record]
+    records: Sequence[AttemptRecord]
     curves: Curves
     config: Mapping[str, Any]
     yaml: str

@@ -1,0 +1,231 @@
+"""When ranks die or stick and others live, no step is lost, nothing hangs, and the log says who it was.
+
+Every test ends the same way: the next attempt goes on at the step that was under way, and the run ends with the weights
+and metrics of one that nobody touched. A rescue that saved a state from the middle of a step, or one that the ranks did
+not share, would show in the last bit.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loops.test_exact import EVERYTHING, config
+from tests.support.ranks import Attempt, fingerprint, reasons, train
+from tests.support.tasks import read_one_step_late
+from trainer.commands.verify import inspect
+from trainer.records.metrics import read_lines
+from trainer.rundir import RunDir
+from trainer.world.group import is_of_absence
+
+FAULTY = ("task=tests.support.tasks.Faulty", "launch.hang_timeout_s=5", "launch.max_failures=9")
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rescue")
+
+
+def slug(request: pytest.FixtureRequest) -> str:
+    """A run's name, for a test's parameters."""
+    return str(request.node.callspec.id).replace(" ", "-").replace(",", "-")
+
+
+def befall(root: Path, name: str, ranks: int, fault: str, *options: str) -> tuple[Attempt, list[int]]:
+    """One attempt that `fault` befalls; returns it and its exit statuses. Ranks that it leaves halted are killed."""
+    attempt = Attempt(config(root, name, ranks, (*FAULTY, *options)), {"LASTSTEP_TEST_FAULT": fault})
+    kind, _, _, _, hit = fault.split()
+    if kind in ("halt", "spin"):
+        attempt.wait_for_end(*(rank for rank in range(ranks) if str(rank) not in hit.split(",")))
+        attempt.signal(signal.SIGKILL, *map(int, hit.split(",")))  # as srun or the local launcher would
+    return attempt, attempt.wait()
+
+
+def goes_on(root: Path, name: str, ranks: int, *options: str) -> RunDir:
+    """The next attempt, which must finish as if nothing had been."""
+    calm = f"calm-{ranks}-{abs(hash(options))}"
+    if not (root / calm).exists():
+        train(config(root, calm, ranks, (*FAULTY, *options)))
+    run = train(config(root, name, ranks, (*FAULTY, *options)))
+    assert fingerprint(run) == fingerprint(RunDir(root / calm))
+    return run
+
+
+def only(attempt: Attempt) -> dict[str, Any]:
+    """The record of the one attempt."""
+    (record,) = read_lines(attempt.run.attempts)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fault"),
+    [
+        (2, "kill step 10 rank 1"),
+        (2, "kill step 10 rank 0"),  # the store that the ranks met over dies with it
+        (2, "kill step 1 rank 1"),  # there is nothing to save yet
+        (4, "kill step 5 rank 0,2,3"),
+    ],
+    ids=str,
+)
+def test_killed(root: Path, ranks: int, fault: str, request: pytest.FixtureRequest) -> None:
+    """Out of memory, or a node gone: who is left saves the last whole step. Batch norm, dropout, AdamW, averaging and
+    accumulation all carry state, and rank 0's batch norm counts even when it is rank 0 that died."""
+    name, step = slug(request), int(fault.split()[2])
+    attempt, codes = befall(root, name, ranks, fault, *EVERYTHING)
+    hit = [int(rank) for rank in fault.split()[-1].split(",")]
+    assert codes == [KILLED if rank in hit else 1 for rank in range(ranks)], attempt.output()
+    record = only(attempt)
+    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("failed", step - 1, 0)
+    assert all(f"rank {rank} on " in record["error"] for rank in hit), "who is gone is named"
+    assert "gone (killed" in record["error"]
+    run = goes_on(root, name, ranks, *EVERYTHING)
+    assert read_lines(run.attempts)[1]["start_step"] == step - 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_while_figures_are_on_their_way(root: Path, rank: int) -> None:
+    """On a GPU nobody waits for what a step measured. It is entered once all the same, by whoever is left, or after a
+    stop at just that time by all."""
+    name = f"late-{rank}"
+    faulty = config(root, name, 2, FAULTY)
+    attempt = Attempt(faulty, {"LASTSTEP_TEST_FAULT": f"kill step 4 rank {rank}"}, before=read_one_step_late)
+    assert sorted(attempt.wait()) == [KILLED, 1]
+    assert only(attempt)["end_step"] == 3, "of which the figures were asked for"
+    stopped = config(
+        root, name, 2, ("task=tests.support.tasks.Signalled", "launch.hang_timeout_s=5", "launch.max_failures=9")
+    )
+    assert Attempt(stopped, {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 4 rank 1"}, before=read_one_step_late).wait() == [
+        143,
+        143,
+    ]
+    run = train(faulty, before=read_one_step_late)
+    assert [record["end_step"] for record in read_lines(run.attempts)] == [3, 7, 14]
+    goes_on(root, f"{name}-calm", 2)
+    assert fingerprint(run) == fingerprint(RunDir(root / f"{name}-calm"))
+
+
+@pytest.mark.parametrize("fault", ["halt step 10 rank 1", "halt step 10 rank 0", "sleep step 4 rank 1"], ids=str)
+def test_stuck(root: Path, fault: str, request: pytest.FixtureRequest) -> None:
+    """A stuck rank raises nothing: the others would wait for it for ever, at the price of every GPU of the job."""
+    name = slug(request)
+    kind, _, step, _, hit = fault.split()
+    attempt, codes = befall(root, name, 2, fault)
+    assert 1 in codes, attempt.output()
+    record = only(attempt)
+    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("hung", int(step) - 1, 0)
+    assert f"rank {hit} on " in record["error"]
+    living = attempt.logs[1 - int(hit)].read_text()
+    assert f"] rank {hit} on " in living, "one line says who it was"
+    assert "Thread 0x" in living and "in _engine_run_backward" in living, "the stacks of the waiting rank"
+    if kind == "sleep":
+        assert "is stuck in befall" in record["error"] or "is stuck in wait" in record["error"]
+        assert "in befall" in attempt.logs[int(hit)].read_text(), "the stack of the stuck rank is in its own log"
+    goes_on(root, name, 2)
+
+
+def test_stuck_with_the_interpreters_lock(root: Path) -> None:
+    """Then no Python thread of that rank runs again, its watchdog neither: one in C must end it."""
+    attempt = Attempt(config(root, "spin", 2, FAULTY), {"LASTSTEP_TEST_FAULT": "spin step 3 rank 1"})
+    assert attempt.wait() == [1, 1], attempt.output()
+    assert only(attempt)["reason"] == "hung"
+    assert "Timeout (" in attempt.logs[1].read_text() and "in befall" in attempt.logs[1].read_text()
+
+
+def test_raised(root: Path) -> None:
+    """A crash of one rank: all of them are there to save, and the record has the traceback of the one that failed
+    first, not the "connection closed" of its peers, which would send a user looking in the wrong place."""
+    attempt, codes = befall(root, "raised", 3, "raise step 9 rank 1", "train.batch_size=6")
+    assert codes == [1, 1, 1]
+    record = only(attempt)
+    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("failed", 8, 0)
+    assert record["error"].startswith("rank 1 on ") and "ValueError: a bad sample" in record["error"]
+    assert "ValueError: a bad sample" in attempt.logs[0].read_text(), "rank 0's log is where a user looks"
+    goes_on(root, "raised", 3, "train.batch_size=6")
+
+
+def test_alone(root: Path) -> None:
+    """A run of one rank crashes: it is there to save itself."""
+    attempt, codes = befall(root, "alone", 1, "raise step 9 rank 0")
+    assert codes == [1] and only(attempt)["lost_steps"] == 0
+    goes_on(root, "alone", 1)
+
+
+def test_a_broken_pipe_of_pythons_own() -> None:
+    """It is one to a loader's process, which was killed. Taken for a lost peer, it would leave the log with a rank that
+    lost contact, and no word of the loader."""
+    assert not is_of_absence(ConnectionResetError(104, "Connection reset by peer"))
+    assert is_of_absence(RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer"))
+
+
+def test_a_loader_worker_is_killed(root: Path) -> None:
+    """By the kernel, when it runs out of memory: the rank itself lives."""
+    attempt, codes = befall(root, "worker", 2, "worker step 3 rank 1", "data.workers=1")
+    assert codes == [1, 1], attempt.output()
+    record = only(attempt)
+    assert record["lost_steps"] == 0 and record["end_step"] >= 2
+    assert re.search("DataLoader worker|rebuild_storage_fd", record["error"]), "or the rank was just reading from it"
+    goes_on(root, "worker", 2, "data.workers=1")
+
+
+@pytest.mark.parametrize(("ranks", "dies"), [(2, "1"), (2, "0"), (4, "0,2")])
+def test_killed_in_the_save_of_a_stop(root: Path, ranks: int, dies: str) -> None:
+    """The checkpoint that all were to write together will never be whole: one that is left writes all of it."""
+    name = f"save-{ranks}-{dies[0]}"
+    signalled = config(root, name, ranks, ("task=tests.support.tasks.DiesInTheSave",))
+    env = {"LASTSTEP_TEST_SIGNAL": "SIGUSR2 step 4 rank 0", "LASTSTEP_TEST_DIES": dies}
+    attempt = Attempt(signalled, env)
+    codes = attempt.wait()
+    assert codes == [KILLED if str(rank) in dies.split(",") else 1 for rank in range(ranks)], attempt.output()
+    record = only(attempt)
+    assert (record["end_step"], record["lost_steps"]) == (4, 0)
+    assert [(checkpoint["step"], checkpoint["ok"]) for checkpoint in inspect(attempt.run)] == [(4, True)]
+
+
+def test_killed_after_a_damaged_checkpoint(root: Path) -> None:
+    """The step that is to be saved has a checkpoint already, which was found damaged when this attempt began: it must
+    not be taken for the one that is needed now."""
+    signalled = config(root, "damaged", 2, ("task=tests.support.tasks.Signalled", "checkpoint.every_steps=2"))
+    Attempt(signalled, {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 5 rank 0"}).wait()
+    run = RunDir(root / "damaged")
+    (shard,) = (run.checkpoints / "step_000000005").glob("shard_0000*")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    attempt, _ = befall(root, "damaged", 2, "kill step 2 rank 1", "checkpoint.every_steps=2")
+    assert "skipped step_000000005: shard_0000" in attempt.output()
+    record = read_lines(run.attempts)[1]
+    assert (record["start_step"], record["end_step"], record["lost_steps"]) == (4, 5, 0)
+    goes_on(root, "damaged", 2, "checkpoint.every_steps=2")
+
+
+def test_no_data(root: Path) -> None:
+    """An error before the first step is the same next time: the run is not tried again, and says what is wrong."""
+    attempt = Attempt(config(root, "nodata", 2, ("task=tests.support.tasks.Unprepared",)))
+    assert attempt.wait() == [1, 1]
+    record = only(attempt)
+    assert record["reason"] == "failed" and "FileNotFoundError: train/0001.jpg" in record["error"]
+    assert record["requeue"] is False
+
+
+def test_a_step_longer_than_the_grace(root: Path) -> None:
+    """The step will not end before SIGKILL comes: it is given up, and the last whole one is kept. No rank is at fault,
+    so the attempt ended as the signal says."""
+    options = ("launch.grace_s=8", "launch.hang_timeout_s=60")
+    attempt = Attempt(config(root, "grace", 2, (*FAULTY, *options)), {"LASTSTEP_TEST_FAULT": "sleep step 5 rank 1"})
+    attempt.wait_for("fault: sleep", rank=1)
+    attempt.signal(signal.SIGTERM, 0, 1)
+    assert attempt.wait() == [1, 1], attempt.output()
+    record = only(attempt)
+    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("cancelled", 4, 0)
+    goes_on(root, "grace", 2, *options)
+
+
+def test_reasons_stay_apart(root: Path) -> None:
+    """attempts.jsonl of a run that saw three ends."""
+    befall(root, "three", 2, "kill step 3 rank 1")
+    befall(root, "three", 2, "sleep step 3 rank 0")
+    run = goes_on(root, "three", 2)
+    assert reasons(run) == ["failed", "hung", "finished"]

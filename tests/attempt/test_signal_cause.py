@@ -1,0 +1,140 @@
+"""Why a signal came: the table in trainer/world/slurm.py, row by row.
+
+Judged wrongly, a job that would come back is requeued twice, a cancelled one rises again, or a run that met its time
+limit is never heard of again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from signal import SIGINT, SIGTERM, SIGUSR1, SIGUSR2, Signals
+from typing import Any
+
+import pytest
+from trainer.attempt.signal_cause import EARLY_S, Ending, ending, judge
+from trainer.world.world import World
+
+from tests.support.worlds import a_world
+from trainer.world.slurm import kill_wait_s
+
+NOW = 1_800_000_000.0
+DELAY_S = 90
+ON_SLURM = a_world(launcher="submitit-slurm", restart=1)
+ELSEWHERE = a_world()
+
+
+def slurm_time(seconds: float) -> str:
+    """As Slurm prints it, in local time."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
+
+
+AT_ONCE = slurm_time(NOW)
+UNEXPLAINED = Ending("failed", True, "SIGTERM came, though Slurm had not ended the job")
+
+
+def job(
+    state: str, restarts: int = 1, reason: str = "None", left_s: float = 3600, preempted: str = "None"
+) -> dict[str, str]:
+    """The fields of `scontrol show job` that matter; the attempt that asks is the one after restart 1.
+
+    `left_s` are the seconds to EndTime, negative for a job that has ended.
+    """
+    return {
+        "JobState": state,
+        "Restarts": str(restarts),
+        "Reason": reason,
+        "EndTime": slurm_time(NOW + left_s),
+        "PreemptTime": preempted,
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "shown", "expected"),
+    [
+        pytest.param(SIGTERM, job("COMPLETING", restarts=2), Ending("preempted", False), id="requeue"),
+        pytest.param(SIGTERM, job("PENDING", restarts=2), Ending("preempted", False), id="requeue-quick"),
+        pytest.param(SIGUSR2, job("COMPLETING", restarts=2), Ending("preempted", False), id="requeue-by-usr2"),
+        pytest.param(SIGTERM, job("RUNNING", preempted=AT_ONCE), Ending("preempted", True), id="grace"),
+        pytest.param(SIGUSR2, job("RUNNING", left_s=9, preempted=AT_ONCE), Ending("preempted", True), id="grace-usr2"),
+        pytest.param(SIGTERM, job("COMPLETING", left_s=0, preempted=AT_ONCE), Ending("preempted", True), id="cancel"),
+        pytest.param(
+            SIGTERM, job("COMPLETING", left_s=1, preempted=AT_ONCE), Ending("preempted", True), id="cancel-1s"
+        ),
+        pytest.param(
+            SIGTERM,
+            job("COMPLETING", reason="TimeLimit", left_s=10, preempted=AT_ONCE),
+            Ending("preempted", True),
+            id="cancel-after-grace",
+        ),
+        pytest.param(
+            SIGTERM,
+            job("COMPLETING", left_s=4, preempted=AT_ONCE),
+            Ending("cancelled", False),
+            id="scancel-within-grace",
+        ),
+        pytest.param(
+            SIGTERM,
+            job("COMPLETING", reason="JobLaunchFailure", left_s=0),
+            Ending("failed", True, "the job's batch shell was killed"),
+            id="batch-shell",
+        ),
+        pytest.param(SIGTERM, job("COMPLETING", reason="TimeLimit"), Ending("timeout", True), id="limit-term"),
+        pytest.param(SIGUSR2, job("RUNNING", left_s=DELAY_S), Ending("timeout", True), id="limit-usr2"),
+        pytest.param(SIGUSR1, job("RUNNING", left_s=DELAY_S), Ending("timeout", True), id="limit-usr1"),
+        pytest.param(SIGUSR2, job("RUNNING", left_s=DELAY_S + EARLY_S), Ending("timeout", True), id="limit-usr2-early"),
+        pytest.param(SIGUSR2, job("RUNNING", left_s=DELAY_S + EARLY_S + 5), Ending("preempted", True), id="user-usr2"),
+        pytest.param(SIGUSR2, job("RUNNING") | {"EndTime": "Unknown"}, Ending("preempted", True), id="no-limit-usr2"),
+        pytest.param(SIGTERM, job("COMPLETING"), Ending("cancelled", False), id="scancel"),
+        pytest.param(SIGUSR2, job("COMPLETING"), Ending("cancelled", False), id="scancel-after-usr2"),
+        pytest.param(SIGTERM, job("RUNNING"), UNEXPLAINED, id="kill"),
+        pytest.param(SIGTERM, job("CANCELLED"), Ending("cancelled", False), id="scancel-quick"),
+        pytest.param(SIGTERM, job("RUNNING", restarts=2), Ending("preempted", False), id="requeue-runs-again"),
+        pytest.param(SIGINT, job("RUNNING"), Ending("cancelled", False), id="ctrl-c-in-srun"),
+        pytest.param(SIGTERM, job("RUNNING", preempted="N/A"), UNEXPLAINED, id="kill-na"),
+        pytest.param(SIGTERM, {"JobState": "COMPLETING"}, Ending("cancelled", False), id="few-fields"),
+    ],
+)
+def test_table(number: Signals, shown: dict[str, str], expected: Ending) -> None:
+    """Each cause of a signal, as Slurm shows it, has its reason in attempts.jsonl and its answer."""
+    assert judge(number, shown, restart=1, signal_delay_s=DELAY_S, now=NOW) == expected
+
+
+@pytest.mark.parametrize("world", [ON_SLURM, ELSEWHERE], ids=["slurm-silent", "no-slurm"])
+def test_without_an_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Slurm does not answer the signal means what it says: USR2 asks for a requeue, TERM does not."""
+
+    def no_scontrol(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("scontrol")
+
+    monkeypatch.setattr(subprocess, "run", no_scontrol)
+    assert ending(SIGUSR2, world, DELAY_S) == Ending("preempted", True)
+    assert ending(SIGTERM, world, DELAY_S) == Ending("preempted" if world.on_slurm else "cancelled", False)
+
+
+def test_reads_what_scontrol_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fields stand among others, with spaces and further = signs in them; and a scontrol that was hit by the
+    signal itself is asked again."""
+    line = (
+        "JobId=7 JobName=my run UserId=root(0) GroupId=root(0) Priority=1 Nice=0 Account=(null) WCKey=submitit "
+        f"JobState=COMPLETING Reason=TimeLimit Dependency=(null) Requeue=1 Restarts=1 EndTime={slurm_time(NOW)} "
+        "PreemptTime=None TRES=cpu=4,mem=100M,node=2 Comment=a = b Power=\n"
+    )
+    answers = [subprocess.CompletedProcess([], -15, "", ""), subprocess.CompletedProcess([], 0, line, "")]
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answers.pop(0))
+    assert ending(SIGTERM, ON_SLURM, DELAY_S) == Ending("timeout", True)
+    assert answers == []
+
+
+def test_kill_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to save in is the cluster's own, as it stands among some 200 other lines."""
+    said = "KeepAliveTime           = SYSTEM_DEFAULT\nKillOnBadExit           = 0\nKillWait                = 45 sec\n"
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, said, ""))
+    assert kill_wait_s() == 45
+
+
+def test_kill_wait_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no Slurm, or it does not answer, nobody knows."""
+    refused = subprocess.CompletedProcess([], 1, "", "slurm_load_ctl_conf error: Unable to contact slurm controller\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
+    assert kill_wait_s() is None

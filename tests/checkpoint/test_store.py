@@ -1,0 +1,339 @@
+"""The checkpoint store: a checkpoint is whole or absent, and the last good one is never lost.
+
+A run that comes back after a crash has nothing but this: a damaged checkpoint that is taken, or a good one that is
+skipped or deleted, throws away days.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.checkpoint.store import CheckpointError, CheckpointStore, Manifest, fsync
+
+STATE = bytes(range(256)) * 20
+FIRST, SECOND = "shard_0000-of-0002.bin", "shard_0001-of-0002.bin"
+# Every call by which a commit or a deletion touches the disk; Path and shutil go through these too.
+DISK_CALLS = [
+    *((os, name) for name in ("mkdir", "rename", "replace", "rmdir", "unlink", "fsync", "open")),
+    (io, "open"),
+]
+
+
+class Crash(BaseException):
+    """The power goes: no handler of the code under test may see it as an error of its own."""
+
+
+@contextmanager
+def failing_at(call: int, error: BaseException) -> Iterator[list[str]]:
+    """From the disk call with this number on, each one fails; yields the names of the calls so far."""
+    calls: list[str] = []
+    before = [(module, name, getattr(module, name)) for module, name in DISK_CALLS]
+
+    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*words: Any, **named: Any) -> Any:
+            calls.append(name)
+            if len(calls) > call:
+                raise error
+            return real(*words, **named)
+
+        return wrapped
+
+    for module, name, real in before:
+        setattr(module, name, wrap(name, real))
+    try:
+        yield calls
+    finally:
+        for module, name, real in before:
+            setattr(module, name, real)
+
+
+def damage(data: bytes) -> Callable[[Path], None]:
+    """Puts the data in place of a checkpoint's manifest."""
+
+    def damage_it(path: Path) -> None:
+        (path / "manifest.json").write_bytes(data)
+
+    return damage_it
+
+
+def write(store: CheckpointStore, step: int, state: bytes = STATE, **metrics: float) -> Path:
+    """Commit a checkpoint of `state`, as two ranks would."""
+    writing, half = store.writing(step, "test"), len(state) // 2
+    files: dict[str, dict[str, Any]] = {}
+    try:
+        store.begin(step, "test")
+        for name, data in {"structure.pt": b"structure", FIRST: state[:half], SECOND: state[half:]}.items():
+            (writing / name).write_bytes(data)
+            fsync(writing / name)
+            files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    except OSError as error:
+        store.discard(writing)
+        raise store.failure(step, error) from error
+    return store.commit(writing, Manifest(step, 1 + step // 10, 8 * step, 2, metrics, files))
+
+
+def read(store: CheckpointStore) -> tuple[int, bytes] | None:
+    """Step and state of the checkpoint that a resume would take."""
+    newest = store.newest(lambda text: None)
+    if newest is None:
+        return None
+    return newest.step, b"".join((store.path(newest.step) / name).read_bytes() for name in newest.shards)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+def test_write_and_read(store: CheckpointStore) -> None:
+    """What was committed is found, verifies, and says what it is."""
+    assert store.steps() == [] and read(store) is None
+    write(store, 3, val_loss=0.5)
+    path = write(store, 12, b"newer")
+    assert store.steps() == [3, 12] and store.path(12) == path
+    manifest = store.verify(12)
+    assert (manifest.step, manifest.epoch, manifest.samples, manifest.world_size) == (12, 2, 96, 2)
+    assert manifest.bytes == len(b"structure") + len(b"newer")
+    assert store.verify(3).metrics == {"val_loss": 0.5}
+    assert read(store) == (12, b"newer")
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step_000000003", "step_000000012"]
+
+
+@pytest.mark.parametrize("step", [5, 7], ids=["same-step", "next-step"])
+@pytest.mark.parametrize("error", [Crash(), OSError("no space left on device")], ids=["crash", "disk"])
+def test_fails_anywhere(step: int, error: BaseException, tmp_path: Path) -> None:
+    """A power cut or a full disk at each call that touches the disk: after it there is the old or the new, whole.
+
+    The same step is written again when a run was stopped before a validation and saved after it.
+    """
+    for call in range(1000):
+        store = CheckpointStore(tmp_path / str(call))
+        write(store, 5, b"old")
+        ended = "returned"
+        with failing_at(call, error) as calls:
+            try:
+                write(store, step, b"new")
+            except (Crash, CheckpointError) as failure:
+                ended = type(failure).__name__
+        store.recover()
+        assert read(store) in ([(step, b"new")] if ended == "returned" else [(5, b"old"), (step, b"new")])
+        assert not [path for path in store.folder.iterdir() if not path.name[5:].isdigit()], "nothing is left over"
+        write(store, step, b"again")
+        assert read(store) == (step, b"again")
+        if len(calls) <= call:
+            assert ended == "returned"
+            assert call > 8, "the disk calls were seen"
+            return
+    raise AssertionError("a commit takes a thousand disk calls")
+
+
+def test_fails_twice(tmp_path: Path) -> None:
+    """The next attempt's cleaning up may be cut off as well, at any call, and the one after it still has it all."""
+    for first in range(1000):
+        for second in range(1000):
+            store = CheckpointStore(tmp_path / f"{first}-{second}")
+            write(store, 5, b"old")
+            with failing_at(first, Crash()) as calls, suppress(Crash):
+                write(store, 5, b"new")
+            with failing_at(second, Crash()) as recover_calls, suppress(Crash):
+                store.recover()
+            store.recover()
+            assert read(store) in [(5, b"old"), (5, b"new")]
+            if len(recover_calls) <= second:
+                break
+        if len(calls) <= first:
+            return
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / SECOND, len(STATE) // 2 - 1)
+
+
+def flip(path: Path) -> None:
+    data = bytearray((path / SECOND).read_bytes())
+    data[100] ^= 1
+    (path / SECOND).write_bytes(data)
+
+
+def other_manifest(**fields: Any) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        manifest = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(manifest | fields))
+
+    return damage
+
+
+def without_a_shard(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"][SECOND]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def empty(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+
+
+DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
+    ("truncated", truncate, f"{SECOND} has 2559 bytes, its manifest says 2560"),
+    ("bit-flipped", flip, f"{SECOND} differs from its SHA-256 in the manifest"),
+    ("emptied", lambda path: os.truncate(path / SECOND, 0), f"{SECOND} has 0 bytes"),
+    ("no-shard", lambda path: (path / SECOND).unlink(), f"{SECOND} is missing"),
+    ("no-structure", lambda path: (path / "structure.pt").unlink(), "structure.pt is missing"),
+    ("no-manifest", lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+    ("half-deleted", empty, "manifest.json is missing"),
+    ("manifest-empty", damage(b""), "manifest.json cannot be read"),
+    ("manifest-cut", damage(b'{"step": 7, "ep'), "manifest.json cannot be read"),
+    ("manifest-zeros", damage(b"\0" * 100), "manifest.json cannot be read"),
+    ("manifest-list", damage(b"[]"), "manifest.json cannot be read"),
+    ("manifest-of-another-step", other_manifest(step=6), "manifest.json is not that of step 7"),
+    ("manifest-without-files", other_manifest(files={}), "manifest.json is not that of step 7"),
+    ("manifest-with-a-list-of-files", other_manifest(files=[]), "manifest.json is not that of step 7"),
+    ("manifest-without-a-shard", without_a_shard, "manifest.json is not that of step 7"),
+    ("format", other_manifest(format=99), "format 99, this Laststep reads 2"),
+    ("unknown-field", other_manifest(colour=3), "manifest.json cannot be read"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "says"), [d[1:] for d in DAMAGES], ids=[d[0] for d in DAMAGES])
+def test_damaged_is_skipped(damage: Callable[[Path], None], says: str, store: CheckpointStore) -> None:
+    """The next older whole one is taken, and the reason is told: a silent skip would hide a dying disk."""
+    write(store, 3, b"good")
+    write(store, 7)
+    damage(store.path(7))
+    heard: list[str] = []
+    newest = store.newest(heard.append)
+    assert newest is not None and newest.step == 3
+    assert len(heard) == 1 and heard[0].startswith(f"skipped step_000000007: {says}")
+    with pytest.raises(CheckpointError, match=says.split(",")[0]):
+        store.verify(7)
+
+
+def test_all_damaged(store: CheckpointStore) -> None:
+    """A run all of whose checkpoints are damaged starts anew, and says so for each."""
+    for step in (1, 2, 3):
+        truncate(write(store, step))
+    heard: list[str] = []
+    assert store.newest(heard.append) is None
+    assert [text.split(":")[0] for text in heard] == [f"skipped step_00000000{step}" for step in (3, 2, 1)]
+
+
+def test_foreign_names_are_no_checkpoints(store: CheckpointStore) -> None:
+    """What a user or a file system leaves in the folder is neither taken nor deleted."""
+    write(store, 3)
+    for name in ("step_", "step_x", "mine", ".nfs0001", "step_000000003.bak"):
+        (store.folder / name).mkdir()
+    store.recover()
+    store.prune(3, 1, 0)
+    assert store.steps() == [3]
+    assert len(list(store.folder.iterdir())) == 6
+
+
+def test_manifest_bit_flips(store: CheckpointStore) -> None:
+    """Whatever a flipped bit makes of a manifest, a resume goes on with a whole checkpoint, never with a traceback."""
+    write(store, 3, b"good")
+    path = write(store, 7, val_loss=0.5) / "manifest.json"
+    data = path.read_bytes()
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert read(store) in [(3, b"good"), (7, STATE)]
+
+
+def test_unreadable_is_skipped(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that answers with an error for one file has not lost the others."""
+    write(store, 3, b"good")
+    bad = write(store, 7) / SECOND
+    real = Path.open
+
+    def broken(self: Path, *words: Any, **named: Any) -> Any:
+        if self == bad:
+            raise OSError(5, "Input/output error")
+        return real(self, *words, **named)
+
+    monkeypatch.setattr(Path, "open", broken)
+    newest = store.newest(lambda text: None)
+    assert newest is not None and newest.step == 3
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.dictionaries(st.integers(0, 30), st.tuples(st.none() | st.floats(0, 9), st.sampled_from("wwwwsm")), max_size=7),
+    st.integers(1, 3),
+    st.integers(0, 2),
+)
+def test_prune(found: dict[int, tuple[float | None, str]], keep_last: int, keep_best: int) -> None:
+    """After a save, whatever was damaged before: the newest ones and the best ones stay, and one of them is whole."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = CheckpointStore(Path(folder))
+        readable: dict[int, float | None] = {}
+        for step, (loss, condition) in found.items():
+            path = write(store, step, b"x", **({} if loss is None else {"val_loss": loss}))
+            if condition == "s":
+                (path / SECOND).unlink()
+            if condition == "m":
+                (path / "manifest.json").unlink()
+            else:
+                readable[step] = loss
+        write(store, 31, b"just saved")
+        readable[31] = None
+        store.prune(31, keep_last, keep_best)
+        left = store.steps()
+        assert read(store) == (31, b"just saved")
+        assert set(sorted(readable)[-keep_last:]) <= set(left)
+        best = sorted((loss, step) for step, loss in readable.items() if loss is not None)[:keep_best]
+        assert {step for _, step in best} <= set(left)
+        if len(readable) >= keep_last:
+            oldest = sorted(readable)[-keep_last]
+            assert all(step >= oldest or step in [s for _, s in best] for step in left), "and nothing else stays"
+
+
+def test_prune_is_cut_off(tmp_path: Path) -> None:
+    """A power cut in the middle of deleting an old one leaves a half of it, which must not be taken for one."""
+    for call in range(100):
+        store = CheckpointStore(tmp_path / str(call))
+        for step in (1, 2, 3):
+            write(store, step)
+        with failing_at(call, Crash()) as calls, suppress(Crash):
+            store.prune(3, 1, 0)
+        assert read(store) == (3, STATE)
+        store.prune(3, 1, 0)
+        assert store.steps() == [3]
+        if len(calls) <= call:
+            return
+        shutil.rmtree(store.folder)
+
+
+def test_a_loss_that_is_no_number_is_not_the_best(store: CheckpointStore) -> None:
+    """A run that diverged must not keep the diverged weights as its best, and delete the good ones."""
+    write(store, 1, val_loss=float("nan"))
+    write(store, 2, val_loss=0.5)
+    write(store, 3, val_loss=float("nan"))
+    write(store, 4, val_loss=0.9)
+    store.prune(4, 1, 1)
+    assert store.steps() == [2, 4]
+
+
+def test_a_damaged_newer_one_does_not_count_as_kept(store: CheckpointStore) -> None:
+    """A resume that had to go back behind a damaged checkpoint saves below it. That save is the newest good one: were
+    the damaged one taken for the newest, the run could never get past it in short attempts."""
+    write(store, 7)
+    truncate(write(store, 24, val_loss=0.1))
+    write(store, 9, b"after the resume", val_loss=0.5)
+    store.prune(9, 1, 1)
+    assert read(store) == (9, b"after the resume")
+    assert 7 not in store.steps()

@@ -1,0 +1,116 @@
+"""The code copy: what a job runs is what was there when it was submitted, and no more than code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainer.cluster import code_copy, run_folders
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.rundir import RunDir
+
+TASK = "class Mine:\n    pass\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "runs" / "run")
+    run.path.mkdir(parents=True)
+    return run
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder, where the command is typed."""
+    folder = tmp_path / "mine"
+    for name in (
+        "my_task.py",
+        "parts/model.py",
+        "data.bin",
+        "__pycache__/my_task.pyc",
+        ".secret/key",
+        "env/pyvenv.cfg",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(TASK)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+def keep(run: RunDir, task: str = "my_task.Mine") -> set[str]:
+    """Copy the code; returns the user's files in the copy."""
+    code_copy.keep(run, Config.load(None, [f"task={task}", f"launch.root={run.path.parent}"]))
+    names = ("my_task.py", "parts", "data.bin", "__pycache__", ".secret", "env", "kept", "dropped.py", "gone.py")
+    return {name for name in names if (run.code / name).exists()}
+
+
+def test_a_folder_without_git(run: RunDir, here: Path) -> None:
+    """All of it, but what is no code in anybody's folder."""
+    assert keep(run) == {"my_task.py", "parts", "data.bin"}
+    assert (run.code / "parts" / "model.py").read_text() == TASK
+    assert (run.code / "launch.py").exists() and (run.code / "trainer" / "data" / "mnist-5k").is_dir()
+    assert not list(run.code.rglob("*.pyc"))
+
+
+def test_a_folder_with_git(run: RunDir, here: Path) -> None:
+    """Tracked and untracked files, as they lie there; not what git ignores, nor what was deleted."""
+    (here / ".gitignore").write_text("/data.bin\ndropped.py\nenv/\n__pycache__/\n.secret/\n")
+    (here / "dropped.py").write_text(TASK)
+    (here / "gone.py").write_text(TASK)
+    git = ("git", "-c", "user.name=x", "-c", "user.email=x@example.org")
+    for words in (("init", "-q"), ("add", "my_task.py", "gone.py"), ("commit", "-qm", "x")):
+        subprocess.run([*git, *words], check=True)
+    (here / "gone.py").unlink()
+    (here / "my_task.py").write_text(TASK + "# edited\n")
+    assert keep(run) == {"my_task.py", "parts"}
+    assert (run.code / "my_task.py").read_text().endswith("# edited\n")
+
+
+def test_only_what_the_task_needs(run: RunDir, here: Path) -> None:
+    """A home folder from which a ready-made task is submitted is nobody's code."""
+    assert keep(run, "classification") == set()
+
+
+def test_runs_are_not_code(here: Path) -> None:
+    """With the root inside the folder, each run would hold a copy of all before it."""
+    run = RunDir(here / "parts" / "results" / "run")
+    (run.path.parent / "other").mkdir(parents=True)
+    (run.path.parent / "other" / "log.txt").write_text("x")
+    run.path.mkdir()
+    assert "parts" in keep(run)
+    assert not (run.code / "parts" / "results").exists()
+
+
+def test_too_many_to_be_code(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, rather than an hour of copying a data set."""
+    monkeypatch.setattr(code_copy, "MOST_FILES", 2)
+    with pytest.raises(ConfigError, match="has over 2 files: submit from a folder that holds code alone"):
+        keep(run)
+
+
+def test_a_disk_that_refuses(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing half is left: the next try copies anew."""
+
+    def full(source: Path, to: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copy2", full)
+    with pytest.raises(ConfigError, match=r"the code could not be copied to .*No space left on device"):
+        keep(run)
+    assert not list(run.path.iterdir())
+
+
+def test_where_python_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the copy, and in the same folder of it in which the command was typed; then where the user says."""
+    monkeypatch.setenv("PYTHONPATH", "/own")
+    monkeypatch.chdir(run_folders.PROJECT / "tests")
+    copy = tmp_path / "code"
+    assert run_folders.python_path(copy) == os.pathsep.join(map(str, (copy, copy / "tests", "/own")))
+    monkeypatch.chdir(tmp_path)
+    assert run_folders.python_path(copy) == os.pathsep.join(map(str, (copy, "/own")))
+    assert run_folders.python_path() == os.pathsep.join(map(str, (run_folders.PROJECT, tmp_path, "/own")))

@@ -1,0 +1,282 @@
+"""--local: the same Trainer as processes on this machine, and what a user at the terminal sees of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.photos import make_folder
+from tests.support.project import PROJECT
+from tests.support.ranks import fingerprint, read_until, reasons
+from trainer.data.catalog import MNIST_5K
+from trainer.records.metrics import read_lines
+from trainer.rundir import RunDir
+
+DEADLINE_S = 120.0
+TINY = ("data.name=fake", "data.args.samples=64", "data.args.image_size=8", "train.batch_size=16", "train.epochs=1")
+LONG = ("data.name=fake", "data.args.samples=640", "data.args.image_size=8", "train.epochs=1000")
+
+
+class Terminal:
+    """A user's terminal in the project's folder, with runs in a folder of its own."""
+
+    def __init__(self, root: Path, **env: str) -> None:
+        self.root = root
+        self.env = {**os.environ, **env}
+
+    def starts(self, *words: str) -> subprocess.Popen[str]:
+        """`python launch.py WORDS`."""
+        command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
+        return subprocess.Popen(
+            command, cwd=PROJECT, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def types(self, *words: str, status: int = 0) -> str:
+        """The same to its end; returns what it printed."""
+        process = self.starts(*words)
+        said, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == status, said
+        return said
+
+    def run(self, name: str) -> RunDir:
+        """The folder of that run."""
+        return RunDir(self.root / name)
+
+    def waits_for_step(self, name: str) -> None:
+        """Until the run has finished its first steps."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not read_lines(self.run(name).metrics):
+            assert time.monotonic() < deadline, f"{name} did not begin to train within {DEADLINE_S:.0f} s"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Terminal:
+    return Terminal(tmp_path / "runs")
+
+
+def ranks_of(launcher: subprocess.Popen[str] | subprocess.Popen[bytes]) -> list[int]:
+    """Pids of the ranks that the launcher started, rank 0 first."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return sorted(map(int, children))
+
+
+@pytest.mark.parametrize("nodes", ["2", "2-4"])
+def test_two_nodes_on_one_machine(terminal: Terminal, nodes: str) -> None:
+    """The ranks of two nodes run here, of a range those of the least; the terminal shows progress and the result."""
+    said = terminal.types("--local", "--nodes", nodes, "--name", "two", *TINY, "train.batch_size=24")
+    assert "step 3/3" in said
+    assert "finished: epoch 1  step 3" in said and "val_accuracy" in said.splitlines()[-1]
+    assert terminal.run("two").config.exists()
+    (attempt,) = read_lines(terminal.run("two").attempts)
+    assert attempt["world_size"] == 2 and attempt["reason"] == "finished"
+    assert len(list(terminal.run("two").logs.glob("*_log.out"))) == 2
+
+
+def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
+    """Who looks on sees how far it is; log files and pipes get plain lines, where control characters are noise."""
+    screen, typed = os.openpty()
+    command = [
+        sys.executable,
+        "launch.py",
+        "--local",
+        "--name",
+        "seen",
+        *LONG,
+        "train.max_steps=90",
+        "train.log_every=5",
+    ]
+    with subprocess.Popen(
+        [*command, f"launch.root={terminal.root}"], cwd=PROJECT, env=terminal.env, stdout=typed, stderr=typed
+    ) as launcher:
+        os.close(typed)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO, when the launcher has closed it
+            while data := os.read(screen, 65536):
+                shown += data
+    os.close(screen)
+    assert launcher.returncode == 0, shown.decode(errors="replace")
+    assert b"step 90/90" in shown and re.search(rb"\x1b\[.*\d+/90", shown), "plain lines, and a bar"
+    (log,) = RunDir(terminal.root / "seen").logs.glob("*_log.out")
+    assert b"\x1b" not in log.read_bytes()
+    assert "\x1b" not in terminal.types("--local", "--name", "piped", *TINY)
+
+
+def test_ctrl_c_is_a_stop(terminal: Terminal) -> None:
+    """Ctrl-C keeps every step, exits 130 and says how to go on; resume then does."""
+    launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "stopped", "data.workers=1", *LONG)
+    terminal.waits_for_step("stopped")
+    launcher.send_signal(signal.SIGINT)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 130, said
+    assert "python launch.py resume stopped --local" in said
+    (attempt,) = read_lines(terminal.run("stopped").attempts)
+    assert attempt["reason"] == "cancelled" and attempt["lost_steps"] == 0
+    lines = fingerprint(terminal.run("stopped"))
+    assert lines["step"] == attempt["end_step"] == lines["metrics"][-1]["step"]
+
+    resumed = terminal.starts("resume", "stopped", "--local")
+    deadline = time.monotonic() + DEADLINE_S
+    while read_lines(terminal.run("stopped").metrics)[-1]["step"] <= attempt["end_step"]:
+        assert time.monotonic() < deadline and resumed.poll() is None, "the resumed run did not go on"
+        time.sleep(0.02)
+    resumed.send_signal(signal.SIGTERM)
+    resumed.communicate(timeout=DEADLINE_S)
+    assert resumed.returncode == 143
+
+
+def test_cancel(terminal: Terminal) -> None:
+    """From another terminal: a stop like any other, and it waits until the run has gone."""
+    launcher = terminal.starts("--local", "--name", "mine", "--tasks-per-node", "2", *LONG)
+    terminal.waits_for_step("mine")
+    said = terminal.types("cancel", "mine")
+    assert re.search(r"mine: stopped after step \d+, every step is kept; go on: python launch.py resume mine", said)
+    launcher.communicate(timeout=DEADLINE_S)
+    run = terminal.run("mine")
+    assert reasons(run) == ["cancelled"] and read_lines(run.attempts)[0]["lost_steps"] == 0
+    assert "cancelled, so there is nothing to cancel" in terminal.types("cancel", "mine")
+
+
+def test_second_ctrl_c_kills(terminal: Terminal) -> None:
+    """A user who cannot wait gets the terminal back, even when a rank is stuck."""
+    launcher = terminal.starts("--local", "--name", "stuck", *LONG)
+    terminal.waits_for_step("stuck")
+    (rank,) = ranks_of(launcher)
+    os.kill(rank, signal.SIGSTOP)
+    launcher.send_signal(signal.SIGINT)
+    read_until(launcher, "Ctrl-C again to kill")
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 130
+    assert not Path(f"/proc/{rank}").exists(), "no rank is left behind"
+
+
+def test_ctrl_c_before_anything_is_up(terminal: Terminal) -> None:
+    """A signal in the first milliseconds of a rank must stop it, not kill it while Python still imports."""
+    launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "early", *LONG)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(ranks_of(launcher)) < 2:
+        assert time.monotonic() < deadline and launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 130, said
+    assert reasons(terminal.run("early")) == ["cancelled"]
+
+
+def test_a_killed_launcher_stops_its_ranks(terminal: Terminal) -> None:
+    """Ranks that nobody watches any more save and end; they neither train on unseen nor lose their steps."""
+    launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "orphans", *LONG)
+    terminal.waits_for_step("orphans")
+    launcher.kill()
+    launcher.communicate(timeout=DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
+    while not read_lines(terminal.run("orphans").attempts):
+        assert time.monotonic() < deadline, "the ranks did not end"
+        time.sleep(0.02)
+    (attempt,) = read_lines(terminal.run("orphans").attempts)
+    assert attempt["reason"] == "cancelled" and attempt["lost_steps"] == 0
+    assert fingerprint(terminal.run("orphans"))["step"] == attempt["end_step"]
+
+
+def test_nohup(terminal: Terminal) -> None:
+    """Who starts a run with nohup and closes the terminal wants it to go on."""
+    command = [sys.executable, "launch.py", "--local", "--name", "nohup", f"launch.root={terminal.root}", *TINY]
+    launcher = subprocess.Popen(
+        ["nohup", *command], cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    deadline = time.monotonic() + DEADLINE_S
+    while not ranks_of(launcher):
+        assert time.monotonic() < deadline and launcher.poll() is None
+    launcher.send_signal(signal.SIGHUP)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 0, said.decode()
+
+
+def test_a_killed_rank_ends_the_run(terminal: Terminal) -> None:
+    """When one rank is killed (out of memory) the others and the command end too, with status 1 and the rank's name."""
+    launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "oom", *LONG)
+    terminal.waits_for_step("oom")
+    os.kill(ranks_of(launcher)[1], signal.SIGKILL)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 1
+    assert "rank 1 was ended by SIGKILL" in said
+    assert reasons(terminal.run("oom")) == ["failed"]
+
+
+def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None:
+    """What a rank finds wrong with the configuration reads like any other wrong input: one line, status 2."""
+    (tmp_path / "empty_task.py").write_text(
+        "import trainer\nclass Empty(trainer.Task):\n    def datasets(self):\n        return [], []\n"
+    )
+    here = Terminal(tmp_path / "runs", PYTHONPATH=str(tmp_path))
+    said = here.types("--local", "--name", "empty", "task=empty_task.Empty", status=2)
+    assert "error: data.name=mnist-5k: empty" in said and "Traceback" not in said
+
+
+def test_only_one_attempt_at_a_time(terminal: Terminal) -> None:
+    """Two attempts on one folder would interleave their metrics and overwrite each other's checkpoints."""
+    first = terminal.starts("--local", "--name", "twice", *LONG)
+    terminal.waits_for_step("twice")
+    said = terminal.types("resume", "twice", "--local", status=2)
+    assert "another attempt is at work on this run" in said
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=DEADLINE_S)
+    steps = [line["step"] for line in read_lines(terminal.run("twice").metrics) if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_resuming_a_finished_run_says_so(terminal: Terminal) -> None:
+    """It trains nothing and changes nothing."""
+    terminal.types("--local", "--name", "done", *TINY)
+    before = fingerprint(terminal.run("done"))
+    assert "resuming after step 4: 4 steps" in terminal.types("resume", "done", "--local")
+    assert fingerprint(terminal.run("done")) == before
+
+
+def test_task_of_your_own(tmp_path: Path) -> None:
+    """README's example, word for word: a Task in 20 lines that learns."""
+    readme = (PROJECT / "README.md").read_text()
+    code = readme.split("```python\n# my_task.py\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    (tmp_path / "my_task.py").write_text(code)
+    here = Terminal(tmp_path / "runs", PYTHONPATH=str(tmp_path))
+    here.types("--local", "--tasks-per-node", "2", "--name", "mine", "task=my_task.Line", "train.epochs=20")
+    last = read_lines(here.run("mine").metrics)[-1]
+    assert last["val_loss"] < 0.05, "the line is learned"
+
+
+def test_mnist_from_a_folder(terminal: Terminal, tmp_path: Path) -> None:
+    """A data set that is in data.root already needs no network: compute nodes often have none."""
+    shutil.copytree(MNIST_5K, tmp_path / "data")
+    said = terminal.types(
+        "--local", "--name", "m", "data.name=mnist", f"data.root={tmp_path}/data", "train.max_steps=3"
+    )
+    assert "step 3/3" in said
+
+
+def test_image_folder(terminal: Terminal, tmp_path: Path) -> None:
+    """A folder of pictures per class, with a torchvision model and augmentation, in two ranks with loader workers. When
+    one of them is damaged meanwhile, the run ends with its name, and goes on once it is replaced."""
+    photos = make_folder(tmp_path / "data", train=16, val=16)
+    words = (
+        "--local", "--tasks-per-node", "2", "--name", "jpg", "data.name=imagefolder", f"data.root={photos}",
+        "data.args.image_size=32", "data.args.augment=true", "data.workers=1", "model.name=resnet18",
+        "train.batch_size=8", "train.epochs=2",
+    )  # fmt: skip
+    victim = photos / "train" / "class1" / "7.jpg"
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[: len(whole) // 2])
+    said = terminal.types(*words, status=2)
+    assert said.count(f"data.root={photos}: {victim} is not a whole image") == 1
+    victim.write_bytes(whole)
+    terminal.types("resume", "jpg", "--local")
+    assert read_lines(terminal.run("jpg").metrics)[-1]["epoch"] == 2

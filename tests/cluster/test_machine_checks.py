@@ -1,0 +1,171 @@
+"""The checks before a start: they ask this machine, in milliseconds, what a rank would find out after minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.worlds import a_world
+from trainer.cluster import machine_checks
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.data.catalog import DATASETS
+from trainer.world.device import set_up_device
+
+WORLD = a_world()
+
+
+def config(*words: str) -> Config:
+    return Config.load(None, words)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [("", 0), ("0", 1), ("0,1,3", 3), (" 0 , 1 ", 2), ("-1", 0), ("GPU-8932f937,MIG-5c2e", 2), (",", 0)],
+)
+def test_gpus_that_the_environment_grants(visible: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES says what CUDA will see: more ranks than that would share a GPU or die."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine_checks.count_gpus() == count
+
+
+def test_gpus_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word in the environment the driver is asked; without a driver there is none."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(Path, "is_dir", lambda self: False)
+    assert machine_checks.count_gpus() == 0
+
+
+def test_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local run takes the GPUs that are there and no more."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    machine_checks.check_local(config("launch.gpus_per_node=2", "device=cuda"))
+    machine_checks.check_local(config())
+    with pytest.raises(ConfigError, match="this machine has 2 GPUs; use --gpus-per-node 2"):
+        machine_checks.check_local(config("launch.gpus_per_node=3", "train.batch_size=63"))
+
+
+@pytest.mark.parametrize(
+    "words", [["launch.gpus_per_node=1"], ["launch.slurm.gres=gpu:1"], ["launch.slurm.gpus=2"], ["device=auto"]]
+)
+def test_a_job_that_gets_a_gpu(words: list[str]) -> None:
+    """However a site wants its GPUs asked for, the submission is not refused."""
+    machine_checks.check_submission(config("device=cuda", *words))
+
+
+def test_data_sets() -> None:
+    """Each data set of the catalogue passes by its name, with the options it understands."""
+    for name in DATASETS:
+        if name != "imagefolder":
+            machine_checks.check_names(config(f"data.name={name}", "data.args.augment=true", "data.args.image_size=32"))
+    machine_checks.check_names(config("data.name=fake", "data.args.classes=3", "data.args.samples=5"))
+
+
+def test_image_folder(tmp_path: Path) -> None:
+    """A folder per class in train/ and val/ is enough to start."""
+    for part in ("train", "val"):
+        (tmp_path / part / "cat").mkdir(parents=True)
+    machine_checks.check_names(config("data.name=imagefolder", f"data.root={tmp_path}"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class Mine: ...",
+        "from elsewhere import Mine",
+        "import elsewhere as Mine",
+        "Mine = object",
+        "from elsewhere import *",
+        "def Mine(run): ...",
+        "def Mine(run, epochs=3): ...",
+        "@decorated\ndef Mine(): ...",
+    ],
+)
+def test_task_is_found_however_it_is_named(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check reads the module instead of importing it: it must not refuse what an import would find."""
+    (tmp_path / "elsewhere_task.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    machine_checks.check_names(config("task=elsewhere_task.Mine"))
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("def Mine(): ...", r"must take one argument, the run: def Mine\(run\)"),
+        ("def Mine(run, epochs): ...", "must take one argument"),
+        ("def Mine(run, *, epochs): ...", "must take one argument"),
+        ("Mine = 3", "is neither a subclass of trainer.Task nor a function"),
+    ],
+)
+def test_what_cannot_be_trained(source: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be found out on the node, after the job has waited for a day."""
+    (tmp_path / "wrong_task.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=wrong):
+        machine_checks.check_names(config("task=wrong_task.Mine"))
+
+
+def test_writable(tmp_path: Path) -> None:
+    """A folder that is not there yet is made later; asking must not make it."""
+    machine_checks.check_writable(tmp_path)
+    machine_checks.check_writable(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a").write_text("")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        machine_checks.check_writable(tmp_path / "a" / "b")
+
+
+def test_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both commands are needed: the one that submits and the one that starts the ranks."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("sbatch", "srun"):
+        with pytest.raises(ConfigError, match="no Slurm on this machine"):
+            machine_checks.check_slurm()
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    machine_checks.check_slurm()
+
+
+def gpus(count: int, monkeypatch: pytest.MonkeyPatch, bf16: bool = True) -> None:
+    """A machine with GPUs, as far as choosing one goes."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P100")
+
+
+def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto takes the GPU that is there, else the CPU; a GPU that is not there is refused, not replaced."""
+    gpus(0, monkeypatch)
+    assert set_up_device(config(), WORLD) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"device=cuda.*torch finds no GPU on this machine; use device=cpu"):
+        set_up_device(config("device=cuda"), WORLD)
+    gpus(1, monkeypatch)
+    assert set_up_device(config(), WORLD) == torch.device("cuda", 0)
+    assert set_up_device(config("device=cpu"), WORLD) == torch.device("cpu")
+    gpus(2, monkeypatch)
+    assert set_up_device(config(), a_world(1, 2)) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="it has 2 GPUs: use --gpus-per-node 2"):
+        set_up_device(config("launch.gpus_per_node=4"), a_world(size=4))
+
+
+def test_gpus_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a node without enforced limits a CPU job sees GPUs that Slurm gave to somebody else."""
+    gpus(4, monkeypatch)
+    world = a_world(launcher="submitit-slurm")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert set_up_device(config(), world) == torch.device("cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert set_up_device(config(), world).type == "cuda"
+
+
+def test_precision_that_the_gpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU without bf16 would emulate it, slower than fp32, and nobody would know why."""
+    gpus(1, monkeypatch, bf16=False)
+    with pytest.raises(
+        ConfigError, match=r"train\.precision=bf16: Tesla P100 has no bf16 arithmetic; use fp16 or fp32"
+    ):
+        set_up_device(config("train.precision=bf16"), WORLD)
+    set_up_device(config("train.precision=fp16"), WORLD)

@@ -1,0 +1,161 @@
+"""`launch.py logs`: all ranks in one stream, in time order, through restarts and past midnight."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from trainer.cluster.merged_logs import Logs
+from trainer.cluster.run_folders import PROJECT
+from trainer.commands.main import main
+from trainer.rundir import RunDir
+
+HEAD = "[laststep {at}] attempt begins on 2026-11-21: rank {rank} of 2 on n1 (slurm, job 7, restart {restart})"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.config.write_text("{}\n")
+    run.submissions.write_text('{"job_id": "7", "time": 0}\n')
+    (run.logs / "8_0_log.out").write_text("[laststep 10:00:00] of another run of the same sweep\n")
+    return run
+
+
+def says(run: RunDir, rank: int, *lines: str, end: str = "\n") -> None:
+    """A rank writes to its log."""
+    with (run.logs / f"7_{rank}_log.out").open("a") as file:
+        file.write("\n".join(lines) + end)
+
+
+def texts(logs: Logs, all_of_it: bool = True) -> list[tuple[int, str]]:
+    return [(line.rank, line.text.rpartition("] ")[2]) for line in logs.read(all_of_it)]
+
+
+def test_merged_in_time_order(run: RunDir) -> None:
+    """What a rank prints without a time stays behind the line that it followed."""
+    says(
+        run,
+        0,
+        HEAD.format(at="10:00:00", rank=0, restart=0),
+        "[laststep 10:00:05] a",
+        "user's",
+        "[laststep 10:00:09] d",
+    )
+    says(run, 1, HEAD.format(at="10:00:01", rank=1, restart=0), "[laststep 10:00:07] c", "Traceback")
+    merged = texts(Logs(run))[2:]
+    assert merged == [(0, "a"), (0, "user's"), (1, "c"), (1, "Traceback"), (0, "d")]
+
+
+def test_past_midnight_and_submitits_own_lines(run: RunDir) -> None:
+    """Our lines have no date: the next day's first minutes must not come before the last of this day."""
+    says(run, 0, "submitit INFO (2026-11-21 23:59:50,120) - Starting with JobEnvironment", "[laststep 23:59:59] a")
+    says(run, 0, "[laststep 00:00:03] c")
+    says(run, 1, "submitit INFO (2026-11-22 00:00:01,500) - b")
+    assert [text.rpartition(" - ")[2] for _, text in texts(Logs(run))][1:] == ["a", "b", "c"]
+
+
+def test_read_on_and_on(run: RunDir) -> None:
+    """Each line once, no half ones, and new files as they come."""
+    logs = Logs(run)
+    assert texts(logs, all_of_it=False) == []
+    says(run, 0, "[laststep 10:00:00] a", "[laststep 10:0", end="")
+    assert texts(logs, all_of_it=False) == [(0, "a")]
+    says(run, 0, "0:01] b")
+    says(run, 1, "[laststep 10:00:01] c", "half", end="")
+    assert texts(logs, all_of_it=False) == [(0, "b"), (1, "c")]
+    assert texts(logs) == [(1, "half")]
+
+
+def test_one_rank_one_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that came back writes on into the same files; submitit's first line of a start belongs to it already."""
+    for restart in range(2):
+        for rank in range(2):
+            says(run, rank, f"submitit INFO (2026-11-21 1{restart}:00:00,1) - Starting with x")
+            says(run, rank, HEAD.format(at=f"1{restart}:00:01", rank=rank, restart=restart), f"says {rank} {restart}")
+    records = [{"attempt": 4 + n, "job_id": "7", "restart": n, "reason": "preempted"} for n in range(2)]
+    run.attempts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["logs", str(run.path), "--rank", "1", "--attempt", "5"]) == 0
+    first, _, last = capsys.readouterr().out.splitlines()
+    assert first == "  1 | submitit INFO (2026-11-21 11:00:00,1) - Starting with x" and last == "  1 | says 1 1"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rank", "3"], "--rank 3: no log of it; there are those of rank 0"),
+        (["--attempt", "2"], "--attempt 2: no such attempt; there are none yet"),
+        (["--rank", "x"], "argument --rank: invalid int value: 'x'"),
+    ],
+)
+def test_nothing_of_that_kind(run: RunDir, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says what there is instead."""
+    says(run, 0, "[laststep 10:00:00] a")
+    assert main(["logs", str(run.path), *words]) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_a_file_keeps_its_order(run: RunDir) -> None:
+    """A clock that is set back, or a requeue to a host whose clock is behind, tears no rank's story apart."""
+    says(run, 0, "submitit INFO (2026-11-21 10:00:09,000) - a", "submitit INFO (2026-11-21 10:00:01,000) - b")
+    says(run, 1, "submitit INFO (2026-11-21 10:00:05,000) - c")
+    assert [text.rpartition(" - ")[2] for _, text in texts(Logs(run))] == ["c", "a", "b"]
+
+
+def test_larger_than_memory(run: RunDir) -> None:
+    """Weeks of a large run are gigabytes: what is held at a time is a little of each file, and none of a line that has
+    no end, as a progress bar writes it."""
+    long = f"[laststep 10:00:00] {'.' * 100_000}"
+    for rank in range(2):
+        says(run, rank, *[long] * 60, "bar" * 2_000_000)
+    tracemalloc.start()
+    lengths = [len(line.text) for line in Logs(run).read(all_of_it=True)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert lengths.count(len(long)) == 2 * 60 and sum(lengths) == 2 * (60 * len(long) + 6_000_000)
+    assert peak < sum(lengths) / 5
+
+
+def test_nobody_reads_on(run: RunDir) -> None:
+    """`launch.py logs RUN | head` is what people type: it ends at once, however much there is, without a traceback."""
+    says(run, 0, *(f"[laststep 10:00:00] {number}" for number in range(50_000)))
+    os.truncate(run.logs / "7_0_log.out", 1 << 40)  # a terabyte, of which nothing is on the disk
+    command = f"{sys.executable} {PROJECT / 'launch.py'} logs {run.path} | head -n 2"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("\n") == 2 and done.stderr == ""
+
+
+def test_status_is_watched(run: RunDir) -> None:
+    """On a terminal of its own the table stays and is kept up to date; Ctrl-C ends it."""
+    screen, typed = os.openpty()
+    command = [sys.executable, str(PROJECT / "launch.py"), "status", "--watch", f"launch.root={run.path.parent}"]
+    with subprocess.Popen(
+        command, stdin=typed, stdout=typed, stderr=typed, env={**os.environ, "TERM": "xterm"}
+    ) as watching:
+        os.close(typed)
+        seen, deadline = b"", time.monotonic() + 60
+        while not (b"goodput" in seen and b"4711" in seen):
+            assert time.monotonic() < deadline and watching.poll() is None, seen.decode(errors="replace")
+            if select.select([screen], [], [], 1)[0]:
+                seen += os.read(screen, 65536)
+            if b"goodput" in seen and not run.metrics.exists():
+                run.metrics.write_text('{"step": 4711, "epoch": 1, "loss": 1.0, "samples_per_s": 9, "time": 1}\n')
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(60) == 130
+    os.close(screen)
+
+
+def test_only_a_terminal_is_watched(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Into a file it would write the table's control characters, for ever."""
+    assert main(["status", "--watch", f"launch.root={run.path.parent}"]) == 2
+    assert capsys.readouterr().err.startswith("error: --watch: keeps a table on a terminal")

@@ -1,0 +1,473 @@
+"""The command as a user types it: what is wrong gets one line and exit status 2, and leaves nothing behind.
+
+A traceback tells a newcomer that the tool is broken; a folder or a job left behind by a typing error is in the way of
+the next try, or sits in the queue.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from submitit.core.utils import DelayedSubmission
+
+from tests.support.project import PROJECT
+from trainer.commands.main import main
+from trainer.config.config import Config
+from trainer.rundir import RunDir
+from trainer.trainer import Trainer
+
+GOLDEN = Path(__file__).resolve().parent / "golden"
+NO_SLURM = "/nonexistent"
+
+# Stands in for Slurm up to the call of sbatch; what a real one does is tests/slurm/'s business.
+SBATCH = """#!/bin/sh
+cp "$1" "$(dirname "$0")/submitted.sh"
+echo "Submitted batch job 4711"
+"""
+SQUEUE = "#!/bin/sh\necho '4711|RUNNING|N/A|None'\n"
+REFUSING = """#!/bin/sh
+echo "sbatch: error: invalid partition specified: nope" >&2
+echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
+exit 1
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to type commands in, on a machine without Slurm and without a GPU."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", NO_SLURM)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return folder
+
+
+@pytest.fixture
+def slurm(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a sbatch that takes every job and keeps its script as `submitted.sh`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\n"), ("squeue", SQUEUE)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    return programs
+
+
+def files(folder: Path) -> list[str]:
+    """Everything under a folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def launch(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """`python launch.py ...`, as typed in the current folder."""
+    return subprocess.run(
+        [sys.executable, str(PROJECT / "launch.py"), *words], input=stdin, capture_output=True, text=True, timeout=120
+    )
+
+
+def refusal(words: list[str], capfd: pytest.CaptureFixture[str], folder: Path) -> str:
+    """The one line that a wrong command gets: the only one, with status 2, and nothing may be left behind."""
+    before = files(folder)
+    status = main(words)
+    out, err = capfd.readouterr()
+    assert status == 2
+    assert out == ""
+    assert re.fullmatch(r"error: .+\n", err), err
+    assert files(folder) == before
+    return err.removeprefix("error: ").strip()
+
+
+# Wrong input, as far as the words and this machine can tell.
+WRONG = [
+    (["optm.lr=1"], "optm.lr: no such key; did you mean optim.lr?"),
+    (["lr=1"], "lr: no such key; did you mean optim.lr?"),
+    (["optim.lr=fast"], "optim.lr=fast: must be of type float"),
+    (["train.epochs=1.5"], "train.epochs=1.5: must be of type int"),
+    (["--nodes", "two"], "launch.nodes=two: must be of type int or MIN-MAX"),
+    (["--nodes", "1,2"], "launch.nodes=1,2: must be of type int or MIN-MAX"),
+    (["--nodes", "4-1"], "launch.nodes=4-1: the smaller number comes first"),
+    (["--nodes", "1-4"], "train.batch_size=64: not divisible by 3 ranks x train.accumulate=1; 60 would be"),
+    (["--config", "minst"], "--config minst: no such file, and no such name in configs/; did you mean mnist?"),
+    (["--config", ""], "no such file"),
+    (["--config", "."], "no such file"),
+    (["model.name=resnet19"], "model.name=resnet19: no such model; did you mean resnet18?"),
+    (["data.name=cifar"], "data.name=cifar: no such data set; did you mean cifar10?"),
+    (["data.name=zzz"], "data.name=zzz: no such data set; choose from mnist-5k, mnist,"),
+    (["optim.name=adam"], "optim.name=adam: did you mean adamw?"),
+    (["optim.schedule=cosin"], "optim.schedule=cosin: did you mean cosine?"),
+    (["task=clasification"], "task=clasification: did you mean classification? or give package.module.Name"),
+    (["task=nowhere.Mine"], "task=nowhere.Mine: no module nowhere on the Python path"),
+    (["task=trainer.task.Tusk"], "task=trainer.task.Tusk: trainer.task has no Tusk; did you mean Task?"),
+    (["train.batch_size=65", "--nodes", "2"], "train.batch_size=65: not divisible by 2 ranks x train.accumulate=1"),
+    (["launch.slurm.nodes=3"], "launch.slurm.nodes: Laststep sets this itself; use launch.nodes"),
+    (["--nodes", "0"], "launch.nodes=0: must be at least 1"),
+    (["--nodes", "-1"], "launch.nodes=-1: must be at least 1"),
+    (["--tasks-per-node", "0"], "launch.tasks_per_node=0: must be at least 1"),
+    (["--gpus-per-node", "-1"], "launch.gpus_per_node=-1: must be at least 0"),
+    (["--time", "0"], "launch.time_min=0: must be at least 1"),
+    (["train.epochs=0"], "train.epochs=0: must be at least 1"),
+    (["train.batch_size=-64"], "train.batch_size=-64: must be at least 1"),
+    (["--name", "../mine"], "launch.name='../mine': use up to 200 letters"),
+    (["--name", "x" * 300], "use up to 200 letters"),
+    (["data.args.size=3"], "data.args.size: mnist-5k has no such option; did you mean image_size?"),
+    (["data.args.augment=3"], "data.args.augment=3: must be true or false"),
+    (["data.args.image_size=0"], "data.args.image_size=0: must be a positive integer"),
+    (["data.args.image_size=big"], "data.args.image_size=big: must be a positive integer"),
+    (["data.args.samples=3"], "data.args.samples: mnist-5k has no such option"),
+    (["data.args=3"], "data.args=3: must be of type dict[str, Any]"),
+    (["data.args.cache=true"], "data.args.cache: mnist-5k has no such option; choose from augment, image_size"),
+    (["data.name=imagefolder", "data.args.cache=3"], "data.args.cache=3: must be true or false"),
+    (
+        ["data.name=imagefolder", "data.args.cache=true", "data.args.decode_on_device=true"],
+        "data.args.decode_on_device=true: what data.args.cache keeps is not on the device; leave one out",
+    ),
+    (["data.name=imagefolder"], "data.root=data: data/train is missing; imagefolder reads train/CLASS/*.jpg"),
+    (["data.name=mnist", "data.root=/proc/version"], "data.root=/proc/version: is not a folder"),
+    (["launch.root=/proc/version/runs"], "launch.root=/proc/version/runs: /proc/version is not a folder"),
+    (["sumbit"], "sumbit: no such verb; did you mean submit?"),
+    (["submit", "resume"], "resume: not a verb, an option or key=value; see --help"),
+    (["--nods", "2"], "--nods: no such option; did you mean --nodes?"),
+    (["--nods=2"], "--nods=2: no such option; did you mean --nodes?"),
+    (["--partition"], "argument --partition: expected one argument"),
+    (["--debug", "--dry-run"], "not allowed with argument"),
+    (["resume"], "name the run, or its folder"),
+    (["verify"], "name the run, or its folder"),
+    (["resume", "nobody"], "nobody: no such run in runs/; there is none yet"),
+    (["verify", "nobody"], "nobody: no such run in runs/; there is none yet"),
+    (["verify", "x" * 300], "no such run in runs/"),
+    (["verify", "a", "b"], "b: not a verb, an option or key=value; see --help"),
+    (["verify", "a", "--jsn"], "--jsn: no such option; did you mean --json?"),
+    (["verify", "a", "launch.root=/proc/1/root/runs"], "a: no such run in /proc/1/root/runs/"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "says"), WRONG, ids=[" ".join(words)[:40] for words, _ in WRONG])
+def test_wrong_input(words: list[str], says: str, slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every wrong input of the table, on a machine that has Slurm: one line that says what to do, no folder, no job."""
+    assert says in refusal(words, capfd, here)
+    if "=" in words[0]:
+        assert says in refusal([*words, "--local"], capfd, here)
+    assert not (slurm / "submitted.sh").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["optm.lr=1", "--local"], ["--nods", "2"], ["sumbit"], ["model.name=resnet19", "--local"], ["--name", "x" * 300]],
+    ids=lambda words: words[0],
+)
+def test_wrong_input_of_the_script(words: list[str], here: Path) -> None:
+    """launch.py itself hands the line to stderr and the status to the shell."""
+    done = launch(*words)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: ")
+    assert files(here) == []
+
+
+@pytest.mark.parametrize("words", [[], ["--follow"]], ids=["submit", "follow"])
+def test_no_slurm(words: list[str], here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A newcomer without a cluster is told the two ways on."""
+    says = refusal(words, capfd, here)
+    assert "no Slurm on this machine" in says and "--local" in says and "`make slurm`" in says
+
+
+def test_run_exists(here: Path, slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A second run of the same name would mix two trainings in one folder; the message says how to go on with it."""
+    (here / "runs" / "mine").mkdir(parents=True)
+    for way in ([], ["--local"], ["--debug"], ["--dry-run"]):
+        says = refusal(["--name", "mine", *way], capfd, here)
+        assert "launch.name=mine: this run exists" in says and "`python launch.py resume mine`" in says
+
+
+def test_imagefolder_is_looked_at(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Part missing, part empty: each has its own line, before a job waits in the queue for it."""
+    (here / "data" / "train").mkdir(parents=True)
+    says = refusal(["data.name=imagefolder", "--local"], capfd, here)
+    assert says == "data.root=data: data/train is empty; it must hold one folder of images per class"
+    (here / "data" / "train" / "cat").mkdir()
+    assert "data/val is missing" in refusal(["data.name=imagefolder", "--local"], capfd, here)
+
+
+@pytest.mark.parametrize("root", ["/proc/nobody", "below/a/file"])
+def test_folder_not_writable(root: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not even root can write there; found out before anything starts, not by the first checkpoint."""
+    (here / "below").mkdir()
+    (here / "below" / "a").write_text("")
+    says = refusal([f"launch.root={root}", "--local"], capfd, here)
+    assert f"launch.root={'' if root[0] == '/' else here}" in says
+
+
+def test_folder_of_somebody_else(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder without the permission to write is refused by its name. (Root, who may run the tests, may write
+    anywhere, so the permission itself is what is played.)"""
+    (here / "runs").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "is not writable" in refusal(["--local"], capfd, here)
+
+
+@pytest.mark.parametrize(
+    ("words", "visible", "says"),
+    [
+        (["device=cuda", "--local"], "", "device=cuda: this machine has no GPU; use device=cpu or device=auto"),
+        (["device=cuda", "--debug"], "", "device=cuda: this machine has no GPU"),
+        (["--gpus-per-node", "1", "--local"], "", "launch.gpus_per_node=1: this machine has 0 GPUs; leave it out"),
+        (["--gpus-per-node", "4", "--local"], "0,1", "launch.gpus_per_node=4: this machine has 2 GPUs; use --gpus"),
+        (["device=cuda"], "", "device=cuda: the job asks for no GPU; add --gpus-per-node N"),
+    ],
+)  # fmt: skip
+def test_gpus_that_are_not_there(
+    words: list[str],
+    visible: str,
+    says: str,
+    slurm: Path,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Asking for a device that the machine or the job lacks is refused; training on the CPU instead takes days."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert says in refusal(words, capfd, here)
+    assert not (slurm / "submitted.sh").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("broken", "def (", "broken.py, line 1: invalid syntax"),
+        ("binary", "\0", "binary.py"),
+        ("empty", "", "empty has no Mine"),
+        ("raising.inner", "", "task=raising.inner.Mine: raising.inner cannot be imported: NameError: no luck"),
+    ],
+)
+def test_task_that_cannot_be(
+    name: str, text: str, says: str, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A user's own Task is looked at before the start: the error is in the user's file, and that is what is said."""
+    (here / "raising").mkdir()
+    (here / "raising" / "__init__.py").write_text("raise NameError('no luck')")
+    (here / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert says in refusal([f"task={name}.Mine", "--local"], capfd, here)
+
+
+def test_slurm_refuses(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What sbatch said is passed on, and the run's folder is taken back, so that the name is free for the next try."""
+    (slurm / "sbatch").write_text(REFUSING)
+    (here / "runs").mkdir()
+    says = refusal(["--name", "mine", "--partition", "nope"], capfd, here)
+    assert says.startswith("Slurm refused the job: ")
+    assert says.endswith("Batch job submission failed: Invalid partition name specified")
+
+
+def test_submit(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A submission says run, job, log and what to type next; and what it hands over is the run's configuration."""
+    assert main(["--nodes", "2", "--name", "mine", "seed=3"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    said = ("run    mine", "job    4711: 2 nodes x 1 ranks", "4711_0_log.out", "launch.py cancel mine")
+    assert all(text in out for text in said)
+    run = RunDir(here / "runs" / "mine")
+    config = Config.load(run.config)
+    assert (config.seed, config.launch.nodes, config.launch.root) == (3, 2, str(here / "runs"))
+    submission = DelayedSubmission.load(run.logs / "4711_submitted.pkl")
+    assert isinstance(submission.function, Trainer) and submission.function.config == config
+    assert "#SBATCH --nodes=2" in (slurm / "submitted.sh").read_text()
+
+
+def test_submit_a_range(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The range is what Slurm is asked for and what is printed; the job's result can be waited for all the same."""
+    assert main(["--nodes", "1-4", "--tasks-per-node", "2", "--name", "mine", "train.batch_size=48"]) == 0
+    assert "job    4711: 1-4 nodes x 2 ranks" in capfd.readouterr().out
+    assert "#SBATCH --nodes=1-4\n" in (slurm / "submitted.sh").read_text()
+    assert Config.load(RunDir(here / "runs" / "mine").config).launch.nodes == "1-4"
+
+
+def test_resume_while_the_job_lives(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two jobs of one run would write one folder: the second is refused, with how to end the first."""
+    assert main(["--name", "mine"]) == 0
+    capfd.readouterr()
+    assert "`python launch.py cancel mine` ends it first" in refusal(["resume", "mine"], capfd, here)
+    (slurm / "squeue").write_text("#!/bin/sh\n")
+    assert main(["resume", "mine", "--nodes", "2"]) == 0
+    assert Config.load(RunDir(here / "runs" / "mine").config).launch.nodes == 2
+
+
+def test_resume_changes_the_launch_alone(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A resumed run with another learning rate would be neither the old run nor a new one."""
+    assert main(["--name", "mine"]) == 0
+    (slurm / "squeue").write_text("#!/bin/sh\n")
+    capfd.readouterr()
+    for word in ("optim.lr=1", "launch.name=other", "nonsense"):
+        assert f"{word}: a resumed run keeps its configuration" in refusal(["resume", "mine", word], capfd, here)
+    assert "did you mean mine?" in refusal(["resume", "mime"], capfd, here)
+    assert "launch.nodes=0: must be at least 1" in refusal(["resume", "mine", "--nodes", "0"], capfd, here)
+
+
+def test_name_from_a_file(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run is named after its configuration's file, which may be called anything: the name must be a valid one."""
+    for name in ("my config.yaml", "-.yaml", f"{'x' * 240}.yaml"):
+        (here / name).write_text("seed: 1\n")
+        assert main(["--dry-run", "--config", str(here / name)]) == 0
+        found = re.search(r"^  name: (\S+-\d{8}-\d{6})$", capfd.readouterr().out, re.MULTILINE)
+        assert found and Config.load(None, [f"launch.name={found[1]}"])
+
+
+def test_options_win_over_words(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each option is a shorthand of the key that --help names, and what is typed as an option wins."""
+    options = ["--nodes", "2", "--tasks-per-node", "4", "--partition", "high", "--time", "30", "--name", "mine"]
+    assert main(["--dry-run", "launch.nodes=8", *options]) == 0
+    out = capfd.readouterr().out
+    for line in ("nodes: 2", "tasks_per_node: 4", "partition: high", "time_min: 30", "name: mine"):
+        assert f"\n  {line}\n" in out
+
+
+def test_dry_run_leaves_nothing(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """--dry-run is for looking: no folder, no job."""
+    assert main(["--dry-run"]) == 0
+    assert files(here) == []
+    assert not (slurm / "submitted.sh").exists()
+
+
+VERBS = ("sweep", "resume", "status", "logs", "cancel", "drill", "verify", "report", "doctor", "completion")
+GOLDEN_COMMANDS: dict[str, list[list[str]]] = {
+    "help.txt": [
+        ["--help"],
+        *([verb, "--help"] for verb in VERBS),
+    ],
+    "sbatch.txt": [
+        ["--dry-run", "--name", "small", "--nodes", "2", "--tasks-per-node", "2"],
+        [
+            "--dry-run", "--name", "range", "--nodes", "1-4", "--tasks-per-node", "2", "train.batch_size=48",
+            "launch.setup=[module load cuda]",
+        ],
+        [
+            "--dry-run", "--name", "large", "--config", "imagenet", "--nodes", "4", "--partition", "gpu",
+            "--time", "90", "data.name=fake", "launch.account=lab", "launch.qos=long", "launch.constraint=a100",
+            "launch.exclude=n[7,9]", "launch.mem_gb=64", "launch.signal_delay_s=120", "launch.setup=[module load cuda]",
+            "launch.env.DATA=$HOME/a \"b\"", "launch.slurm.reservation=course",
+            "launch.python=apptainer exec --nv /images/torch.sif python", "launch.srun=[--mpi=none]",
+        ],
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDEN_COMMANDS)
+def test_golden(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line and the sbatch script are what users' scripts and clusters depend on: no change unnoticed.
+
+    After a change that is meant: LASTSTEP_UPDATE_GOLDEN=1 python -m pytest tests/commands/test_command.py -k golden
+    """
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = ""
+    for words in GOLDEN_COMMANDS[name]:
+        done = launch(*words)
+        assert (done.returncode, done.stderr) == (0, "")
+        said = done.stdout.split("# sbatch script\n")[-1]
+        for path, label in ((sys.executable, "<python>"), (str(PROJECT), "<project>"), (str(here), "<here>")):
+            said = said.replace(path, label)
+        text += f"$ python launch.py {' '.join(words)}\n{said}\n"
+    golden = GOLDEN / name
+    if os.environ.get("LASTSTEP_UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--dry-run", "--nodes", "2"], ["--name", "mine"], ["resume", "mine"], ["status"], ["report", "mine"]],
+    ids=" ".join,
+)
+def test_torch_stays_away(words: list[str], slurm: Path, here: Path) -> None:
+    """Importing torch takes seconds, and on a login node minutes: these commands answer at once."""
+    if words[0] in ("resume", "report"):
+        assert main(["--name", "mine"]) == 0
+        (slurm / "squeue").write_text("#!/bin/sh\n")
+    code = (
+        "import sys\n"
+        "from trainer.commands.main import main\n"
+        "try: status = main(sys.argv[1:])\n"
+        "except SystemExit as end: status = end.code\n"
+        "heavy = {name.split('.')[0] for name in sys.modules} & {'torch', 'torchvision', 'numpy'}\n"
+        "sys.exit(f'imported {heavy}' if heavy else status)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_torch(
+    slurm: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where the ranks run in an image, the Python that submits has neither torch nor torchvision: it cannot know the
+    models, and what it cannot do itself gets one line."""
+    for name in ("torch", "torchvision"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["--name", "mine", "model.name=resnet18", "launch.python=apptainer exec torch.sif python"]) == 0
+    assert " apptainer exec torch.sif python -u -m submitit" in (slurm / "submitted.sh").read_text()
+    capfd.readouterr()
+    assert "doctor needs torch" in refusal(["doctor"], capfd, here)
+
+
+def test_debug_opens_the_debugger(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--debug stops where the error was raised, with its variables at hand, and ends as a failed run."""
+    (here / "mine.py").write_text(
+        "from trainer import Task\n"
+        "class Broken(Task):\n"
+        "    def datasets(self):\n"
+        "        answer = 6 * 7\n"
+        "        raise RuntimeError('boom')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    done = launch("--debug", "task=mine.Broken", "--name", "mine", stdin="p answer * 100\nq\n")
+    assert "RuntimeError: boom" in done.stderr
+    assert "(Pdb)" in done.stdout and "4200" in done.stdout
+    assert done.returncode == 1
+
+
+def test_refused_by_the_rank(here: Path) -> None:
+    """What only torch can tell is refused by the rank: the same one line and status, and the name is free again. From
+    another folder than the project's, too."""
+    done = launch("--local", "--name", "mine", "model.args.depth=3")
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: model.args=\{'depth': 3\}: convnet does not take them: .+\n", done.stderr)
+    assert not (here / "runs" / "mine").exists()
+
+
+def test_interrupted(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C ends the command with a shell's status for it, not with a traceback."""
+
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("trainer.commands.submit.submit", interrupted)
+    assert main(["--local"]) == 130
+    assert capfd.readouterr().err == ""
+
+
+def test_site_profile(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Named once in the environment it serves every verb: runs are found in the site's root, too."""
+    (here / "lab.yaml").write_text(f"launch: {{partition: gpu, root: {here}/scratch}}\n")
+    assert main(["--site", "lab.yaml", "--dry-run", "--name", "x"]) == 0
+    assert "#SBATCH --partition=gpu" in capfd.readouterr().out
+    monkeypatch.setenv("LASTSTEP_SITE", str(here / "lab.yaml"))
+    assert main(["--dry-run", "--name", "x"]) == 0
+    assert f"--output={here}/scratch/x/logs" in capfd.readouterr().out
+    assert main(["status"]) == 0
+    assert f"no run in {here}/scratch/ yet" in capfd.readouterr().out.replace("\n", "")

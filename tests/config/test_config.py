@@ -1,0 +1,304 @@
+"""The configuration: what is loaded is what was written, and what cannot work is refused by name.
+
+A configuration that changes on its way to the ranks trains something else than the user asked for; one that is wrong
+and passes costs a wait in the queue before it fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config.checks import check_batch
+from trainer.config.config import CONFIGS, Config, find_config
+from trainer.config.errors import ConfigError, nearest
+from trainer.config.keys import fields_of
+
+FIELDS = [pytest.param(key, field, value, id=key) for key, field, value in fields_of(Config)]
+
+
+def load(text: str, *overrides: str) -> Config:
+    """The configuration in a file of this text."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "written.yaml"
+        path.write_text(text)
+        return Config.load(path, overrides)
+
+
+def refused(*overrides: str) -> str:
+    """What the refusal of these words says; it must be one line."""
+    with pytest.raises(ConfigError) as error:
+        Config.load(None, overrides)
+    text = str(error.value)
+    assert text and "\n" not in text
+    return text
+
+
+def test_defaults() -> None:
+    """Without a file and words it is the schema's defaults: else a default in the reference would be a lie."""
+    assert Config.load() == Config()
+
+
+def test_layers() -> None:
+    """Schema <- file <- words, the later one wins, and what none of them names keeps its default."""
+    config = load("optim: {lr: 0.5, momentum: 0.8}\ntrain:\n  epochs: 3\n", "optim.lr=0.25", "optim.lr=0.125")
+    assert (config.optim.lr, config.optim.momentum, config.train.epochs) == (0.125, 0.8, 3)
+    assert config.optim.name == "sgd"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_ready_made_configs(name: str) -> None:
+    """Each ready-made training loads by its name and by its path; its header says how to run it and what comes out."""
+    assert Config.load(name) == Config.load(CONFIGS / f"{name}.yaml")
+    header = (CONFIGS / f"{name}.yaml").read_text().split("\ntask:")[0]
+    assert all(word in header for word in ("command:", "time:", "result:"))
+
+
+def test_file_with_a_known_name_here_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that exists is that file, whatever names there are in configs/."""
+    monkeypatch.chdir(tmp_path)
+    Path("mnist").write_text("seed: 7\n")
+    assert Config.load("mnist").seed == 7
+    assert find_config("cifar10") == CONFIGS / "cifar10.yaml"
+
+
+@pytest.mark.parametrize(("key", "field", "value"), FIELDS)
+def test_every_key_is_documented_and_can_be_set(key: str, field: dataclasses.Field[Any], value: Any) -> None:
+    """Each key has a description, and typing its default changes nothing: so each key of the schema has a way in."""
+    assert field.metadata["help"]
+    word = "null" if value is None else value
+    assert Config.load(None, [f"{key}={word}"]) == Config()
+
+
+@pytest.mark.parametrize(("key", "field", "value"), FIELDS)
+def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any], value: Any) -> None:
+    """A value of the wrong type, below the least or not among the choices: the message names the key and the value."""
+    if field.type.split(" ")[0] in ("int", "float", "bool") or field.type.startswith(("dict", "list")):
+        assert refused(f"{key}=nonsense").startswith(f"{key}=nonsense: must be of type {field.type.split('[')[0][:4]}")
+    if not field.type.endswith("None"):
+        assert refused(f"{key}=null").startswith(f"{key}=null: must be of type")
+    if field.metadata["least"] is not None:
+        assert refused(f"{key}=-1") == f"{key}={-1 if 'int' in field.type else -1.0}: must be at least " + (
+            f"{field.metadata['least']:g}"
+        )
+    if field.metadata["choices"]:
+        wrong = value + "x"
+        assert refused(f"{key}={wrong}") == f"{key}={wrong}: did you mean {value}?"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["optm.lr=1"], "optm.lr: no such key; did you mean optim.lr?"),
+        (["lr=1"], "lr: no such key; did you mean optim.lr?"),
+        (["name=x"], "name: no such key; did you mean model.name or data.name or optim.name or launch.name?"),
+        (["optim.lr.x=1"], "optim.lr.x: no such key; did you mean optim.lr?"),
+        (["launch.setup.0=x"], "launch.setup.0: no such key; did you mean launch.setup?"),
+        (["optim=3"], "optim=3: optim is a section; set one of optim.name, optim.lr,"),
+        (["optim=null"], "optim=null: optim is a section"),
+        ([f"{'x' * 200}=1"], "no such key"),
+        (["seed"], "seed: not a verb, an option or key=value; see --help"),
+        (["=1"], "=1: not a verb, an option or key=value; see --help"),
+        (["seed=["], "seed=[: cannot be read as key=value"),
+        (["optim.lr=${foo}"], "optim.lr: Interpolation key 'foo' not found"),
+        (["optim.lr=nan"], "optim.lr=nan: must be a finite number"),
+        (["optim.lr=1e999"], "optim.lr=inf: must be a finite number"),
+        (["optim.lr=0"], "optim.lr=0: nothing would be learned; give a positive learning rate"),
+        (["optim.clip_norm=0"], "optim.clip_norm=0: must be above 0; write optim.clip_norm=null to turn it off"),
+        (["checkpoint.every_minutes=0"], "checkpoint.every_minutes=0: must be above 0"),
+        (["checkpoint.every_minutes=often"], "checkpoint.every_minutes=often: must be of type float or auto or null"),
+        (["checkpoint.every_minutes=true"], "checkpoint.every_minutes=True: must be of type float or auto or null"),
+        (["checkpoint.every_minutes=-1"], "checkpoint.every_minutes=-1: must be at least 0"),
+        (["launch.mem_gb=0"], "launch.mem_gb=0: must be above 0"),
+        (["train.ema_decay=1"], "train.ema_decay=1.0: must be below 1, e.g. 0.999"),
+        (["seed=1.5"], "seed=1.5: must be of type int"),
+        (["launch.env.A=[1]"], "launch.env.A=[1]: must be of type dict[str, str]"),
+        (["launch.setup=[a,{b: 1}]"], "must be of type list[str]"),
+        (["train.batch_size=65", "launch.nodes=2"], "train.batch_size=65: not divisible by 2 ranks x"),
+        (["train.accumulate=3"], "train.batch_size=64: not divisible by 1 ranks x train.accumulate=3; 63 would be"),
+        (["launch.nodes=4-1"], "launch.nodes=4-1: the smaller number comes first"),
+        (["launch.nodes=0-2"], "launch.nodes=0-2: must be at least 1"),
+        (["launch.nodes=1-"], "launch.nodes=1-: must be of type int or MIN-MAX"),
+        (["launch.nodes=a-b"], "launch.nodes=a-b: must be of type int or MIN-MAX"),
+        (["launch.nodes='1,2'"], "launch.nodes=1,2: must be of type int or MIN-MAX"),
+        (["launch.nodes=1.5"], "launch.nodes=1.5: must be of type int or MIN-MAX"),
+        (["launch.nodes=1-4", "launch.tasks_per_node=2"], "not divisible by 6 ranks x train.accumulate=1; 72 would be"),
+        (["launch.nodes=2-5"], "64: not divisible by 3, 5 ranks x train.accumulate=1; 60 would be"),
+        (["launch.nodes=1-999999999"], "23 ranks x train.accumulate=1; use fewer nodes"),
+        (["launch.gpus_per_node=2", "launch.tasks_per_node=3"], "launch.tasks_per_node=3: every GPU has one rank"),
+        (["launch.gpus_per_node=2", "device=cpu"], "launch.gpus_per_node=2: device=cpu uses none"),
+        (["launch.time_min=1"], "launch.signal_delay_s=90: must be shorter than the time limit (launch.time_min=1"),
+        (["launch.name=../x"], "launch.name='../x': use up to 200 letters, digits"),
+        (["launch.name=.hidden"], "launch.name='.hidden': use"),
+        ([f"launch.name={'x' * 201}"], "use up to 200 letters"),
+    ],
+)  # fmt: skip
+def test_wrong_words(words: list[str], says: str) -> None:
+    """What words alone can tell will fail is refused, with the key, the value and the fix."""
+    assert says in refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [", "cannot be read as YAML: line "),
+        ("seed: 1\nseed: 2\n", "found duplicate key"),
+        ("- 1\n", "must hold `key: value` lines"),
+        ("just words", "just words: no such key"),
+        ("\0", "cannot be read as YAML"),
+        ("1: 2\n", "1: no such key"),
+        ("optim: 3\n", "optim=3: optim is a section"),
+        ("optim:\n  lr:\n    a: 1\n", "optim.lr.a: no such key; did you mean optim.lr?"),
+        ("optimm:\n  lr: 1\n", "optimm.lr: no such key; did you mean optim.lr?"),
+        ("task: a\ntrain: {epochs: x}\n", "train.epochs=x: must be of type int"),
+        ("root:x:0:0:root:/root:/bin/bash\n" * 100, "...: no such key"),
+    ],
+)
+def test_wrong_files(text: str, says: str) -> None:
+    """A file that is no configuration gets one short line, and where it can, the number of the wrong one."""
+    with pytest.raises(ConfigError) as error:
+        load(text)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_unknown_file_names_the_nearest() -> None:
+    """A typing error in the name of a ready-made training costs one look at the message."""
+    with pytest.raises(
+        ConfigError, match=r"--config minst: no such file, and no such name in configs/; did you mean mnist\?"
+    ):
+        Config.load("minst")
+    with pytest.raises(ConfigError, match="choose from cifar10, imagenet, mnist"):
+        Config.load("zzz")
+
+
+def test_nearest() -> None:
+    """The hint is the nearest name, or else names to choose from, but never a wall of text."""
+    assert nearest("resnet19", ["resnet18", "vgg11"]) == "did you mean resnet18?"
+    assert nearest("q", ["a", "b"]) == "choose from a, b"
+    assert nearest("q", [f"name{i}" for i in range(100)]).endswith("name11, ...")
+
+
+# Anything that a user may write. "???" is OmegaConf's word for a value that is missing.
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: text != "???")
+AWKWARD = st.sampled_from(
+    ["null", "1e3", "yes", "2020-01-01", "12:30", "~", "${HOME}", "\\${a}", "cd ${", "a: b", "#", ""]
+)
+WORDS = TEXT | AWKWARD
+NAMES = st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS
+ARGS = st.dictionaries(
+    NAMES, st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=4), max_size=3
+)
+POSITIVE = st.floats(min_value=1e-300, allow_infinity=False)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    seed=st.integers(min_value=0, max_value=2**64),
+    strings=st.tuples(WORDS, WORDS, WORDS, st.none() | WORDS, st.none() | WORDS),
+    args=st.tuples(ARGS, ARGS, ARGS),
+    env=st.dictionaries(NAMES, WORDS, max_size=3),
+    setup=st.lists(WORDS, max_size=3),
+    floats=st.tuples(POSITIVE, POSITIVE, st.none() | POSITIVE),
+)
+def test_round_trip(
+    seed: int,
+    strings: tuple[Any, ...],
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    setup: list[str],
+    floats: tuple[Any, ...],
+) -> None:
+    """The file in the run folder says what the command said: every attempt reads its configuration there."""
+    config = Config(seed=seed, task=strings[0])
+    config.model.name, config.data.root, config.launch.partition, config.launch.account = strings[1:]
+    config.model.args, config.data.args, config.launch.slurm = args
+    config.launch.env, config.launch.setup = env, setup
+    config.optim.lr, config.optim.weight_decay, config.optim.clip_norm = floats
+    assert load(config.to_yaml()) == config
+
+
+def test_interpolation_is_resolved_once() -> None:
+    """`${...}` in a file is OmegaConf's; what it gave, and a shell's own that was escaped, is not read as one again."""
+    config = load("seed: 3\nlaunch: {partition: 'p${seed}', setup: ['cd \\${HOME}']}\n")
+    assert (config.launch.partition, config.launch.setup) == ("p3", ["cd ${HOME}"])
+    assert load(config.to_yaml()) == config
+
+
+def test_save_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume rewrites config.yaml; cut off in the middle of that, the run must still have the old one."""
+    path = tmp_path / "config.yaml"
+    Config(seed=1).save(path)
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        Config(seed=2).save(path)
+    assert Config.load(path).seed == 1
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), st.integers(0, 3), st.integers(1, 8))
+def test_the_batch_size_that_is_proposed_divides(batch_size: int, least: int, more: int, accumulate: int) -> None:
+    """A fix that does not fix would send the user round twice. Of several sizes, those that are wrong are named."""
+    sizes = range(least, least + more + 1)
+    wrong = [size for size in sizes if batch_size % (size * accumulate)]
+    try:
+        check_batch(batch_size, sizes, accumulate)
+    except ConfigError as error:
+        assert f"not divisible by {', '.join(map(str, wrong))} ranks" in str(error)
+        proposed = int(str(error).split("; ")[1].split(" ")[0])
+        check_batch(proposed, sizes, accumulate)
+        step = math.lcm(*sizes) * accumulate
+        assert abs(proposed - batch_size) <= max(step / 2, step - batch_size)
+    else:
+        assert not wrong
+
+
+def test_ranks() -> None:
+    """One rank per GPU, else tasks_per_node, else one per node: Slurm is told this, and DDP counts on it."""
+    sizes = {
+        (): 1,
+        ("launch.nodes=4",): 4,
+        ("launch.nodes=2", "launch.tasks_per_node=4"): 8,
+        ("launch.nodes=2", "launch.gpus_per_node=8"): 16,
+        ("launch.nodes=2-4", "launch.tasks_per_node=8", "train.batch_size=96"): 16,
+    }
+    for words, size in sizes.items():
+        assert Config.load(None, words).launch.world_size == size
+
+
+def test_nodes_are_a_number_or_a_range() -> None:
+    """A program that was written for a number finds one; a range outlives the way to the ranks and back."""
+    assert Config.load(None, ["launch.nodes=2"]).launch.nodes == 2
+    config = Config.load(None, ["launch.nodes=1-4", "train.batch_size=48"])
+    assert config.launch.nodes == "1-4" and list(config.launch.world_sizes) == [1, 2, 3, 4]
+    assert load(config.to_yaml()) == config
+
+
+def test_a_site_lies_beneath(tmp_path: Path) -> None:
+    """A lab writes its partition and modules once; what a training or a user asks for wins over it."""
+    site, training = tmp_path / "lab.yaml", tmp_path / "training.yaml"
+    site.write_text("launch: {partition: gpu, cpus_per_task: 8, setup: [module load cuda], root: /scratch/runs}\n")
+    training.write_text("launch: {cpus_per_task: 4}\n")
+    launch = Config.load(training, ["launch.root=here"], site).launch
+    assert (launch.partition, launch.cpus_per_task, launch.setup) == ("gpu", 4, ["module load cuda"])
+    assert launch.root == "here"
+    with pytest.raises(
+        ConfigError, match=r"--site exmple: no such file, and no such name in configs/site/; did you mean"
+    ):
+        Config.load(None, [], "exmple")
+
+
+def test_the_example_of_a_site_changes_nothing() -> None:
+    """It is there to be copied; a user who names it gets the defaults."""
+    assert Config.load("mnist", [], "example") == Config.load("mnist")

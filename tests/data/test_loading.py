@@ -1,0 +1,502 @@
+"""Loading: a sample is the same whoever loads it and beside whatever others, as pixels up to the device.
+
+If a batch depended on the number of workers or ranks, on where an attempt began or on who shares the batch, a resumed
+run would learn from other images than the undisturbed one, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import resource
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torchvision.transforms.v2 import functional as transforms
+
+from tests.support.photos import make_folder, photo
+from tests.support.worlds import a_world
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.data import datasets, decoded
+from trainer.data.image_files import ImageFiles, read_image
+from trainer.data.loader import VALIDATION, Loading, TrainBatches
+from trainer.data.order import Order, seed_generators
+from trainer.data.pixels import Augmentation, Images, normalized
+from trainer.tasks.classification import Classification
+from trainer.world.group import Group
+
+CPU = torch.device("cpu")
+KINDS = ("mnist-5k", "mnist-5k resized", "cifar10", "fake", "imagefolder", "imagefolder cached", "imagefolder late")
+BATCH, STEPS = 12, 6  # of 30 samples: two epochs, of two whole batches and a short one each
+
+
+class FewColours:
+    """In the place of torchvision's CIFAR10, which downloads 160 MB: images that are its arrays and lists."""
+
+    classes = ("cat", "dog", "frog")
+
+    def __init__(self, root: str, train: bool) -> None:
+        self.data = numpy.random.default_rng(train).integers(0, 256, (40, 32, 32, 3), dtype=numpy.uint8)
+        self.targets = [number % 3 for number in range(40)]
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("photos"), train=30, val=6)
+
+
+@pytest.fixture
+def task(request: pytest.FixtureRequest, photos: Path, monkeypatch: pytest.MonkeyPatch) -> Classification:
+    """One that augments images of the kind that the test names."""
+    monkeypatch.setitem(datasets._IN_MEMORY, "cifar10", FewColours)
+    name, *more = request.param.split()
+    words = [f"data.name={name}", f"data.root={photos}", "data.args.augment=true"]
+    words += ["data.args.image_size=20"] if "resized" in more else []
+    words += ["data.args.cache=true"] if "cached" in more else []
+    words += ["data.args.decode_on_device=true"] if "late" in more else []
+    words += ["data.args.image_size=24"] if name == "imagefolder" else []
+    words += ["data.args.samples=30"] if name == "fake" else []
+    return Classification(Config.load(None, words))
+
+
+class First(Dataset[Any]):
+    """30 samples of another data set, from the loader's side one that nobody knows."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+def few(dataset: Any) -> Dataset[Any]:
+    """At most 30 samples of it, held as they were."""
+    if isinstance(dataset, Images):
+        pixels, labels = (tensor[:30] for tensor in dataset.tensors)
+        return Images(pixels, labels, dataset.size, dataset.augmentation)
+    return dataset
+
+
+def loading(workers: int = 0, **more: Any) -> Loading:
+    return Loading(**{"collate": None, "workers": workers, "device": CPU, "timeout_s": 60, **more})
+
+
+def samples(task: Classification, dataset: Any, rank: int, size: int, **how: Any) -> dict[tuple[int, int], Tensor]:
+    """What a rank's steps learn from, by epoch and index: the images that reach the model."""
+    begin, micro_batches = how.pop("begin", 0), how.pop("micro_batches", 1)
+    keys = list(TrainBatches(Order(30, BATCH, 3), range(begin, STEPS), rank, size, micro_batches))
+    loader = loading(**how).loader(dataset, 3, keys)
+    found = {}
+    try:
+        for (epoch, indices), batch in zip(keys, loader):
+            images, labels = task.on_device(batch)
+            assert images.dtype == torch.float32 and labels.dtype == torch.int64
+            found.update({(epoch, index): image for index, image in zip(indices, images)})
+    finally:
+        loader.close()  # Python would wait for its workers for ever
+    return found
+
+
+@pytest.mark.parametrize("task", KINDS, indirect=True)
+def test_samples_are_the_same_whoever_loads_them(task: Classification) -> None:
+    """Bit for bit: other workers, more ranks, smaller micro-batches, another beginning, and so other neighbours."""
+    train = few(task.datasets()[0])
+    alone = samples(task, train, 0, 1)
+    assert len(alone) == 60
+    for how in ({"workers": 2}, {"micro_batches": 3}, {"begin": 4, "workers": 1}, {"begin": 2}):
+        found = samples(task, train, 0, 1, **how)
+        assert found and all(torch.equal(image, alone[key]) for key, image in found.items()), how
+    ranks = [samples(task, train, rank, 3, begin=1, workers=rank) for rank in range(3)]
+    together = {key: image for found in ranks for key, image in found.items()}
+    assert len(together) == 60 - BATCH
+    assert all(torch.equal(image, alone[key]) for key, image in together.items())
+
+
+@pytest.mark.parametrize("task", KINDS, indirect=True)
+def test_augmentation_differs_by_epoch_and_spares_validation(task: Classification) -> None:
+    """An augmentation that is the same in each epoch augments nothing; one in validation measures something else."""
+    train, val = task.datasets()
+    found = samples(task, few(train), 0, 1)
+    same = [torch.equal(found[0, index], found[1, index]) for index in range(30)]
+    assert sum(same) < 5
+    first, again = (
+        task.on_device(next(iter(loading(workers=n).loader(val, seed, [(VALIDATION, range(4))]))))
+        for n, seed in ((0, 1), (1, 2))
+    )
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[0], task.on_device(default_collate([val[index] for index in range(4)]))[0])
+
+
+@pytest.mark.parametrize("mirror", [True, False])
+def test_augmentation_shifts_and_mirrors(mirror: bool) -> None:
+    """Each image is its original, shifted by up to 2 pixels over black, mirrored if it may be; every shift occurs."""
+    pixels = torch.randint(1, 256, (400, 6, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    augmentation = Augmentation(2, mirror)
+    draws = augmentation.draw(400, torch.Generator().manual_seed(0))
+    seen = set()
+    for original, augmented, (down, right, mirrored) in zip(pixels, augmentation(pixels, draws), draws.tolist()):
+        padded = torch.zeros(10, 11, 3, dtype=torch.uint8)
+        padded[2:8, 2:9] = original
+        expected = padded[down : down + 6, right : right + 7]
+        assert torch.equal(augmented, expected.flip(1) if mirrored else expected)
+        seen.add((down, right, mirrored))
+    assert len(seen) == 5 * 5 * (1 + mirror)
+
+
+def test_augmentations_are_frozen() -> None:
+    """Another version of Laststep that resumes a run must draw the same numbers: these may never change."""
+    images = Images(torch.zeros(3, 8, 8, 1, dtype=torch.uint8), torch.arange(3), 8, Augmentation(4, True))
+    draws = images.draws(seed=0, epoch=1, device=CPU)
+    assert draws is not None and draws.tolist() == [[3, 3, 1], [2, 8, 0], [7, 2, 1]]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_normalized(layout: torch.memory_format) -> None:
+    """The same numbers as torchvision's, laid out as asked for; grey images serve a model that takes three colours."""
+    colour = torch.randint(0, 256, (2, 5, 4, 3), dtype=torch.uint8)
+    mean, std = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
+    images = normalized(colour, mean, std, 3, layout)
+    scaled = transforms.to_dtype(colour.permute(0, 3, 1, 2), torch.float32, scale=True)
+    torch.testing.assert_close(images, transforms.normalize(scaled, list(mean), list(std)))
+    assert images.is_contiguous(memory_format=layout)
+    grey = normalized(colour[..., :1], (0.4,), (0.1,), 3, layout)
+    assert grey.shape == (2, 3, 5, 4) and grey.is_contiguous(memory_format=layout)
+    assert torch.equal(grey[:, 0], grey[:, 2]) and torch.equal(grey[:, 0], images[:, 0])
+
+
+# --- in memory
+
+
+def rows() -> TensorDataset:
+    return TensorDataset(torch.randn(30, 2, 3), torch.arange(30), torch.randn(30))
+
+
+def test_memory_gives_the_batches_of_samples() -> None:
+    """Batches that are taken at once are those that torch makes of the samples one by one, kind and all."""
+    keys = list(TrainBatches(Order(30, 7, 3), range(9), 0, 1, 1))
+    tensors = rows()
+    slowly = list(loading(collate=default_collate).loader(tensors, 3, keys))
+    at_once = list(loading().loader(tensors, 3, keys))
+    assert all(type(a) is type(b) for a, b in zip(slowly, at_once))
+    torch.testing.assert_close(at_once, slowly, rtol=0, atol=0)
+
+
+def test_memory_needs_no_workers() -> None:
+    """Processes that hand over what the rank already has would only cost it time and memory."""
+    loader = loading(workers=2).loader(rows(), 3, [(0, [1, 2]), (0, [3])])
+    assert [batch[1].tolist() for batch in loader] == [[1, 2], [3]]
+    assert not hasattr(loader.batches, "_iterator")
+
+
+def test_a_collate_of_your_own_is_called() -> None:
+    """With the samples, even of data that torch could batch at once: it may pad, or mix images."""
+
+    def collate(samples: Sequence[Any]) -> int:
+        return sum(int(label) for _, label, _ in samples)
+
+    assert list(loading(collate=collate).loader(rows(), 3, [(0, [1, 2]), (0, [3])])) == [3, 3]
+
+
+class Doubled(TensorDataset):
+    """Of the user's own, with samples that are not lines of its tensors."""
+
+    def __getitem__(self, index: int) -> Any:
+        return 2 * int(self.tensors[1][index])
+
+
+def test_a_data_set_of_your_own_is_asked() -> None:
+    """What a subclass says its samples are is what they are."""
+    batches = loading().loader(Doubled(*rows().tensors), 3, [(0, [1, 2])])
+    assert [batch.tolist() for batch in batches] == [[2, 4]]
+
+
+@pytest.mark.parametrize("task", ["mnist-5k", "cifar10", "imagefolder late"], indirect=True)
+def test_a_part_of_a_data_set(task: Classification) -> None:
+    """A ready-made data set inside of another one, as in cross-validation, has the same kind of samples."""
+    train, _ = task.datasets()
+    found = samples(task, Subset(train, range(30)), 0, 1)
+    again = samples(task, Subset(train, range(30)), 0, 1, workers=1, begin=3)
+    assert all(torch.equal(image, found[key]) for key, image in again.items())
+    assert not torch.equal(found[0, 0], found[1, 0])
+
+
+# --- image files
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **more: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **more)
+    return file.getvalue()
+
+
+def centre(content: bytes, size: int = 32) -> Tensor:
+    return read_image(content, size, augment=False).int()
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().float().mean())
+
+
+def test_reads_every_kind_of_image() -> None:
+    """Folders hold greys, prints' CMYK, transparent PNGs, palettes: each is an RGB image of the right size."""
+    image = photo(1, 100, 80)
+    expected = centre(encoded(image, "PNG"))
+    kinds = {
+        "progressive": encoded(image, quality=95, progressive=True),
+        "CMYK": encoded(image.convert("CMYK"), quality=95),
+        "RGBA": encoded(image.convert("RGBA"), "PNG"),
+        "palette": encoded(image.quantize(256), "PNG"),
+        "webp": encoded(image, "WEBP", quality=95),
+        "bmp": encoded(image, "BMP"),
+        "tiff": encoded(image, "TIFF"),
+    }
+    for name, content in kinds.items():
+        pixels = read_image(content, 32, augment=False)
+        assert pixels.shape == (32, 32, 3) and pixels.dtype == torch.uint8
+        assert difference(pixels.int(), expected) < 6, name
+    grey = centre(encoded(image.convert("L"), quality=95))
+    assert torch.equal(grey[..., 0], grey[..., 1])
+    assert difference(grey, centre(encoded(image.convert("L").convert("RGB"), "PNG"))) < 6
+    for width, height in ((1, 1), (3, 200), (200, 3)):
+        assert centre(encoded(photo(1, width, height))).shape == (32, 32, 3)
+        assert read_image(encoded(photo(1, width, height)), 32, augment=True).shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+@pytest.mark.parametrize("orientation", range(9))
+def test_cameras_images_are_upright(orientation: int, kind: str) -> None:
+    """A camera that was held upright says so in EXIF alone: such images must not lie on their side. 0 is unknown."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(photo(1, 64, 32), kind, exif=exif)  # with a centre that is one however it is turned
+    upright = encoded(ImageOps.exif_transpose(Image.open(io.BytesIO(content))), "PNG")
+    assert difference(centre(content), centre(upright)) < 1
+
+
+def test_damaged_exif_harms_no_image() -> None:
+    """Some camera or program wrote nonsense beside the image: that is no reason to end a run of days."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = encoded(photo(1), exif=exif, dpi=(72, 72))
+    damaged = content.replace(b"Exif\x00\x00MM\x00*", b"Exif\x00\x00XXXX")
+    assert damaged != content
+    assert torch.equal(centre(damaged), centre(encoded(photo(1))))
+
+
+def test_validation_sees_the_centre() -> None:
+    """What published accuracies were measured on: the shorter side brought to 256 pixels, of which 224 are cropped."""
+    content = encoded(photo(1, 500, 375), quality=95)
+    image = Image.open(io.BytesIO(content))
+    expected = transforms.center_crop(transforms.resize(image, [256]), [224])
+    assert difference(centre(content, 224), transforms.pil_to_tensor(expected).permute(1, 2, 0).int()) < 1
+
+
+@pytest.mark.parametrize("grey", [True, False])
+def test_large_photos_look_the_same(grey: bool) -> None:
+    """A photo of many more pixels than are asked for is decoded at a fraction of its size: the same part of it, with
+    nothing black at its edges, and the same look."""
+    image = photo(1, 501, 403)
+    image = image.convert("L") if grey else image
+    for seed in range(20):
+        seed_generators(seed)
+        whole = read_image(encoded(image, "PNG"), 24, augment=True).int()
+        seed_generators(seed)
+        reduced = read_image(encoded(image, quality=95), 24, augment=True).int()
+        assert difference(whole, reduced) < 7 and (whole - reduced).abs().max() < 32
+
+
+def test_random_crops_are_of_many_shares() -> None:
+    """From a twelfth of an image to all of it, mirrored or not: else training on photos reaches less than published."""
+    ramp = Image.fromarray(numpy.tile(numpy.arange(0, 256, dtype=numpy.uint8), (256, 1))).convert("RGB")
+    content = encoded(ramp, "PNG")
+    spans, mirrored = [], []
+    seed_generators(0)
+    for _ in range(200):
+        line = read_image(content, 32, augment=True)[16, :, 0].int()
+        spans.append(int((line[-1] - line[0]).abs()))
+        mirrored.append(bool(line[-1] < line[0]))
+    assert min(spans) < 90 and max(spans) > 220
+    assert 60 < sum(mirrored) < 140
+
+
+def left_encoded(root: Path, *words: str) -> Classification:
+    """A task whose JPEGs are decoded on the device."""
+    words = (f"data.root={root}", "data.args.image_size=24", "data.args.decode_on_device=true", *words)
+    return Classification(Config.load(None, ["data.name=imagefolder", *words]))
+
+
+def test_decoding_on_the_device(photos: Path) -> None:
+    """The same draws and the same part of each image as by the workers; of a print's CMYK, a PNG and an image on its
+    side too, which must not end a run that has one of them among a million."""
+    root = photos.parent / "mixed"
+    shutil.copytree(photos, root, dirs_exist_ok=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    odd = {
+        "0.jpg": encoded(photo(0).convert("CMYK")),
+        "2.jpg": encoded(photo(2), "PNG"),
+        "4.jpg": encoded(photo(4).convert("L")),
+        "6.jpg": encoded(photo(6), exif=exif, quality=95),
+    }
+    for name, content in odd.items():
+        (root / "train" / "class0" / name).write_bytes(content)
+    for augment in ("true", "false"):
+        task = left_encoded(root, f"data.args.augment={augment}")
+        found = samples(task, task.datasets()[0], 0, 1, workers=1)
+        train = ImageFiles(str(root), "train", 24, augment == "true")
+        for key, image in samples(task, train, 0, 1).items():
+            assert (found[key] - image).abs().mean() < 0.05, key
+
+
+@pytest.mark.parametrize("kept", [0, 300])
+def test_a_damaged_file_is_named_by_the_device(kept: int, tmp_path: Path) -> None:
+    """As it is by a worker, though its decoder is given a whole batch and does not say of which."""
+    make_folder(tmp_path, train=4, val=2)
+    victim = tmp_path / "train" / "class1" / "1.jpg"
+    content = victim.read_bytes()
+    header = content.index(b"\xff\xda")  # where the pixels begin
+    victim.write_bytes(content[:header] + bytes(kept))
+    task = left_encoded(tmp_path)
+    batch = next(iter(loading().loader(task.datasets()[0], 3, [(0, range(4))])))
+    with pytest.raises(ConfigError) as raised:
+        task.on_device(batch)
+    assert str(raised.value).startswith(f"data.root={tmp_path}: {victim} is not a whole image (")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def cached(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Classification, ImageFiles]:
+    """A task, and its images, which are decoded once; their files may be deleted."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    root = shutil.copytree(photos, tmp_path / "photos")
+    words = ["data.name=imagefolder", f"data.root={root}", "data.args.image_size=24", "data.args.cache=true"]
+    task = Classification(Config.load(None, [*words, "data.args.augment=true"]))
+    images = task.datasets()[0]
+    assert isinstance(images, ImageFiles) and images.decoded is not None
+    images.decoded.share(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"], "nothing stays behind, however the ranks end"
+    return task, images
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_image_is_decoded_once(workers: int, cached: tuple[Classification, ImageFiles], photos: Path) -> None:
+    """And is then there for every worker, whichever has decoded it: nobody reads the files any more."""
+    task, images = cached
+    first = samples(task, images, 0, 1, workers=workers)
+    shutil.rmtree(images.root)
+    again = samples(task, images, 0, 1, workers=2 - workers)
+    assert first.keys() == again.keys() and len(first) == 60
+    assert all(torch.equal(image, again[key]) for key, image in first.items())
+    each_time = samples(task, ImageFiles(str(photos), "train", 24, augment=True, cache=True), 0, 1)
+    assert all(torch.equal(image, again[key]) for key, image in each_time.items())
+
+
+def test_no_room_for_decoded_images(
+    cached: tuple[Classification, ImageFiles], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A share of the disk is left to others, which one line says, and a disk that is full all the same ends no
+    training: the images are decoded each time, into the same samples."""
+    task, images = cached
+    monkeypatch.setattr(decoded, "SPARE", 1.0)
+    without = samples(task, images, 0, 1)
+    samples(task, images, 0, 1, workers=2)
+    assert capfd.readouterr().out.count("has no room for more decoded images: the rest is decoded each time") == 1
+    assert images.decoded is not None and not any(map(images.decoded.find, range(30)))
+    monkeypatch.undo()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        full = samples(task, images, 0, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert 0 < sum(images.decoded.find(index) is not None for index in range(30)) < 30
+    found = samples(task, images, 0, 1)
+    assert all(images.decoded.find(index) for index in range(30))
+    assert all(torch.equal(image, full[key]) and torch.equal(image, found[key]) for key, image in without.items())
+
+
+def test_nowhere_to_keep_decoded_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TMPDIR that is full, or not there, costs time and not the run."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    words = ["data.name=imagefolder", f"data.root={photos}", "data.args.image_size=24"]
+    task = Classification(Config.load(None, [*words, "data.args.cache=true"]))
+    images = task.datasets()[0]
+    assert isinstance(images, ImageFiles) and images.decoded is not None
+    images.decoded.share(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
+    assert len(samples(task, images, 0, 1)) == 60
+
+
+def test_a_worker_dies_while_it_keeps_an_image(cached: tuple[Classification, ImageFiles]) -> None:
+    """Half of an entry is none: another sample's pixels would train as well, and nobody would notice."""
+    task, images = cached
+    expected = samples(task, images, 0, 1)
+    assert images.decoded is not None and images.decoded._file is not None
+    size = decoded._ENTRY.size
+    entry = os.pread(images.decoded._file, size, size * 7)
+    for written in range(1, size):
+        os.pwrite(images.decoded._file, entry[:written] + bytes(size - written), size * 7)
+        assert images.decoded.find(7) is None or not any(entry[written:])
+    found = samples(task, images, 0, 1)
+    assert all(torch.equal(image, found[key]) for key, image in expected.items())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("damage", ["truncated", "truncated large", "text", "empty", "truncated png"])
+def test_a_damaged_file_is_named(damage: str, workers: int, tmp_path: Path) -> None:
+    """Among a million files nobody finds it otherwise: one line, no traceback, from a worker as from the rank."""
+    make_folder(tmp_path, train=4, val=2)
+    content = {
+        "truncated": encoded(photo(1))[:-100],
+        "truncated large": encoded(photo(1, 900, 700))[:-1000],
+        "text": b"<html>404</html>",
+        "empty": b"",
+        "truncated png": encoded(photo(1), "PNG")[:-1000],
+    }[damage]
+    victim = tmp_path / "train" / "class1" / "1.jpg"
+    victim.write_bytes(content)
+    words = ["data.name=imagefolder", f"data.root={tmp_path}", "data.args.image_size=24"]
+    train, _ = Classification(Config.load(None, words)).datasets()
+    loader = loading(workers=workers).loader(train, 3, [(0, range(4))])
+    with pytest.raises(ConfigError) as raised:
+        next(iter(loader))
+    loader.close()
+    said = str(raised.value)
+    assert said.startswith(f"data.root={tmp_path}: {victim} is not a whole image (") and said.endswith("; replace it")
+    assert "\n" not in said and "0x" not in said and "cpp" not in said
+
+
+def test_a_file_that_is_gone_may_come_back(tmp_path: Path) -> None:
+    """What a disk refuses is no fault of the configuration: a shared one comes back, and then the run goes on."""
+    make_folder(tmp_path, train=4, val=2)
+    words = ["data.name=imagefolder", f"data.root={tmp_path}", "data.args.image_size=24"]
+    train, _ = Classification(Config.load(None, words)).datasets()
+    (tmp_path / "train" / "class1" / "1.jpg").unlink()
+    with pytest.raises(FileNotFoundError, match=r"class1/1\.jpg"):
+        next(iter(loading().loader(train, 3, [(0, range(4))])))
+
+
+def test_draws_of_a_task_do_not_disturb_samples(photos: Path) -> None:
+    """A sample's draws are its own, even where the model draws in the same process in between."""
+    words = ["data.name=imagefolder", f"data.root={photos}", "data.args.image_size=24", "data.args.augment=true"]
+    train, _ = Classification(Config.load(None, words)).datasets()
+    keys = [(0, [1, 2]), (0, [3, 4])]
+    calm = [batch[0] for batch in loading().loader(train, 3, keys)]
+    disturbed = []
+    for batch in loading().loader(train, 3, keys):
+        disturbed.append(batch[0])
+        random.random(), torch.rand(5)
+    assert all(torch.equal(a, b) for a, b in zip(calm, disturbed))

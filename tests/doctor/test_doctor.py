@@ -1,0 +1,302 @@
+"""doctor, as far as no Slurm is needed: what it makes of Slurm's words, of a folder, and of what ranks have said.
+
+A danger that it misses is found at night, by the run; one that it makes up teaches people not to read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands.test_command import REFUSING, files, here, refusal, slurm
+from tests.support.project import PROJECT
+from trainer.commands.main import main
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Launch
+from trainer.doctor import hello, roll_call, slurm_settings
+from trainer.doctor.file_system import Place, mount_of
+from trainer.doctor.hello import Greeting
+from trainer.doctor.roll_call import RollCall
+from trainer.doctor.slurm_settings import Slurm, of_gpus, of_place, of_slurm, records, settings
+
+__all__ = ["here", "slurm"]  # fixtures
+
+# From Slurm 22.05.8, shortened.
+CONFIG = """\
+Configuration data as of 2026-11-21T13:46:54
+AccountingStorageType   = accounting_storage/slurmdbd
+AuthInfo                = socket=/run/munge.socket,cred_expire=5
+ClusterName             = laststep
+JobRequeue              = 1
+KillWait                = 30 sec
+PowerPlugin             = 
+PreemptMode             = REQUEUE
+PreemptType             = preempt/partition_prio
+RequeueExit             = (null)
+RequeueExitHold         = (null)
+SLURM_VERSION           = 22.05.8
+SlurmctldHost[0]        = vm(127.0.0.1)
+SlurmctldParameters     = (null)
+TaskPluginParam         = (null type)
+
+Slurmctld(primary) at vm is UP
+"""  # noqa: W291
+PARTITIONS = """\
+PartitionName=main Default=YES GraceTime=0 MaxTime=UNLIMITED PriorityTier=1 PreemptMode=REQUEUE TotalNodes=2
+PartitionName=high Default=NO GraceTime=0 MaxTime=7-00:00:00 PriorityTier=10 PreemptMode=OFF TotalNodes=1
+"""
+NODES = """\
+NodeName=n1 Arch=x86_64 CPUTot=8 NodeHostName=n1 OS=Linux 6.1.0 #1 SMP PREEMPT_DYNAMIC @0 Partitions=main,high
+NodeName=n2 Arch=x86_64 CPUTot=16 NodeHostName=n2 OS=Linux 6.1.0 #1 SMP PREEMPT_DYNAMIC @0 Partitions=main
+"""
+HEALTHY = Slurm(settings(CONFIG), records(PARTITIONS), records(NODES), no_sacct=None)
+SHARED = Place(Path("/home/me/runs"), "nfs4", None, 10**12)
+
+
+def with_settings(**changed: str) -> Slurm:
+    """A cluster that is healthy but for these."""
+    return dataclasses.replace(HEALTHY, config={**HEALTHY.config, **changed})
+
+
+def test_slurms_words() -> None:
+    """What is not set is not there, whichever way Slurm says so."""
+    assert HEALTHY.config["SlurmctldHost[0]"] == "vm(127.0.0.1)"
+    assert not {"RequeueExit", "TaskPluginParam"} & set(HEALTHY.config)
+    assert (HEALTHY.kill_wait_s, HEALTHY.cred_expire_s, HEALTHY.sends_user_signal) == (30, 5, False)
+    assert with_settings(AuthInfo="").cred_expire_s == 120
+    assert with_settings(SlurmctldParameters="preempt_send_user_signal").sends_user_signal
+    assert with_settings(PreemptParameters="send_user_signal").sends_user_signal
+
+
+def test_a_healthy_cluster() -> None:
+    """Nothing to say is a result too: it is what exit status 0 stands for."""
+    assert list(of_slurm(HEALTHY, Launch())) == []
+    assert list(of_place(SHARED, HEALTHY, Launch(), "login")) == []
+    assert list(of_gpus(driver=2, torch=2)) == []
+
+
+CANCELLING = [{**partition, "PreemptMode": "CANCEL"} for partition in HEALTHY.partitions]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "launch", "says"),
+    [
+        (with_settings(KillWait="15 sec"), Launch(), ["KillWait=15 s", "a step over 7.5 s", "not done 12 s later"]),
+        (HEALTHY, Launch(grace_s=60), ["launch.grace_s=60: SIGKILL comes after KillWait=30 s"]),
+        (HEALTHY, Launch(slurm={"no-requeue": True}), ["launch.slurm.no-requeue", "launch.py resume"]),
+        (
+            dataclasses.replace(HEALTHY, partitions=CANCELLING),
+            Launch(),
+            ["PreemptMode=CANCEL (partition main, partition high)", "KillWait=30 s"],
+        ),
+        (with_settings(PreemptType="preempt/qos", PreemptMode="CANCEL"), Launch(), ["(every QOS"]),
+        (with_settings(RequeueExit="1-9"), Launch(), ["RequeueExit=1-9", "launch.max_failures", "launch.py cancel"]),
+        (with_settings(RequeueExitHold="7"), Launch(), ["RequeueExitHold=7", "scontrol release"]),
+        (
+            dataclasses.replace(HEALTHY, no_sacct="Slurm accounting storage is disabled"),
+            Launch(),
+            ["no accounting (Slurm accounting storage is disabled)", "job.result()", "launch.py status"],
+        ),
+        (HEALTHY, Launch(cpus_per_task=9, tasks_per_node=2), ["more than 16 CPUs", "set launch.cpus_per_task=8"]),
+        (HEALTHY, Launch(tasks_per_node=17), ["use at most 16 ranks a node"]),
+    ],
+    ids=["kill-wait", "grace", "no-requeue", "cancel", "cancel-qos", "exit", "exit-hold", "sacct", "cpus", "ranks"],
+)
+def test_dangers_of_a_cluster(slurm: Slurm, launch: Launch, says: list[str]) -> None:
+    """Each alone, with its fix."""
+    (danger,) = of_slurm(slurm, launch)
+    assert all(text in str(danger) for text in says), danger
+
+
+def test_no_preemption() -> None:
+    """Without preemption a PreemptMode means nothing."""
+    calm = with_settings(PreemptType="preempt/none")
+    assert list(of_slurm(dataclasses.replace(calm, partitions=CANCELLING), Launch())) == []
+
+
+def test_one_partition() -> None:
+    """Who has chosen a partition wants to hear of that one; a wrong name is wrong input."""
+    high = HEALTHY.chosen("high")
+    assert [node["NodeName"] for node in high.nodes] == ["n1"]
+    (danger,) = of_slurm(high, Launch(cpus_per_task=9))
+    assert "more than 8 CPUs" in danger.what
+    with pytest.raises(ConfigError, match=r"launch\.partition=mian: no such partition; did you mean main"):
+        HEALTHY.chosen("mian")
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        (dataclasses.replace(SHARED, kind="ext4"), "a disk of login alone, and jobs run on others, e.g. n1"),
+        (dataclasses.replace(SHARED, no_locks="mounted with nolock"), "locks do not work (mounted with nolock)"),
+        (dataclasses.replace(SHARED, free_bytes=10**9), "1.0 GB are free"),
+    ],
+    ids=["local", "locks", "full"],
+)
+def test_dangers_of_a_folder(place: Place, says: str) -> None:
+    """Each alone. Without Slurm, or where it runs on this machine alone, a local disk will do."""
+    (danger,) = of_place(place, HEALTHY, Launch(), "login")
+    assert says in danger.what
+    if "alone" in says:
+        assert not list(of_place(place, None, Launch(), "login"))
+        assert not list(of_place(place, HEALTHY.chosen("high"), Launch(), "n1"))
+
+
+def test_gpus_that_torch_cannot_use() -> None:
+    """A torch that is newer than the driver trains on the CPU, for days."""
+    (danger,) = of_gpus(driver=8, torch=0)
+    assert "the driver has 8 GPUs, but torch can use 0" in danger.what
+
+
+MOUNTS = r"""/dev/sda1 / ext4 rw,relatime 0 0
+server:/home /home nfs4 rw,vers=4.2,local_lock=none 0 0
+server:/old /home/me/my\040runs nfs rw,nolock 0 0
+mgs:/scratch /home/me/my\040runs lustre rw,flock 0 0
+/dev/sdb1 /home2 xfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("/data", ("ext4", "rw,relatime")),
+        ("/home/me", ("nfs4", "rw,vers=4.2,local_lock=none")),
+        ("/home/me/my runs/a", ("lustre", "rw,flock")),
+        ("/home2/me", ("xfs", "rw")),
+    ],
+)
+def test_mounts(path: str, found: tuple[str, str]) -> None:
+    """The innermost mount counts, and of several on one folder the last; /home2 is not in /home."""
+    assert mount_of(Path(path), MOUNTS) == found
+
+
+def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    """The nearest one that exists is tried; nothing is made, and nothing left."""
+    place = Place.look(tmp_path / "not" / "yet")
+    assert place.path == tmp_path / "not" / "yet" and place.no_locks is None and place.free_bytes > 0
+    assert files(tmp_path) == []
+
+
+def greeting(rank: int, host: str, work_s: float, seconds: list[float], total: float = 4.0) -> Greeting:
+    return Greeting(rank, 4, host, "gloo", "n1:4711", total, work_s, {hello.MIB: seconds})
+
+
+FOUR = [
+    greeting(0, "n1", 1.0, [0.01, 0.01, 0.01]),
+    greeting(1, "n1", 1.0, [0.01, 0.03, 0.01]),
+    greeting(2, "n2", 1.0, [0.02, 0.01, 0.01]),
+    greeting(3, "n3", 3.0, [0.01, 0.01, 0.01]),
+]
+
+
+def test_report() -> None:
+    """Each repeat is as long as its slowest rank, and the bandwidth is nccl-tests': 2 x 3/4 x 1 MiB in 20 ms are 0.0786
+    GB/s. The slowest host comes first."""
+    assert str(FOUR[2]) == "[n1:4711] hello from [n2:gloo] rank 2/4"
+    assert hello.all_reduce_times(FOUR) == {hello.MIB: 0.02}
+    said = hello.report(FOUR)
+    assert said[0] == "sum of ones: 4 on every rank"
+    assert "     1 MiB   20.0 ms      0.08 GB/s" in said
+    assert "    3000 ms   3.00 x median  n3" in said and next(iter(hello.work_times(FOUR))) == "n3"
+    wrong = [*FOUR[:3], greeting(3, "n3", 1.0, [0.01], total=3.0)]
+    assert hello.report(wrong)[0] == "rank 3 on n3: a sum of 4 ones is 3"
+
+
+SAY_HELLO = """
+import sys
+from pathlib import Path
+from trainer.config import Config
+from trainer.world import hello
+hello.SIZES = hello.SIZES[:2]
+hello.EDGE = 64
+greeting = hello.Hello(Config.load(), Path(sys.argv[1]))()
+assert greeting.total == greeting.size and greeting.work_s > 0
+assert {size: len(times) for size, times in greeting.all_reduce_s.items()} == (
+    dict.fromkeys(hello.SIZES, hello.REPEATS) if greeting.size > 1 else {}
+)
+print(*hello.report([greeting]), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_say_hello(size: int, tmp_path: Path) -> None:
+    """Under any launcher, and alone."""
+    place = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "7", "SUBMITIT_LOCAL_NTASKS": str(size)}
+    place |= {"SUBMITIT_LOCAL_JOB_NUM_NODES": "1", "SUBMITIT_LOCAL_NODEID": "0", "PYTHONPATH": str(PROJECT)}
+    ranks = []
+    for rank in range(size):
+        ids = {"SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
+        command = [sys.executable, "-c", SAY_HELLO, str(tmp_path)]
+        env = {**os.environ, **place, **ids}
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    for rank, process in enumerate(ranks):
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        assert f"] rank {rank}/{size}" in said and f"sum of ones: {size} on every rank" in said
+        assert ("all-reduce" in said) == (size > 1)
+
+
+def test_roll_call(slurm: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks one says hello, one fails, one is ended half way, and one never comes: each is told apart."""
+    monkeypatch.setattr(roll_call, "LATE_S", 0.0)
+    call = RollCall(Config.load(None, ["launch.nodes=4"]))
+    assert "#SBATCH --no-requeue" in (slurm / "submitted.sh").read_text()
+    for rank in range(3):
+        (call.folder / f"came-{rank}").write_text(f"n{rank}")
+    for rank, outcome in enumerate([("success", FOUR[0]), ("error", "Traceback\nRuntimeError: no luck\n")]):
+        (call.folder / "logs" / f"4711_{rank}_result.pkl").write_bytes(pickle.dumps(outcome))
+    (slurm / "squeue").write_text("#!/bin/sh\n")
+    call.wait(lambda stands: None)
+    assert call.greetings == {0: FOUR[0]}
+    assert call.absences() == [
+        "rank 1 on n1: RuntimeError: no luck",
+        "rank 2 on n2: came, and was ended before it was done",
+        f"rank 3: never came: its node does not see {call.folder}, or Python does not start there",
+    ]
+    call.remove()
+    assert files(here) == ["runs"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["doctor", "--nodes", "0"], "launch.nodes=0: must be at least 1"),
+        (["doctor", "--nods", "2"], "--nods: no such option; did you mean --nodes?"),
+        (["doctor", "mine"], "mine: not a verb, an option or key=value"),
+        (["doctor", "launch.root=/proc/version/runs"], "/proc/version is not a folder"),
+        (["doctor", "--nodes", "3", "--partition", "nope"], "Slurm refused the job: "),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_wrong_input(words: list[str], says: str, slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line, status 2, and nothing left behind."""
+    (slurm / "sbatch").write_text(REFUSING)
+    (here / "runs").mkdir()
+    assert says in refusal(words, capfd, here)
+
+
+def test_a_machine_without_slurm(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no Slurm, none is ill; a roll call needs one. Three ranks are fine, whatever the batch is."""
+    monkeypatch.setattr(slurm_settings, "FREE_GB", 0)  # how full the disk of the tests is tells nothing of this
+    assert main(["doctor"]) == 0
+    said = capfd.readouterr().out
+    assert "no Slurm on this machine" in said and "GPUs            none" in said
+    assert "nothing found that endangers a run" in said
+    assert "no Slurm on this machine" in refusal(["doctor", "--nodes", "3"], capfd, here)
+
+
+def test_slurm_that_does_not_answer(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No run could be submitted, or requeued."""
+    (slurm / "scontrol").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    (slurm / "scontrol").chmod(0o755)
+    assert main(["doctor"]) == 1
+    assert "  Slurm does not answer: Unable to contact slurm controller; " in capfd.readouterr().out

@@ -1,0 +1,153 @@
+"""`python -m trainer hello`: who cannot start this under a launcher cannot train under it, and hears why in seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.commands.test_command import files
+from tests.support.project import PROJECT
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.world.device import choose_backend
+
+DEADLINE_S = 120.0
+HELLO = [sys.executable, "-m", "trainer", "hello"]
+TWO = {"WORLD_SIZE": "2"}  # as any launcher does that sets torch's own variables
+
+
+def begin(folder: Path, command: list[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """A command in an empty folder, on a machine without GPUs."""
+    alone = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        command, cwd=folder, env={**alone, **(env or {})}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def end(process: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
+    """What it printed, on stdout and stderr. Fails the test when it exits with another status."""
+    said, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == status, said + errors
+    return said, errors
+
+
+def a_script(patch: str) -> list[str]:
+    """`python -m trainer hello` of a rank in which something is not as it should be."""
+    return [
+        sys.executable,
+        "-c",
+        f"import sys, os\n{patch}\nfrom trainer.commands import hello\nsys.exit(hello.main([]))",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ([], 1),
+        (["--spawn", "2"], 2),
+        ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 2),
+        (["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"], 2),
+    ],
+    ids=["python", "spawn", "torchrun", "mpirun"],
+)
+def test_every_launcher(launcher: list[str], ranks: int, tmp_path: Path) -> None:
+    """Every rank in rank order, the right sum, exit status 0; no warning, and nothing left behind."""
+    if "mpirun" in launcher and not shutil.which("mpirun"):
+        pytest.skip("no mpirun on this machine")
+    command = [*HELLO, *launcher]
+    if launcher[:1] not in ([], ["--spawn"]):
+        command = [*launcher, *(HELLO[1:] if "torch.distributed.run" in launcher else HELLO)]
+    said, errors = end(begin(tmp_path, command))
+    greetings = re.findall(r"^\[(.+)\] hello from \[(\S+):(\w+)\] rank (\d)/(\d)$", said, re.MULTILINE)
+    assert [(rank, size) for *_, rank, size in greetings] == [(str(rank), str(ranks)) for rank in range(ranks)]
+    assert {backend for _, _, backend, *_ in greetings} == {"gloo" if ranks > 1 else "alone"}
+    assert ranks == 1 or re.fullmatch(r"\S+:\d+", greetings[0][0]), "where they met"
+    assert f"sum of ones: {ranks} on every rank" in said
+    assert errors == ""
+    assert files(tmp_path) == []
+
+
+def test_variables(tmp_path: Path) -> None:
+    """A node whose environment differs is found at a glance: what is alike on all ranks stands there once."""
+    alike = {**TWO, "NCCL_DEBUG": "INFO"}
+    ranks = [
+        begin(tmp_path, [*HELLO, "--env"], {**alike, "RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(7 + rank)})
+        for rank in range(2)
+    ]
+    (said, _), (nothing, _) = map(end, ranks)
+    assert nothing == "", "rank 0 speaks for all"
+    shown = re.findall(r"^((?:every rank|rank \d): (?:NCCL|CUDA).*)$", said, re.MULTILINE)
+    assert shown == ["rank 0: CUDA_VISIBLE_DEVICES=7", "rank 1: CUDA_VISIBLE_DEVICES=8", "every rank: NCCL_DEBUG=INFO"]
+
+
+def test_a_wrong_sum(tmp_path: Path) -> None:
+    """A machine that adds up wrong ruins every training on it, and nothing else would say which one it is."""
+    lies = "import torch.distributed as dist\ndist.all_reduce = lambda one: one.fill_(2 + int(os.environ['RANK']))"
+    ranks = [begin(tmp_path, a_script(lies), {**TWO, "RANK": str(rank)}) for rank in range(2)]
+    said, errors = end(ranks[0], status=1)
+    assert re.fullmatch(r"error: rank 1 on \S+: a sum of 2 ones is 3\n", errors)
+    assert "on every rank" not in said
+    end(ranks[1], status=1)
+
+
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    """It is named, on one line; what rank 0 has put there for it is gone again."""
+    impatient = "from trainer.world import meet\nmeet.MEETING_S = 2.0"
+    _, errors = end(begin(tmp_path, a_script(impatient), {**TWO, "RANK": "0"}), status=1)
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert re.search(r"rank 1 on .+ did not come within 2 s", line)
+    assert "Traceback" not in errors
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
+    """It ends at once, though rank 0 waits in C for one that does not come, and leaves nothing behind."""
+    waiting = begin(tmp_path, HELLO, {**TWO, "RANK": "0"})
+    deadline = time.monotonic() + DEADLINE_S
+    while not list(tmp_path.glob("runs/.hello-*.json")):
+        assert time.monotonic() < deadline and waiting.poll() is None, "rank 0 published no address"
+        time.sleep(0.02)
+    waiting.send_signal(number)
+    _, errors = end(waiting, status=128 + number)
+    assert errors == ""
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--backend", "nccl"], "launch.backend=nccl: needs a GPU for each rank, and torch finds no GPU"),
+        (["--backend", "nccl", "--spawn", "2"], "launch.backend=nccl: needs a GPU for each rank"),
+        (["--backend", "nccl2"], "launch.backend=nccl2: did you mean nccl?"),
+        (["--spawn", "0"], "--spawn 0: must be at least 1"),
+        (["--spwan", "2"], "--spwan: no such option; did you mean --spawn?"),
+        (["launch.root=/proc/version/runs"], "/proc/version is not a folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_input(words: list[str], says: str, tmp_path: Path) -> None:
+    """One line, exit status 2."""
+    said, errors = end(begin(tmp_path, [*HELLO, *words]), status=2)
+    assert said == "" and errors.startswith("error: ") and says in errors and errors.count("\n") == 1
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_a_torch_without_nccl(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows by which options their torch was built; the setting that helps is named."""
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "gloo")
+    config = Config.load(None, [f"launch.backend={backend}"])
+    with pytest.raises(ConfigError, match=r"launch\.backend=nccl: torch .* is built without it; use gloo"):
+        choose_backend(config, torch.device("cuda"))
+    assert choose_backend(Config.load(None, ["launch.backend=gloo"]), torch.device("cuda")) == "gloo"

@@ -1,0 +1,203 @@
+"""A run that was stopped and resumed ends with the very weights and metrics of one that was not.
+
+This is what the project exists for. A difference in the last bit means that something a step depends on was neither
+saved nor a pure function of the seed: a user could not tell an interrupted run from another experiment.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.photos import make_folder
+from tests.support.ranks import Attempt, fingerprint, reasons, train
+from tests.support.tasks import note_decoding, share_nothing
+from trainer.config.config import Config
+from trainer.records.metrics import read_lines
+from trainer.rundir import RunDir
+
+# 52 samples in batches of 8: 7 steps an epoch, the last of them short. The network has dropout, batch norm and 5 MB of
+# weights, so more than one of DDP's gradient buckets (the first holds 1 MiB).
+SMALL = [
+    "task=tests.support.tasks.Signalled", "device=cpu", "data.name=fake", "data.args.samples=52", "data.args.classes=3",
+    "data.args.image_size=8", "data.args.augment=true", "train.batch_size=8", "train.epochs=2",
+    "train.log_every=3", "optim.lr=0.02",
+]  # fmt: skip
+STOP_AT_2 = "SIGTERM step 2 rank 1"
+EVERYTHING = [
+    "data.workers=1", "train.accumulate=2", "train.ema_decay=0.9", "optim.name=adamw", "optim.lr=0.001",
+    "optim.warmup_steps=3", "optim.clip_norm=1.0",
+]  # fmt: skip
+
+
+@cache
+def undisturbed(root: Path, ranks: int, options: tuple[str, ...]) -> dict[str, Any]:
+    """The fingerprint of a run that nobody stopped; one for all tests of the same options."""
+    name = f"undisturbed-{abs(hash((ranks, options)))}"
+    return fingerprint(train(config(root, name, ranks, options)))
+
+
+def config(root: Path, name: str, ranks: int, options: tuple[str, ...]) -> Config:
+    """A small run of `ranks` ranks."""
+    words = [f"launch.root={root}", f"launch.name={name}", f"launch.tasks_per_node={ranks}"]
+    wide = [] if "model.name=resnet18" in options else ["model.args.width=160"]
+    return Config.load(None, [*SMALL, *wide, *options, *words])
+
+
+def stop_and_resume(root: Path, name: str, ranks: int, options: tuple[str, ...], place: str) -> None:
+    """Stop a run at `place`, resume it, and compare it with the undisturbed one."""
+    expected = undisturbed(root, ranks, options)
+    small = config(root, name, ranks, options)
+    stopped = Attempt(small, {"LASTSTEP_TEST_SIGNAL": place})
+    codes = stopped.wait()
+    number = signal.Signals[place.split()[0]]
+    assert codes == [128 + number] * ranks, f"a stop, on every rank:\n{stopped.output()}"
+    run = train(small)
+    assert [a["lost_steps"] for a in read_lines(run.attempts)] == [0, 0]
+    assert reasons(run)[-1] == "finished"
+    assert fingerprint(run) == expected
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exact")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("SIGTERM step 1 rank 0", id="first-step"),
+        pytest.param("SIGUSR2 step 4 rank 1", id="mid-epoch"),
+        pytest.param("SIGTERM step 7 rank 1", id="last-step-of-an-epoch"),
+        pytest.param("SIGTERM validation 3 rank 0", id="in-validation"),
+        pytest.param("SIGINT step 8 rank 0,1", id="first-step-of-the-next-epoch"),
+    ],
+)
+def test_stop_anywhere(root: Path, place: str, request: pytest.FixtureRequest) -> None:
+    """Wherever in an epoch the signal comes, on one rank or on all, with everything on that carries state."""
+    stop_and_resume(root, request.node.callspec.id, 2, tuple(EVERYTHING), place)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "optim.schedule=step optim.warmup_steps=2",
+        "optim.schedule=constant optim.name=adamw optim.lr=0.001",
+        "train.precision=bf16 checkpoint.every_steps=2 checkpoint.asynchronous=false",
+        "train.precision=fp16 optim.clip_norm=0.5",
+        "train.channels_last=true train.activation_checkpointing=true",
+        "train.max_steps=10 checkpoint.every_steps=2 checkpoint.keep_last=1 checkpoint.keep_best=0",
+    ],
+)
+def test_each_option(root: Path, option: str, request: pytest.FixtureRequest) -> None:
+    """Each way to train has state of its own: a scaler, a schedule, a compiled graph, a memory layout."""
+    stop_and_resume(root, f"option-{abs(hash(option))}", 2, tuple(option.split()), "SIGTERM step 4 rank 1")
+
+
+def test_compiled(root: Path) -> None:
+    """A compiled graph is exact too; and what the ranks compiled lies in the run's folder, so that a requeue does not
+    cost once more the minutes that the first start took. All batches are alike here: what a resume may still compile is
+    the validation, which the stopped attempt did not come to."""
+    options = ("train.compile=true", "data.args.samples=48", "train.epochs=1")
+    stop_and_resume(root, "compiled", 2, options, "SIGTERM step 4 rank 1")
+    run = RunDir(root / "compiled")
+    compiled = [path.stat().st_mtime for path in run.compiled.rglob("*.so")]
+    stopped, resumed = read_lines(run.attempts)[0]["end"], read_lines(run.metrics)[4]["time"]
+    assert [time for time in compiled if time < stopped]
+    assert not [time for time in compiled if stopped < time < resumed]
+
+
+@pytest.mark.parametrize(
+    "place", ["step 1 rank 3", "step 3 rank 2", "step 7 rank 1", "validation 2 rank 0", "step 8 rank 1,2"]
+)
+def test_four_ranks(root: Path, place: str) -> None:
+    """From three ranks on the order of a sum depends on DDP's bucket layout, which changes after its first backward."""
+    stop_and_resume(root, f"four-{place.replace(' ', '-').replace(',', '-')}", 4, tuple(EVERYTHING), f"SIGTERM {place}")
+
+
+def test_four_ranks_plain(root: Path) -> None:
+    """The same without accumulation, averaging and clipping: each of them could hide a difference, or make one."""
+    stop_and_resume(root, "four-plain", 4, (), "SIGTERM step 3 rank 2")
+
+
+def test_digits_in_memory(root: Path) -> None:
+    """Batches that are taken from memory at once draw their augmentation in a way of their own."""
+    options = ("data.name=mnist-5k", "train.max_steps=6", "train.batch_size=32", "model.args.width=16")
+    stop_and_resume(root, "digits", 2, options, "SIGTERM step 3 rank 0")
+
+
+def test_image_files_and_any_workers(root: Path) -> None:
+    """Photos, augmented, by two workers a rank, by one until the stop, and by none after it."""
+    photos = make_folder(root / "photos", train=24, val=8, classes=3)
+    options = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "model.args.width=32")
+    expected = undisturbed(root, 2, (*options, "data.workers=2"))
+    stopped = Attempt(config(root, "photos", 2, (*options, "data.workers=1")), {"LASTSTEP_TEST_SIGNAL": STOP_AT_2})
+    assert stopped.wait() == [128 + signal.SIGTERM] * 2, stopped.output()
+    assert fingerprint(train(config(root, "photos", 2, options))) == expected
+
+
+def test_image_files_that_are_decoded_on_the_device(root: Path) -> None:
+    """Of a batch that passes from worker to rank in the images' own bytes, with what is drawn for each."""
+    photos = make_folder(root / "late", train=24, val=8, classes=3)
+    options = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "model.args.width=32")
+    late = (*options, "data.args.decode_on_device=true", "data.args.augment=true", "data.workers=1")
+    stop_and_resume(root, "late-photos", 2, late, STOP_AT_2)
+
+
+def test_image_files_that_are_decoded_once(root: Path, tmp_path: Path) -> None:
+    """Whichever rank or worker has decoded an image, both ranks have it from then on, in all epochs; the next attempt
+    begins anew. So do ranks that share no disk, and it makes no difference to any bit."""
+    photos = make_folder(root / "kept", train=24, val=8, classes=3)
+    options = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "model.args.width=32")
+    cached = (*options, "data.args.cache=true", "train.epochs=3")
+    notes = {"LASTSTEP_TEST_NOTES": str(tmp_path / "decoded"), "TMPDIR": str(tmp_path / "node")}
+    Path(notes["TMPDIR"]).mkdir()
+    calm = train(config(root, "kept-calm", 2, (*cached, "data.workers=1")), notes, before=note_decoding)
+    assert 32 <= Path(notes["LASTSTEP_TEST_NOTES"]).stat().st_size < 40, "32 images, each once but by a rare accident"
+    assert not list(Path(notes["TMPDIR"]).iterdir())
+    stopped = Attempt(config(root, "kept-stopped", 2, cached), {"LASTSTEP_TEST_SIGNAL": STOP_AT_2})
+    assert stopped.wait() == [128 + signal.SIGTERM] * 2, stopped.output()
+    resumed = train(config(root, "kept-stopped", 2, (*cached, "data.workers=2")), before=share_nothing)
+    assert fingerprint(resumed) == fingerprint(calm)
+
+
+def test_torchvision_model(root: Path) -> None:
+    """A network with many buckets' worth of batch norms and residual blocks, not just our own small one."""
+    options = ("model.name=resnet18", "data.args.image_size=32", "train.epochs=1", "train.max_steps=5")
+    stop_and_resume(root, "resnet", 2, options, "SIGTERM step 2 rank 0")
+
+
+def test_other_arithmetic_is_told(root: Path) -> None:
+    """Sums are split up among threads, and another torch may add up in another order: a run that such a resume has
+    changed in the last bits must say so, and one that goes on as it was must not cry wolf."""
+    small, again = config(root, "threads", 2, ()), {"LASTSTEP_TEST_SIGNAL": STOP_AT_2}
+    for threads in (1, 1, 2):
+        attempt = Attempt(small, again, before=partial(torch.set_num_threads, threads))
+        assert attempt.wait() == [128 + signal.SIGTERM] * 2, attempt.output()
+        told = [line.partition("WARNING: ")[2] for line in attempt.output().splitlines() if "last bits" in line]
+        if threads == 1:
+            assert told == []
+        else:
+            assert told == ["resumes with threads 2 (was 1): the last bits may differ; OMP_NUM_THREADS=1 keeps them"]
+    manifest = attempt.run.checkpoints / "step_000000006" / "manifest.json"
+    said = json.loads(manifest.read_text())
+    said["numerics"]["torch"] = "1.13.1"
+    manifest.write_text(json.dumps(said))
+    last = Attempt(small, before=partial(torch.set_num_threads, 2))
+    assert last.wait() == [0, 0], last.output()
+    assert f"WARNING: resumes with torch {torch.__version__} (was 1.13.1): the last bits may differ\n" in last.output()
+
+
+def test_stop_after_the_last_step_is_no_stop(root: Path) -> None:
+    """A signal in the last unit of work comes too late to stop anything: the run must finish, not wait for a tick."""
+    small = config(root, "late", 2, ())
+    late = Attempt(small, {"LASTSTEP_TEST_SIGNAL": "SIGTERM validation 14 rank 1"})
+    assert late.wait() == [0, 0], late.output()
+    assert reasons(late.run) == ["finished"]
+    assert fingerprint(late.run) == undisturbed(root, 2, ())

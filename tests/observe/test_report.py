@@ -1,0 +1,362 @@
+"""The report: a page on which a user can trust every point, and every end of every attempt."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.commands.main import main
+from trainer.config.config import Config
+from trainer.observe.report.curves import MOST_POINTS, Curve
+from trainer.observe.report.scale import Axis
+from trainer.observe.report.timeline import Attempts, Span
+from trainer.rundir import RunDir
+
+BEGAN = 1_795_000_000.0
+REASONS = ["preempted", "timeout", "cancelled", "failed", "hung", "lost", "finished"]
+
+
+def attempt(
+    number: int, start: float, end: float | None, steps: tuple[int, int], reason: str | None, **more: Any
+) -> Any:
+    """A record of attempts.jsonl; times are in seconds from the begin of the run."""
+    record = {"attempt": number, "job_id": "7", "restart": number, "hosts": ["n1", "n2"], "world_size": 4}
+    record |= {"start": BEGAN + start, "end": end and BEGAN + end, "start_step": steps[0], "end_step": steps[1]}
+    record |= {"reason": reason, "lost_steps": 0, "lost_s": 0.0, "step_s": 1.0, "requeue": False, "error": None}
+    return record | more
+
+
+def step(number: int, loss: float | None, **more: Any) -> dict[str, Any]:
+    """A step's line of metrics.jsonl; each took a second."""
+    line = {"step": number, "epoch": 1 + number // 100, "loss": loss, "lr": 0.1, "samples_per_s": 64.0}
+    return line | {"time": BEGAN + number} | more
+
+
+def lines(records: Iterable[Any]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the runs, on a machine without Slurm; the current folder is another."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    return tmp_path / "runs"
+
+
+def make(root: Path, name: str, metrics: Iterable[Any] = (), attempts: Iterable[Any] = (), **config: Any) -> RunDir:
+    """A run's folder, with what it wrote."""
+    run = RunDir(root / name)
+    run.path.mkdir(parents=True)
+    Config.load(None, [f"launch.name={name}", *(f"{k.replace('__', '.')}={v}" for k, v in config.items())]).save(
+        run.config
+    )
+    run.metrics.write_text(lines(metrics))
+    run.attempts.write_text(lines(attempts))
+    return run
+
+
+class Page(HTMLParser):
+    """A page as its reader has it: the text, and every attribute of every element."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text()
+        self.text = ""
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.feed(self.source)
+        assert self.open == [], "every element is closed"
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attributes}))
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attributes}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str, style: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.elements if name == tag and attributes.get("class") == style]
+
+
+def report(capfd: pytest.CaptureFixture[str], root: Path, *names: str) -> Page:
+    """The page that `launch.py report` wrote and printed the path of."""
+    assert main(["report", *names, f"launch.root={root}"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    return Page(Path(out.strip()))
+
+
+def test_every_end_has_its_reason(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whoever looks for what went wrong must find each end, above the time and in the table, with its own sign."""
+    ends = [attempt(n, 100 * n, 100 * n + 90, (10 * n, 10 * n + 10), reason) for n, reason in enumerate(REASONS)]
+    ends[3] |= {"error": "Traceback\n  ...\nValueError: <b>bad</b>"}
+    make(root, "mine", [step(n, 1 / n) for n in range(1, 71)], ends)
+    page = report(capfd, root, "mine")
+    for reason in REASONS:
+        assert len(re.findall(rf">{reason}<", page.source)) >= 2
+        signs = [a for tag, a in page.elements if tag == "use" and a["href"] == f"#end-{reason}"]
+        assert len(signs) == 2 and f'id="end-{reason}"' in page.source
+    assert "ValueError: <b>bad</b>" in page.text
+
+
+def test_an_end_is_marked_where_it_was(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Preempted after 25 of 100 seconds, at step 20 of the 80 that are drawn from 1 on."""
+    ends = [
+        attempt(0, 0, 25, (0, 20), "preempted", requeue=True),
+        attempt(1, 40, 100, (20, 80), "finished"),
+    ]
+    page_of = make(root, "mine", [step(n, 1.0) for n in range(1, 81)], ends)
+    page = report(capfd, root, "mine")
+    assert page_of.report.exists()
+    mark = next(a for tag, a in page.elements if tag == "use" and a["href"] == "#end-preempted")
+    assert mark["x"] == "25.00%"
+    queued = [a for a in page.all("rect", "queued") if "x" in a]
+    assert [(a["x"], a["width"]) for a in queued] == [("25.000%", "15.000%")]
+    saving = [(a["x"], a["width"]) for a in page.all("rect", "saving") if "x" in a]
+    assert saving == [("20.000%", "5.000%"), ("80.000%", "20.000%")], "from the time of the last step on"
+    at = f"{100 * 19 / 79:.2f}%"
+    assert [a["x1"] for a in page.all("line", "end")] == [at, at], "in the loss and in the throughput"
+
+
+def test_many_ends(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run that is preempted all day: there is no room for words over the time, but each end has its sign there."""
+    ends = [attempt(n, 10 * n, 10 * n + 9, (n, n + 1), "preempted", requeue=True) for n in range(60)]
+    make(root, "mine", [step(n, 1.0) for n in range(1, 61)], ends)
+    page = report(capfd, root, "mine")
+    assert len([a for tag, a in page.elements if tag == "use" and a["href"] == "#end-preempted"]) == 2 * 60
+    assert not re.findall(r"<text[^>]*>preempted<", page.source)
+
+
+def test_what_the_files_tell_of_time() -> None:
+    """Seconds that were lost are not shown as work, a stop as a queue, or a save of which nothing is known at all."""
+    records = [
+        attempt(0, 0, 100, (0, 50), "preempted", requeue=True),
+        attempt(1, 110, 200, (50, 90), "hung", requeue=True, lost_steps=5, lost_s=30.0),
+        attempt(2, 220, 240, (85, 85), "cancelled"),
+        attempt(3, 300, None, (85, 85), None),
+    ]
+    spans = Attempts.of(records, True, BEGAN + 400, None).spans({50: BEGAN + 95, 85: BEGAN + 150})
+    assert [(span.kind, span.start - BEGAN, span.end - BEGAN) for span in spans] == [
+        ("running", 0, 95),
+        ("saving", 95, 100),
+        ("queued", 100, 110),
+        ("running", 110, 170),
+        ("lost", 170, 200),
+        ("queued", 200, 220),
+        ("running", 220, 240),
+        ("stopped", 240, 300),
+        ("running", 300, 400),
+    ]
+
+
+def test_no_word_is_not_under_way() -> None:
+    """An attempt that was killed a week ago did not run for a week: it is drawn up to its last sign of life."""
+    left = [attempt(0, 0, None, (0, 0), None)]
+    week = BEGAN + 7 * 86400
+    assert Attempts.of(left, False, week, BEGAN + 60).spans({}) == [Span("running", BEGAN, BEGAN + 60)]
+    attempts = Attempts.of(left, False, week, BEGAN + 60)
+    assert attempts.records[0]["reason"] == "lost" and "not known" in attempts.table(), "nobody counted what it lost"
+    assert Attempts.of(left, False, week, None).spans({}) == []
+    assert Attempts.of(left, True, BEGAN + 60, BEGAN + 50).records[0]["reason"] == "under way"
+
+
+def test_an_attempt_under_way(root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record is in attempt.json alone, without an end."""
+    run = make(root, "mine", [step(n, 1.0) for n in range(1, 31)], [attempt(0, 0, 20, (0, 20), "preempted")])
+    run.attempt_now.write_text(lines([attempt(1, 30, None, (20, 20), None, job_id="local-1")]))
+    run.submissions.write_text(lines([{"job_id": "local-1", "time": BEGAN}]))
+    monkeypatch.setattr("trainer.cluster.run_status.holder", lambda path: "job local-1")
+    page = report(capfd, root, "mine")
+    assert "running" in page.text and ">under way<" in page.source and "20 on" in page.text
+
+
+@pytest.mark.parametrize("steps", [1, 2, MOST_POINTS, MOST_POINTS + 1, 5 * MOST_POINTS + 7])
+def test_a_curve_hides_nothing(steps: int) -> None:
+    """Each step once: in one point, in its mean, and within its smallest and largest; in order, unbroken."""
+    values = [((n * 7919) % 101) / 10 for n in range(steps)]
+    curve = Curve()
+    for n, value in enumerate(values):
+        curve.add(n + 1, value)
+    assert len(curve.points) <= MOST_POINTS
+    at = 0
+    for point in curve.points:
+        assert point.first == at + 1
+        own = values[at : point.last]
+        assert (point.low, point.high, point.count) == (min(own), max(own), len(own))
+        assert point.mean == pytest.approx(sum(own) / len(own))
+        at = point.last
+    assert at == steps
+    assert steps > MOST_POINTS or len(curve.points) == steps, "one point per step, as long as they fit"
+
+
+def test_a_point_per_step_is_drawn(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A resumed run's curve is one line, without a gap where the attempts meet."""
+    ends = [attempt(0, 0, 50, (0, 50), "preempted"), attempt(1, 60, 160, (50, 150), "finished")]
+    make(root, "mine", [step(n, 1 / n) for n in range(1, 151)], ends)
+    loss, throughput = report(capfd, root, "mine").all("polyline", "curve")
+    for curve in (loss, throughput):
+        xs = [float(point.split(",")[0]) for point in curve["points"].split()]
+        assert len(xs) == 150 and xs == sorted(xs) and (xs[0], xs[-1]) == (0, 1000)
+        assert max(b - a for a, b in itertools.pairwise(xs)) < 1000 / 149 + 0.2
+
+
+def test_a_million_steps(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A month of training: seconds to draw, a page that a phone can load, and the one spike still on it."""
+    run = make(root, "mine")
+    line = '{{"step": {0}, "epoch": 1, "loss": {1}, "lr": 0.1, "samples_per_s": 64.0, "time": {0}}}\n'
+    with run.metrics.open("w") as file:
+        file.writelines(line.format(n, 77.0 if n == 123_456 else 1.5) for n in range(1, 1_000_001))
+    began = time.monotonic()
+    page = report(capfd, root, "mine")
+    assert time.monotonic() - began < 60  # 4 s on an idle machine
+    assert len(page.source) < 100_000
+    loss = page.all("polygon", "band")[0]["points"]
+    highest = min(loss.split(), key=lambda point: float(point.split(",")[1]))
+    assert float(highest.split(",")[0]) == pytest.approx(123.456, abs=2 * 1000 / MOST_POINTS)
+    assert ">80<" in page.source, "the axis goes up to it"
+
+
+def test_steps_that_were_not_finite(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They have no place on the curve, and must not vanish from it either; nor may a line cut short spoil the page."""
+    metrics = [
+        step(n, None if n in (3, 4) else 1.0, **({"skipped": True} if n in (4, 9) else {})) for n in range(1, 11)
+    ]
+    epoch = {"epoch": 1, "step": 10, "train_loss": 1.0, "val_loss": None, "val_accuracy": 0.5}
+    run = make(root, "mine", [*metrics, epoch])
+    with run.metrics.open("a") as file:
+        file.write('{"step": 11, "lo')
+    page = report(capfd, root, "mine")
+    assert "3 that were not finite or were skipped" in page.text
+    assert len(page.all("use", "flaw")) == 3 + 1, "and the epoch's validation loss"
+    assert "not finite" in page.text and "Validation accuracy" in page.text
+
+
+def test_no_step_was_finite(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Then there is a figure all the same, with every step crossed."""
+    make(root, "mine", [step(n, None) for n in range(1, 6)])
+    page = report(capfd, root, "mine")
+    assert "Training loss" in page.text and len(page.all("use", "flaw")) == 5
+
+
+@pytest.mark.parametrize("metrics", [[], [step(1, 0.5)]], ids=["no step", "one step"])
+def test_a_run_that_has_hardly_begun(metrics: list[Any], root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A page that says so, rather than an error or an empty frame; a single step is a dot that one can see."""
+    make(root, "mine", metrics)
+    page = report(capfd, root, "mine")
+    assert "No attempt has begun yet" in page.text
+    assert ("No step is in metrics.jsonl yet" in page.text) == (not metrics)
+    assert len(page.all("circle", "dot")) == 2 * len(metrics)
+
+
+def test_an_attempt_without_a_step(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It failed before its first step, in no time."""
+    make(root, "mine", [], [attempt(0, 0, 0, (0, 0), "failed", error="")])
+    page = report(capfd, root, "mine")
+    assert ">failed<" in page.source and "0 to 0" in page.text
+
+
+def test_several_runs(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Side by side: a colour and a name each, what differs between their configurations, and a timeline of each."""
+    for name, lr in (("slow", 0.01), ("fast", 0.5)):
+        epoch = {"epoch": 1, "step": 20, "train_loss": lr, "val_loss": lr, "val_f1.macro": lr}
+        ends = [attempt(0, 0, 30, (0, 20), "finished")]
+        make(root, name, [*(step(n, lr / n) for n in range(1, 21)), epoch], ends, optim__lr=lr)
+    page = report(capfd, root, "slow", "fast")
+    assert Path("report.html").exists() and not list(root.rglob("report.html"))
+    assert "2 runs" in page.text and "optim.lr" in page.text and "launch.name" not in page.text
+    assert "Attempts of slow" in page.text and "Attempts of fast" in page.text
+    assert "Validation f1.macro" in page.text
+    groups = {a["class"] for tag, a in page.elements if tag == "g" and a["class"].startswith("run-")}
+    assert groups == {"run-0 dash-0", "run-1 dash-0"}
+
+
+def test_nothing_comes_from_the_network(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The page works on a node without a network, and years later: it refers to its own shapes alone."""
+    make(root, "mine", [step(1, 1.0)], [attempt(0, 0, 1, (0, 1), "finished")])
+    page = report(capfd, root, "mine")
+    assert {tag for tag, _ in page.elements}.isdisjoint({"script", "link", "img", "iframe", "object"})
+    for _, attributes in page.elements:
+        assert attributes.keys().isdisjoint({"src", "srcset", "xlink:href"})
+        assert attributes.get("href", "#").startswith("#")
+    assert set(re.findall(r"url\((.)", page.source)) == {"#"}
+    assert "@import" not in page.source
+    shapes = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+    used = {a["href"][1:] for _, a in page.elements if "href" in a} | set(re.findall(r"url\(#([\w-]+)\)", page.source))
+    assert used <= shapes
+
+
+def test_every_text_is_escaped(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Folders may be renamed and errors quote anything; none of it may become part of the page."""
+    nasty = "a<script>alert(1)</script>&amp;\"'"
+    record = attempt(0, 0, 1, (0, 1), "failed", job_id=nasty, hosts=[nasty], error=nasty)
+    epoch = {"epoch": 1, "step": 1, "train_loss": 1.0, f"val_{nasty}": 0.5}
+    for name in ("one", "two"):
+        run = make(root, name, [step(1, 1.0), epoch], [record], data__root="'<script>'")
+        run.path.rename(root / f"{name}<script>&")
+    for names in (["one<script>&"], ["one<script>&", "two<script>&"]):
+        page = report(capfd, root, *names)
+        assert "script" not in {tag for tag, _ in page.elements}
+        assert nasty in page.text and "one<script>&" in page.text
+    make(root, "A-1._b", [], [])
+    assert "A-1._b" in report(capfd, root, "A-1._b").text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["report"], "name the run, or its folder"),
+        (["report", "launch.root=runs"], "name the run, or its folder"),
+        (["report", "mime", "launch.root={root}"], "mime: no such run in {root}/; did you mean mine?"),
+    ],
+)
+def test_wrong_input(words: list[str], says: str, root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line that says what to do."""
+    make(root, "mine")
+    assert main([word.format(root=root) for word in words]) == 2
+    assert capfd.readouterr().err == f"error: {says.format(root=root)}\n"
+
+
+def test_a_folder_that_cannot_be_written(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run of somebody else's: the line says where the page was to go."""
+    run = make(root, "mine")
+    run.report.mkdir()
+    assert main(["report", "mine", f"launch.root={root}"]) == 2
+    assert f"{run.report}: cannot be written: Is a directory" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("axis", "ticks"),
+    [
+        (Axis.along([1, 1260]), ["200", "400", "600", "800", "1000", "1200"]),
+        (Axis.along([1, 1_000_000]), ["0.2M", "0.4M", "0.6M", "0.8M", "1M"]),
+        (Axis.along([1, 10_000]), ["2k", "4k", "6k", "8k", "10k"]),
+        (Axis.along([1, 3]), ["1", "2", "3"]),
+        (Axis.up([0.82, 0.983]), ["0.8", "0.85", "0.9", "0.95", "1"]),
+        (Axis.up([0.3, 0.3]), ["0.26", "0.28", "0.3", "0.32", "0.34"]),
+        (Axis.up([1999.0], from_zero=True), ["0", "500", "1000", "1500", "2000"]),
+        (Axis.up_log([0.0004, 2.3]), ["0.001", "0.01", "0.1", "1"]),
+    ],
+    ids=str,
+)
+def test_axes_are_marked_at_round_values(axis: Axis, ticks: list[str]) -> None:
+    """A mark that reads 0.30000000000000004 is no mark; and each lies on its axis."""
+    assert [text for _, text in axis.marks] == ticks
+    assert all(-1e-6 <= axis.at(at) <= 100 + 1e-6 for at in axis.ticks)

@@ -1,0 +1,213 @@
+"""attempts.jsonl: every attempt's end once, whoever says it, and whether the run goes on by itself."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.worlds import a_world
+from trainer.config.schema import Launch
+from trainer.records.attempts import begin_attempt, end_attempt, record_of
+from trainer.records.metrics import MetricsFile, read_lines
+from trainer.records.retry import FAILURES, goes_on
+from trainer.rundir import RunDir
+from trainer.world.world import World
+
+WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n1"))
+LAUNCH = Launch(max_timeouts=1, max_failures=1)
+
+
+def restarted(times: int) -> World:
+    """The same job, requeued so often."""
+    return replace(WORLD, restart=times)
+
+
+def test_one_line_per_attempt(tmp_path: Path) -> None:
+    """With the fields that status, report and the requeue budget read."""
+    run = RunDir(tmp_path)
+    for number, reason in enumerate(["preempted", "finished"]):
+        begin_attempt(run, restarted(number), start_step=10 * number)
+        assert run.attempt_now.exists()
+        assert record_of(run, restarted(number)) is None
+        record = end_attempt(run, restarted(number), LAUNCH, reason, 10 * number + 10, 10 * number + 10)
+        assert record == record_of(run, restarted(number))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["attempts.jsonl"]
+    records = read_lines(run.attempts)
+    assert [(r["attempt"], r["start_step"], r["end_step"], r["reason"], r["requeue"]) for r in records] == [
+        (0, 0, 10, "preempted", True),
+        (1, 10, 20, "finished", False),
+    ]
+    assert set(records[0]) == {
+        "attempt", "job_id", "restart", "hosts", "world_size", "start", "end", "start_step", "end_step", "reason",
+        "lost_steps", "lost_s", "step_s", "requeue", "error",
+    }  # fmt: skip
+    assert all(r["start"] <= r["end"] for r in records)
+
+
+def test_nobody_starts_a_local_run_again(tmp_path: Path) -> None:
+    """A record that promised it would have a user wait for what never comes."""
+    run, local = RunDir(tmp_path), replace(WORLD, on_slurm=False)
+    begin_attempt(run, local, start_step=0)
+    record = end_attempt(run, local, LAUNCH, "preempted", 3, 3)
+    assert record is not None and not record["requeue"]
+
+
+def _end(folder: str, rank: int, results: Any) -> None:
+    world = replace(WORLD, rank=rank)
+    record = end_attempt(RunDir(folder), world, LAUNCH, "failed", 9, 9, error=f"rank {rank}")
+    results.put(record["error"] if record else None)
+
+
+def test_many_ranks_end_it_at_once(tmp_path: Path) -> None:
+    """When a rank dies all its peers notice in the same moment: one record, whole, and only its writer acts on it."""
+    run, context = RunDir(tmp_path), multiprocessing.get_context("spawn")
+    begin_attempt(run, WORLD, start_step=0)
+    results = context.Queue()
+    ranks = [context.Process(target=_end, args=(str(tmp_path), rank, results)) for rank in range(4)]
+    for rank in ranks:
+        rank.start()
+    winners = [said for said in (results.get(timeout=60) for _ in ranks) if said]
+    for rank in ranks:
+        rank.join(60)
+    assert len(winners) == 1
+    assert [record["error"] for record in read_lines(run.attempts)] == winners
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempts.jsonl"]
+
+
+def test_a_rank_of_an_older_attempt_ends_nothing(tmp_path: Path) -> None:
+    """A killed attempt's last rank may live on for a while; it must not end the attempt that has taken its place."""
+    run = RunDir(tmp_path)
+    begin_attempt(run, restarted(1), start_step=0)
+    assert end_attempt(run, restarted(0), LAUNCH, "hung", 3, 0) is None
+    assert end_attempt(run, replace(WORLD, job_id="8", restart=1), LAUNCH, "hung", 3, 0) is None
+    assert not read_lines(run.attempts) and run.attempt_now.exists()
+
+
+def test_ended_by_a_rank_that_knew_no_step_yet(tmp_path: Path) -> None:
+    """Ranks learn in the meeting at which step the attempt begins; one that must end it before has lost nothing."""
+    run = RunDir(tmp_path)
+    begin_attempt(run, restarted(0), start_step=30)
+    record = end_attempt(run, restarted(0), LAUNCH, "preempted", 0, 0)
+    assert record is not None and (record["start_step"], record["end_step"], record["lost_steps"]) == (30, 30, 0)
+
+
+class PowerCut(Exception):
+    """Nothing after it happens."""
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_power_cut_at_any_moment_of_the_end(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither lost nor counted twice, wherever its writer was cut off: as that said it, or as the next one sees it."""
+    run = RunDir(tmp_path)
+    begin_attempt(run, WORLD, start_step=0)
+    MetricsFile(run.metrics, writes=True).append([{"step": 1, "time": 0.0}])
+    left = [step]
+
+    def cut_off(method: Any) -> Any:
+        def run_or_cut(*words: Any, **more: Any) -> Any:
+            if not left[0]:
+                raise PowerCut
+            left[0] -= 1
+            return method(*words, **more)
+
+        return run_or_cut
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace", "unlink"):
+            patch.setattr(Path, name, cut_off(getattr(Path, name)))
+        patch.setattr(os, "fsync", cut_off(os.fsync))
+        ended = True
+        try:
+            end_attempt(run, WORLD, LAUNCH, "preempted", 1, 1)
+        except PowerCut:
+            ended = False
+    assert ended == (step == 7), "the end has seven moments to be cut off in"
+    begin_attempt(run, restarted(1), start_step=1)
+    (record,) = read_lines(run.attempts)
+    assert (record["attempt"], record["end_step"], record["lost_steps"], record["requeue"]) == (0, 1, 0, True)
+    assert record["reason"] == ("preempted" if step >= 3 else "lost")
+    assert end_attempt(run, restarted(1), LAUNCH, "finished", 9, 9) is not None
+    assert [(r["attempt"], r["reason"]) for r in read_lines(run.attempts)][1:] == [(1, "finished")]
+
+
+def test_an_attempt_that_could_not_say_how_it_ended(tmp_path: Path) -> None:
+    """After a power cut the next attempt enters it as lost, with the steps that it had done and not kept, and the
+    seconds that they took."""
+    run = RunDir(tmp_path)
+    start = begin_attempt(run, WORLD, start_step=0)["start"]
+    MetricsFile(run.metrics, writes=True).append({"step": step, "time": start + 10 * step} for step in range(1, 8))
+    begin_attempt(run, restarted(1), start_step=5)
+    end_attempt(run, restarted(1), LAUNCH, "finished", 9, 9)
+    lost, finished = read_lines(run.attempts)
+    assert (lost["attempt"], lost["reason"], lost["end_step"], lost["lost_steps"]) == (0, "lost", 7, 2)
+    assert lost["lost_s"] == pytest.approx(20) and lost["requeue"]
+    assert (finished["attempt"], finished["start_step"], finished["lost_steps"]) == (1, 5, 0)
+
+
+def test_seconds_lost_before_the_first_save(tmp_path: Path) -> None:
+    """They are this attempt's alone: the step that it began at may have been done last week."""
+    run = RunDir(tmp_path)
+    start = begin_attempt(run, WORLD, start_step=5)["start"]
+    lines = [{"step": 5, "time": start - 600_000}, {"step": 6, "time": start + 30}, {"epoch": 1, "step": 6}]
+    MetricsFile(run.metrics, writes=True).append(lines)
+    record = end_attempt(run, WORLD, LAUNCH, "failed", 6, 5)
+    assert record is not None and record["lost_s"] == pytest.approx(30)
+
+
+def test_a_torn_line_swallows_no_other(tmp_path: Path) -> None:
+    """A line that something else cut short costs that record, not the next attempt's too."""
+    run = RunDir(tmp_path)
+    run.attempts.write_text('{"attempt": 0, "rea')
+    begin_attempt(run, WORLD, start_step=0)
+    end_attempt(run, WORLD, LAUNCH, "finished", 9, 9)
+    assert [r["reason"] for r in read_lines(run.attempts)] == ["finished"]
+    assert run.attempts.read_text().startswith('{"attempt": 0, "rea\n')
+
+
+def ends(*reasons: str) -> list[dict[str, Any]]:
+    """Records of one job. "failed" made no progress, "failed+3" kept 3 steps; "8:" before it is another job."""
+    records = []
+    for word in reasons:
+        job, _, reason = word.rpartition(":")
+        reason, _, kept = reason.partition("+")
+        steps = {"start_step": 10, "end_step": 14 + int(kept or 0), "lost_steps": 4}
+        records.append({"job_id": job or "7", "reason": reason, **steps})
+    return records
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        (ends("finished"), False),
+        (ends("cancelled"), False),
+        (ends(*["preempted"] * 50), True),
+        (ends("timeout"), True),
+        (ends("timeout", "timeout"), False),
+        (ends("timeout", "preempted"), True),
+        (ends("8:timeout", "8:timeout", "7:timeout"), True),
+        (ends("failed"), True),
+        (ends("failed", "failed"), False),
+        (ends("lost", "hung"), False),
+        (ends("failed+1", "failed+2", "failed+3"), True),
+        (ends("failed", "failed+2", "failed"), False),
+        (ends("failed", "failed", "hung+2"), True),
+        (ends("timeout", "timeout", "failed"), True),
+        (ends("8:lost", "8:lost", "7:lost"), True),
+    ],
+    ids=lambda value: ",".join(record["reason"] for record in value) if isinstance(value, list) else "",
+)
+def test_whether_it_goes_on(records: list[dict[str, Any]], expected: bool) -> None:
+    """One timeout and one failure without progress are allowed here, per job: too strict and a run waits for a user
+    who sleeps, too lax and a bug burns the cluster's hours all weekend."""
+    assert goes_on(records, LAUNCH) == expected
+
+
+@pytest.mark.parametrize("reason", FAILURES)
+def test_an_error_that_would_only_repeat(reason: str) -> None:
+    """A configuration that cannot work cannot work the second time either, whatever progress was made before."""
+    assert not goes_on(ends(f"{reason}+5"), LAUNCH, retry=False)

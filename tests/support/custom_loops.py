@@ -1,0 +1,170 @@
+"""Hand-written loops that tests train: the example's, made small, and an awkward one; struck at an exact place."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torchvision import datasets
+
+from examples import own_loop
+from tests.support.tasks import await_agreement
+from trainer import Run
+
+
+class Struck:
+    """Sends its rank a signal in the middle of a unit of work, and, if it asks for a stop, holds that until the ranks
+    have agreed on one.
+
+    LASTSTEP_TEST_SIGNAL is "SIGTERM step 5 rank 1,2" or "SIGKILL validation 2 rank 0": in that step, or in that batch
+    of a validation, both counted from 1 in this attempt.
+    """
+
+    def __init__(self, run: Run) -> None:
+        name, self.unit, place, _, ranks = (os.environ.get("LASTSTEP_TEST_SIGNAL") or "SIGTERM never 0 rank 0").split()
+        self.number = signal.Signals[name]
+        self.left = int(place) if str(run.rank) in ranks.split(",") else 0
+
+    def strike(self, unit: str) -> None:
+        """One more of these units is half done."""
+        self.left -= unit == self.unit
+        if unit == self.unit and self.left == 0:
+            os.kill(os.getpid(), self.number)
+            if self.number != signal.SIGKILL:
+                await_agreement()
+
+
+def example(run: Run) -> Any:
+    """examples/own_loop.py, on 104 samples in batches of 16: 7 steps an epoch, the last of them short."""
+    struck, loss = Struck(run), nn.functional.cross_entropy
+
+    def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+        struck.strike("step")  # batch norm has counted this step's samples by now
+        return loss(logits, labels)
+
+    def validation(batches: Any) -> Iterator[Any]:
+        for batch in Run.validation(run, batches):
+            struck.strike("validation")
+            yield batch
+
+    class Few:
+        @staticmethod
+        def MNIST(*words: Any, train: bool, **more: Any) -> Dataset[Any]:
+            return Subset(datasets.MNIST(*words, train=train, **more), range(104 if train else 96))
+
+    nn.functional.cross_entropy = cross_entropy  # type: ignore[assignment]
+    run.validation = validation  # type: ignore[method-assign,assignment]
+    vars(own_loop).update(datasets=Few, EPOCHS=2, BATCH_SIZE=16)
+    return own_loop.main(run)
+
+
+def short(run: Run) -> Any:
+    """examples/own_loop.py as it is, but for 2 epochs of 63 steps."""
+    vars(own_loop).update(EPOCHS=2)
+    return own_loop.main(run)
+
+
+class Meter:
+    """The user's own, counting at the begin of each step, before its update."""
+
+    def __init__(self) -> None:
+        self.seen = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.seen = state["seen"]
+
+
+def awkward(run: Run) -> dict[str, float]:
+    """Everything that a hand-written loop may do beside its steps: a schedule and a dictionary that change at the end
+    of an epoch and at its head, an averaged model whose weights take the place of the others' in the validation, past
+    torch's counting, two optimisers, accumulation, a break, and a meter that counts before the update."""
+    struck = Struck(run)
+    x = torch.randn(64, 12, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True).tanh())
+    loader = run.loader(data, 8)
+    tests = DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False))
+    # Wide enough for more than one of DDP's buckets, of which the first holds 1 MiB.
+    body = DistributedDataParallel(nn.Sequential(nn.Linear(12, 600), nn.BatchNorm1d(600), nn.Dropout(), nn.Tanh()))
+    head = DistributedDataParallel(nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 1)))
+    average = AveragedModel(body.module, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    first, second = torch.optim.AdamW(body.parameters(), lr=0.001), torch.optim.SGD(head.parameters(), lr=0.01)
+    schedule, meter, best = StepLR(first, 1, gamma=0.7), Meter(), {"loss": 9.0, "epochs": 0}
+    run.restore(
+        body=body, head=head, average=average, first=first, second=second, schedule=schedule, meter=meter, best=best
+    )
+    for _ in run.epochs(3):
+        body.train()
+        best["epochs"] += 1
+        for images, labels in run.steps(loader):
+            meter.seen += 0.5 * run.step
+            with body.no_sync(), head.no_sync():
+                nn.functional.mse_loss(head(body(images)), labels).backward()
+            loss = nn.functional.mse_loss(head(body(images + 0.1 * torch.randn_like(images))), labels)
+            struck.strike("step")
+            loss.backward()
+            first.step()
+            average.update_parameters(body.module)
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+            run.log(loss=loss.item(), seen=meter.seen)
+            if run.step % 6 == 5:
+                break
+        schedule.step()
+
+        body.eval()
+        mine = [p.data.clone() for p in body.parameters()]
+        for p, averaged in zip(body.parameters(), average.module.parameters()):
+            p.data.copy_(averaged.data)
+        sums = torch.zeros(())
+        with torch.no_grad():
+            for images, labels in run.validation(tests):
+                struck.strike("validation")
+                sums += nn.functional.mse_loss(head(body(images)), labels)
+        for p, kept in zip(body.parameters(), mine):
+            p.data.copy_(kept)
+        dist.all_reduce(sums)
+        best["loss"] = min(best["loss"], float(sums))
+        run.log(val_loss=sums, noise=torch.randn(()), epochs=best["epochs"])
+    return {"best": best["loss"], "epochs": best["epochs"], "rate": first.param_groups[0]["lr"]}
+
+
+def careless(run: Run) -> Any:
+    """A loop over 4 steps that does one thing wrong: what LASTSTEP_TEST_WRONG says."""
+    wrong = os.environ.get("LASTSTEP_TEST_WRONG")
+    loader = run.loader(TensorDataset(torch.ones(8, 2)), 3 if wrong == "batch size" else 4)
+    model = DistributedDataParallel(nn.Linear(2, 3 if wrong == "shapes" else 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    things = {"model": model, "optimizer": optimizer}
+    more: dict[str, Any] = {"names": {"teacher": model}}
+    more |= {"no state": {"best": 0.5}, "strange state": {"best": {"of": Meter()}}}
+    if wrong == "no optimizer":
+        del things["optimizer"]
+    if wrong != "no restore":
+        run.restore(**things, **more.get(wrong or "", {}))
+    for _ in run.epochs(2):
+        for (x,) in run.steps(DataLoader([]) if wrong == "loader" else loader):  # type: ignore[arg-type]
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=model(x) if wrong == "log" else loss * float("nan") if wrong == "nan" else loss)
+        if wrong == "twice":
+            next(run.steps(loader))
+        if wrong == "crash":
+            raise ValueError("a bug of the user's")
+        for _batch in run.validation(DataLoader([0] * (3 + (run.rank if wrong == "uneven" else 0)))):  # type: ignore
+            pass
+    return 3 if wrong == "result" else {"loss": loss}

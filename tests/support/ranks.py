@@ -1,0 +1,188 @@
+"""Real ranks for tests: processes that run the Trainer and meet over gloo, as a launcher would start them.
+
+They are forked from a server that has imported torch once, so that an attempt costs its training and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from trainer.commands.verify import inspect
+from trainer.config.config import Config
+from trainer.records.metrics import read_lines
+from trainer.rundir import RunDir
+
+DEADLINE_S = 120.0
+_attempts = iter(range(1, 1 << 30))
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer.loops.task_loop", "tests.support.tasks"])
+    return context
+
+
+class Attempt:
+    """The ranks of one attempt at a run. Each calls `before` first, if that is given."""
+
+    def __init__(
+        self,
+        config: Config,
+        env: Mapping[str, str] | None = None,
+        nodes: int = 1,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self.run = RunDir(Path(config.launch.root) / str(config.launch.name))
+        self.run.logs.mkdir(parents=True, exist_ok=True)
+        job_id, size = f"test{next(_attempts)}", config.launch.world_size
+        self.logs = [self.run.logs / f"{job_id}_{rank}_log.out" for rank in range(size)]
+        self.ranks: list[BaseProcess] = []
+        for rank, log in enumerate(self.logs):
+            place = {
+                "SUBMITIT_EXECUTOR": "local",
+                "SUBMITIT_LOCAL_JOB_ID": job_id,
+                "SUBMITIT_LOCAL_NTASKS": str(size),
+                "SUBMITIT_LOCAL_JOB_NUM_NODES": str(nodes),
+                "SUBMITIT_LOCAL_NODEID": str(rank * nodes // size),
+                "SUBMITIT_LOCAL_GLOBALID": str(rank),
+                "SUBMITIT_LOCAL_LOCALID": str(rank % (size // nodes)),
+                "OMP_NUM_THREADS": "1",
+            }
+            process = _context().Process(target=_rank, args=(config, {**place, **(env or {})}, str(log), before))
+            process.start()
+            self.ranks.append(process)
+
+    def wait(self) -> list[int]:
+        """Exit statuses of all ranks, negative for a signal. Fails the test, with the logs, when they do not end."""
+        deadline = time.monotonic() + DEADLINE_S
+        for rank in self.ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        if any(rank.is_alive() for rank in self.ranks):
+            for rank in self.ranks:
+                rank.kill()
+            raise AssertionError(f"ranks did not end within {DEADLINE_S:.0f} s:\n{self.output()}")
+        return [rank.exitcode or 0 for rank in self.ranks]
+
+    def wait_for_end(self, *ranks: int) -> None:
+        """Until these ranks have ended."""
+        for rank in ranks:
+            self.ranks[rank].join(DEADLINE_S)
+            assert not self.ranks[rank].is_alive(), f"rank {rank} did not end:\n{self.output()}"
+
+    def signal(self, number: signal.Signals, *ranks: int) -> None:
+        """Send a signal to these ranks."""
+        for rank in ranks:
+            os.kill(self.ranks[rank].pid or 0, number)
+
+    def wait_for(self, text: str, rank: int = 0) -> None:
+        """Until that rank has printed `text`."""
+        deadline = time.monotonic() + DEADLINE_S
+        while text not in (self.logs[rank].read_text() if self.logs[rank].exists() else ""):
+            if time.monotonic() > deadline or not self.ranks[rank].is_alive():
+                raise AssertionError(f"rank {rank} did not print {text!r}:\n{self.output()}")
+            time.sleep(0.01)
+
+    def output(self) -> str:
+        """What every rank printed."""
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs if log.exists())
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """What it prints up to the line with `text`. Fails the test, and kills it, when that does not come."""
+    said, late = "", threading.Timer(DEADLINE_S, process.kill)
+    late.start()
+    for line in process.stdout or ():
+        said += line
+        if text in line:
+            late.cancel()
+            return said
+    late.cancel()
+    raise AssertionError(f"it did not print {text!r} within {DEADLINE_S:.0f} s:\n{said}")
+
+
+def starts(words: Sequence[str], env: Mapping[str, str], log: Path) -> BaseProcess:
+    """`python -m trainer WORDS`, but its ranks wait no longer for each other than launch.hang_timeout_s."""
+    process = _context().Process(target=_command, args=(list(words), dict(env), str(log)))
+    process.start()
+    return process
+
+
+def train(config: Config, env: Mapping[str, str] | None = None, before: Callable[[], None] | None = None) -> RunDir:
+    """One attempt that must finish the run."""
+    attempt = Attempt(config, env, before=before)
+    codes = attempt.wait()
+    assert codes == [0] * len(codes), attempt.output()
+    return attempt.run
+
+
+def fingerprint(run: RunDir) -> dict[str, Any]:
+    """What must not depend on interruptions: the weights of the last checkpoint, and every line of metrics.jsonl but
+    for its times."""
+    clock = ("time", "samples_per_s")
+    checkpoint = inspect(run)[-1]
+    return {
+        "weights": checkpoint["weights_sha256"],
+        "step": checkpoint["step"],
+        "metrics": [{k: v for k, v in line.items() if k not in clock} for line in read_lines(run.metrics)],
+    }
+
+
+def reasons(run: RunDir) -> list[str]:
+    """How the run's attempts ended, in order."""
+    return [record["reason"] for record in read_lines(run.attempts)]
+
+
+def _command(words: list[str], env: dict[str, str], log: str) -> None:
+    """The body of such a process."""
+    _write_into(log)
+    os.environ.update(env)
+    from trainer.world import group
+
+    group.MEETING_S = 0.0
+    sys.argv[1:] = words
+    runpy.run_module("trainer", run_name="__main__")
+
+
+def _write_into(log: str) -> None:
+    """Whatever this process prints."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+def _rank(config: Config, env: dict[str, str], log: str, before: Callable[[], None] | None) -> None:
+    """The body of a rank's process."""
+    _write_into(log)
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set in the server, where torch's compiler was imported
+    os.environ.update(env)
+    import torch
+
+    torch.set_num_threads(1)
+    if before is not None:
+        before()
+    from trainer.trainer import Trainer
+
+    try:
+        print("result", json.dumps(Trainer(config)()), flush=True)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        # One that woke in torch's C++ while Python shuts down would abort the process: a core file, and a wrong status.
+        if left := {thread.name for thread in threading.enumerate()} & {"watch", "beat", "report", "stop", "saver"}:
+            print(f"threads are left: {left}", flush=True)
+            sys.exit(70)

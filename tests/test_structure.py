@@ -1,0 +1,89 @@
+"""How the code hangs together: imports run one way, files stay short, and torch stays out of the command."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+from torchvision import models
+
+from tests.support.project import PROJECT
+from trainer.tasks.models import model_names
+
+# Lower to higher: a part may import what stands in a line before its own, and parts of its own package.
+LAYERS = [
+    {"say", "rundir"},
+    {"config"},
+    {"world"},
+    {"records"},
+    {"observe"},
+    {"data", "checkpoint"},
+    {"task"},
+    {"tasks"},
+    {"loops"},
+    {"attempt"},
+    {"trainer"},
+    {"cluster"},
+    {"doctor"},
+    {"commands"},
+    {"__main__", "__init__", "launch"},
+]
+LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+SOURCES = [PROJECT / "launch.py", *sorted((PROJECT / "trainer").rglob("*.py"))]
+
+
+def module_of(path: Path) -> str:
+    """trainer/world/group.py -> trainer.world.group"""
+    return ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def part_of(module: str) -> str:
+    """The part of the picture that a module belongs to: trainer.world.group -> world."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 else {"trainer": "__init__"}.get(module, module)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of ours that a file imports, within functions and for type checking too."""
+    known = {module_of(source) for source in SOURCES}
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in known else str(node.module))
+    return found & known
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_of)
+def test_imports_run_one_way(path: Path) -> None:
+    """A part that reached up could not be used alone, and a cycle breaks at the first reordering of imports."""
+    importer = part_of(module_of(path))
+    for module in imports_of(path):
+        imported = part_of(module)
+        same_package = importer == imported
+        assert same_package or LAYER_OF[imported] < LAYER_OF[importer], f"{module_of(path)} imports {module}"
+
+
+def test_no_cycles() -> None:
+    """Neither within a part."""
+    graph = {module_of(path): imports_of(path) for path in SOURCES}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_of)
+def test_files_are_short_and_say_what_they_are_for(path: Path) -> None:
+    """A file that outgrows this has become two; the first line is where a newcomer looks."""
+    text = path.read_text()
+    assert len(text.splitlines()) <= 350
+    assert ast.get_docstring(ast.parse(text))
+
+
+def test_model_names_are_torchvisions() -> None:
+    """The list is read from torchvision's source, without importing it: it must not miss or invent a model."""
+    assert model_names() == sorted({"convnet", *models.list_models(module=models)})

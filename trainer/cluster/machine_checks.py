@@ -1,0 +1,150 @@
+"""Refuse, before anything starts or is submitted, what this machine can already tell will fail. Imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError, nearest
+from trainer.config.schema import Data
+from trainer.data.catalog import DATA_ARGS, DATASETS, FLAGS
+from trainer.tasks.models import check_model_name
+
+WITHOUT_SLURM = "add --local to train here, or try a throwaway Slurm with `make slurm`"
+
+
+def check_names(config: Config) -> None:
+    """The task, and for the ready-made one the model and the data set, exist."""
+    if config.task != "classification":
+        return _check_task(config.task)
+    check_model_name(config.model.name)
+    data = config.data
+    if data.name not in DATASETS:
+        raise ConfigError(f"data.name={data.name}: no such data set; {nearest(data.name, list(DATASETS))}")
+    known = DATA_ARGS[data.name]
+    for name, value in data.args.items():
+        if name not in known:
+            raise ConfigError(f"data.args.{name}: {data.name} has no such option; {nearest(name, sorted(known))}")
+        if name in FLAGS and not isinstance(value, bool):
+            raise ConfigError(f"data.args.{name}={value}: must be true or false")
+        if name not in FLAGS and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"data.args.{name}={value}: must be a positive integer")
+    if data.args.get("cache") and data.args.get("decode_on_device"):
+        raise ConfigError(
+            "data.args.decode_on_device=true: what data.args.cache keeps is not on the device; leave one out"
+        )
+    _check_data_root(data)
+
+
+def check_slurm() -> None:
+    """Slurm's commands are here."""
+    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+        raise ConfigError(f"no Slurm on this machine (sbatch not found): {WITHOUT_SLURM}")
+
+
+def check_local(config: Config) -> None:
+    """This machine has the GPUs that a local run asks for."""
+    wanted, here = config.launch.gpus_per_node, count_gpus()
+    if wanted > here:
+        fix = f"use --gpus-per-node {here}" if here else "leave it out to train on the CPU"
+        raise ConfigError(f"launch.gpus_per_node={wanted}: this machine has {here} GPUs; {fix}")
+    if config.device == "cuda" and not here:
+        raise ConfigError("device=cuda: this machine has no GPU; use device=cpu or device=auto")
+
+
+def check_submission(config: Config) -> None:
+    """A job that must have GPUs asks for some."""
+    asks = config.launch.gpus_per_node or any("gpu" in f"{k} {v}" for k, v in config.launch.slurm.items())
+    if config.device == "cuda" and not asks:
+        raise ConfigError("device=cuda: the job asks for no GPU; add --gpus-per-node N")
+
+
+def check_writable(root: Path) -> None:
+    """The folder of all runs exists or can be made, and can be written to."""
+    existing = root
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ConfigError(f"launch.root={root}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"launch.root={root}: {existing} is not writable; name another with launch.root=FOLDER")
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that a process started here would see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([v for v in visible.split(",") if v.strip() and v.strip() != "-1"])
+    driver = Path("/proc/driver/nvidia/gpus")
+    return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def _check_data_root(data: Data) -> None:
+    root = Path(data.root)
+    if data.name in ("mnist-5k", "fake"):
+        return
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"data.root={root}: is not a folder")
+    if data.name == "imagefolder":
+        for part in ("train", "val"):
+            folder = root / part
+            if not folder.is_dir():
+                raise ConfigError(
+                    f"data.root={root}: {folder} is missing; imagefolder reads train/CLASS/*.jpg and val/CLASS/*.jpg"
+                )
+            if not any(entry.is_dir() for entry in folder.iterdir()):
+                raise ConfigError(f"data.root={root}: {folder} is empty; it must hold one folder of images per class")
+
+
+def _check_task(path: str) -> None:
+    """The module of a user's own Task or function is there and names it: read, not imported, since it may import
+    torch."""
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ConfigError(f"task={path}: {nearest(path, ['classification'])} or give package.module.Name")
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    except Exception as error:  # to find a.b.C, Python runs a/__init__.py, which may raise anything
+        raise ConfigError(f"task={path}: {module} cannot be imported: {type(error).__name__}: {error}") from None
+    if spec is None:
+        raise ConfigError(f"task={path}: no module {module} on the Python path ({sys.path[0] or os.getcwd()}, ...)")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return  # a package without source or a compiled module: the rank will tell
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except SyntaxError as error:
+        raise ConfigError(f"task={path}: {spec.origin}, line {error.lineno}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"task={path}: {spec.origin} cannot be read: {error}") from None
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            assigned = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            names.update(assigned)
+            if name in assigned and isinstance(node.value, ast.Constant):
+                raise ConfigError(f"task={path}: is neither a subclass of trainer.Task nor a function")
+        if isinstance(node, ast.FunctionDef) and node.name == name and not _takes_one(node):
+            raise ConfigError(f"task={path}: must take one argument, the run: def {name}(run)")
+    if name not in names and "*" not in names:
+        raise ConfigError(f"task={path}: {module} has no {name}; {nearest(name, sorted(names))}")
+
+
+def _takes_one(function: ast.FunctionDef) -> bool:
+    """Whether a function can be called with one argument. One that is decorated may be another in the end."""
+    words = function.args
+    names = len(words.posonlyargs) + len(words.args)
+    fits = (
+        (names >= 1 or words.vararg is not None) and names - len(words.defaults) <= 1 and None not in words.kw_defaults
+    )
+    return fits or bool(function.decorator_list)

@@ -1,0 +1,102 @@
+"""What words alone can tell of a configuration: values out of range, keys that contradict each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+from trainer.config.errors import ConfigError, nearest
+from trainer.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
+from trainer.config.schema import OWN_OPTIONS, Launch, Settings
+
+LARGEST_BATCH = 10**9  # that is ever proposed: a wide range of nodes shares no batch size that anyone would want
+
+
+def validate(config: Settings) -> None:
+    """Refuse a configuration that cannot work, as far as words alone can tell; `checks` asks the machine."""
+    check_values(config)
+    check_batch(config.train.batch_size, config.launch.world_sizes, config.train.accumulate)
+
+
+def check_values(config: Settings) -> None:
+    """`validate`, but for whether the ranks can share out the global batch."""
+    for key, f, value in fields_of(config):
+        choices, least = f.metadata["choices"], f.metadata["least"]
+        if f.type == "list[str]" and not all(isinstance(line, str) for line in value):
+            raise ConfigError(f"{key}={value}: must be of type list[str]")
+        if choices and value not in choices:
+            raise ConfigError(f"{key}={value}: {nearest(str(value), choices)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value}: must be a finite number")
+        if least is not None and isinstance(value, (int, float)) and value < least:
+            raise ConfigError(f"{key}={value}: must be at least {least:g}")
+    if config.optim.lr == 0:
+        raise ConfigError("optim.lr=0: nothing would be learned; give a positive learning rate")
+    if config.train.ema_decay >= 1:
+        raise ConfigError(f"train.ema_decay={config.train.ema_decay}: must be below 1, e.g. 0.999")
+    for key in ("optim.clip_norm", "checkpoint.every_minutes", "launch.mem_gb"):
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) == 0:
+            raise ConfigError(f"{key}=0: must be above 0; write {key}=null to turn it off")
+    minutes = config.checkpoint.every_minutes
+    if isinstance(minutes, str) and minutes != "auto":
+        raise ConfigError(f"checkpoint.every_minutes={minutes}: must be of type {FLOAT_OR_AUTO} or null")
+    launch = config.launch
+    _check_nodes(launch)
+    if launch.gpus_per_node and launch.tasks_per_node not in (None, launch.gpus_per_node):
+        raise ConfigError(
+            f"launch.tasks_per_node={launch.tasks_per_node}: every GPU has one rank of its own, "
+            f"so leave it out (launch.gpus_per_node={launch.gpus_per_node})"
+        )
+    if config.device == "cpu" and launch.gpus_per_node:
+        raise ConfigError(
+            f"launch.gpus_per_node={launch.gpus_per_node}: device=cpu uses none; use launch.tasks_per_node"
+        )
+    if launch.signal_delay_s >= 60 * launch.time_min:
+        raise ConfigError(
+            f"launch.signal_delay_s={launch.signal_delay_s}: must be shorter than the time limit "
+            f"(launch.time_min={launch.time_min}, that is {60 * launch.time_min} s)"
+        )
+    for option in launch.slurm:
+        if instead := OWN_OPTIONS.get(str(option).replace("_", "-")):
+            raise ConfigError(f"launch.slurm.{option}: Laststep sets this itself; use {instead}")
+    if launch.init_method is not None:
+        # An IPv6 address stands in brackets.
+        at = re.fullmatch(r"env://|file:///.+|tcp://(?:[^:/\[\]]+|\[.+\]):(\d+)", launch.init_method)
+        if not at or (at[1] and not 0 < int(at[1]) < 65536):
+            raise ConfigError(
+                f"launch.init_method={launch.init_method}: must be env://, tcp://HOST:PORT or file:///PATH"
+            )
+    if launch.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", launch.name):
+        raise ConfigError(
+            f"launch.name={launch.name!r}: use up to 200 letters, digits, '.', '_' and '-', a letter or digit first"
+        )
+
+
+def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int) -> None:
+    """Raise ConfigError unless the global batch divides into equal micro-batches for any of these numbers of ranks."""
+    wrong, step = [], 1
+    for size in world_sizes:
+        step = math.lcm(step, size * accumulate)
+        if batch_size % (size * accumulate):
+            wrong.append(str(size))
+        if step > LARGEST_BATCH:
+            break
+    if wrong:
+        near = max(step, round(batch_size / step) * step)
+        raise ConfigError(
+            f"train.batch_size={batch_size}: not divisible by {', '.join(wrong)} ranks x "
+            f"train.accumulate={accumulate}; {'use fewer nodes' if step > LARGEST_BATCH else f'{near} would be'}"
+        )
+
+
+def _check_nodes(launch: Launch) -> None:
+    """Raise ConfigError unless launch.nodes is a number or a range."""
+    given = f"launch.nodes={launch.nodes}"
+    if not re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})?", str(launch.nodes)):
+        raise ConfigError(f"{given}: must be of type {INT_OR_RANGE}")
+    if not launch.node_counts:
+        raise ConfigError(f"{given}: the smaller number comes first")
+    if launch.node_counts[0] < 1:
+        raise ConfigError(f"{given}: must be at least 1")

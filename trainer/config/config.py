@@ -1,0 +1,117 @@
+"""Config: a run's configuration, put together as schema <- YAML file <- key=value, and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config.checks import validate
+from trainer.config.errors import ConfigError, first_line, nearest
+from trainer.config.keys import assign, escaped, leaves, parse_override, replaced
+from trainer.config.schema import Settings
+
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
+
+
+@dataclass
+class Config(Settings):
+    """The whole configuration of a run; `Config.load` makes one."""
+
+    @classmethod
+    def load(
+        cls, source: str | Path | None = None, overrides: Sequence[str] = (), site: str | Path | None = None
+    ) -> Config:
+        """The schema, filled from the YAML file of a site (a path, or a name in configs/site/), then from that of a
+        configuration (a path, or a name in configs/), then from `key=value` words.
+
+        Raises ConfigError, which names the field, the value and the fix.
+        """
+        config = cls.read(source, overrides, site)
+        validate(config)
+        return config
+
+    @classmethod
+    def read(
+        cls, source: str | Path | None = None, overrides: Sequence[str] = (), site: str | Path | None = None
+    ) -> Config:
+        """`load`, but the values are not checked."""
+        tree = OmegaConf.structured(cls)
+        files = [find_config(site, of_site=True)] if site else []
+        files += [find_config(source)] if source is not None else []
+        for path in files:
+            for key, value in leaves(_read_yaml(path)):
+                try:
+                    assign(tree, key, value)
+                except ConfigError as error:
+                    raise ConfigError(f"{path}: {error}") from None
+        for word in overrides:
+            for key, value in parse_override(word).items():
+                assign(tree, key, value)
+        try:
+            config: Config = OmegaConf.to_object(tree)  # type: ignore[assignment]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{error.full_key}: {first_line(error)}") from None
+        return config
+
+    def to_yaml(self) -> str:
+        """The resolved configuration as YAML; `Config.load` of it gives an equal Config."""
+        return OmegaConf.to_yaml(OmegaConf.create(escaped(dataclasses.asdict(self))))
+
+    def save(self, path: Path) -> None:
+        """Write `to_yaml` to `path`, whole or not at all."""
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(self.to_yaml())
+        temporary.replace(path)
+
+
+def variants(config: Config, changes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Config, str]]:
+    """A configuration with each of these changes (values by dotted key, the same keys in each), and its YAML.
+
+    Does for a thousand in seconds what `Config.load` and `to_yaml` do for one. Raises ConfigError.
+    """
+    typed = OmegaConf.structured(config)
+    plain = OmegaConf.create(escaped(dataclasses.asdict(config)))
+    for change in changes:
+        changed = config
+        for key, value in change.items():
+            assign(typed, key, value)
+            value = OmegaConf.select(typed, key)
+            value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            changed = replaced(changed, key.split("."), value)
+            OmegaConf.update(plain, key, escaped(value))
+        validate(changed)
+        yield changed, OmegaConf.to_yaml(plain)
+
+
+def find_config(source: str | Path, of_site: bool = False) -> Path:
+    """The YAML file for a name in configs/, or in configs/site/, or for a path. Raises ConfigError."""
+    folder, option, label = (
+        (CONFIGS / "site", "--site", "configs/site") if of_site else (CONFIGS, "--config", "configs")
+    )
+    for path in (Path(source), folder / f"{source}.yaml"):
+        if path.is_file():
+            return path
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    raise ConfigError(f"{option} {source}: no such file, and no such name in {label}/; {nearest(str(source), names)}")
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # a YAML error, an unreadable file: whatever it is, this file is not a configuration
+        raise ConfigError(f"{path}: cannot be read as YAML: {_yaml_problem(error)}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold `key: value` lines")
+    return content
+
+
+def _yaml_problem(error: Exception) -> str:
+    """What is wrong and where, from a YAML error, whose own text takes several lines."""
+    mark = getattr(error, "problem_mark", None)
+    return first_line(error) if mark is None else f"line {mark.line + 1}: {getattr(error, 'problem', '')}"

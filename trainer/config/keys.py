@@ -1,0 +1,100 @@
+"""Dotted keys of a configuration, such as optim.lr: which there are, what they hold, how `key=value` sets one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config.errors import ConfigError, first_line, nearest
+from trainer.config.schema import Settings
+
+INT_OR_RANGE, FLOAT_OR_AUTO = "int or MIN-MAX", "float or auto"
+
+
+def parse_override(word: str) -> dict[str, Any]:
+    """Values by dotted key of a `key=value` word. Raises ConfigError."""
+    key, equals, _ = word.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{word}: not a verb, an option or key=value; see --help")
+    try:
+        return dict(leaves(OmegaConf.to_container(OmegaConf.from_dotlist([word]))))
+    except Exception as error:  # whatever YAML or OmegaConf makes of it, the word is what is wrong
+        raise ConfigError(f"{word}: cannot be read as key=value: {first_line(error)}") from None
+
+
+def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Each leaf of a Config (or of its class) as (dotted key, field, value or default), in the schema's order."""
+    value_of = schema() if isinstance(schema, type) else schema
+    for f in dataclasses.fields(value_of):
+        value = getattr(value_of, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, f, value
+
+
+def kind_of(f: dataclasses.Field[Any]) -> str:
+    """The type of a leaf, as one would say it."""
+    return str(f.type).replace("float | int | str", FLOAT_OR_AUTO).replace("int | str", INT_OR_RANGE)
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested dictionaries; an empty dictionary is a value."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def assign(tree: Any, key: str, value: Any) -> None:
+    """Set a dotted key of an OmegaConf tree. Raises ConfigError for a key or a value that does not fit the schema."""
+    known = {k: f for k, f, _ in fields_of(Settings)}
+    given = f"{key}={'null' if value is None else value}"
+    open_key = next((k for k, f in known.items() if f.type.startswith("dict") and key.startswith(k + ".")), None)
+    if key not in known and open_key is None:
+        sections = [k for k in known if k.startswith(key + ".")]
+        if len(key) > 100:
+            raise ConfigError(f"{key[:60]!r}...: no such key")  # a file that is no configuration at all
+        if sections:
+            raise ConfigError(f"{given}: {key} is a section; set one of {', '.join(sections)}")
+        raise ConfigError(
+            f"{key}: no such key; {nearest(key, list(known)) if '.' in key else _nearest_leaf(key, known)}"
+        )
+    if value == {} and key in known:
+        return  # an empty dictionary in a file changes nothing
+    try:
+        OmegaConf.update(tree, key, value)
+    except OmegaConfBaseException:
+        kind = kind_of(known[open_key or key]).replace(" | None", " or null")
+        raise ConfigError(f"{given}: must be of type {kind}") from None
+
+
+def replaced(tree: Any, names: Sequence[str], value: Any) -> Any:
+    """Nested dataclasses and dictionaries with one leaf replaced."""
+    if not names:
+        return value
+    name, *rest = names
+    if isinstance(tree, dict):
+        return {**tree, name: replaced(tree.get(name, {}), rest, value)}
+    return dataclasses.replace(tree, **{name: replaced(getattr(tree, name), rest, value)})
+
+
+def escaped(value: Any) -> Any:
+    """For OmegaConf to write and read again as it is: a `${` that stands in a value by now is no interpolation."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: escaped(item) for key, item in value.items()}
+    return [escaped(item) for item in value] if isinstance(value, list) else value
+
+
+def _nearest_leaf(name: str, known: dict[str, Any]) -> str:
+    """For a key without its section (`lr=1`): the full key that ends in it, else the nearest."""
+    full = [k for k in known if k.rpartition(".")[2] == name]
+    return f"did you mean {' or '.join(full)}?" if full else nearest(name, list(known))

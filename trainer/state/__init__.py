@@ -1,1 +1,0 @@
-"""What outlives an attempt: the checkpoint store."""
