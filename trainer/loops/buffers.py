@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer import compat
 from trainer.world.group import Group
 
 
@@ -45,7 +46,7 @@ class Buffers:
         Before any `share`, the buffers are put back as they were."""
         if self._live:
             self._kept = self._next if bad is None else torch.where(bad == 0, self._next, self._kept)
-            torch._foreach_copy_(self._bytes, self._kept.split(self._sizes))
+            compat.copy_each(self._bytes, self._kept.split(self._sizes))
 
     def kept_in(self, state: dict[str, Any]) -> dict[str, Any]:
         """A model's `state_dict(keep_vars=True)` with the kept buffers in place of the live ones, detached."""

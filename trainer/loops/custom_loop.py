@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader
 
+from trainer import compat
 from trainer.config.errors import ConfigError
 from trainer.data.loader import StepLoader, end_workers, set_up_workers
 from trainer.data.order import nth_seed, seed_generators, seed_of
@@ -171,7 +172,7 @@ class CustomLoop(Loop):
                 if isinstance(loader, StepLoader):
                     loader.close()
                 else:
-                    end_workers(getattr(loader, "_iterator", None))
+                    end_workers(compat.kept_iterator(loader))
         if self.saves.last:  # somebody has caught Leaving
             return False
         self._finish(result)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from trainer import compat
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Optim
@@ -190,15 +184,11 @@ class Learner:
     def _parallel(self) -> nn.Module:
         if self.group.world.size == 1:
             return self.model
-        # The newer and the older name of the switch; sharing buffers is what `Buffers` does.
-        switches = ("forward_sync_buffers", "broadcast_buffers")
-        known = inspect.signature(DistributedDataParallel).parameters
-        unshared: dict[str, Any] = {next(switch for switch in switches if switch in known): False}
         return DistributedDataParallel(
             _Tapped(self.model, self.tap),
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            **unshared,
+            **compat.no_buffer_sync(),  # sharing them is what `Buffers` does
         )
 
     def _backward(self, loss: Tensor) -> None:
@@ -217,7 +207,7 @@ class Learner:
         found = torch.zeros((), device=self.device)
         for alike in parameters.values():
             gradients = [gradient for parameter in alike if (gradient := parameter.grad) is not None]
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
+            compat.note_nonfinite(gradients, found, self._one)
         return found
 
     def _no_reduction(self) -> contextlib.AbstractContextManager[None]:
@@ -284,8 +274,8 @@ def _checkpoint_activations(model: nn.Module, compiled: bool) -> None:
     inner = {id(m) for block in blocks for m in block.modules() if m is not block}
     chosen = {id(m) for m in blocks or model.children() if id(m) not in inner}
     # Under torch.compile the recomputation is the compiler's, which does not repeat such side effects.
-    wrap = checkpoint_wrapper if compiled else partial(checkpoint_wrapper, context_fn=lambda: _statistics_once(model))
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: id(m) in chosen)
+    contexts = None if compiled else lambda: _statistics_once(model)
+    compat.checkpoint_activations(model, lambda m: id(m) in chosen, contexts)
 
 
 def _statistics_once(model: nn.Module) -> tuple[contextlib.AbstractContextManager[None], ...]:
@@ -293,7 +283,7 @@ def _statistics_once(model: nn.Module) -> tuple[contextlib.AbstractContextManage
 
     @contextlib.contextmanager
     def recomputation() -> Iterator[None]:
-        norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+        norms = [m for m in model.modules() if compat.is_batch_norm(m)]
         before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
         for norm in norms:
             norm.momentum, norm.num_batches_tracked = 0.0, None

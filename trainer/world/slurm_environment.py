@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
-from submitit.slurm.slurm import SlurmJobEnvironment, SlurmParseException
+from submitit.slurm.slurm import SlurmParseException
 
+from trainer import compat
 from trainer.config.errors import ConfigError
 
 Env = Mapping[str, str]
@@ -40,15 +40,9 @@ def step_hosts(env: Env, shares: Sequence[int]) -> tuple[str, ...] | None:
     """The node of each task, where srun has dealt them out block by block, or in turn."""
     names: list[str] = []
     with contextlib.suppress(SlurmParseException):
-        names = _Step().hostnames
+        names = compat.step_hostnames()
     how = env.get("SLURM_DISTRIBUTION", "block").partition(":")[0]
     if how not in ("block", "cyclic") or len(names) != len(shares):
         return None
     tasks = [(turn, node) for node, share in enumerate(shares) for turn in range(share)]
     return tuple(names[node] for _, node in (sorted(tasks) if how == "cyclic" else tasks))
-
-
-class _Step(SlurmJobEnvironment):
-    """A step need not have all nodes of its job."""
-
-    _env: ClassVar[dict[str, str]] = {**SlurmJobEnvironment._env, "nodes": "SLURM_STEP_NODELIST"}
