@@ -34,10 +34,10 @@ SOFT_LIMIT = 1024  # open files per process in most shells
 PAGE = """\
 # Scale
 
-The cost of Laststep on up to {ranks} ranks ({nodes} nodes of {per_node}), and the first thing to break. Nobody has run it
-at that size. *Measured* figures come from `benchmarks/`, on {cores} cores; *calculated* ones follow from these and from
-two assumptions: a shared disk that reads {disk} GB/s for all its clients together, and opens {files} small files per
-second. `python -m docs.scale` writes this page from the figures.
+The cost of Laststep on up to {ranks} ranks ({nodes} nodes of {per_node}), and the first thing to break. Nobody has
+run it at that size. *Measured* figures come from `benchmarks/`, on {cores} cores; *calculated* ones follow from these
+and from two assumptions: a shared disk that reads {disk} GB/s for all its clients together, and opens {files} small
+files per second. `python -m docs.scale` writes this page from the figures.
 
 ## How often to save
 
@@ -52,26 +52,28 @@ measured one (`benchmarks.save`: 409 MB, 2 ranks).
 
 {intervals}
 
-So the default stays at {default:.0f} minutes: where a save costs {save} s, `auto` gains at most {gain:.2f} %. Use it for
-runs whose saves are expensive, and for runs that fail often.
+So the default stays at {default:.0f} minutes: where a save costs {save} s, `auto` gains at most {gain:.2f} %. Use it
+for runs whose saves are expensive, and for runs that fail often.
 
 The model compared with real runs, measured (`benchmarks.goodput`): both ranks of a run were killed at once, {deaths}
-times, at random moments, with a save every {interval} s. A death lost {lost} ± {error} s of training; the model predicts
-{model_lost} s. {kept} % of the time was kept; the model predicts {model_kept} %. `tests/checkpoint/test_goodput.py`
-checks the model against a simulation.
+times, at random moments, with a save every {interval} s. A death lost {lost} ± {error} s of training; the model
+predicts {model_lost} s. {kept} % of the time was kept; the model predicts {model_kept} %.
+`tests/checkpoint/test_goodput.py` checks the model against a simulation.
 
 ## What grows with the ranks
 
-Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is played by a thread with its own connection,
-so the work of all ranks shares {cores} cores. On separate machines they would wait less, except for the single store,
-whose processor time is listed separately. The machine was doing other work at the time. The disk is local.
+Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is played by a thread with its own
+connection, so the work of all ranks shares {cores} cores. On separate machines they would wait less, except for the
+single store, whose processor time is listed separately. The machine was doing other work at the time. The disk is
+local.
 
 {growth}
 
-* *meeting*: each rank leaves its card, waits for all cards and reads them, N² reads in total; *agreeing on a stop* likewise.
+* *meeting*: each rank leaves its card, waits for all cards and reads them, N² reads in total; *agreeing on a stop*
+  likewise.
 * *a beat*: the heartbeats that all ranks send to the store every {beat} s; *comparing beats*: rank 0's work on them.
-* *save*: {state} MB in N stripes, each fsynced, until the commit. *verify*: rank 0 reads and hashes them. *restore*: one
-  rank reads them.
+* *save*: {state} MB in N stripes, each fsynced, until the commit. *verify*: rank 0 reads and hashes them. *restore*:
+  one rank reads them.
 * *rescue*: after a fault, one surviving rank reads the file that each of the others wrote.
 * *logs*: `launch.py logs` merges the logs of all ranks, {lines} lines each.
 
@@ -85,16 +87,17 @@ share {cores} cores here, too.
 
 {limits}
 
-Restoring a checkpoint, calculated: rank 0 verifies the newest one alone, at the measured {verify} GB/s, while the others
-wait. Then every rank reads all of it; the page cache serves the other ranks of a node once one of them has read it, so
-the disk serves each node once. To the watchdog a rank that is reading makes no progress: a restore that takes longer than
-`launch.hang_timeout_s` ({hang} s) ends the attempt, and every retry. So raise it for checkpoints of more than
-{largest:.0f} GB.
+Restoring a checkpoint, calculated: rank 0 verifies the newest one alone, at the measured {verify} GB/s, while the
+others wait. Then every rank reads all of it; the page cache serves the other ranks of a node once one of them has
+read it, so the disk serves each node once. To the watchdog a rank that is reading makes no progress: a restore that
+takes longer than `launch.hang_timeout_s` ({hang} s) ends the attempt, and every retry. So raise it for checkpoints of
+more than {largest:.0f} GB.
 
 {restores}
 
 Each rank makes six connections to the store, and torch (2.15) asks the name server for the name at the other end of
-each: {lookups} queries when {ranks} ranks start. Seen here: an unanswered query delays its rank by 5 s, glibc's timeout.
+each: {lookups} queries when {ranks} ranks start. Seen here: an unanswered query delays its rank by 5 s, glibc's
+timeout.
 
 These do not grow: the lock, which only rank 0 takes; metrics.jsonl; attempts.jsonl, except for the names of the nodes;
 the cost per step of being able to stop together ({agreement} ns, `benchmarks.agreement`). A rank's share of a save
@@ -209,7 +212,8 @@ def limits(scale: dict[str, Any]) -> str:
             f"open files of rank 0: {own} and {each} for each rank (measured with {_and(files)} real ranks)",
             f"{own + each * RANKS:,}",
             f"{SOFT_LIMIT:,}, the usual limit of a shell",
-            f"{(SOFT_LIMIT - own) // each} ranks; each rank raises its soft limit to the hard one, often 4,096 or more: "
+            f"{(SOFT_LIMIT - own) // each} ranks; each rank raises its soft limit to the hard one, often 4,096 or "
+            "more: "
             f"{(4096 - own) // each} ranks",
         ),
         (
