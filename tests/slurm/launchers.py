@@ -56,8 +56,8 @@ LAUNCHERS = (
         shown="python -m trainer",
         size=1,
         mistake=("sbatch", "--ntasks=4", "--output={run}.out", "--wrap", " ".join(TRAIN)),
-        refusal="this is one process, but Slurm says SLURM_NTASKS=4: put srun, torchrun or mpirun before it, or unset "
-        "that",
+        refusal="this is a single process, but Slurm says SLURM_NTASKS=4: start it with srun, torchrun or mpirun, or "
+        "unset SLURM_NTASKS",
     ),
     Launcher(
         "--spawn",
@@ -106,8 +106,8 @@ LAUNCHERS = (
         ("scancel --signal=USR2",),
         shown="bash examples/salloc.sh",
         mistake=("salloc", "--ntasks=4", *TRAIN),
-        refusal="this is one process, but Slurm says SLURM_NTASKS=4: put srun, torchrun or mpirun before it, or unset "
-        "that",
+        refusal="this is a single process, but Slurm says SLURM_NTASKS=4: start it with srun, torchrun or mpirun, or "
+        "unset SLURM_NTASKS",
     ),
     Launcher(
         "mpirun",

@@ -6,10 +6,10 @@ import os
 import socket
 
 import pytest
-from trainer.world.world import World
 
 from trainer.config.errors import ConfigError
 from trainer.world.launchers import detect_world
+from trainer.world.world import World
 
 # As recorded in a rank, but for variables that say nothing of ranks.
 SRUN = """\
@@ -153,23 +153,23 @@ def test_job(monkeypatch: pytest.MonkeyPatch, environment: str, job: tuple[str, 
 
 def test_what_torchrun_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job whose ranks torchrun starts anew must not be requeued as well; after its last restart it must."""
-    assert not detect(monkeypatch, TORCHRUN_PER_NODE).starts_again
-    assert detect(monkeypatch, "TORCHELASTIC_MAX_RESTARTS=2 TORCHELASTIC_RESTART_COUNT=1").starts_again
-    assert not detect(monkeypatch, "TORCHELASTIC_RESTART_COUNT=2").starts_again
+    assert not detect(monkeypatch, TORCHRUN_PER_NODE).launcher_restarts
+    assert detect(monkeypatch, "TORCHELASTIC_MAX_RESTARTS=2 TORCHELASTIC_RESTART_COUNT=1").launcher_restarts
+    assert not detect(monkeypatch, "TORCHELASTIC_RESTART_COUNT=2").launcher_restarts
 
 
 @pytest.mark.parametrize(
     ("environment", "word"),
     [
         (f"{SRUN} WORLD_SIZE=8", "srun says SLURM_STEP_NUM_TASKS=4, but env says WORLD_SIZE=8: make them agree"),
-        (BATCH, "this is one process, but Slurm says SLURM_NTASKS=4: put srun, torchrun or mpirun before it"),
-        (SALLOC, "this is one process, but Slurm says SLURM_NTASKS=2"),
+        (BATCH, "this is a single process, but Slurm says SLURM_NTASKS=4: start it with srun, torchrun or mpirun"),
+        (SALLOC, "this is a single process, but Slurm says SLURM_NTASKS=2"),
         (f"{TORCHRUN} {BATCH}", "torchrun says WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: start torchrun once per"),
         (f"{MPIRUN} {BATCH}", "mpirun says OMPI_COMM_WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: make them agree"),
         (f"{MPIRUN} WORLD_SIZE=4", "mpirun says OMPI_COMM_WORLD_SIZE=2, but env says WORLD_SIZE=4"),
         (f"{ENV} PMI_SIZE=2", "env says WORLD_SIZE=4, but PMI says PMI_SIZE=2"),
-        ("WORLD_SIZE=4", "this is one process, but env says WORLD_SIZE=4"),
-        ("PMI_SIZE=2 PMI_RANK=1", "this is one process, but PMI says PMI_SIZE=2"),
+        ("WORLD_SIZE=4", "this is a single process, but env says WORLD_SIZE=4"),
+        ("PMI_SIZE=2 PMI_RANK=1", "this is a single process, but PMI says PMI_SIZE=2"),
         # One that is missing or garbled.
         (f"{SRUN} SLURM_PROCID", "SLURM_PROCID=(not set): the launcher should have set it to a number"),
         (f"{SRUN} SLURM_STEP_NUM_TASKS=many", "SLURM_STEP_NUM_TASKS=many: the launcher should have set it"),
@@ -183,7 +183,7 @@ def test_what_torchrun_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{ENV} LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE=x: the launcher should have set it to a number"),
         (f"{ENV} RANK=4", "env says rank 4 of 4: ranks count from 0"),
         (f"{SPAWN} LASTSTEP_WORLD_SIZE", "LASTSTEP_WORLD_SIZE=(not set): the launcher should have set it"),
-        (f"{SUBMITIT} SLURM_PROCID=x", "submitit-slurm left a variable that should be a number: "),
+        (f"{SUBMITIT} SLURM_PROCID=x", "submitit-slurm set a variable that should be a number: "),
     ],
 )
 def test_refused(monkeypatch: pytest.MonkeyPatch, environment: str, word: str) -> None:

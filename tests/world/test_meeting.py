@@ -90,7 +90,7 @@ def test_a_rank_that_never_came(start: Starter) -> None:
     user looks into one log, and cannot know which."""
     here = [start.rank(rank, 3) for rank in (0, 1)]
     for rank in here:
-        rank.ends(1, f"rank 2 on {HERE} did not come within 4 s")
+        rank.ends(1, f"rank 2 on {HERE} did not join within 4 s")
 
 
 def test_rank_0_that_never_came(start: Starter) -> None:
@@ -103,7 +103,7 @@ def test_an_address_that_does_not_resolve(start: Starter) -> None:
     host, port = "no-such-host.invalid", free_port()
     first, second = (start.rank(rank, 2, env=variables(rank, 2, port, host)) for rank in (0, 1))
     second.ends(2, f"error: MASTER_ADDR={host} MASTER_PORT={port}", f"does not resolve on {HERE}; give an IP address")
-    first.ends(1, "rank 1 on an unknown host did not come within 4 s")
+    first.ends(1, "rank 1 on an unknown host did not join within 4 s")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -170,7 +170,7 @@ def test_two_jobs_at_one_address(start: Starter) -> None:
     port = free_port()
     first = start.rank(0, 2, "launch.hang_timeout_s=100", name="first", env=variables(0, 2, port))
     stray = start.rank(1, 2, "launch.hang_timeout_s=100", name="second", env=variables(1, 2, port))
-    stray.ends(2, f"two jobs meet at localhost:{port}, this one (second, attempt", "another (first, attempt")
+    stray.ends(2, f"two jobs use localhost:{port}: this one (second, attempt", "another (first, attempt")
     start.rank(1, 2, name="first", env=variables(1, 2, port)).ends(0)
     first.ends(0, "finished")
 
@@ -180,12 +180,17 @@ def test_a_rank_that_is_there_twice(start: Starter) -> None:
     because of that, by the others."""
     twice = [start.rank(1, 3), start.rank(1, 3)]
     first = start.rank(0, 3)
-    first.ends(1, f"rank 2 on {HERE} did not come within 4 s")
+    first.ends(1, f"rank 2 on {HERE} did not join within 4 s")
     for rank in twice:
         rank.process.join(DEADLINE_S)
     told = [rank.log.read_text() for rank in twice]
     assert sorted(rank.process.exitcode or 0 for rank in twice) == [1, 2], told
-    (said,) = (line for text in told for line in text.splitlines() if "error: " in line and "two of rank 1" in line)
+    (said,) = (
+        line
+        for text in told
+        for line in text.splitlines()
+        if "error: " in line and "two processes claim rank 1" in line
+    )
     assert all(f"process {rank.process.pid} on {HERE}" in said for rank in twice)
 
 
@@ -204,7 +209,7 @@ def test_an_address_that_every_host_has(tmp_path: Path, monkeypatch: pytest.Monk
     places = ["h1", "172.17.0.1", "10.0.0.1"]
     file.write_text(json.dumps({"purpose": "this", "places": places, "port": 7}))
     monkeypatch.setattr(address, "interfaces", lambda: [("docker0", "172.17.0.1"), ("eth0", "10.0.0.2")])
-    assert address._published(file, "this") == (["h1", "10.0.0.1", "172.17.0.1"], 7)
+    assert address._read_address(file, "this") == (["h1", "10.0.0.1", "172.17.0.1"], 7)
 
 
 def test_an_address_that_is_left_over(start: Starter, tmp_path: Path) -> None:
