@@ -1,4 +1,4 @@
-"""What words alone can tell of a configuration: values out of range, keys that contradict each other."""
+"""Checks of a configuration's values: numbers out of range, keys that contradict each other. They ask no machine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Iterable
 
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
-from trainer.config.schema import OWN_OPTIONS, Launch, Settings
+from trainer.config.schema import RESERVED_SBATCH_OPTIONS, Launch, Settings
 
-LARGEST_BATCH = 10**9  # that is ever proposed: a wide range of nodes shares no batch size that anyone would want
+# The largest batch size to propose. For a wide range of nodes, the smallest one that divides is absurdly large.
+LARGEST_BATCH = 10**9
 
 
 def validate(config: Settings) -> None:
-    """Refuse a configuration that cannot work, as far as words alone can tell; `checks` asks the machine."""
+    """Raise ConfigError for values that cannot work anywhere; `trainer.cluster.machine_checks` looks at the machine."""
     check_values(config)
     check_batch(config.train.batch_size, config.launch.world_sizes, config.train.accumulate)
 
 
 def check_values(config: Settings) -> None:
-    """`validate`, but for whether the ranks can share out the global batch."""
+    """`validate`, without checking that the global batch divides among the ranks."""
     for key, f, value in fields_of(config):
         choices, least = f.metadata["choices"], f.metadata["least"]
         if f.type == "list[str]" and not all(isinstance(line, str) for line in value):
@@ -32,7 +33,7 @@ def check_values(config: Settings) -> None:
         if least is not None and isinstance(value, (int, float)) and value < least:
             raise ConfigError(f"{key}={value}: must be at least {least:g}")
     if config.optim.lr == 0:
-        raise ConfigError("optim.lr=0: nothing would be learned; give a positive learning rate")
+        raise ConfigError("optim.lr=0: the model would learn nothing; give a positive learning rate")
     if config.train.ema_decay >= 1:
         raise ConfigError(f"train.ema_decay={config.train.ema_decay}: must be below 1, e.g. 0.999")
     for key in ("optim.clip_norm", "checkpoint.every_minutes", "launch.mem_gb"):
@@ -46,23 +47,23 @@ def check_values(config: Settings) -> None:
     _check_nodes(launch)
     if launch.gpus_per_node and launch.tasks_per_node not in (None, launch.gpus_per_node):
         raise ConfigError(
-            f"launch.tasks_per_node={launch.tasks_per_node}: every GPU has one rank of its own, "
-            f"so leave it out (launch.gpus_per_node={launch.gpus_per_node})"
+            f"launch.tasks_per_node={launch.tasks_per_node}: each GPU has exactly one rank "
+            f"(launch.gpus_per_node={launch.gpus_per_node}); remove this key"
         )
     if config.device == "cpu" and launch.gpus_per_node:
         raise ConfigError(
-            f"launch.gpus_per_node={launch.gpus_per_node}: device=cpu uses none; use launch.tasks_per_node"
+            f"launch.gpus_per_node={launch.gpus_per_node}: device=cpu uses no GPU; set launch.tasks_per_node instead"
         )
     if launch.signal_delay_s >= 60 * launch.time_min:
         raise ConfigError(
             f"launch.signal_delay_s={launch.signal_delay_s}: must be shorter than the time limit "
-            f"(launch.time_min={launch.time_min}, that is {60 * launch.time_min} s)"
+            f"(launch.time_min={launch.time_min}: {60 * launch.time_min} s)"
         )
     for option in launch.slurm:
-        if instead := OWN_OPTIONS.get(str(option).replace("_", "-")):
+        if instead := RESERVED_SBATCH_OPTIONS.get(str(option).replace("_", "-")):
             raise ConfigError(f"launch.slurm.{option}: Laststep sets this itself; use {instead}")
     if launch.init_method is not None:
-        # An IPv6 address stands in brackets.
+        # An IPv6 address is written in brackets.
         at = re.fullmatch(r"env://|file:///.+|tcp://(?:[^:/\[\]]+|\[.+\]):(\d+)", launch.init_method)
         if not at or (at[1] and not 0 < int(at[1]) < 65536):
             raise ConfigError(
@@ -75,7 +76,7 @@ def check_values(config: Settings) -> None:
 
 
 def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int) -> None:
-    """Raise ConfigError unless the global batch divides into equal micro-batches for any of these numbers of ranks."""
+    """Raise ConfigError unless the global batch divides into equal micro-batches for each of these numbers of ranks."""
     wrong, step = [], 1
     for size in world_sizes:
         step = math.lcm(step, size * accumulate)
@@ -92,7 +93,7 @@ def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int) ->
 
 
 def _check_nodes(launch: Launch) -> None:
-    """Raise ConfigError unless launch.nodes is a number or a range."""
+    """Raise ConfigError unless launch.nodes is a positive number or a range of them."""
     given = f"launch.nodes={launch.nodes}"
     if not re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})?", str(launch.nodes)):
         raise ConfigError(f"{given}: must be of type {INT_OR_RANGE}")

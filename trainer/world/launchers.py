@@ -129,8 +129,8 @@ class Mpirun(Launcher):
     def world(cls, env: Env) -> World:
         rank, size, local_rank = (read_int(env, name) for name in cls.variables)
         local_size = read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
-        # mpirun does not number the nodes. This is right when all nodes have the same number of ranks and are filled one
-        # after the other. The ranks exchange their real hosts when they meet.
+        # mpirun does not number the nodes. This is right when every node has the same number of ranks and they are
+        # filled one after the other. The ranks exchange their real hosts when they meet.
         node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
         return cls._build_world(env, env.get("PMIX_NAMESPACE", "unnamed"), local_size, node, nodes)
 
