@@ -127,7 +127,7 @@ def test_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--backend", "nccl"], "launch.backend=nccl: needs a GPU for each rank, and torch finds no GPU"),
+        (["--backend", "nccl"], "launch.backend=nccl: needs a GPU for each rank, but torch finds no GPU"),
         (["--backend", "nccl", "--spawn", "2"], "launch.backend=nccl: needs a GPU for each rank"),
         (["--backend", "nccl2"], "launch.backend=nccl2: did you mean nccl?"),
         (["--spawn", "0"], "--spawn 0: must be at least 1"),

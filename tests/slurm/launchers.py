@@ -64,7 +64,7 @@ LAUNCHERS = (
         ((*TRAIN, "--spawn=2"),),
         ("TERM",),
         shown="python -m trainer --spawn 2",
-        refusal="starts its own ranks, whatever is around them",
+        refusal="starts its own ranks, whatever launcher it runs in",
     ),
     Launcher(
         "torchrun",
@@ -144,7 +144,7 @@ LAUNCHERS = (
         ("scontrol requeue",),
         shown="python launch.py --nodes 2",
         returns=True,
-        refusal="asks Slurm for what it starts",
+        refusal="its ranks always match the job that it submits",
     ),
     Launcher(
         "submitit, local",
@@ -153,7 +153,7 @@ LAUNCHERS = (
         shown="submitit.LocalExecutor",
         results=True,
         returns=True,
-        refusal="starts its own ranks, whatever is around them",
+        refusal="starts its own ranks, whatever launcher it runs in",
     ),
     Launcher(
         "submitit, debug",
@@ -162,7 +162,7 @@ LAUNCHERS = (
         shown="submitit.DebugExecutor",
         results=True,
         size=1,
-        refusal="is one process, whatever is around it",
+        refusal="is always a single process",
     ),
     Launcher(
         "a notebook",
@@ -171,7 +171,7 @@ LAUNCHERS = (
         shown="submit(config).result() in a cell",
         results=True,
         returns=True,
-        refusal="asks Slurm for what it starts",
+        refusal="its ranks always match the job that it submits",
     ),
 )
 

@@ -180,8 +180,8 @@ class Launch:
     )
     backend: str = setting(
         "auto",
-        "backend of the ranks' collectives; auto: nccl on GPUs, gloo on CPUs. gloo runs on both, slowly on GPUs: use it "
-        "to find out whether NCCL is the problem",
+        "backend of the ranks' collectives; auto: nccl on GPUs, gloo on CPUs. gloo runs on both, slowly on GPUs: use "
+        "it to find out whether NCCL is the problem",
         choices=("auto", "nccl", "gloo"),
     )
     setup: list[str] = setting(
