@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
@@ -22,16 +24,44 @@ def validate(config: Settings) -> None:
 
 def check_values(config: Settings) -> None:
     """`validate`, without checking that the global batch divides among the ranks."""
-    for key, f, value in fields_of(config):
-        choices, least = f.metadata["choices"], f.metadata["least"]
-        if f.type == "list[str]" and not all(isinstance(line, str) for line in value):
-            raise ConfigError(f"{key}={value}: must be of type list[str]")
-        if choices and value not in choices:
-            raise ConfigError(f"{key}={value}: {nearest(str(value), choices)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{key}={value}: must be a finite number")
-        if least is not None and isinstance(value, (int, float)) and value < least:
-            raise ConfigError(f"{key}={value}: must be at least {least:g}")
+    for key, field, value in fields_of(config):
+        _check_limits(key, field, value)
+    _check_single_keys(config)
+    _check_launch(config)
+
+
+def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int) -> None:
+    """Raise ConfigError unless the global batch divides into equal micro-batches for each of these numbers of ranks."""
+    wrong, divisor = [], 1
+    for size in world_sizes:
+        divisor = math.lcm(divisor, size * accumulate)
+        if batch_size % (size * accumulate):
+            wrong.append(str(size))
+        if divisor > LARGEST_BATCH:
+            break
+    if wrong:
+        near = max(divisor, round(batch_size / divisor) * divisor)
+        raise ConfigError(
+            f"train.batch_size={batch_size}: not divisible by {', '.join(wrong)} ranks x "
+            f"train.accumulate={accumulate}; {'use fewer nodes' if divisor > LARGEST_BATCH else f'{near} would be'}"
+        )
+
+
+def _check_limits(key: str, field: dataclasses.Field[Any], value: Any) -> None:
+    """Raise ConfigError for a value outside the limits that the schema gives for its key."""
+    choices, least = field.metadata["choices"], field.metadata["least"]
+    if field.type == "list[str]" and not all(isinstance(line, str) for line in value):
+        raise ConfigError(f"{key}={value}: must be of type list[str]")
+    if choices and value not in choices:
+        raise ConfigError(f"{key}={value}: {nearest(str(value), choices)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value}: must be a finite number")
+    if least is not None and isinstance(value, (int, float)) and value < least:
+        raise ConfigError(f"{key}={value}: must be at least {least:g}")
+
+
+def _check_single_keys(config: Settings) -> None:
+    """Raise ConfigError for limits of single keys that the schema cannot express."""
     if config.optim.lr == 0:
         raise ConfigError("optim.lr=0: the model would learn nothing; give a positive learning rate")
     if config.train.ema_decay >= 1:
@@ -43,6 +73,10 @@ def check_values(config: Settings) -> None:
     minutes = config.checkpoint.every_minutes
     if isinstance(minutes, str) and minutes != "auto":
         raise ConfigError(f"checkpoint.every_minutes={minutes}: must be of type {FLOAT_OR_AUTO} or null")
+
+
+def _check_launch(config: Settings) -> None:
+    """Raise ConfigError for a job that cannot start as configured."""
     launch = config.launch
     _check_nodes(launch)
     if launch.gpus_per_node and launch.tasks_per_node not in (None, launch.gpus_per_node):
@@ -72,23 +106,6 @@ def check_values(config: Settings) -> None:
     if launch.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", launch.name):
         raise ConfigError(
             f"launch.name={launch.name!r}: use up to 200 letters, digits, '.', '_' and '-', a letter or digit first"
-        )
-
-
-def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int) -> None:
-    """Raise ConfigError unless the global batch divides into equal micro-batches for each of these numbers of ranks."""
-    wrong, step = [], 1
-    for size in world_sizes:
-        step = math.lcm(step, size * accumulate)
-        if batch_size % (size * accumulate):
-            wrong.append(str(size))
-        if step > LARGEST_BATCH:
-            break
-    if wrong:
-        near = max(step, round(batch_size / step) * step)
-        raise ConfigError(
-            f"train.batch_size={batch_size}: not divisible by {', '.join(wrong)} ranks x "
-            f"train.accumulate={accumulate}; {'use fewer nodes' if step > LARGEST_BATCH else f'{near} would be'}"
         )
 
 
