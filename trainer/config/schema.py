@@ -71,7 +71,9 @@ class Optim:
     weight_decay: float = setting(0.0, "weight decay (coupled for sgd, decoupled for adamw)", least=0)
     momentum: float = setting(0.9, "momentum, for sgd only", least=0)
     schedule: str = setting(
-        "cosine", "how the learning rate changes after the warm-up", choices=("cosine", "step", "constant")
+        "cosine",
+        "learning rate after the warm-up; cosine: falls to 0, step: divided by 10 after each third, constant: lr",
+        choices=("cosine", "step", "constant"),
     )
     warmup_steps: int = setting(0, "steps of warm-up, in which the learning rate rises linearly from 0 to lr", least=0)
     clip_norm: float | None = setting(
@@ -165,11 +167,11 @@ class Launch:
         least=1,
     )
     max_timeouts: int = setting(
-        100, "requeue a job after at most this many attempts that ended at the time limit", least=0
+        100, "attempts of a job that may end at the time limit before it is no longer requeued", least=0
     )
     max_failures: int = setting(
         3,
-        "requeue a job after at most this many attempts that crashed, hung or were lost, and kept no new step",
+        "attempts of a job that may crash, hang or be lost without keeping a new step before it is no longer requeued",
         least=0,
     )
     hang_timeout_s: int = setting(600, "seconds that a rank waits for its peers before it ends the attempt", least=1)
