@@ -20,7 +20,7 @@ from tests.support.tasks import read_one_step_late
 from trainer.commands.verify import inspect
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
-from trainer.world.group import is_of_absence
+from trainer.world.group import is_peer_loss
 
 FAULTY = ("task=tests.support.tasks.Faulty", "launch.hang_timeout_s=5", "launch.max_failures=9")
 KILLED = -signal.SIGKILL
@@ -158,8 +158,8 @@ def test_alone(root: Path) -> None:
 def test_a_broken_pipe_of_pythons_own() -> None:
     """It is one to a loader's process, which was killed. Taken for a lost peer, it would leave the log with a rank that
     lost contact, and no word of the loader."""
-    assert not is_of_absence(ConnectionResetError(104, "Connection reset by peer"))
-    assert is_of_absence(RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer"))
+    assert not is_peer_loss(ConnectionResetError(104, "Connection reset by peer"))
+    assert is_peer_loss(RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer"))
 
 
 def test_a_loader_worker_is_killed(root: Path) -> None:

@@ -102,10 +102,10 @@ def test_a_wrong_sum(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     """It is named, on one line; what rank 0 has put there for it is gone again."""
-    impatient = "from trainer.world import meet\nmeet.MEETING_S = 2.0"
+    impatient = "from trainer.world import group\ngroup.MEETING_S = 2.0"
     _, errors = end(begin(tmp_path, a_script(impatient), {**TWO, "RANK": "0"}), status=1)
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert re.search(r"rank 1 on .+ did not come within 2 s", line)
+    assert re.search(r"rank 1 on .+ did not join within 2 s", line)
     assert "Traceback" not in errors
     assert files(tmp_path) == []
 
@@ -127,7 +127,7 @@ def test_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--backend", "nccl"], "launch.backend=nccl: needs a GPU for each rank, and torch finds no GPU"),
+        (["--backend", "nccl"], "launch.backend=nccl: needs a GPU for each rank, but torch finds no GPU"),
         (["--backend", "nccl", "--spawn", "2"], "launch.backend=nccl: needs a GPU for each rank"),
         (["--backend", "nccl2"], "launch.backend=nccl2: did you mean nccl?"),
         (["--spawn", "0"], "--spawn 0: must be at least 1"),

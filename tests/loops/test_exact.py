@@ -184,14 +184,16 @@ def test_other_arithmetic_is_told(root: Path) -> None:
         if threads == 1:
             assert told == []
         else:
-            assert told == ["resumes with threads 2 (was 1): the last bits may differ; OMP_NUM_THREADS=1 keeps them"]
+            assert told == [
+                "resuming with threads 2 (was 1): the last bits may differ; set OMP_NUM_THREADS=1 to keep them"
+            ]
     manifest = attempt.run.checkpoints / "step_000000006" / "manifest.json"
     said = json.loads(manifest.read_text())
     said["numerics"]["torch"] = "1.13.1"
     manifest.write_text(json.dumps(said))
     last = Attempt(small, before=partial(torch.set_num_threads, 2))
     assert last.wait() == [0, 0], last.output()
-    assert f"WARNING: resumes with torch {torch.__version__} (was 1.13.1): the last bits may differ\n" in last.output()
+    assert f"WARNING: resuming with torch {torch.__version__} (was 1.13.1): the last bits may differ\n" in last.output()
 
 
 def test_stop_after_the_last_step_is_no_stop(root: Path) -> None:

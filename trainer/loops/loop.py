@@ -28,7 +28,7 @@ from trainer.observe.startup import StartupTimer
 from trainer.observe.tensorboard import TensorBoard
 from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
-from trainer.world.device import LastUpdate, numerics, other_numerics, to_host
+from trainer.world.device import LastUpdate, changed_numerics, describe_numerics, start_copy_to_host
 from trainer.world.group import Group
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Watchdog
@@ -74,7 +74,7 @@ class Loop(ABC):
             self.config.checkpoint, run, self.store, self.group, self.metrics, self.progress, watch, stopping
         )
         means.closing.callback(self.saves.close)
-        self.numerics = numerics(self.group.device)
+        self.numerics = describe_numerics(self.group.device)
         self.position = Position()
         self.whole = threading.Lock()
         self.last_update = LastUpdate(self.group.device)
@@ -166,7 +166,7 @@ class Loop(ABC):
             word = torch.full((1,), steps, dtype=torch.float64, device=self.group.device)
             self.group.broadcast([word])
             sent.append(word)
-        self._asked = len(self.pending), asks, to_host(torch.cat(sent)) if sent else list
+        self._asked = len(self.pending), asks, start_copy_to_host(torch.cat(sent)) if sent else list
 
     def _hear(self) -> None:
         """Enter in metrics.jsonl what was asked for. Raises NotFinite."""
@@ -194,7 +194,7 @@ class Loop(ABC):
         manifest = self.store.manifest(step)
         state = load(self.store.path(step), manifest)
         self.position = Position(**state.pop("position"))
-        if changed := other_numerics(manifest.numerics, self.numerics):
+        if changed := changed_numerics(manifest.numerics, self.numerics):
             self.progress.say(f"WARNING: {changed}")
         return state
 
