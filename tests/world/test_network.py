@@ -6,7 +6,6 @@ be noticed. Here each host is a network namespace with its own address, and know
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
@@ -18,34 +17,26 @@ from typing import Any
 
 import pytest
 
-from tests.loops.test_exact import config, undisturbed
 from tests.support.hosts import Hosts, missing
+from tests.support.needs import require
 from tests.support.ranks import fingerprint, reasons
+from tests.support.runs import config, undisturbed
+from tests.support.waiting import DEADLINE_S
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
-DEADLINE_S = 120.0
 PORT = "29500"
 HELD = ("task=tests.support.tasks.Held", "launch.hang_timeout_s=6")
 
 
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("network")
-
-
-def hosts_or_skip(ip_version: int = 4) -> Hosts:
-    """Two hosts. In CI (LASTSTEP_REQUIRE_ALL=1) their absence is a failure, not a skip."""
-    if lack := missing():
-        if os.environ.get("LASTSTEP_REQUIRE_ALL"):
-            pytest.fail(lack)
-        pytest.skip(lack)
+def two_hosts(ip_version: int = 4) -> Hosts:
+    require(missing())
     return Hosts(2, ip_version)
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    with hosts_or_skip() as two:
+    with two_hosts() as two:
         yield two
 
 
@@ -153,11 +144,11 @@ def test_ranks_meet_over_a_real_link(
     """Whatever of names and addresses a network offers, and however the ranks are told where to meet, they do, and the
     weights are those of as many ranks on one host."""
     name = request.node.callspec.id.replace(" ", "-")
-    with hosts_or_skip(ip_version) as hosts:
+    with two_hosts(ip_version) as hosts:
         env = setting(hosts) if setting else {}
         options = (f"launch.init_method={method.format(h1=hosts[0].address, root=root)}",) if method else ()
         ranks = Ranks(hosts, root, name, ("launch.hang_timeout_s=20", *options), per_host, env=env)
-        assert finishes(ranks) == undisturbed(root, 2 * per_host, ())
+        assert finishes(ranks) == undisturbed(2 * per_host, ())
     assert not list(root.glob("meeting-point*")), "a file that stayed would mislead the next attempt"
     (record,) = read_lines(ranks.run.attempts)
     assert record["hosts"] == ["h1", "h2"]
@@ -171,7 +162,7 @@ def test_a_name_server_that_does_not_answer(hosts: Hosts, root: Path) -> None:
         for host in hosts:
             host.asks(hosts.address(1))
         ranks = Ranks(hosts, root, "nameless", per_host=2)
-        assert finishes(ranks) == undisturbed(root, 4, ())
+        assert finishes(ranks) == undisturbed(4, ())
         silent.settimeout(DEADLINE_S)
         assert silent.recv(512), "it was asked"
     (meeting_s,) = re.findall(r"meeting ([\d.]+)", ranks.output())
@@ -211,7 +202,7 @@ def test_the_link_drops(hosts: Hosts, root: Path, torn: bool) -> None:
         lambda: all("attempt begins" in log.read_text() for log in again.logs), "both ranks look for each other"
     )
     hosts.mend()
-    assert finishes(again) == undisturbed(root, 2, ())
+    assert finishes(again) == undisturbed(2, ())
     assert [record["start_step"] for record in read_lines(again.run.attempts)] == [0, kept]
 
 
@@ -232,7 +223,7 @@ def test_the_link_comes_back_in_time(hosts: Hosts, root: Path) -> None:
     (root / "flap-hold" / "go").touch()
     time.sleep(2)  # the outage
     hosts.mend()
-    assert finishes(ranks) == undisturbed(root, 2, ())
+    assert finishes(ranks) == undisturbed(2, ())
     assert reasons(ranks.run) == ["finished"]
 
 
@@ -273,6 +264,6 @@ def test_torchrun_over_two_hosts(hosts: Hosts, root: Path) -> None:
     codes = [agent.wait(DEADLINE_S) for agent in agents]
     assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
     run = RunDir(root / "torchrun")
-    assert fingerprint(run) == undisturbed(root, 2, ())
+    assert fingerprint(run) == undisturbed(2, ())
     (record,) = read_lines(run.attempts)
     assert record["hosts"] == ["h1", "h2"]
