@@ -210,8 +210,8 @@ def test_report() -> None:
 SAY_HELLO = """
 import sys
 from pathlib import Path
-from trainer.config import Config
-from trainer.world import hello
+from trainer.config.config import Config
+from trainer.doctor import hello
 hello.SIZES = hello.SIZES[:2]
 hello.EDGE = 64
 greeting = hello.Hello(Config.load(), Path(sys.argv[1]))()
