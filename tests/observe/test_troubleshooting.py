@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.attempt.test_rescue import FAULTY, befall
-from tests.doctor.test_hello import begin, end
-from tests.loops.test_exact import config
+from tests.support.commands import begin, end
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
+from tests.support.runs import FAULTY, befall, config
 from trainer.commands.parsers import PARSERS
 from trainer.config.config import Config
 from trainer.config.keys import fields_of

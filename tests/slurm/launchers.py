@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import fingerprint, train
+from tests.support.undisturbed import undisturbed_run
 from trainer.config.config import Config
 
 # 7 steps an epoch. tests.support.tasks.AwaitsStop can be stopped in the eighth step of each attempt, so once in two
@@ -176,8 +174,6 @@ LAUNCHERS = (
 )
 
 
-@cache
-def undisturbed(root: Path, size: int, epochs: int) -> dict[str, Any]:
-    """The fingerprint of a run that nobody touched, of so many ranks."""
-    place = (f"launch.root={root}", f"launch.name=calm-{size}-{epochs}", f"launch.tasks_per_node={size}")
-    return fingerprint(train(Config.load("mnist", (*SMALL, f"train.epochs={epochs}", *place))))
+def undisturbed(size: int, epochs: int) -> dict[str, Any]:
+    """The fingerprint of a run of `size` ranks that nobody stops."""
+    return undisturbed_run(Config.load("mnist", (*SMALL, f"train.epochs={epochs}", f"launch.tasks_per_node={size}")))

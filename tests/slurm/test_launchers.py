@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.slurm.conftest import Desk
+from tests.slurm.desk import Desk
 from tests.slurm.launchers import LAUNCHERS, SMALL, Launcher, undisturbed
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
@@ -99,7 +99,7 @@ def test_it_starts_stops_and_goes_on(desk: Desk, table: Table, launcher: Launche
     table.note(launcher, "stop", "; ".join(f"`{stop}`: no step lost" for stop in launcher.stops))
     after = "starts again by itself" if launcher.returns else "run the command again to continue"
     table.note(launcher, "after the stop", after)
-    assert fingerprint(desk.run(run)) == undisturbed(desk.folder, launcher.size, epochs)
+    assert fingerprint(desk.run(run)) == undisturbed(launcher.size, epochs)
     table.note(launcher, "weights", "same as the undisturbed run")
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.loops.test_exact import config
 from tests.support.ranks import reasons, starts
+from tests.support.runs import config
+from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
@@ -24,7 +25,6 @@ from trainer.rundir import RunDir
 from trainer.world import address
 from trainer.world.world import hostname
 
-DEADLINE_S = 120.0
 HERE = hostname()
 # A rank waits 4 s for the others; by default each of these tests would take a minute.
 SHORT_TIMEOUT = "launch.hang_timeout_s=4"

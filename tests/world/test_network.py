@@ -7,7 +7,6 @@ test defines.
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
@@ -19,34 +18,26 @@ from typing import Any
 
 import pytest
 
-from tests.loops.test_exact import config, undisturbed
 from tests.support.hosts import Hosts, missing
+from tests.support.needs import require
 from tests.support.ranks import fingerprint, reasons
+from tests.support.runs import config, undisturbed
+from tests.support.waiting import DEADLINE_S
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
-DEADLINE_S = 120.0
 PORT = "29500"
 HELD = ("task=tests.support.tasks.Held", "launch.hang_timeout_s=6")
 
 
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("network")
-
-
-def hosts_or_skip(ip_version: int = 4) -> Hosts:
-    """Two hosts. Where they cannot be made the test is skipped; in CI (LASTSTEP_REQUIRE_ALL=1) it fails."""
-    if lack := missing():
-        if os.environ.get("LASTSTEP_REQUIRE_ALL"):
-            pytest.fail(lack)
-        pytest.skip(lack)
+def two_hosts(ip_version: int = 4) -> Hosts:
+    require(missing())
     return Hosts(2, ip_version)
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    with hosts_or_skip() as two:
+    with two_hosts() as two:
         yield two
 
 
@@ -154,11 +145,11 @@ def test_ranks_meet_over_a_real_link(
     """The ranks meet whatever names and addresses the network has, and wherever they are told to meet. The weights are
     the same as with all ranks on one host."""
     name = request.node.callspec.id.replace(" ", "-")
-    with hosts_or_skip(ip_version) as hosts:
+    with two_hosts(ip_version) as hosts:
         env = setting(hosts) if setting else {}
         options = (f"launch.init_method={method.format(h1=hosts[0].address, root=root)}",) if method else ()
         ranks = Ranks(hosts, root, name, ("launch.hang_timeout_s=20", *options), per_host, env=env)
-        assert finishes(ranks) == undisturbed(root, 2 * per_host, ())
+        assert finishes(ranks) == undisturbed(2 * per_host, ())
     assert not list(root.glob("meeting-point*")), "a file that is left behind would mislead the next attempt"
     (record,) = read_lines(ranks.run.attempts)
     assert record["hosts"] == ["h1", "h2"]
@@ -172,7 +163,7 @@ def test_a_name_server_that_does_not_answer(hosts: Hosts, root: Path) -> None:
         for host in hosts:
             host.asks(hosts.address(1))
         ranks = Ranks(hosts, root, "nameless", per_host=2)
-        assert finishes(ranks) == undisturbed(root, 4, ())
+        assert finishes(ranks) == undisturbed(4, ())
         silent.settimeout(DEADLINE_S)
         assert silent.recv(512), "the name server was asked"
     (meeting_s,) = re.findall(r"meeting ([\d.]+)", ranks.output())
@@ -213,7 +204,7 @@ def test_the_link_drops(hosts: Hosts, root: Path, torn: bool) -> None:
         lambda: all("attempt begins" in log.read_text() for log in again.logs), "both ranks look for each other"
     )
     hosts.mend()
-    assert finishes(again) == undisturbed(root, 2, ())
+    assert finishes(again) == undisturbed(2, ())
     assert [record["start_step"] for record in read_lines(again.run.attempts)] == [0, kept]
 
 
@@ -234,7 +225,7 @@ def test_the_link_comes_back_in_time(hosts: Hosts, root: Path) -> None:
     (root / "flap-hold" / "go").touch()
     time.sleep(2)  # the outage
     hosts.mend()
-    assert finishes(ranks) == undisturbed(root, 2, ())
+    assert finishes(ranks) == undisturbed(2, ())
     assert reasons(ranks.run) == ["finished"]
 
 
@@ -275,6 +266,6 @@ def test_torchrun_over_two_hosts(hosts: Hosts, root: Path) -> None:
     codes = [agent.wait(DEADLINE_S) for agent in agents]
     assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
     run = RunDir(root / "torchrun")
-    assert fingerprint(run) == undisturbed(root, 2, ())
+    assert fingerprint(run) == undisturbed(2, ())
     (record,) = read_lines(run.attempts)
     assert record["hosts"] == ["h1", "h2"]
