@@ -84,6 +84,26 @@ def test_files_are_short_and_say_what_they_are_for(path: Path) -> None:
     assert ast.get_docstring(ast.parse(text))
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=module_of)
+def test_classes_are_short(path: Path) -> None:
+    """A class that nobody can hold in their head has more than one job."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= 200, f"{node.name} has {length} lines"
+
+
+def test_few_modules_at_the_top() -> None:
+    """A newcomer who opens trainer/ must see subjects, not a list of modules."""
+    assert len(list((PROJECT / "trainer").glob("*.py"))) <= 9
+
+
+def test_each_folder_says_what_belongs_there() -> None:
+    """And what does not, with the place where that is."""
+    for package in (PROJECT / "trainer").glob("*/__init__.py"):
+        assert "Not here:" in (ast.get_docstring(ast.parse(package.read_text())) or ""), package
+
+
 def test_model_names_are_torchvisions() -> None:
     """The list is read from torchvision's source, without importing it: it must not miss or invent a model."""
     assert model_names() == sorted({"convnet", *models.list_models(module=models)})
