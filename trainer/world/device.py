@@ -69,7 +69,7 @@ def choose_backend(config: Config, device: torch.device) -> str:
         raise ConfigError(f"launch.backend=nccl: needs a GPU for each rank, but {why}; use gloo")
     if not dist.is_backend_available(backend):
         other = "gloo" if backend == "nccl" else "nccl"
-        raise ConfigError(f"launch.backend={backend}: torch {torch.__version__} was built without it; use {other}")
+        raise ConfigError(f"launch.backend={backend}: torch {torch.__version__} is built without it; use {other}")
     return backend
 
 
