@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from benchmarks._measure import spread, write_results
 from trainer.checkpoint.pack import load
-from trainer.checkpoint.store import CHUNK, CheckpointStore
+from trainer.checkpoint.store import READ_BYTES, CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
 LIMIT = 1.2  # times the floor's median
@@ -84,7 +84,7 @@ def write(store: CheckpointStore, gigabytes: float, shards: int) -> None:
     state = {f"tensor {number}": torch.rand(int(gigabytes * 1e9 / 4 / TENSORS)) for number in range(TENSORS)}
     savers = [CheckpointWriter(store, keys, rank, shards, torch.device("cpu")) for rank in range(shards)]
     for saver in savers:
-        saver.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, (1, 0))
+        saver.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, 1, 0)
     for saver in savers:
         if not saver.wait(600) or saver.error:
             raise saver.error or TimeoutError("a save took ten minutes")
@@ -150,11 +150,11 @@ def torch_load(store: CheckpointStore) -> Any:
 
 def hash_alone(store: CheckpointStore) -> Any:
     """See the top. What the bytes are makes no difference."""
-    manifest, chunk = store.manifest(1), bytes(CHUNK)
+    manifest, chunk = store.manifest(1), bytes(READ_BYTES)
 
     def one(name: str) -> None:
         digest = hashlib.sha256()
-        for _ in range(0, manifest.files[name]["bytes"], CHUNK):
+        for _ in range(0, manifest.files[name]["bytes"], READ_BYTES):
             digest.update(chunk)
 
     with ThreadPoolExecutor(len(manifest.shards)) as pool:
@@ -173,7 +173,7 @@ def cache(folder: Path, wanted: bool) -> None:
             with path.open("rb", buffering=0) as file:
                 if not wanted:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                while wanted and file.read(CHUNK):
+                while wanted and file.read(READ_BYTES):
                     pass
 
 

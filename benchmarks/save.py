@@ -207,7 +207,7 @@ def ways_to_save(state: dict[str, Any], keys: dist.Store, rank: int) -> dict[str
                 CheckpointWriter(CheckpointStore(folder.parent / "ours"), keys, rank, RANKS, torch.device("cpu"))
             )
         saver = savers[0]
-        saver.start(CheckpointInfo(number + 1, 1, 1, {}), state, lambda: None, (1, 0))
+        saver.start(CheckpointInfo(number + 1, 1, 1, {}), state, lambda: None, 1, 0)
 
         def ended() -> bool:
             if saver.error:
@@ -266,7 +266,7 @@ def bytes_per_rank(state: Any, folder: Path) -> dict[int, int]:
         store, keys = CheckpointStore(folder / f"of {size}"), dist.HashStore()
         savers = [CheckpointWriter(store, keys, rank, size, torch.device("cpu")) for rank in range(size)]
         for saver in savers:
-            saver.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, (1, 0))
+            saver.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, 1, 0)
         for saver in savers:
             if not saver.wait(600) or saver.error:
                 raise saver.error or TimeoutError("a save took ten minutes")

@@ -32,7 +32,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from trainer.world.world import World
 
 from benchmarks._measure import DEADLINE_S, write_results
 from trainer.attempt.rescue import Survivor, gather
@@ -45,6 +44,7 @@ from trainer.world.group import sign_in
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Beat, Watchdog
+from trainer.world.world import World
 
 SIZES = (2, 8, 32, 128, 512, 1024)
 REAL = (2, 4, 8)  # ranks whose open files are counted
@@ -185,11 +185,11 @@ def _checkpoint(stores: list[dist.Store], size: int, folder: Path) -> dict[str, 
     ]
     about = CheckpointInfo(1, 1, 1, {})
     for saver in savers:  # so that the memory for their stripes is there
-        saver.start(about, state, lambda: None, (1, 0))
+        saver.start(about, state, lambda: None, 1, 0)
     _ended(savers)
     began = time.perf_counter()
     for saver in savers:
-        saver.start(about, state, lambda: None, (1, 0))
+        saver.start(about, state, lambda: None, 1, 0)
     _ended(savers)
     saved = time.perf_counter()
     manifest = store.verify(1)

@@ -81,7 +81,7 @@ def save(saver: CheckpointWriter, number: int, state: Any, work: Work) -> dict[s
     """One save, from its call to its commit."""
     quiet = statistics.median(work.step() for _ in range(QUIET_STEPS))
     began = time.perf_counter()
-    saver.start(CheckpointInfo(number, 1, 1, {}), state, lambda: None, (1, 0))
+    saver.start(CheckpointInfo(number, 1, 1, {}), state, lambda: None, 1, 0)
     stall = time.perf_counter() - began
     beside = [work.step()]
     while not saver.wait(0):

@@ -73,7 +73,7 @@ def test_a_save_is_of_its_moment(tmp_path: Path, device: str) -> None:
     store = CheckpointStore(tmp_path)
     saver = CheckpointWriter(store, dist.HashStore(), 0, 1, torch.device(device))
     for step in (1, 2):
-        saver.start(CheckpointInfo(step, 1, step, {}), {"weight": weight}, lambda: None, (2, 0))
+        saver.start(CheckpointInfo(step, 1, step, {}), {"weight": weight}, lambda: None, 2, 0)
         weight.zero_()
         assert saver.wait(60) and saver.error is None
     saver.close()
