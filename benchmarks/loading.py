@@ -43,7 +43,7 @@ from torchvision.transforms import (
 from benchmarks._measure import spread, write_results
 from trainer.config.config import Config
 from trainer.data.catalog import DATASETS, MNIST_5K
-from trainer.data.loader import Loading, TrainBatches
+from trainer.data.loader import LoaderFactory, TrainBatchKeys
 from trainer.data.order import Order
 from trainer.tasks.classification import Classification
 from trainer.world.group import Group
@@ -148,10 +148,10 @@ def ours(workload: Workload, root: Path) -> Contender:
     task = Classification(Config.load(None, words))
     train, _ = task.datasets()
     if workload.cache:
-        train.decoded.share(Group(detect_world(), HashStore(), torch.device("cpu")), "train")  # type: ignore[attr-defined]
+        train.decoded.open_shared(Group(detect_world(), HashStore(), torch.device("cpu")), "train")  # type: ignore[attr-defined]
     order = Order(workload.images, workload.batch_size, seed=0)
-    keys = TrainBatches(order, range(order.steps_per_epoch), rank=0, size=1, micro_batches=1)
-    loading = Loading(None, workload.workers, torch.device("cpu"), timeout_s=60)
+    keys = TrainBatchKeys(order, range(order.steps_per_epoch), rank=0, size=1, micro_batches=1)
+    loading = LoaderFactory(None, workload.workers, torch.device("cpu"), timeout_s=60)
     return loading.loader(train, 0, keys), task.on_device
 
 

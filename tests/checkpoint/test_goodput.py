@@ -21,9 +21,7 @@ def attempts(run: Conditions, interval_s: float, count: int, seed: int) -> list[
         death_s, stop_s = run.death_s * draw.expovariate(1), run.stop_every_s * draw.expovariate(1)
         end_s = min(death_s, stop_s)
         now, trained, saved = run.restart_s, 0.0, 0.0
-        writing: tuple[float, float] | None = (
-            None  # the current save: when it is on the disk, and what it has
-        )
+        writing: tuple[float, float] | None = None  # the current save: when it is on the disk, and what it has
         while now < end_s:
             work_s = min(interval_s - run.save_s, end_s - now)
             trained, now = trained + work_s, now + work_s

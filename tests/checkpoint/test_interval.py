@@ -45,7 +45,7 @@ def auto_interval(*ends: dict[str, Any], nodes: int = 4, cost_s: float = 10.0) -
 
 def test_it_is_the_best_for_what_the_run_has_seen() -> None:
     """Two failures in 8 hours on 4 nodes: one in 4 hours, and on 8 nodes one in 2. Ends that lose no step are no
-    reason to save, nor is a crash before the first step, from a wrong path for example; a preemption that lost steps is."""
+    reason to save, nor is a crash before the first step, say from a wrong path; a preemption that lost steps is."""
     seen = [end("lost", 3, lost=70), end("preempted", 2), end("timeout", 1), end("cancelled", 1), end("hung", 1)]
     assert auto_interval(*seen).seconds == pytest.approx(daly(10, 4 * HOUR), rel=1e-3)
     assert auto_interval(*seen, nodes=8).seconds == pytest.approx(daly(10, 2 * HOUR), rel=1e-3)

@@ -28,9 +28,9 @@ from tests.support.photos import make_folder, photo
 from tests.support.worlds import a_world
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
-from trainer.data import datasets, decoded
+from trainer.data import datasets, decoded_cache
 from trainer.data.image_files import ImageFiles, read_image
-from trainer.data.loader import VALIDATION, Loading, TrainBatches
+from trainer.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys
 from trainer.data.order import Order, seed_generators
 from trainer.data.pixels import Augmentation, Images, normalized
 from trainer.tasks.classification import Classification
@@ -91,14 +91,14 @@ def few(dataset: Any) -> Dataset[Any]:
     return dataset
 
 
-def loading(workers: int = 0, **more: Any) -> Loading:
-    return Loading(**{"collate": None, "workers": workers, "device": CPU, "timeout_s": 60, **more})
+def loading(workers: int = 0, **more: Any) -> LoaderFactory:
+    return LoaderFactory(**{"collate": None, "workers": workers, "device": CPU, "timeout_s": 60, **more})
 
 
 def samples(task: Classification, dataset: Any, rank: int, size: int, **how: Any) -> dict[tuple[int, int], Tensor]:
     """What a rank's steps learn from, by epoch and index: the images that reach the model."""
     begin, micro_batches = how.pop("begin", 0), how.pop("micro_batches", 1)
-    keys = list(TrainBatches(Order(30, BATCH, 3), range(begin, STEPS), rank, size, micro_batches))
+    keys = list(TrainBatchKeys(Order(30, BATCH, 3), range(begin, STEPS), rank, size, micro_batches))
     loader = loading(**how).loader(dataset, 3, keys)
     found = {}
     try:
@@ -187,7 +187,7 @@ def rows() -> TensorDataset:
 
 def test_memory_gives_the_batches_of_samples() -> None:
     """Batches that are taken at once are those that torch makes of the samples one by one, kind and all."""
-    keys = list(TrainBatches(Order(30, 7, 3), range(9), 0, 1, 1))
+    keys = list(TrainBatchKeys(Order(30, 7, 3), range(9), 0, 1, 1))
     tensors = rows()
     slowly = list(loading(collate=default_collate).loader(tensors, 3, keys))
     at_once = list(loading().loader(tensors, 3, keys))
@@ -374,7 +374,7 @@ def test_a_damaged_file_is_named_by_the_device(kept: int, tmp_path: Path) -> Non
     batch = next(iter(loading().loader(task.datasets()[0], 3, [(0, range(4))])))
     with pytest.raises(ConfigError) as raised:
         task.on_device(batch)
-    assert str(raised.value).startswith(f"data.root={tmp_path}: {victim} is not a whole image (")
+    assert str(raised.value).startswith(f"data.root={tmp_path}: {victim} is not an intact image (")
     assert "\n" not in str(raised.value)
 
 
@@ -387,7 +387,7 @@ def cached(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tup
     task = Classification(Config.load(None, [*words, "data.args.augment=true"]))
     images = task.datasets()[0]
     assert isinstance(images, ImageFiles) and images.decoded is not None
-    images.decoded.share(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
+    images.decoded.open_shared(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
     assert [path.name for path in tmp_path.iterdir()] == ["photos"], "nothing stays behind, however the ranks end"
     return task, images
 
@@ -411,11 +411,11 @@ def test_no_room_for_decoded_images(
     """A share of the disk is left to others, which one line says, and a disk that is full all the same ends no
     training: the images are decoded each time, into the same samples."""
     task, images = cached
-    monkeypatch.setattr(decoded, "SPARE", 1.0)
+    monkeypatch.setattr(decoded_cache, "SPARE_SHARE", 1.0)
     without = samples(task, images, 0, 1)
     samples(task, images, 0, 1, workers=2)
     assert capfd.readouterr().out.count("has no room for more decoded images: the rest is decoded each time") == 1
-    assert images.decoded is not None and not any(map(images.decoded.find, range(30)))
+    assert images.decoded is not None and not any(map(images.decoded.get, range(30)))
     monkeypatch.undo()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
@@ -423,9 +423,9 @@ def test_no_room_for_decoded_images(
         full = samples(task, images, 0, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert 0 < sum(images.decoded.find(index) is not None for index in range(30)) < 30
+    assert 0 < sum(images.decoded.get(index) is not None for index in range(30)) < 30
     found = samples(task, images, 0, 1)
-    assert all(images.decoded.find(index) for index in range(30))
+    assert all(images.decoded.get(index) for index in range(30))
     assert all(torch.equal(image, full[key]) and torch.equal(image, found[key]) for key, image in without.items())
 
 
@@ -436,7 +436,7 @@ def test_nowhere_to_keep_decoded_images(photos: Path, monkeypatch: pytest.Monkey
     task = Classification(Config.load(None, [*words, "data.args.cache=true"]))
     images = task.datasets()[0]
     assert isinstance(images, ImageFiles) and images.decoded is not None
-    images.decoded.share(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
+    images.decoded.open_shared(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
     assert len(samples(task, images, 0, 1)) == 60
 
 
@@ -445,11 +445,11 @@ def test_a_worker_dies_while_it_keeps_an_image(cached: tuple[Classification, Ima
     task, images = cached
     expected = samples(task, images, 0, 1)
     assert images.decoded is not None and images.decoded._file is not None
-    size = decoded._ENTRY.size
+    size = decoded_cache._ENTRY.size
     entry = os.pread(images.decoded._file, size, size * 7)
     for written in range(1, size):
         os.pwrite(images.decoded._file, entry[:written] + bytes(size - written), size * 7)
-        assert images.decoded.find(7) is None or not any(entry[written:])
+        assert images.decoded.get(7) is None or not any(entry[written:])
     found = samples(task, images, 0, 1)
     assert all(torch.equal(image, found[key]) for key, image in expected.items())
 
@@ -475,7 +475,7 @@ def test_a_damaged_file_is_named(damage: str, workers: int, tmp_path: Path) -> N
         next(iter(loader))
     loader.close()
     said = str(raised.value)
-    assert said.startswith(f"data.root={tmp_path}: {victim} is not a whole image (") and said.endswith("; replace it")
+    assert said.startswith(f"data.root={tmp_path}: {victim} is not an intact image (") and said.endswith("; replace it")
     assert "\n" not in said and "0x" not in said and "cpp" not in said
 
 

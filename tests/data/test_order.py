@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from trainer.data.loader import VALIDATION, Loading, TrainBatches, ValidationBatches
+from trainer.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from trainer.data.order import Order, seed_generators, seed_of
 
 ORDERS = st.builds(Order, st.integers(1, 200), st.integers(1, 64), st.integers(0, 2**40))
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def step_samples(order: Order, step: int, size: int, micro_batches: int) -> list[int]:
     """What all ranks together take in one step."""
-    return [i for rank in range(size) for share in order.share(step, rank, size, micro_batches) for i in share]
+    return [i for rank in range(size) for share in order.micro_batches(step, rank, size, micro_batches) for i in share]
 
 
 @given(ORDERS, st.data())
@@ -46,8 +46,8 @@ def test_each_sample_once_an_epoch(order: Order, data: st.DataObject) -> None:
 def test_shares_are_even(order: Order, size: int, micro_batches: int, step: int) -> None:
     """Ranks wait for the one that has most to do; in a full batch, each has the very same number. Batch norm cannot
     train on one sample, so a short batch gives none where it cannot give two."""
-    counts = [count for rank in range(size) for count in order.share_counts(step, rank, size, micro_batches)]
-    shares = [len(share) for rank in range(size) for share in order.share(step, rank, size, micro_batches)]
+    counts = [count for rank in range(size) for count in order.micro_batch_sizes(step, rank, size, micro_batches)]
+    shares = [len(share) for rank in range(size) for share in order.micro_batches(step, rank, size, micro_batches)]
     assert counts == shares
     filled = [count for count in counts if count]
     assert max(filled) - min(filled) <= 1
@@ -63,19 +63,19 @@ def test_batches_from_any_step_on(order: Order, size: int, micro_batches: int, d
     steps = data.draw(st.integers(1, 2 * order.steps_per_epoch + 1))
     start = data.draw(st.integers(0, steps))
     rank = data.draw(st.integers(0, size - 1))
-    whole = list(TrainBatches(order, range(steps), rank, size, micro_batches))
-    resumed = list(TrainBatches(order, range(start, steps), rank, size, micro_batches))
+    whole = list(TrainBatchKeys(order, range(steps), rank, size, micro_batches))
+    resumed = list(TrainBatchKeys(order, range(start, steps), rank, size, micro_batches))
     assert resumed == whole[start * micro_batches :]
     assert all(indices for _, indices in whole), "a model may not take an empty batch"
-    counts = [count for step in range(steps) for count in order.share_counts(step, rank, size, micro_batches)]
+    counts = [count for step in range(steps) for count in order.micro_batch_sizes(step, rank, size, micro_batches)]
     assert all(len(indices) == count for (_, indices), count in zip(whole, counts) if count)
 
 
 @given(st.integers(1, 300), st.integers(1, 64), SIZES)
 def test_validation_sees_each_sample_once(samples: int, batch_size: int, size: int) -> None:
     """A sample counted twice or not at all shifts the validation accuracy; unequal numbers of batches hang a rank."""
-    ranks = [ValidationBatches(samples, batch_size, rank, size) for rank in range(size)]
-    seen = [i for batches in ranks for number in range(len(batches)) for i in batches.share(number)]
+    ranks = [ValidationBatchKeys(samples, batch_size, rank, size) for rank in range(size)]
+    seen = [i for batches in ranks for number in range(len(batches)) for i in batches.indices(number)]
     assert sorted(seen) == list(range(samples))
     assert len({len(list(batches)) for batches in ranks}) == 1
     for batches in ranks:
@@ -136,7 +136,7 @@ class Noise(Dataset[float]):
 @given(st.integers(0, 20), st.integers(1, 4))
 def test_draws_belong_to_the_sample(start: int, size: int) -> None:
     """An augmentation depends on seed, epoch and sample, not on what the process loaded before or on its rank."""
-    order, loading = Order(20, 4, 3), Loading(list, workers=0, device=CPU, timeout_s=60)
+    order, loading = Order(20, 4, 3), LoaderFactory(list, workers=0, device=CPU, timeout_s=60)
     whole = [(order.epoch(step), order.batch(step)) for step in range(10)]
     drawn = {
         (epoch, index): value
@@ -144,7 +144,7 @@ def test_draws_belong_to_the_sample(start: int, size: int) -> None:
         for index, value in zip(indices, values)
     }
     for rank in range(size):
-        part = TrainBatches(order, range(start, 10), rank, size, 1)
+        part = TrainBatchKeys(order, range(start, 10), rank, size, 1)
         for (epoch, indices), values in zip(part, loading.loader(Noise(), 3, part)):
             assert values == [drawn[epoch, index] for index in indices]
     assert len(set(drawn.values())) == 40
@@ -152,6 +152,8 @@ def test_draws_belong_to_the_sample(start: int, size: int) -> None:
 
 def test_workers_change_nothing() -> None:
     """More loader processes are for speed: the samples and their draws stay."""
-    batches = list(TrainBatches(Order(20, 4, 3), range(7), 0, 2, 1))
-    one, two = (list(Loading(list, workers=n, device=CPU, timeout_s=60).loader(Noise(), 3, batches)) for n in (0, 2))
+    batches = list(TrainBatchKeys(Order(20, 4, 3), range(7), 0, 2, 1))
+    one, two = (
+        list(LoaderFactory(list, workers=n, device=CPU, timeout_s=60).loader(Noise(), 3, batches)) for n in (0, 2)
+    )
     assert one == two
