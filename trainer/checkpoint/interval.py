@@ -36,10 +36,10 @@ class AutoInterval:
         self._say = say
         self._reported_s = 0.0  # the interval in the last line of the log
         self._costs: deque[float] = deque(maxlen=RECENT_SAVES)
-        # Of the last save, until its cost is known:
-        self._stall_s: float | None = None
-        self._steps_beside: list[tuple[int, float]] = []  # (steps, seconds) while it was written
-        self._steps_alone: deque[tuple[int, float]] = deque(maxlen=100)  # (steps, seconds) while nothing was written
+        self._stall_s: float | None = None  # of the last save, until its cost is known
+        # Lists of (steps, seconds): done while the last save was written, and while none was.
+        self._steps_while_saving: list[tuple[int, float]] = []
+        self._steps_alone: deque[tuple[int, float]] = deque(maxlen=100)
 
     @property
     def seconds(self) -> float:
@@ -58,7 +58,7 @@ class AutoInterval:
         if not steps:
             return
         if saving:
-            self._steps_beside.append((steps, seconds))
+            self._steps_while_saving.append((steps, seconds))
         else:
             self._complete_measurement()
             self._steps_alone.append((steps, seconds))
@@ -67,12 +67,12 @@ class AutoInterval:
         """Compute the cost of the last save, unless that has been done."""
         if self._stall_s is None:
             return
-        steps, seconds = _totals(self._steps_beside)
+        steps, seconds = _totals(self._steps_while_saving)
         steps_alone, seconds_alone = _totals(self._steps_alone)
         slower_s = seconds - steps * seconds_alone / steps_alone if steps_alone else 0.0
         self._costs.append(self._stall_s + max(0.0, slower_s))
         self._stall_s = None
-        self._steps_beside.clear()
+        self._steps_while_saving.clear()
         self._report()
 
     def _mtbf_s(self) -> float:

@@ -62,8 +62,8 @@ class FileEntry(TypedDict):
 class Manifest:
     """The contents of manifest.json.
 
-    `metrics` are those of the validation right before the save, empty if there was none. `numerics` names what the
-    last bits of a step depend on (versions, threads, processor).
+    `metrics` are those of the validation right before the save, empty if there was none. `numerics` is what the last
+    bits of a step depend on: torch's version, the device and, on a CPU, the number of threads.
     """
 
     step: int

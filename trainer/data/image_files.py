@@ -1,5 +1,4 @@
-"""ImageFiles: a data set of image files, which draws each sample's crop before it decodes and decodes no more than it
-needs."""
+"""ImageFiles: a data set of image files, and how to decode no more of a file than a sample's crop needs."""
 
 from __future__ import annotations
 
