@@ -1,10 +1,10 @@
-"""Whether runs lose what the model of goodput says: all ranks killed at random moments, again and again.
+"""Whether runs lose as much training as the model of goodput predicts, when all ranks are killed at random moments.
 
-`python -m benchmarks.goodput [--deaths N] [--seed S]`, a quarter of a minute for each death. One run of two ranks,
-which saves every few seconds, is killed (SIGKILL of both) and resumed. How long an attempt lives after its first step
-is drawn from the seed, as from a Poisson process. Compared are the seconds of training lost by a death, and the share
-of the time that was kept, with what `trainer.checkpoint.goodput` says for the interval and the restart that were
-measured. The exit status says whether the losses agree within three standard errors.
+`python -m benchmarks.goodput [--deaths N] [--seed S]` takes a quarter of a minute per death. One run of two ranks,
+which saves every few seconds, is killed (SIGKILL of both) and resumed. The time that an attempt lives after its first
+step is drawn from the seed, as in a Poisson process. The seconds of training lost per death and the share of the time
+that was kept are compared with the predictions of `trainer.checkpoint.goodput` for the measured interval and restart
+time. If the losses differ by more than three standard errors, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ OPTIONS = ("train.epochs=10000", "train.log_every=1", "checkpoint.every_epochs=n
 
 @dataclass(frozen=True)
 class Death:
-    """Of one attempt, in seconds."""
+    """One attempt and the death that ended it, in seconds."""
 
     restart_s: float  # until its first step
     lived_s: float  # from then on
-    lost_s: float  # since the beginning of the newest save on the disk, or since the first step
-    intervals_s: list[float]  # between the beginnings of two saves
-    commits_s: list[float]  # from the beginning of a save until it is on the disk
+    lost_s: float  # since the start of the newest save on the disk, or since the first step
+    intervals_s: list[float]  # between the starts of two saves
+    commits_s: list[float]  # from the start of a save until it is on the disk
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print a table, write the results; 1 when the losses are not the model's."""
-    parser = argparse.ArgumentParser(prog="benchmarks.goodput", description="Do runs lose what the model says?")
-    parser.add_argument("--deaths", type=int, default=5, help="times that all ranks are killed (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    """Measure, print a table, write the results; 1 when the losses differ from the model."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.goodput", description="Do runs lose as much as the model predicts?"
+    )
+    parser.add_argument("--deaths", type=int, default=5, help="how often all ranks are killed (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments (default: 0)")
     given = parser.parse_args(words)
     if given.deaths < 2:
         parser.error("--deaths must be at least 2")
@@ -63,7 +65,7 @@ def main(words: list[str] | None = None) -> int:
     interval_s = statistics.median(taken for death in deaths for taken in death.intervals_s)
     commit_s = statistics.median(taken for death in deaths for taken in death.commits_s)
     restart_s = statistics.mean(death.restart_s for death in deaths)
-    # The save of a state so small costs milliseconds of these seconds. Nobody was killed before a first step.
+    # Saving so small a state costs milliseconds of these seconds. No attempt is killed before its first step.
     model = Conditions(DEATH_S, save_s=0.0, commit_s=commit_s)
     expected = {
         "lost_s": lost_s(model, interval_s),
@@ -80,8 +82,8 @@ def main(words: list[str] | None = None) -> int:
           f"{1000 * commit_s:.0f} ms; {restart_s:.1f} s to the first step)")  # fmt: skip
     for death, record_s in zip(deaths, said):
         print(f"{death.lived_s:>5.1f} s  {death.lost_s:>5.2f} s  {record_s:>5.2f} s")
-    print(f"lost by a death: {measured['lost_s']:.2f} +- {error_s:.2f} s, the model says {expected['lost_s']:.2f} s")
-    print(f"goodput: {measured['goodput']:.3f}, the model says {expected['goodput']:.3f}")
+    print(f"lost per death: {measured['lost_s']:.2f} +- {error_s:.2f} s, predicted {expected['lost_s']:.2f} s")
+    print(f"goodput: {measured['goodput']:.3f}, predicted {expected['goodput']:.3f}")
     settings = {"seed": given.seed, "deaths": given.deaths, "death_s": DEATH_S, "unit": "s"}
     inputs = {"interval_s": interval_s, "commit_s": commit_s, "restart_s": restart_s}
     results = {**inputs, "measured": measured, "standard_error_s": error_s, "model": expected, "lost": lost}
@@ -90,7 +92,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def die(run: RunDir, lives_s: float) -> Death:
-    """Resume the run, and kill all its ranks so long after the first step."""
+    """Resume the run, and kill all its ranks `lives_s` seconds after the first step."""
     with ended(Ranks(run)) as ranks:
         ranks.until(lambda: "first step after" in ranks.logs[0].read_text(), "no first step")
         first = time.time()
@@ -99,7 +101,7 @@ def die(run: RunDir, lives_s: float) -> Death:
             killed = ranks.signal(signal.SIGKILL, rank)
         ranks.wait()
     store = CheckpointStore(run.checkpoints)
-    # A line is written right before the save of its step begins.
+    # The line of a step is written right before the save of that step starts.
     done = {line["step"]: line["time"] for line in read_lines(run.metrics) if line.get("time", 0) >= ranks.started}
     began = {step: done[step] for step in store.steps() if step in done}
     return Death(
@@ -112,7 +114,7 @@ def die(run: RunDir, lives_s: float) -> Death:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to a millisecond, in whatever they are nested in."""
+    """A nested value with all floats rounded to three digits."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,14 +1,16 @@
-"""What the input pipeline gives, without a model: ours beside torchvision's reference and PyTorch's MNIST example.
+"""The throughput of the input pipeline without a model: Laststep's beside torchvision's reference and PyTorch's MNIST
+example.
 
-`python -m benchmarks.loading [--turns N]`. Photos are JPEGs made from a fixed seed, with noise at every scale as real
-ones have; the other side reads them as torchvision's references/classification does by default (PIL, RandomResizedCrop,
-flip, PILToTensor, ConvertImageDtype, Normalize, default collate), but keeps its workers over epochs. Digits are
-mnist-5k. Either pipeline ends in floats on the CPU; with a GPU, to make them of pixels would be the GPU's part of ours.
+`python -m benchmarks.loading [--turns N]`. The photos are JPEGs generated from a fixed seed, with noise at every scale
+as in real ones. The other side reads them like torchvision's references/classification by default (PIL,
+RandomResizedCrop, flip, PILToTensor, ConvertImageDtype, Normalize, default collate), except that its workers live for
+all epochs. The digits are mnist-5k. Both pipelines end in floats on the CPU; in a run with a GPU, Laststep would
+convert pixels to floats there.
 
-The contenders take turns. In each, the first epoch is not counted: it starts the workers, which are kept. A figure is
-images per second of CPU time, of the rank and its workers together, so what one core gives; others on the machine
-disturb that less than the clock's. A ratio is that of one turn. The exit status says whether each median ratio keeps to
-its limit.
+The two take turns. The first epoch of each turn, which starts the workers, does not count. A figure is images per
+second of CPU time of the rank and its workers together, in other words per core: other processes on the machine disturb
+that less than wall-clock time. A ratio compares the two within one turn. If a median ratio is below its limit, the exit
+status is 1.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from torchvision.transforms import (
 from benchmarks._measure import spread, write_results
 from trainer.config.config import Config
 from trainer.data.catalog import DATASETS, MNIST_5K
-from trainer.data.loader import Loading, TrainBatches
+from trainer.data.loader import LoaderFactory, TrainBatchKeys
 from trainer.data.order import Order
 from trainer.tasks.classification import Classification
 from trainer.world.group import Group
@@ -54,7 +56,7 @@ QUALITY = 88
 
 
 class Workload(NamedTuple):
-    """So many images of a kind, how often a trial goes over them, and how."""
+    """A set of images, and how a trial loads them."""
 
     width: int  # of a photo, 4:3; 0: digits
     images: int
@@ -75,12 +77,12 @@ WORKLOADS = {
 }
 
 
-# What gives batches, anew each time, and what makes floats of them.
+# An iterable of batches, and the function that makes floats of a batch.
 Contender = tuple[Iterable[Any], Callable[[Any], Any]]
 
 
 class Trial(NamedTuple):
-    """Images per second, of CPU time and of the clock."""
+    """Images per second of CPU time and of wall-clock time."""
 
     per_core: float
     by_clock: float
@@ -88,14 +90,14 @@ class Trial(NamedTuple):
 
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results; 1 when a ratio is below the limit."""
-    parser = argparse.ArgumentParser(prog="benchmarks.loading", description="What the input pipeline gives.")
+    parser = argparse.ArgumentParser(prog="benchmarks.loading", description="The throughput of the input pipeline.")
     parser.add_argument("--turns", type=int, default=3, help="turns of both contenders (default: 3)")
     turns = parser.parse_args(words).turns
     if turns < 2:
         parser.error("--turns must be at least 2")
 
     torch.set_num_threads(1)
-    load = round(os.getloadavg()[0], 1)  # processes that wanted to run: what else the machine did
+    load = round(os.getloadavg()[0], 1)  # how busy the machine was with other work
     figures, missed = [], 0
     print(f"{'images/s a core':>15} {'10-90 %':>17} {'by the clock':>13} {'ratio':>7} {'10-90 %':>11}  ({turns} turns)")
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +123,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def trial(contender: Contender, epochs: int) -> Trial:
-    """Load all, once to start with and then so many times."""
+    """Load all images once to warm up, then `epochs` times."""
     loader, finish = contender
     images = 0
     for _ in map(finish, loader):
@@ -135,28 +137,28 @@ def trial(contender: Contender, epochs: int) -> Trial:
 
 
 def cpu_s() -> float:
-    """Seconds of CPU time of this process and of its workers."""
+    """Seconds of CPU time of this process and its workers."""
     stats = [Path(f"/proc/{worker.pid}/stat").read_text() for worker in multiprocessing.active_children()]
     ticks = sum(int(ticks) for stat in stats for ticks in stat.rpartition(")")[2].split()[11:13])  # user and system
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def ours(workload: Workload, root: Path) -> Contender:
-    """As the loop does it, on a rank of its own."""
+    """As the training loop loads them, on a single rank."""
     words = [f"data.root={root}", "data.args.augment=true", "data.name=imagefolder"] if workload.width else []
     words += ["data.args.cache=true"] if workload.cache else []
     task = Classification(Config.load(None, words))
     train, _ = task.datasets()
     if workload.cache:
-        train.decoded.share(Group(detect_world(), HashStore(), torch.device("cpu")), "train")  # type: ignore[attr-defined]
+        train.decoded.open_shared(Group(detect_world(), HashStore(), torch.device("cpu")), "train")  # type: ignore[attr-defined]
     order = Order(workload.images, workload.batch_size, seed=0)
-    keys = TrainBatches(order, range(order.steps_per_epoch), rank=0, size=1, micro_batches=1)
-    loading = Loading(None, workload.workers, torch.device("cpu"), timeout_s=60)
+    keys = TrainBatchKeys(order, range(order.steps_per_epoch), rank=0, size=1, micro_batches=1)
+    loading = LoaderFactory(None, workload.workers, torch.device("cpu"), timeout_s=60)
     return loading.loader(train, 0, keys), task.on_device
 
 
 def reference(workload: Workload, root: Path) -> Contender:
-    """As torchvision's and PyTorch's examples do it."""
+    """As the examples of torchvision and PyTorch load them."""
     dataset: Any
     if workload.width:
         info = DATASETS["imagefolder"]
@@ -170,7 +172,7 @@ def reference(workload: Workload, root: Path) -> Contender:
 
 
 def photos(folder: Path, workload: Workload) -> Path:
-    """A folder of JPEGs, train and val; returns its root."""
+    """Create a folder of JPEGs, train and val; returns its root."""
     root = folder / str(workload.width)
     if not root.exists():
         draw = numpy.random.default_rng(0)
@@ -185,8 +187,8 @@ def photos(folder: Path, workload: Workload) -> Path:
 
 
 def photo(draw: numpy.random.Generator, width: int, height: int) -> Image.Image:
-    """Clouds: noise at every scale, the finer the fainter, as in photos; more alike in the three colours than not."""
-    planes = numpy.zeros((4, height, width), dtype=numpy.float32)  # what the colours share, and each colour's own
+    """Clouds: noise at every scale, fainter at finer scales, as in photos, and mostly shared by the three colours."""
+    planes = numpy.zeros((4, height, width), dtype=numpy.float32)  # one shared by the colours, and one per colour
     cells, strength = 4, 40.0
     while cells < width:
         for plane, share in zip(planes, (1.0, 0.4, 0.4, 0.4)):

@@ -4,7 +4,7 @@
 by the bare loop, the shortest hand-written one, and by Laststep with periodic asynchronous saves; there the first
 attempt is stopped half-way, and a second resumes. Taken is the most that was ever resident in a rank (the kernel's
 VmHWM), on the rank where Laststep's is most above the bare loop's. A tiny model shows what of the difference is the
-interpreter's and the imports'. Beyond that a rank may have the buffer that it keeps for its stripe of the state.
+interpreter's and the imports'. Beyond that a rank may hold only its reusable buffer, for its stripe of the state.
 
 Then the tiny model is trained for 10,000 steps in 100 epochs, each with a validation and a save. Memory that is no
 file's (RssAnon), threads, open files, keys of the ranks' store and objects of Laststep's own are counted after 1,000

@@ -1,16 +1,16 @@
-"""How long a checkpoint takes to be checked and read, against the bare reading of its bytes.
+"""How long it takes to verify and load a checkpoint, compared with only reading its bytes.
 
-`python -m benchmarks.restore [--rounds N] [--gigabytes N] [--folder F]`. A state of 1 GB, in one shard and in four, in
-the page cache, and read anew from the disk (what the system keeps of the files is dropped, where it lets itself be
-asked to). Each reading has a process of its own, whose memory is new, and all take turns:
+`python -m benchmarks.restore [--rounds N] [--gigabytes N] [--folder F]`. A state of 1 GB, in one shard and in four,
+from the page cache and from the disk (the files are dropped from the page cache where the system allows that). Each
+trial has a process of its own, with fresh memory, and the ways of reading take turns:
 
-    read          one thread reads the bytes into one piece of memory: the floor
-    load          what every rank does: all tensors, ready to be put in
-    torch.load    the same state, as torch.save has written it, without a check
-    hash          SHA-256 over as many bytes, with a thread for each shard: the floor of the check
-    verify        what rank 0 does first: it reads all of it, and compares it with the hashes
+    read          one thread reads the bytes into one piece of memory: the lower bound of `load`
+    load          what every rank does: all tensors, ready to be restored
+    torch.load    the same state, as torch.save has written it, without verification
+    hash          SHA-256 over as many bytes, with one thread per shard: the lower bound of `verify`
+    verify        what rank 0 does first: read everything and compare it with the hashes
 
-`load` must take at most 1.2 times as long as `read`, of four shards in the page cache; the exit status says so.
+With four shards in the page cache `load` must take at most 1.2 times as long as `read`; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ import torch.distributed as dist
 
 from benchmarks._measure import spread, write_results
 from trainer.checkpoint.pack import load
-from trainer.checkpoint.store import CHUNK, CheckpointStore
+from trainer.checkpoint.store import READ_BYTES, CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
-LIMIT = 1.2  # times the floor's median
+LIMIT = 1.2  # times the median of `read`
 TENSORS = 250
 STATE = "state.pt"
-# (shards, whether the page cache holds them)
+# (number of shards, whether they are in the page cache)
 PLACES = {"four shards": (4, True), "one shard": (1, True), "four shards, from the disk": (4, False)}
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print a table, write the results; 1 when a load takes too long."""
-    parser = argparse.ArgumentParser(prog="benchmarks.restore", description="How long a checkpoint takes to be read.")
-    parser.add_argument("--rounds", type=int, default=3, help="readings of each kind (default: 3)")
+    """Measure, print a table, write the results; 1 when `load` takes too long."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.restore", description="How long it takes to verify and load a checkpoint."
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="trials of each kind (default: 3)")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state (default: 1)")
     parser.add_argument("--folder", type=Path, help="on the file system to measure (default: that of temporary files)")
     given = parser.parse_args(words)
     if given.rounds < 2:
         parser.error("--rounds must be at least 2")
 
-    load_before = round(os.getloadavg()[0], 1)  # processes that wanted to run: what else the machine did
+    load_before = round(os.getloadavg()[0], 1)  # how busy the machine was with other work
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         stores = {shards: CheckpointStore(Path(name) / str(shards)) for shards in (1, 4)}
         for shards, store in stores.items():
@@ -65,7 +67,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"{'median':>8}  {'10-90 %':>13}  {size / 1e9:.2f} GB, {place}")
         for way, s in ways.items():
             print(f"{s['median']:>6.2f} s  {s['p10']:>5.2f} - {s['p90']:.2f} s  {way}")
-    print(f"A load takes {ratio:.2f} times the bare reading (at most {LIMIT} wanted).")
+    print(f"`load` takes {ratio:.2f} times as long as `read` (limit: {LIMIT}).")
     settings = {
         "load_before": load_before,
         "bytes": size,
@@ -79,24 +81,24 @@ def main(words: list[str] | None = None) -> int:
 
 
 def write(store: CheckpointStore, gigabytes: float, shards: int) -> None:
-    """One checkpoint, by as many ranks as it is to have shards; beside it the same by torch.save."""
+    """Write one checkpoint, with one rank per shard, and the same state with torch.save."""
     keys = dist.HashStore()
     state = {f"tensor {number}": torch.rand(int(gigabytes * 1e9 / 4 / TENSORS)) for number in range(TENSORS)}
-    savers = [CheckpointWriter(store, keys, rank, shards, torch.device("cpu")) for rank in range(shards)]
-    for saver in savers:
-        saver.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, (1, 0))
-    for saver in savers:
-        if not saver.wait(600) or saver.error:
-            raise saver.error or TimeoutError("a save took ten minutes")
-        saver.close()
+    writers = [CheckpointWriter(store, keys, rank, shards, torch.device("cpu")) for rank in range(shards)]
+    for writer in writers:
+        writer.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, 1, 0)
+    for writer in writers:
+        if not writer.wait(600) or writer.error:
+            raise writer.error or TimeoutError("a save took ten minutes")
+        writer.close()
     with (store.folder / STATE).open("wb") as file:
         torch.save(state, file)
         file.flush()
-        os.fsync(file.fileno())  # else it could not be dropped from the page cache
+        os.fsync(file.fileno())  # otherwise it could not be dropped from the page cache
 
 
 def measure(stores: dict[int, CheckpointStore], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each way of reading by place, in turns; the first round, which fills caches, is dropped."""
+    """Seconds by place and way of reading, in turns. The first round, which fills caches, is dropped."""
     ways = {"read": read, "load": load_all, "torch.load": torch_load, "hash": hash_alone, "verify": verify}
     taken: dict[str, dict[str, list[float]]] = {place: {way: [] for way in ways} for place in PLACES}
     for _ in range(rounds + 1):
@@ -108,7 +110,7 @@ def measure(stores: dict[int, CheckpointStore], rounds: int) -> dict[str, dict[s
 
 
 def in_process(work: Callable[..., Any], *given: Any) -> float:
-    """Seconds of a work, done in a process forked for it: no memory is used twice."""
+    """The seconds that `work` takes in a process forked for it, so that no memory is used twice."""
     fork = multiprocessing.get_context("fork")
     seconds = fork.SimpleQueue()
 
@@ -116,7 +118,7 @@ def in_process(work: Callable[..., Any], *given: Any) -> float:
         began = time.perf_counter()
         held = work(*given)
         seconds.put(time.perf_counter() - began)
-        del held  # not before: to give memory back is no part of it
+        del held  # only now: freeing the memory does not count
 
     process = fork.Process(target=timed)
     process.start()
@@ -127,7 +129,7 @@ def in_process(work: Callable[..., Any], *given: Any) -> float:
 
 
 def read(store: CheckpointStore) -> Any:
-    """The bytes of all shards, one after another."""
+    """Read the bytes of all shards, one after another."""
     manifest = store.manifest(1)
     memory = torch.empty(manifest.bytes, dtype=torch.uint8)
     left = memory.numpy().data
@@ -149,12 +151,12 @@ def torch_load(store: CheckpointStore) -> Any:
 
 
 def hash_alone(store: CheckpointStore) -> Any:
-    """See the top. What the bytes are makes no difference."""
-    manifest, chunk = store.manifest(1), bytes(CHUNK)
+    """See the top. The values of the bytes make no difference."""
+    manifest, chunk = store.manifest(1), bytes(READ_BYTES)
 
     def one(name: str) -> None:
         digest = hashlib.sha256()
-        for _ in range(0, manifest.files[name]["bytes"], CHUNK):
+        for _ in range(0, manifest.files[name]["bytes"], READ_BYTES):
             digest.update(chunk)
 
     with ThreadPoolExecutor(len(manifest.shards)) as pool:
@@ -167,13 +169,13 @@ def verify(store: CheckpointStore) -> Any:
 
 
 def cache(folder: Path, wanted: bool) -> None:
-    """Have the system keep the files in its page cache, or forget what it keeps of them."""
+    """Bring the files into the page cache, or drop them from it."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb", buffering=0) as file:
                 if not wanted:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                while wanted and file.read(CHUNK):
+                while wanted and file.read(READ_BYTES):
                     pass
 
 

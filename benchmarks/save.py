@@ -1,12 +1,12 @@
-"""What a periodic save costs the training: the Saver against torch.save and torch.distributed.checkpoint.
+"""What a periodic save costs the training: CheckpointWriter against torch.save and torch.distributed.checkpoint.
 
-`python -m benchmarks.save [--rounds N] [--folder F]`. Two gloo ranks train a small network; the state that they save is
-that of a ResNet-50 with AdamW and a moving average, some 400 MB, alike on both ranks. In each round every way of saving
-has its turn, in an order that rotates, on the same file system; the first round, which fills kept buffers, is dropped.
+`python -m benchmarks.save [--rounds N] [--folder F]`. Two gloo ranks train a small network. The state that they save is
+that of a ResNet-50 with AdamW and a moving average, some 400 MB, the same on both ranks. Each round tries every way of
+saving, in an order that rotates, on the same file system. The first round, which fills reusable buffers, is dropped.
 
-Of each save it takes the stall (how long the loop stood still, on the slower rank) and what the steps beside the write
-took longer than quiet steps. The Saver's stall must be at most a tenth of a synchronous torch.save's with fsync, and at
-most the best of torch.distributed.checkpoint's; the exit status says whether it is.
+Measured are the stall (how long the training loop stood still, on the slower rank) and the extra time of the steps
+that ran while the save was written. The stall of CheckpointWriter must be at most a tenth of that of a synchronous
+torch.save with fsync, and no longer than the shortest of torch.distributed.checkpoint; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 RANKS = 2
 QUIET_STEPS = 8  # before each save
 LIMIT = 0.1  # of the synchronous save's stall
-OURS, SYNCHRONOUS, UNSYNCED, ASYNC_SAVE = "Saver", "torch.save + fsync", "torch.save", "async_save"
+OURS, SYNCHRONOUS, UNSYNCED, ASYNC_SAVE = "CheckpointWriter", "torch.save + fsync", "torch.save", "async_save"
 
-# Saves the state into a folder and returns when the loop may go on; what it returns says whether the save has ended.
+# Starts to save the state into a folder and returns when training may continue, with a function that returns whether
+# the save has ended.
 Save = Callable[[Path, int], Callable[[], bool]]
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print a table, write the results; 1 when the Saver's stall is over a limit."""
+    """Measure, print a table, write the results; 1 when the stall of CheckpointWriter is over a limit."""
     parser = argparse.ArgumentParser(prog="benchmarks.save", description="What a periodic save costs the training.")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind (default: 5)")
     parser.add_argument("--folder", type=Path, help="on the file system to measure (default: that of temporary files)")
@@ -57,7 +58,7 @@ def main(words: list[str] | None = None) -> int:
     if options.rounds < 2:
         parser.error("--rounds must be at least 2")
 
-    load = round(os.getloadavg()[0], 1)  # processes that wanted to run: what else the machine did
+    load = round(os.getloadavg()[0], 1)  # how busy the machine was with other work
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         spawn(_rank, (folder, options.rounds), nprocs=RANKS)
@@ -75,7 +76,7 @@ def main(words: list[str] | None = None) -> int:
             f"{r['write_s']:>4.1f} s  {r['slow_down']:>9.2f} x  {r['lost_ms']:>5.0f} ms  {name}"
         )
     print(
-        "bytes of a rank:", ", ".join(f"{count / 1e6:.1f} MB of {n}" for n, count in measured["bytes_per_rank"].items())
+        "bytes per rank:", ", ".join(f"{count / 1e6:.1f} MB on {n}" for n, count in measured["bytes_per_rank"].items())
     )
     settings = {"ranks": RANKS, "rounds": options.rounds, "limit": LIMIT}
     write_results("save", {**where, **settings, **measured, "results": results})
@@ -83,7 +84,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def summary(trials: list[dict[str, float]], synchronous: list[dict[str, float]]) -> dict[str, float]:
-    """Medians and spread of a way of saving, and its stall's ratio to the synchronous save's."""
+    """Medians and spread of one way of saving, and the ratio of its stall to that of the synchronous save."""
     stalls = [1000 * trial["stall_s"] for trial in trials]
     tenths = statistics.quantiles(stalls, n=10, method="inclusive")
     median = statistics.median(stalls)
@@ -93,21 +94,21 @@ def summary(trials: list[dict[str, float]], synchronous: list[dict[str, float]])
         "stall_p90_ms": round(tenths[-1], 1),
         "ratio": round(median / statistics.median(1000 * trial["stall_s"] for trial in synchronous), 4),
         "write_s": round(statistics.median(trial["write_s"] for trial in trials), 3),
-        # How much longer than a quiet one a step took that ran beside the write, and all that the loop lost.
+        # How many times as long as a quiet step a step took during the write; and all the time that the loop lost.
         "slow_down": round(statistics.median(trial["slow_down"] for trial in trials), 3),
         "lost_ms": round(statistics.median(1000 * trial["lost_s"] for trial in trials), 1),
     }
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that a folder is on."""
+    """The type of a folder's file system."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     return max((len(place), kind) for _, place, kind, *_ in mounts if folder.resolve().is_relative_to(place))[1]
 
 
 def _rank(rank: int, folder: Path, rounds: int) -> None:
-    """One rank: every way of saving has its turn in each round."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # async_save's processes talk a lot; an exception reaches main anyway
+    """One rank, which tries every way of saving in each round."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # async_save's processes print a lot; an exception reaches main anyway
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
     keys = dist.FileStore(str(folder / "keys"), RANKS)
@@ -123,7 +124,7 @@ def _rank(rank: int, folder: Path, rounds: int) -> None:
             if rank == 0:
                 for path in folder.glob("* *"):
                     shutil.rmtree(path)
-                os.sync()  # what one way left to the disk must not slow down the next
+                os.sync()  # unwritten data of one way must not slow down the next
     if rank == 0:
         measured = {
             "bytes": Packed(state).bytes,
@@ -138,7 +139,7 @@ def _rank(rank: int, folder: Path, rounds: int) -> None:
 
 
 class Loop:
-    """Training of a small network, in which saves take place."""
+    """Training of a small network, with saves."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -146,10 +147,10 @@ class Loop:
         self.model = DistributedDataParallel(nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 1000)))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.batch = torch.randn(16, 3, 32, 32)
-        self.quiet: list[float] = []  # seconds of steps beside which nothing was written
+        self.quiet: list[float] = []  # seconds of the steps during which nothing was written
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Do one step; returns its seconds."""
         start = time.perf_counter()
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
@@ -157,7 +158,7 @@ class Loop:
         return time.perf_counter() - start
 
     def trial(self, save: Save, folder: Path, number: int) -> dict[str, float]:
-        """One save: its stall, and what the steps lost that ran beside the write, in seconds."""
+        """One save: its stall and the extra time of the steps that ran during the write, in seconds."""
         dist.barrier()
         quiet = [self.step() for _ in range(QUIET_STEPS)]
         self.quiet += quiet
@@ -185,7 +186,7 @@ def largest(value: float) -> float:
 
 
 def resnet_state() -> dict[str, Any]:
-    """What a checkpoint of a ResNet-50 holds, the same on every rank: weights, their average, AdamW's moments."""
+    """The state of a ResNet-50, the same on every rank: weights, their average, AdamW's moments."""
     torch.manual_seed(0)
     model = models.resnet50()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -197,22 +198,22 @@ def resnet_state() -> dict[str, Any]:
 
 
 def ways_to_save(state: dict[str, Any], keys: dist.Store, rank: int) -> dict[str, Save]:
-    """Every way of saving that is compared."""
-    group = dist.new_group(backend="gloo")  # async_save talks from a thread of its own
-    savers: list[CheckpointWriter] = []
+    """Every way of saving to compare."""
+    group = dist.new_group(backend="gloo")  # async_save communicates from another thread
+    writers: list[CheckpointWriter] = []
 
     def ours(folder: Path, number: int) -> Callable[[], bool]:
-        if not savers:
-            savers.append(
+        if not writers:
+            writers.append(
                 CheckpointWriter(CheckpointStore(folder.parent / "ours"), keys, rank, RANKS, torch.device("cpu"))
             )
-        saver = savers[0]
-        saver.start(CheckpointInfo(number + 1, 1, 1, {}), state, lambda: None, (1, 0))
+        writer = writers[0]
+        writer.start(CheckpointInfo(number + 1, 1, 1, {}), state, lambda: None, 1, 0)
 
         def ended() -> bool:
-            if saver.error:
-                raise saver.error
-            return saver.wait(0)
+            if writer.error:
+                raise writer.error
+            return writer.wait(0)
 
         return ended
 
@@ -260,16 +261,16 @@ def ways_to_save(state: dict[str, Any], keys: dist.Store, rank: int) -> dict[str
 
 
 def bytes_per_rank(state: Any, folder: Path) -> dict[int, int]:
-    """The most that a rank writes into its shard, by the number of ranks; here they are threads of one process."""
+    """The largest shard by the number of ranks, in bytes. Here the ranks are threads of one process."""
     most = {}
     for size in (1, 2, 4):
         store, keys = CheckpointStore(folder / f"of {size}"), dist.HashStore()
-        savers = [CheckpointWriter(store, keys, rank, size, torch.device("cpu")) for rank in range(size)]
-        for saver in savers:
-            saver.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, (1, 0))
-        for saver in savers:
-            if not saver.wait(600) or saver.error:
-                raise saver.error or TimeoutError("a save took ten minutes")
+        writers = [CheckpointWriter(store, keys, rank, size, torch.device("cpu")) for rank in range(size)]
+        for writer in writers:
+            writer.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, 1, 0)
+        for writer in writers:
+            if not writer.wait(600) or writer.error:
+                raise writer.error or TimeoutError("a save took ten minutes")
         manifest = store.manifest(1)
         most[size] = max(manifest.files[name]["bytes"] for name in manifest.shards)
         shutil.rmtree(store.folder)

@@ -185,11 +185,11 @@ def _checkpoint(stores: list[dist.Store], size: int, folder: Path) -> dict[str, 
     ]
     about = CheckpointInfo(1, 1, 1, {})
     for saver in savers:  # so that the memory for their stripes is there
-        saver.start(about, state, lambda: None, (1, 0))
+        saver.start(about, state, lambda: None, 1, 0)
     _ended(savers)
     began = time.perf_counter()
     for saver in savers:
-        saver.start(about, state, lambda: None, (1, 0))
+        saver.start(about, state, lambda: None, 1, 0)
     _ended(savers)
     saved = time.perf_counter()
     manifest = store.verify(1)

@@ -108,7 +108,7 @@ shrinks.
 def page() -> str:
     """The whole page."""
     scale, deaths, save = result("scale"), result("goodput"), result("save")
-    save_s = round(save["results"]["Saver"]["lost_ms"] / 1000, 2)
+    save_s = round(save["results"]["CheckpointWriter"]["lost_ms"] / 1000, 2)
     verify_bytes_s = scale["state_bytes"] / min(taken["verify"] for taken in scale["ranks"].values())
     return PAGE.format(
         ranks=f"{RANKS:,}",

@@ -1,4 +1,4 @@
-"""What a save of gigabytes costs the loop: how long it stands still, and what the steps beside the write lose."""
+"""What a save of gigabytes costs the training loop: its stall, and the extra time of steps during the write."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from benchmarks.save import file_system
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
-TENSOR = 64 << 20  # bytes of each
-SAVES, ENOUGH_S = 4, 60.0  # of a size: so many, or as many as begin within that time, but two at least
+TENSOR = 64 << 20  # bytes per tensor
+SAVES, ENOUGH_S = 4, 60.0  # saves of each size; fewer, but at least two, if they take longer than ENOUGH_S seconds
 QUIET_STEPS = 20
 
 
 def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Every size that the disk has room for."""
+    """Measure every size that the disk has room for."""
     results: dict[str, Any] = {"file_system": file_system(folder)}
     print(f"{'stall':>9} {'write':>8} {'step beside':>12} {'lost':>9}   on {results['file_system']}")
     for gigabytes in given.gigabytes:
         free = shutil.disk_usage(folder).free / 1e9
-        if free < 2.2 * gigabytes:  # a checkpoint is written before the one before it goes
+        if free < 2.2 * gigabytes:  # a checkpoint is written before the previous one is deleted
             results[f"{gigabytes:g} GB"] = left_out = f"left out: the disk has {free:.0f} GB free"
             print(left_out)
             continue
@@ -39,16 +39,16 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def of_size(gigabytes: float, folder: Path) -> dict[str, Any]:
-    """Saves of a model with that many bytes of parameters: the first, which takes the buffer, and those after it."""
+    """Saves of a model with that many bytes of parameters: the first, which allocates the buffer, and later ones."""
     tensors = max(1, round(gigabytes * 1e9 / TENSOR))
     state = {str(number): torch.full((TENSOR // 4,), float(number), device=DEVICE) for number in range(tensors)}
     work = Work()
-    saver = CheckpointWriter(CheckpointStore(folder), dist.HashStore(), 0, 1, torch.device(DEVICE))
+    writer = CheckpointWriter(CheckpointStore(folder), dist.HashStore(), 0, 1, torch.device(DEVICE))
     trials: list[dict[str, float]] = []
     began = time.monotonic()
     while len(trials) < 2 or (len(trials) < SAVES and time.monotonic() < began + ENOUGH_S):
-        trials.append(save(saver, len(trials) + 1, state, work))
-    saver.close()
+        trials.append(save(writer, len(trials) + 1, state, work))
+    writer.close()
     shutil.rmtree(folder)
     usual = {name: statistics.median(trial[name] for trial in trials[1:]) for name in trials[0]}
     rows = {"the first": trials[0], "those after it": usual, "torch.save and fsync": synchronous(state, folder)}
@@ -62,14 +62,14 @@ def of_size(gigabytes: float, folder: Path) -> dict[str, Any]:
 
 
 class Work:
-    """Steps to do beside a save: products of matrices."""
+    """Steps to do during a save: products of matrices."""
 
     def __init__(self) -> None:
         edge, self.products = (8192, 20) if GPU else (512, 4)
         self.matrix = torch.eye(edge, dtype=torch.bfloat16, device=DEVICE)
 
     def step(self) -> float:
-        """Seconds of one."""
+        """Do one step; returns its seconds."""
         began = time.perf_counter()
         for _ in range(self.products):
             self.matrix @ self.matrix
@@ -77,24 +77,24 @@ class Work:
         return time.perf_counter() - began
 
 
-def save(saver: CheckpointWriter, number: int, state: Any, work: Work) -> dict[str, float]:
-    """One save, from its call to its commit."""
+def save(writer: CheckpointWriter, number: int, state: Any, work: Work) -> dict[str, float]:
+    """One save, from the call to the commit."""
     quiet = statistics.median(work.step() for _ in range(QUIET_STEPS))
     began = time.perf_counter()
-    saver.start(CheckpointInfo(number, 1, 1, {}), state, lambda: None, (1, 0))
+    writer.start(CheckpointInfo(number, 1, 1, {}), state, lambda: None, 1, 0)
     stall = time.perf_counter() - began
     beside = [work.step()]
-    while not saver.wait(0):
+    while not writer.wait(0):
         beside.append(work.step())
-    if saver.error:
-        raise saver.error
+    if writer.error:
+        raise writer.error
     lost = stall + sum(seconds - quiet for seconds in beside)
     write, slow_down = time.perf_counter() - began, statistics.fmean(beside) / quiet
     return {"stall_s": stall, "write_s": write, "slow_down": slow_down, "lost_s": lost}
 
 
 def synchronous(state: Any, folder: Path) -> dict[str, float]:
-    """What is usually done: the loop stands still until all is on the disk."""
+    """The usual way: the loop stands still until everything is on the disk."""
     folder.mkdir()
     began = time.perf_counter()
     with (folder / "state.pt").open("wb") as file:

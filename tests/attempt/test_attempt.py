@@ -67,7 +67,7 @@ def test_a_full_disk_for_a_while(tmp_path: Path) -> None:
     calm = train(config(tmp_path, "calm", 2, SAVING), {"LASTSTEP_TEST_FULL": "0 0"})
     full = Attempt(config(tmp_path, "full", 2, SAVING), {"LASTSTEP_TEST_FULL": "4 7"})
     assert full.wait() == [0, 0], full.output()
-    assert "step_000000004: could not be written: [Errno 27] File too large; training goes on" in full.output()
+    assert "step_000000004: could not be written: [Errno 27] File too large; training continues" in full.output()
     assert fingerprint(full.run) == fingerprint(calm)
     kept = [checkpoint["step"] for checkpoint in inspect(full.run)]
     assert kept == [2, 7, 8, 10, 12, 14], "an epoch ends with steps 7 and 14"
@@ -79,7 +79,7 @@ def test_a_disk_that_stays_full(tmp_path: Path) -> None:
     full = Attempt(config(tmp_path, "full", 2, SAVING), {"LASTSTEP_TEST_FULL": "4 99"})
     assert full.wait() == [1, 1]
     (attempt,) = read_lines(full.run.attempts)
-    assert "3 saves in a row failed, the last so:" in attempt["error"] and "File too large" in attempt["error"]
+    assert "3 saves in a row failed, the last with:" in attempt["error"] and "File too large" in attempt["error"]
     assert attempt["lost_steps"] == attempt["end_step"] - 2
     assert [(checkpoint["step"], checkpoint["ok"]) for checkpoint in inspect(full.run)] == [(2, True)]
     assert not list(full.run.checkpoints.glob(".*")), "no half checkpoint is left to fill the disk further"

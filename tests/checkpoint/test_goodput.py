@@ -1,4 +1,4 @@
-"""The model of goodput: against a simulation that knows none of its formulas, and against published figures."""
+"""The model of goodput, compared with a simulation that uses none of its formulas and with published figures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ HOUR = 3600.0
 
 
 def attempts(run: Conditions, interval_s: float, count: int, seed: int) -> list[tuple[float, float, float]]:
-    """(seconds, training kept, training lost by a death or nan) of so many attempts, played through event by event."""
+    """Simulate `count` attempts event by event: (seconds, training kept, training lost to a death or nan) of each."""
     draw = random.Random(seed)
     played = []
     for _ in range(count):
         death_s, stop_s = run.death_s * draw.expovariate(1), run.stop_every_s * draw.expovariate(1)
         end_s = min(death_s, stop_s)
         now, trained, saved = run.restart_s, 0.0, 0.0
-        writing: tuple[float, float] | None = None  # when the save under way is on the disk, and what it has
+        writing: tuple[float, float] | None = None  # the current save: when it is on the disk, and what it has
         while now < end_s:
             work_s = min(interval_s - run.save_s, end_s - now)
             trained, now = trained + work_s, now + work_s
@@ -43,18 +43,18 @@ def attempts(run: Conditions, interval_s: float, count: int, seed: int) -> list[
     [
         (Conditions(death_s=6 * HOUR, save_s=300, commit_s=300, restart_s=600), 57 * 60),  # Daly's figure 4
         (Conditions(death_s=HOUR, save_s=2), 120),
-        (Conditions(death_s=HOUR, save_s=2, commit_s=60, restart_s=120), 120),  # written beside the training
+        (Conditions(death_s=HOUR, save_s=2, commit_s=60, restart_s=120), 120),  # written while training continues
         (Conditions(death_s=2 * HOUR, save_s=5, commit_s=20, restart_s=90, stop_every_s=HOUR, stop_s=15), 300),
         (Conditions(death_s=2 * HOUR, save_s=5, restart_s=90, stop_every_s=HOUR, stop_s=40, grace_s=30), 300),
         (Conditions(death_s=60, save_s=20, commit_s=30, restart_s=30), 40),  # hardly ever a step
     ],
 )
 def test_the_model_agrees_with_a_simulation(run: Conditions, interval_s: float) -> None:
-    """A wrong formula would choose wrong intervals for months without anyone noticing."""
+    """A wrong formula would lead to wrong intervals for months without anybody noticing."""
     played = attempts(run, interval_s, count=40_000, seed=1)
     seconds, kept, lost = (list(column) for column in zip(*played))
     expected = goodput(run, interval_s)
-    # The error of a ratio of two means: that of the mean of what is left when the ratio is taken out.
+    # The standard error of a ratio of two means is that of the mean of the residuals, over the mean of the divisor.
     left = [one - expected * taken for one, taken in zip(kept, seconds)]
     error = statistics.stdev(left) / math.sqrt(len(left)) / statistics.mean(seconds)
     assert statistics.mean(kept) / statistics.mean(seconds) == pytest.approx(expected, abs=4 * error)
@@ -67,7 +67,7 @@ def test_the_model_agrees_with_a_simulation(run: Conditions, interval_s: float) 
 
 @pytest.mark.parametrize(("death_min", "best_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
 def test_daly_gives_the_figures_of_his_paper(death_min: float, best_min: float) -> None:
-    """His figures 3 to 5: a save of five minutes; he leaves the save itself out of the interval."""
+    """Figures 3 to 5 of the paper: a save takes five minutes, and the interval excludes the save itself."""
     assert daly(5, death_min) - 5 == pytest.approx(best_min, rel=0.01)
 
 
@@ -75,8 +75,8 @@ def test_daly_gives_the_figures_of_his_paper(death_min: float, best_min: float) 
 @pytest.mark.parametrize("death_s", [900, HOUR, 24 * HOUR, NODE_MTBF_S])
 @pytest.mark.parametrize("commit_s", [0, 300])
 def test_no_other_interval_gives_more(save_s: float, death_s: float, commit_s: float) -> None:
-    """What a user asks of `auto`. Where the save is as long as a tenth of the time between two deaths it is still less
-    than a thousandth away from the best."""
+    """This is what `auto` promises. Even where a save takes a tenth of the time between two deaths, it is less than a
+    thousandth from the best."""
     run = Conditions(death_s, save_s, commit_s, restart_s=60)
     best = goodput(run, daly(save_s, death_s))
     for factor in (0.1, 0.5, 0.8, 0.9, 1.1, 1.25, 2, 10):
@@ -86,8 +86,8 @@ def test_no_other_interval_gives_more(save_s: float, death_s: float, commit_s: f
     assert young(save_s, death_s) == pytest.approx(daly(save_s, death_s), rel=0.1)
 
 
-def test_stops_cost_no_step_however_seldom_one_saves() -> None:
-    """Preemptions, time limits and rescued ranks are no reason to save often: with nothing but those around, a run that
+def test_stops_cost_no_step_however_rare_the_saves() -> None:
+    """Preemptions, time limits and rescued ranks are no reason to save often: if nothing else happens, a run that
     hardly ever saves keeps the most."""
     run = Conditions(death_s=1e12, save_s=1, restart_s=20, stop_every_s=HOUR, stop_s=5)
     assert goodput(run, 60) < goodput(run, 600) < goodput(run, 6 * HOUR)

@@ -21,7 +21,7 @@ HOUR = 3600.0
 
 
 class Hasty(Classification):
-    """Saves at each progress line until it is known what a save costs."""
+    """Saves at each progress line until the cost of a save is known."""
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         interval.LEAST_S = 0.0
@@ -29,23 +29,23 @@ class Hasty(Classification):
 
 
 def end(reason: str, hours: float, steps: int = 100, lost: int = 0, nodes: int = 4) -> dict[str, Any]:
-    """An attempt's record, as far as it matters here."""
+    """The fields of an attempt's record that matter here."""
     hosts = [f"n{node}" for node in range(nodes)]
     times = {"start": 1e9, "end": 1e9 + hours * HOUR, "start_step": 50, "end_step": 50 + steps}
     return {"reason": reason, "hosts": hosts, "lost_steps": lost, **times}
 
 
 def auto_interval(*ends: dict[str, Any], nodes: int = 4, cost_s: float = 10.0) -> AutoInterval:
-    """After a save that only stood still for so long."""
+    """An AutoInterval that has measured one save, which cost only a stall of `cost_s`."""
     auto = AutoInterval(ends, nodes, say=lambda line: None)
-    auto.stood_still(cost_s)
-    auto.stepped(10, 1.0, saving=False)
+    auto.add_stall(cost_s)
+    auto.add_steps(10, 1.0, saving=False)
     return auto
 
 
 def test_it_is_the_best_for_what_the_run_has_seen() -> None:
-    """Two failures in 8 hours of 4 nodes: one in 4 hours, and on twice as many nodes one in 2. What keeps every step is
-    no reason to save; nor is a crash before the first one, of a wrong path say; a preemption that lost steps is."""
+    """Two failures in 8 hours on 4 nodes: one in 4 hours, and on 8 nodes one in 2. Ends that lose no step are no
+    reason to save, nor is a crash before the first step, say from a wrong path; a preemption that lost steps is."""
     seen = [end("lost", 3, lost=70), end("preempted", 2), end("timeout", 1), end("cancelled", 1), end("hung", 1)]
     assert auto_interval(*seen).seconds == pytest.approx(daly(10, 4 * HOUR), rel=1e-3)
     assert auto_interval(*seen, nodes=8).seconds == pytest.approx(daly(10, 2 * HOUR), rel=1e-3)
@@ -53,53 +53,53 @@ def test_it_is_the_best_for_what_the_run_has_seen() -> None:
     assert auto_interval(*seen, end("preempted", 0, lost=9)).seconds == pytest.approx(daly(10, 8 / 3 * HOUR), rel=1e-3)
 
 
-def test_before_the_first_failure_it_goes_by_what_others_have_seen() -> None:
-    """A run that waited for its own first failure would lose the most at it."""
+def test_before_the_first_failure_it_uses_published_figures() -> None:
+    """A run that waited for its own first failure would lose the most in it."""
     assert auto_interval(nodes=512).seconds == pytest.approx(daly(10, NODE_MTBF_S / 512), rel=1e-3)
     assert auto_interval(end("preempted", 48), nodes=512).seconds == auto_interval(nodes=512).seconds
 
 
 def test_it_stays_within_bounds() -> None:
-    """Neither does a run save without end, nor does it risk a day on an estimate. Until it is known what a save costs,
-    one comes soon: after hours it would be late to learn that the disk takes none."""
+    """A run neither saves all the time nor risks a day on an estimate. The first save comes soon, before its cost is
+    known: after hours it would be late to learn that the disk accepts none."""
     assert AutoInterval([], 4, say=print).seconds == LEAST_S
     assert auto_interval(end("lost", 0.01)).seconds == LEAST_S
     assert auto_interval(nodes=1, cost_s=100).seconds == MOST_S
 
 
 def test_the_cost_of_a_save_is_all_that_the_loop_loses_by_it() -> None:
-    """Most of it is not the stall: the steps beside the write are slower. One odd save does not count."""
+    """Most of it is not the stall but the steps that are slower beside the write. A single outlier does not count."""
     said: list[str] = []
     auto = AutoInterval([end("lost", 8)], 4, said.append)
-    auto.stepped(100, 10.0, saving=False)
+    auto.add_steps(100, 10.0, saving=False)
     for _ in range(3):
-        auto.stood_still(1.0)
-        auto.stepped(20, 4.0, saving=True)
-        auto.stepped(20, 5.0, saving=True)
-        auto.stepped(100, 10.0, saving=False)
+        auto.add_stall(1.0)
+        auto.add_steps(20, 4.0, saving=True)
+        auto.add_steps(20, 5.0, saving=True)
+        auto.add_steps(100, 10.0, saving=False)
     best = daly(1 + 9 - 4, 8 * HOUR)
     assert auto.seconds == pytest.approx(best, rel=1e-3)
     assert said == [
-        f"saving every {best / 60:.3g} min: a save costs 6 s, a failure comes every 8.0 h (4 nodes; 1 so far)"
+        f"saving every {best / 60:.3g} min: a save costs 6 s, mean time between failures 8.0 h (4 nodes; 1 so far)"
     ]
-    auto.stood_still(1000.0)
-    auto.stepped(100, 10.0, saving=False)
+    auto.add_stall(1000.0)
+    auto.add_steps(100, 10.0, saving=False)
     assert auto.seconds == pytest.approx(best, rel=1e-3) and len(said) == 1
 
 
-def test_saves_that_never_end_before_the_next_come_less_often() -> None:
-    """On a disk that is too slow every save waits for the one before, and there is no step without a save beside it:
-    then the wait is what one costs."""
+def test_saves_that_end_after_the_next_is_due_become_rarer() -> None:
+    """On a disk that is too slow every save waits for the previous one, and no step runs without a save beside it. Then
+    the cost is the wait."""
     auto = AutoInterval([end("lost", 8)], 4, say=lambda line: None)
     for _ in range(3):
-        auto.stood_still(60.0)
-        auto.stepped(600, 60.0, saving=True)
+        auto.add_stall(60.0)
+        auto.add_steps(600, 60.0, saving=True)
     assert auto.seconds == pytest.approx(daly(60, 8 * HOUR), rel=1e-3)
 
 
 def test_a_run_chooses_its_interval(tmp_path: Path) -> None:
-    """Two ranks: at the second save it is known what the first cost. Rank 0's answer holds for both, and its log says
-    why."""
+    """Two ranks: by the second save the cost of the first is known. Rank 0's interval applies to both ranks, and its
+    log gives the reasons."""
     options = (
         "task=tests.checkpoint.test_interval.Hasty",
         "checkpoint.every_minutes=auto",
@@ -110,5 +110,5 @@ def test_a_run_chooses_its_interval(tmp_path: Path) -> None:
     assert attempt.wait() == [0, 0], attempt.output()
     assert [checkpoint["step"] for checkpoint in inspect(attempt.run)] == [3, 6, 42]
     (line,) = [line for line in attempt.logs[0].read_text().splitlines() if "saving every" in line]
-    assert line.endswith("s, a failure comes every 10,000.0 h (1 node; 1 so far)")
+    assert line.endswith("s, mean time between failures 10,000.0 h (1 node; 1 so far)")
     assert "saving every" not in attempt.logs[1].read_text()

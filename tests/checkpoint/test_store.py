@@ -1,7 +1,7 @@
-"""The checkpoint store: a checkpoint is whole or absent, and the last good one is never lost.
+"""CheckpointStore: a checkpoint is complete or absent, and the last good one is never lost.
 
-A run that comes back after a crash has nothing but this: a damaged checkpoint that is taken, or a good one that is
-skipped or deleted, throws away days.
+After a crash this is all that a run has: to load a damaged checkpoint, or to skip or delete a good one, would throw
+away days of training.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.disk import failing_at
-from trainer.checkpoint.store import CheckpointError, CheckpointStore, Manifest, fsync
+from trainer.checkpoint.store import CheckpointError, CheckpointStore, FileEntry, Manifest, fsync
 
 STATE = bytes(range(256)) * 20
 FIRST, SECOND = "shard_0000-of-0002.bin", "shard_0001-of-0002.bin"
 
 
 class Crash(BaseException):
-    """The power goes: no handler of the code under test may see it as an error of its own."""
+    """A power cut: a BaseException, so that no handler in the code under test catches it."""
 
 
 def damage(data: bytes) -> Callable[[Path], None]:
-    """Puts the data in place of a checkpoint's manifest."""
+    """A function that replaces a checkpoint's manifest by `data`."""
 
     def damage_it(path: Path) -> None:
         (path / "manifest.json").write_bytes(data)
@@ -41,23 +41,23 @@ def damage(data: bytes) -> Callable[[Path], None]:
 
 
 def write(store: CheckpointStore, step: int, state: bytes = STATE, **metrics: float) -> Path:
-    """Commit a checkpoint of `state`, as two ranks would."""
-    writing, half = store.writing(step, "test"), len(state) // 2
-    files: dict[str, dict[str, Any]] = {}
+    """Commit a checkpoint of `state` in two shards."""
+    writing, half = store.writing_folder(step, "test"), len(state) // 2
+    files: dict[str, FileEntry] = {}
     try:
-        store.begin(step, "test")
+        store.create_writing_folder(step, "test")
         for name, data in {"structure.pt": b"structure", FIRST: state[:half], SECOND: state[half:]}.items():
             (writing / name).write_bytes(data)
             fsync(writing / name)
             files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     except OSError as error:
         store.discard(writing)
-        raise store.failure(step, error) from error
+        raise store.write_error(step, error) from error
     return store.commit(writing, Manifest(step, 1 + step // 10, 8 * step, 2, metrics, files))
 
 
 def read(store: CheckpointStore) -> tuple[int, bytes] | None:
-    """Step and state of the checkpoint that a resume would take."""
+    """Step and state of the checkpoint that a resume would load."""
     newest = store.newest(lambda text: None)
     if newest is None:
         return None
@@ -70,7 +70,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def test_write_and_read(store: CheckpointStore) -> None:
-    """What was committed is found, verifies, and says what it is."""
+    """A committed checkpoint is found, verifies, and describes itself."""
     assert store.steps() == [] and read(store) is None
     write(store, 3, val_loss=0.5)
     path = write(store, 12, b"newer")
@@ -86,9 +86,9 @@ def test_write_and_read(store: CheckpointStore) -> None:
 @pytest.mark.parametrize("step", [5, 7], ids=["same-step", "next-step"])
 @pytest.mark.parametrize("error", [Crash(), OSError("no space left on device")], ids=["crash", "disk"])
 def test_fails_anywhere(step: int, error: BaseException, tmp_path: Path) -> None:
-    """A power cut or a full disk at each call that touches the disk: after it there is the old or the new, whole.
+    """A power cut or a full disk at each disk call: afterwards the old or the new checkpoint is there, intact.
 
-    The same step is written again when a run was stopped before a validation and saved after it.
+    A step is written twice when a run was stopped before a validation and saves again after it.
     """
     for call in range(1000):
         store = CheckpointStore(tmp_path / str(call))
@@ -112,7 +112,7 @@ def test_fails_anywhere(step: int, error: BaseException, tmp_path: Path) -> None
 
 
 def test_fails_twice(tmp_path: Path) -> None:
-    """The next attempt's cleaning up may be cut off as well, at any call, and the one after it still has it all."""
+    """The next attempt may be interrupted in its clean-up too, at any call: the one after it still has everything."""
     for first in range(1000):
         for second in range(1000):
             store = CheckpointStore(tmp_path / f"{first}-{second}")
@@ -170,40 +170,40 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     ("manifest-cut", damage(b'{"step": 7, "ep'), "manifest.json cannot be read"),
     ("manifest-zeros", damage(b"\0" * 100), "manifest.json cannot be read"),
     ("manifest-list", damage(b"[]"), "manifest.json cannot be read"),
-    ("manifest-of-another-step", other_manifest(step=6), "manifest.json is not that of step 7"),
-    ("manifest-without-files", other_manifest(files={}), "manifest.json is not that of step 7"),
-    ("manifest-with-a-list-of-files", other_manifest(files=[]), "manifest.json is not that of step 7"),
-    ("manifest-without-a-shard", without_a_shard, "manifest.json is not that of step 7"),
-    ("format", other_manifest(format=99), "format 99, this Laststep reads 2"),
+    ("manifest-of-another-step", other_manifest(step=6), "manifest.json does not describe step 7"),
+    ("manifest-without-files", other_manifest(files={}), "manifest.json does not describe step 7"),
+    ("manifest-with-a-list-of-files", other_manifest(files=[]), "manifest.json does not describe step 7"),
+    ("manifest-without-a-shard", without_a_shard, "manifest.json does not describe step 7"),
+    ("format", other_manifest(format=99), "its format is 99, this version of Laststep reads format 2"),
     ("unknown-field", other_manifest(colour=3), "manifest.json cannot be read"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("damage", "says"), [d[1:] for d in DAMAGES], ids=[d[0] for d in DAMAGES])
 def test_damaged_is_skipped(damage: Callable[[Path], None], says: str, store: CheckpointStore) -> None:
-    """The next older whole one is taken, and the reason is told: a silent skip would hide a dying disk."""
+    """The newest intact checkpoint is taken, and the reason reported: a silent skip would hide a dying disk."""
     write(store, 3, b"good")
     write(store, 7)
     damage(store.path(7))
-    heard: list[str] = []
-    newest = store.newest(heard.append)
+    warnings: list[str] = []
+    newest = store.newest(warnings.append)
     assert newest is not None and newest.step == 3
-    assert len(heard) == 1 and heard[0].startswith(f"skipped step_000000007: {says}")
+    assert len(warnings) == 1 and warnings[0].startswith(f"skipped step_000000007: {says}")
     with pytest.raises(CheckpointError, match=says.split(",")[0]):
         store.verify(7)
 
 
 def test_all_damaged(store: CheckpointStore) -> None:
-    """A run all of whose checkpoints are damaged starts anew, and says so for each."""
+    """If all checkpoints are damaged the run starts from scratch, with a warning for each of them."""
     for step in (1, 2, 3):
         truncate(write(store, step))
-    heard: list[str] = []
-    assert store.newest(heard.append) is None
-    assert [text.split(":")[0] for text in heard] == [f"skipped step_00000000{step}" for step in (3, 2, 1)]
+    warnings: list[str] = []
+    assert store.newest(warnings.append) is None
+    assert [text.split(":")[0] for text in warnings] == [f"skipped step_00000000{step}" for step in (3, 2, 1)]
 
 
 def test_foreign_names_are_no_checkpoints(store: CheckpointStore) -> None:
-    """What a user or a file system leaves in the folder is neither taken nor deleted."""
+    """Other files and folders, from a user or the file system, are neither loaded nor deleted."""
     write(store, 3)
     for name in ("step_", "step_x", "mine", ".nfs0001", "step_000000003.bak"):
         (store.folder / name).mkdir()
@@ -214,7 +214,7 @@ def test_foreign_names_are_no_checkpoints(store: CheckpointStore) -> None:
 
 
 def test_manifest_bit_flips(store: CheckpointStore) -> None:
-    """Whatever a flipped bit makes of a manifest, a resume goes on with a whole checkpoint, never with a traceback."""
+    """Whichever bit of a manifest flips, a resume finds an intact checkpoint and never ends in a traceback."""
     write(store, 3, b"good")
     path = write(store, 7, val_loss=0.5) / "manifest.json"
     data = path.read_bytes()
@@ -226,7 +226,7 @@ def test_manifest_bit_flips(store: CheckpointStore) -> None:
 
 
 def test_unreadable_is_skipped(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that answers with an error for one file has not lost the others."""
+    """A read error in one file does not make the other checkpoints useless."""
     write(store, 3, b"good")
     bad = write(store, 7) / SECOND
     real = Path.open
@@ -248,7 +248,7 @@ def test_unreadable_is_skipped(store: CheckpointStore, monkeypatch: pytest.Monke
     st.integers(0, 2),
 )
 def test_prune(found: dict[int, tuple[float | None, str]], keep_last: int, keep_best: int) -> None:
-    """After a save, whatever was damaged before: the newest ones and the best ones stay, and one of them is whole."""
+    """After a save, whatever was damaged before, the newest and best checkpoints remain, one of them intact."""
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore(Path(folder))
         readable: dict[int, float | None] = {}
@@ -274,7 +274,7 @@ def test_prune(found: dict[int, tuple[float | None, str]], keep_last: int, keep_
 
 
 def test_prune_is_cut_off(tmp_path: Path) -> None:
-    """A power cut in the middle of deleting an old one leaves a half of it, which must not be taken for one."""
+    """A power cut during a deletion leaves half a checkpoint, which must not be loaded."""
     for call in range(100):
         store = CheckpointStore(tmp_path / str(call))
         for step in (1, 2, 3):
@@ -290,7 +290,7 @@ def test_prune_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_is_not_the_best(store: CheckpointStore) -> None:
-    """A run that diverged must not keep the diverged weights as its best, and delete the good ones."""
+    """A run that has diverged must not keep the diverged weights as its best and delete the good ones."""
     write(store, 1, val_loss=float("nan"))
     write(store, 2, val_loss=0.5)
     write(store, 3, val_loss=float("nan"))
@@ -300,8 +300,8 @@ def test_a_loss_that_is_no_number_is_not_the_best(store: CheckpointStore) -> Non
 
 
 def test_a_damaged_newer_one_does_not_count_as_kept(store: CheckpointStore) -> None:
-    """A resume that had to go back behind a damaged checkpoint saves below it. That save is the newest good one: were
-    the damaged one taken for the newest, the run could never get past it in short attempts."""
+    """A resume that skipped a damaged checkpoint saves at an earlier step. That save is the newest good one. If the
+    damaged one counted as the newest, short attempts would never get past it."""
     write(store, 7)
     truncate(write(store, 24, val_loss=0.1))
     write(store, 9, b"after the resume", val_loss=0.5)

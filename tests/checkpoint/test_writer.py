@@ -1,6 +1,6 @@
-"""Saving beside the training: what is committed is what was handed over, whoever fails or dies meanwhile.
+"""CheckpointWriter: a committed checkpoint holds exactly the state handed over, whichever rank fails or dies meanwhile.
 
-The ranks are processes that share a TCPStore where it matters who dies; else they are Savers within this process.
+In tests where a rank dies the ranks are processes that share a TCPStore; elsewhere all writers are in this process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,16 @@ from torch import Tensor
 from tests.support.disk import failing_at
 from tests.support.waiting import DEADLINE_S
 from trainer.checkpoint.pack import Packed, load
-from trainer.checkpoint.store import CheckpointError, CheckpointStore, shard_name
+from trainer.checkpoint.store import CheckpointError, CheckpointStore, Manifest, shard_name
 from trainer.checkpoint.weights import weights_sha256
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter, save_alone
 
 CPU = torch.device("cpu")
-KEEP = (3, 0)
+KEEP = (3, 0)  # keep_last, keep_best
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """A state as training has it, other at every step; 1.3 MB."""
+    """A state like that of a training, different at each step; 1.3 MB."""
     generator = torch.Generator().manual_seed(step)
     weight = torch.randn(64, 64, 3, 3, generator=generator)
     return {
@@ -52,16 +52,16 @@ def state_of(step: int) -> dict[str, Any]:
     }
 
 
-def about(step: int) -> CheckpointInfo:
+def info_of(step: int) -> CheckpointInfo:
     return CheckpointInfo(step, 1, 8 * step, {"val_loss": 0.25 * step})
 
 
 def nothing() -> None:
-    """For a save before whose commit nothing is to be done."""
+    """For saves that need no work before the commit."""
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two states are alike to the last bit, NaN included."""
+    """Whether two states are bit-identical, NaN included."""
     if isinstance(a, Tensor):
         alike = isinstance(b, Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape)
         return alike and torch.equal(bits(a), bits(b))
@@ -77,14 +77,14 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def newest_state(store: CheckpointStore) -> Any:
-    """What a resume would load."""
+    """The state that a resume would load."""
     newest = store.newest(lambda text: None)
     assert newest is not None
     return load(store.path(newest.step), newest)
 
 
 def assert_only_whole(store: CheckpointStore, *steps: int) -> None:
-    """These checkpoints are there, each as it was handed over, and nothing else lies about."""
+    """These checkpoints are there, each with the state handed over, and nothing else is in the folder."""
     assert store.steps() == sorted(steps)
     for step in steps:
         assert same(load(store.path(step), store.verify(step)), state_of(step))
@@ -92,29 +92,31 @@ def assert_only_whole(store: CheckpointStore, *steps: int) -> None:
         assert sorted(path.name for path in store.folder.iterdir()) == [store.path(s).name for s in sorted(steps)]
 
 
-def end(saver: CheckpointWriter) -> None:
-    """Wait for the save that was started last."""
-    assert saver.wait(DEADLINE_S), f"the save did not end within {DEADLINE_S:.0f} s, missing ranks: {saver.missing}"
+def end(writer: CheckpointWriter) -> None:
+    """Wait for the last save."""
+    assert writer.wait(DEADLINE_S), (
+        f"no end of the save within {DEADLINE_S:.0f} s, missing ranks: {writer.missing_ranks}"
+    )
 
 
-def save(savers: list[CheckpointWriter], step: int, before_commit: Callable[[], None] = nothing) -> None:
-    """Save the state of `step` from all ranks, and wait for it."""
-    for saver in savers:
-        saver.start(about(step), state_of(step), before_commit, KEEP)
-    for saver in savers:
-        end(saver)
+def save(writers: list[CheckpointWriter], step: int, before_commit: Callable[[], None] = nothing) -> None:
+    """Save the state of `step` from all ranks, and wait until it is committed."""
+    for writer in writers:
+        writer.start(info_of(step), state_of(step), before_commit, *KEEP)
+    for writer in writers:
+        end(writer)
 
 
 @contextmanager
-def savers(store: CheckpointStore, size: int) -> Iterator[list[CheckpointWriter]]:
-    """The ranks of one attempt, all in this process."""
+def writers(store: CheckpointStore, size: int) -> Iterator[list[CheckpointWriter]]:
+    """The writers of all ranks of one attempt, in this process."""
     keys = dist.HashStore()
     ranks = [CheckpointWriter(store, keys, rank, size, CPU) for rank in range(size)]
     try:
         yield ranks
     finally:
-        for saver in ranks:
-            saver.close()
+        for writer in ranks:
+            writer.close()
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 class Rank:
-    """What a rank's process has to work with."""
+    """What a rank's process works with."""
 
     def __init__(self, folder: Path, rank: int, size: int, test: Connection) -> None:
         self.store, self.rank, self.test = CheckpointStore(folder / "checkpoints"), rank, test
@@ -135,21 +137,20 @@ class Rank:
         else:
             until(port.exists, "rank 0 published no port")
             self.keys = dist.TCPStore("localhost", int(port.read_text()), size, False, wait_for_workers=False)
-        self.saver = CheckpointWriter(self.store, self.keys, rank, size, CPU)
+        self.writer = CheckpointWriter(self.store, self.keys, rank, size, CPU)
 
-    def outcome(self) -> tuple[int | None, str | None]:
-        """The step that was saved last, and what went wrong after it."""
-        saved, error = self.saver.saved, self.saver.error
-        return None if saved is None else saved.step, None if error is None else str(error)
+    def outcome(self) -> str | None:
+        """The error of the last save, None if it was committed."""
+        return None if self.writer.error is None else str(self.writer.error)
 
     def leave(self) -> None:
-        """Wait until the test has no more use for this rank: rank 0 serves the keys."""
+        """Wait until the test no longer needs this rank: rank 0 serves the keys."""
         self.test.recv()
-        self.saver.close()
+        self.writer.close()
 
 
 class Ranks:
-    """Real ranks, each of which runs `body` in a process of its own."""
+    """Ranks in processes of their own, each running `body`."""
 
     def __init__(self, folder: Path, size: int, body: Callable[[Rank], None]) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -164,7 +165,7 @@ class Ranks:
             self.processes.append(process)
 
     def hear(self, rank: int) -> Any:
-        """What that rank says next."""
+        """The next message from that rank."""
         assert self.pipes[rank].poll(DEADLINE_S), f"rank {rank} said nothing within {DEADLINE_S:.0f} s"
         return self.pipes[rank].recv()
 
@@ -173,7 +174,7 @@ class Ranks:
         self.processes[rank].join(DEADLINE_S)
 
     def leave(self) -> list[int | None]:
-        """Let all ranks end; their exit statuses."""
+        """Let all ranks end; returns their exit statuses."""
         for process, pipe in zip(self.processes, self.pipes):
             if process.is_alive():
                 pipe.send("leave")
@@ -199,18 +200,18 @@ def until(condition: Callable[[], bool], otherwise: str) -> None:
 
 def saves_twice(rank: Rank) -> None:
     for step in (1, 2):
-        save([rank.saver], step)
+        save([rank.writer], step)
         rank.test.send(rank.outcome())
     rank.leave()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_any_number_of_ranks(size: int, tmp_path: Path, store: CheckpointStore) -> None:
-    """Each rank writes its share and no more, or saving would not get faster with the machine; and whoever reads
-    gets the whole state, or a run could not go on at another size."""
+    """Each rank writes only its stripe, or saving would not get faster with more ranks. One reader gets the whole
+    state, or a run could not continue on another number of ranks."""
     ranks = Ranks(tmp_path, size, saves_twice)
     for rank in range(size):
-        assert [ranks.hear(rank), ranks.hear(rank)] == [(1, None), (2, None)]
+        assert [ranks.hear(rank), ranks.hear(rank)] == [None, None]
     assert ranks.leave() == [0] * size
     assert_only_whole(store, 1, 2)
     manifest = store.manifest(2)
@@ -220,33 +221,33 @@ def test_any_number_of_ranks(size: int, tmp_path: Path, store: CheckpointStore) 
 
 
 def test_what_training_changes_meanwhile_is_not_saved(store: CheckpointStore) -> None:
-    """The next step changes weights, momentum and counters while the writer has yet to write them."""
-    for step in (1, 2):  # into a new buffer, and into the kept one
+    """The next steps change weights, momentum and counters before the writer has written them."""
+    for step in (1, 2):  # into a new buffer, then into the same one again
         state, metrics, changed = state_of(step), {"val_loss": 0.5}, threading.Event()
-        with savers(store, 1) as [saver]:
-            said = CheckpointInfo(step, 1, 8, metrics)
-            saver.start(said, state, lambda event=changed: event.wait(DEADLINE_S), KEEP)  # type: ignore[misc]
+        with writers(store, 1) as [writer]:
+            info = CheckpointInfo(step, 1, 8, metrics)
+            writer.start(info, state, lambda event=changed: event.wait(DEADLINE_S), *KEEP)  # type: ignore[misc]
             state["model"]["weight"].zero_()
             state["optimizer"]["state"][0]["momentum"] = torch.zeros(1)
             state["optimizer"]["lr"].append(3)
             state["position"]["step"] = 99
             metrics["val_loss"] = 99.0
             changed.set()
-            end(saver)
+            end(writer)
         assert store.manifest(step).metrics == {"val_loss": 0.5}
     assert_only_whole(store, 1, 2)
 
 
 def test_one_in_flight(store: CheckpointStore) -> None:
-    """A disk slower than the training would else pile up copies of the state until the memory is full."""
+    """Otherwise, on a disk slower than the training, copies of the state would pile up until memory is full."""
     go_on = threading.Event()
-    with savers(store, 1) as [saver]:
-        saver.start(about(1), state_of(1), lambda: assert_set(go_on), KEEP)
-        assert not saver.wait(0) and saver.saved is None
+    with writers(store, 1) as [writer]:
+        writer.start(info_of(1), state_of(1), lambda: assert_set(go_on), *KEEP)
+        assert not writer.wait(0) and store.steps() == []
         threading.Timer(0.2, go_on.set).start()
-        saver.start(about(2), state_of(2), nothing, KEEP)
-        assert store.steps()[0] == 1, "the first was committed before the second began"
-        end(saver)
+        writer.start(info_of(2), state_of(2), nothing, *KEEP)
+        assert store.steps()[0] == 1, "the first save is committed before the second starts"
+        end(writer)
     assert_only_whole(store, 1, 2)
 
 
@@ -255,16 +256,16 @@ def assert_set(event: threading.Event) -> None:
 
 
 def test_saved_again_and_pruned(store: CheckpointStore) -> None:
-    """A step that was saved before its validation is saved after it too; `keep` holds for what the Saver commits."""
-    with savers(store, 2) as ranks:
+    """A step saved before its validation is saved again after it. Each commit prunes to keep_last and keep_best."""
+    with writers(store, 2) as ranks:
         for step in (1, 2, 2, 3, 4, 5):
             save(ranks, step)
-            assert all(saver.saved == about(step) and saver.error is None for saver in ranks)
+            assert all(writer.error is None for writer in ranks)
     assert_only_whole(store, 3, 4, 5)
 
 
 def test_keys_do_not_pile_up(store: CheckpointStore) -> None:
-    """A run of months saves thousands of times, and one process serves the keys of all ranks."""
+    """A run of months saves thousands of times, and one process holds the keys of all ranks in memory."""
     keys = dist.HashStore()
     ranks = [CheckpointWriter(store, keys, rank, 3, CPU) for rank in range(3)]
     counts = []
@@ -275,47 +276,46 @@ def test_keys_do_not_pile_up(store: CheckpointStore) -> None:
 
 
 def fails_once_on_rank_1(rank: Rank) -> None:
-    save([rank.saver], 1)
+    save([rank.writer], 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    save([rank.saver], 2)
-    rank.test.send((*rank.outcome(), rank.store.steps()))
+    save([rank.writer], 2)
+    rank.test.send((rank.outcome(), rank.store.steps()))
     rank.test.recv()
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    save([rank.saver], 3)
+    save([rank.writer], 3)
     rank.test.send(rank.outcome())
     rank.leave()
 
 
 def test_one_rank_fails(tmp_path: Path, store: CheckpointStore) -> None:
-    """Where one node's disk is full, no rank may believe in the checkpoint, each must know why, and the next save
-    must not find half of this one in its way."""
+    """If one node's disk is full no rank may take the checkpoint for committed, every rank must know the reason, and no
+    leftover file may prevent the next save."""
     ranks = Ranks(tmp_path, 2, fails_once_on_rank_1)
     says = f"{store.path(2)}: could not be written: [Errno 27] File too large"
     for rank in (0, 1):
-        assert ranks.hear(rank) == (1, says, [1])
+        assert ranks.hear(rank) == (says, [1])
     assert_only_whole(store, 1)
     for pipe in ranks.pipes:
         pipe.send("go on")
-    assert [ranks.hear(rank) for rank in (0, 1)] == [(3, None), (3, None)]
+    assert [ranks.hear(rank) for rank in (0, 1)] == [None, None]
     assert ranks.leave() == [0, 0]
     assert_only_whole(store, 1, 3)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
 def test_the_disk_refuses(number: int, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk's own words reach the user, who has to act on them; afterwards saving goes on."""
-    with savers(store, 2) as ranks:
+    """The error of the disk reaches the user, who has to act on it. Later saves succeed."""
+    with writers(store, 2) as ranks:
         save(ranks, 1)
         with monkeypatch.context() as patch:
             patch.setattr(os, "mkdir", refusing(number))
             save(ranks, 2)
-        for saver in ranks:
-            assert str(saver.error).startswith(
+        for writer in ranks:
+            assert str(writer.error).startswith(
                 f"{store.path(2)}: could not be written: [Errno {number}] {os.strerror(number)}"
             )
-            assert saver.saved == about(1)
         save(ranks, 3)
     assert_only_whole(store, 1, 3)
 
@@ -328,17 +328,17 @@ def refusing(number: int) -> Callable[..., None]:
 
 
 def test_metrics_that_cannot_be_kept(store: CheckpointStore) -> None:
-    """The checkpoint remembers a place in metrics.jsonl that must be on the disk before it."""
-    with savers(store, 2) as ranks:
+    """A checkpoint refers to lines of metrics.jsonl, which must be on the disk before it is committed."""
+    with writers(store, 2) as ranks:
         save(ranks, 1, before_commit=lambda: refusing(errno.ENOSPC)("metrics.jsonl"))
-        for saver in ranks:
-            assert "could not be written: [Errno 28] No space left on device: 'metrics.jsonl'" in str(saver.error)
+        for writer in ranks:
+            assert "could not be written: [Errno 28] No space left on device: 'metrics.jsonl'" in str(writer.error)
         assert_only_whole(store)
 
 
 def test_a_folder_that_vanished_and_came_back(store: CheckpointStore) -> None:
-    """Someone deletes the run's checkpoints while one rank has written its shard and another makes the folder anew:
-    what is left is half a checkpoint, and must not be committed."""
+    """Somebody deletes the checkpoints after one rank has written its shard, and another rank creates the folder again:
+    that is half a checkpoint and must not be committed."""
     keys = dist.HashStore()
     ranks = [CheckpointWriter(store, keys, rank, 2, CPU) for rank in range(2)]
 
@@ -349,21 +349,32 @@ def test_a_folder_that_vanished_and_came_back(store: CheckpointStore) -> None:
         writing.mkdir(parents=True)
 
     save(ranks, 1, vanish)
-    for saver in ranks:
-        assert "No such file or directory" in str(saver.error) and "shard_0001-of-0002.bin" in str(saver.error)
+    for writer in ranks:
+        assert "No such file or directory" in str(writer.error) and "shard_0001-of-0002.bin" in str(writer.error)
     assert_only_whole(store)
     save(ranks, 2)
     assert_only_whole(store, 2)
 
 
 def test_a_state_that_could_not_be_loaded(store: CheckpointStore) -> None:
-    """Checkpoints are loaded without running code from them. What that refuses must be refused when it is saved: at the
+    """torch.load runs no code from a checkpoint. A state that it would refuse must be refused by the save: at the
     resume it is too late."""
-    with savers(store, 1) as [saver]:
-        saver.start(about(1), {"mine": Path("x")}, nothing, KEEP)
-        end(saver)
-        assert "Weights only load failed" in str(saver.error)
+    with writers(store, 1) as [writer]:
+        writer.start(info_of(1), {"mine": Path("x")}, nothing, *KEEP)
+        end(writer)
+        assert "Weights only load failed" in str(writer.error)
     assert_only_whole(store)
+
+
+class CountingStore(CheckpointStore):
+    """Counts the commits that succeeded."""
+
+    commits = 0
+
+    def commit(self, writing: Path, manifest: Manifest) -> Path:
+        path = super().commit(writing, manifest)
+        self.commits += 1
+        return path
 
 
 @pytest.mark.parametrize("step", [5, 7], ids=["same-step", "next-step"])
@@ -371,32 +382,28 @@ def test_a_state_that_could_not_be_loaded(store: CheckpointStore) -> None:
 @pytest.mark.parametrize("error", [SystemExit(), OSError(28, "No space left on device")], ids=["killed", "disk"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_fails_anywhere(step: int, alone: bool, error: BaseException, tmp_path: Path) -> None:
-    """All processes killed, or the disk full, at each call that touches the disk: the next attempt finds the old or
-    the new checkpoint, whole, and nothing else. (A thread that raises SystemExit dies without a word.)"""
+    """All processes killed, or the disk full, at each disk call: the next attempt finds the old or the new checkpoint,
+    intact, and nothing else. (A thread that raises SystemExit ends silently.)"""
     for call in range(1000):
-        store = CheckpointStore(tmp_path / str(call))
-        save_alone(store, about(5), state_of(5), 1, nothing, "old")
+        store = CountingStore(tmp_path / str(call))
+        save_alone(store, info_of(5), state_of(5), 1, nothing, "old")
         new = {**state_of(step), "new": True}
-        committed = False
-        with savers(store, 2) as ranks, failing_at(call, error) as calls:
+        with writers(store, 2) as ranks, failing_at(call, error) as calls:
             if alone:
-                try:
-                    save_alone(store, about(step), new, 2, nothing, "new")
-                    committed = True
-                except (SystemExit, CheckpointError):
-                    pass
+                with suppress(SystemExit, CheckpointError):
+                    save_alone(store, info_of(step), new, 2, nothing, "new")
             else:
-                for saver in ranks:
-                    saver.start(about(step), new, nothing, KEEP)
+                for writer in ranks:
+                    writer.start(info_of(step), new, nothing, *KEEP)
                 if isinstance(error, OSError):
-                    for saver in ranks:
-                        end(saver)
-                    assert ranks[1].saved == ranks[0].saved and str(ranks[1].error) == str(ranks[0].error)
+                    for writer in ranks:
+                        end(writer)
+                    assert str(ranks[1].error) == str(ranks[0].error)
                 else:
-                    until(lambda: any(saver.wait(0) for saver in ranks), "both ranks wait for a dead one")
-                    for saver in ranks:
-                        saver.close()
-                committed = ranks[0].saved is not None
+                    until(lambda: any(writer.wait(0) for writer in ranks), "both ranks wait for a dead thread")
+                    for writer in ranks:
+                        writer.close()
+        committed = store.commits == 2
         store.recover()
         found = newest_state(store)
         assert same(found, new) or (not committed and same(found, state_of(5)))
@@ -409,8 +416,8 @@ def test_fails_anywhere(step: int, alone: bool, error: BaseException, tmp_path: 
 
 
 def stuck_in_fsync(rank: Rank) -> None:
-    """Saves once; then rank 1 gets stuck in its shard, and rank 0 saves on."""
-    save([rank.saver], 1)
+    """Saves once; during the second save rank 1 hangs in its shard."""
+    save([rank.writer], 1)
     if rank.rank == 1:
 
         def stuck(descriptor: Any) -> None:
@@ -418,54 +425,53 @@ def stuck_in_fsync(rank: Rank) -> None:
             time.sleep(10 * DEADLINE_S)
 
         os.fsync = stuck  # type: ignore[assignment]
-    rank.saver.start(about(2), state_of(2), nothing, KEEP)
+    rank.writer.start(info_of(2), state_of(2), nothing, *KEEP)
     if rank.rank == 0:
         rank.test.recv()
-        ended = rank.saver.wait(0.5)
-        until(lambda: rank.saver.missing == [1], "rank 0 does not miss rank 1")
-        rank.test.send((ended, rank.saver.missing, rank.outcome(), rank.store.steps()))
+        ended = rank.writer.wait(0.5)
+        until(lambda: rank.writer.missing_ranks == [1], "rank 0 does not know that rank 1 is missing")
+        rank.test.send((ended, rank.writer.missing_ranks, rank.outcome(), rank.store.steps()))
     rank.leave()
 
 
 def test_a_rank_is_killed_in_its_shard(tmp_path: Path, store: CheckpointStore) -> None:
-    """What the dead rank did not finish is never visible. The survivor can tell, knows whom it waits for, can save by
-    itself what it holds, and its process ends well."""
+    """The unfinished save never becomes visible. The survivor knows that it has not ended and which rank is missing,
+    can save its state alone, and its process ends normally."""
     ranks = Ranks(tmp_path, 2, stuck_in_fsync)
     assert ranks.hear(1) == "stuck"
     ranks.kill(1)
     ranks.pipes[0].send("killed")
-    assert ranks.hear(0) == (False, [1], (1, None), [1])
-    save_alone(store, about(2), state_of(2), 2, nothing, "rescue")
+    assert ranks.hear(0) == (False, [1], None, [1])
+    save_alone(store, info_of(2), state_of(2), 2, nothing, "rescue")
     assert ranks.leave() == [0, -signal.SIGKILL]
     assert_only_whole(store, 1, 2)
     assert store.manifest(2).shards == [shard_name(0, 1)] and store.manifest(2).world_size == 2
 
 
 def waits_for_rank_0(rank: Rank) -> None:
-    """Saves once; then rank 0 gets stuck before its commit."""
-    save([rank.saver], 1)
+    """Saves once; during the second save rank 0 hangs before its commit."""
+    save([rank.writer], 1)
 
     def stuck() -> None:
         rank.test.send("stuck")
         time.sleep(10 * DEADLINE_S)
 
-    rank.saver.start(about(2), state_of(2), stuck, KEEP)
+    rank.writer.start(info_of(2), state_of(2), stuck, *KEEP)
     if rank.rank == 1:
-        rank.test.send("knows of the first")
+        rank.test.send("the first is committed")
         rank.test.recv()
-        end(rank.saver)
+        end(rank.writer)
         rank.test.send(rank.outcome())
     rank.leave()
 
 
 def test_rank_0_is_killed_before_its_commit(tmp_path: Path, store: CheckpointStore) -> None:
-    """The keys die with it. The survivor learns that the save came to nothing, and its process ends well."""
+    """The key-value store dies with it. The survivor learns that the save failed, and its process ends normally."""
     ranks = Ranks(tmp_path, 2, waits_for_rank_0)
-    assert (ranks.hear(0), ranks.hear(1)) == ("stuck", "knows of the first")
+    assert (ranks.hear(0), ranks.hear(1)) == ("stuck", "the first is committed")
     ranks.kill(0)
     ranks.pipes[1].send("killed")
-    step, error = ranks.hear(1)
-    assert step == 1 and error.startswith(f"{store.path(2)}: could not be written: ")
+    assert ranks.hear(1).startswith(f"{store.path(2)}: could not be written: ")
     assert ranks.leave() == [-signal.SIGKILL, 0]
     assert store.steps() == [1]
     store.recover()
@@ -473,11 +479,11 @@ def test_rank_0_is_killed_before_its_commit(tmp_path: Path, store: CheckpointSto
 
 
 def test_a_stuck_writer_of_an_earlier_attempt(store: CheckpointStore) -> None:
-    """A node that Slurm gave up may still write, into a file system that all nodes see: two attempts that save the
-    same step must not write into one another's files."""
+    """A node that Slurm has given up may still write to the shared file system: two attempts that save the same step
+    must not write into each other's files."""
     go_on = threading.Event()
-    with savers(store, 1) as [earlier], savers(store, 1) as [later]:
-        earlier.start(about(1), state_of(2), lambda: assert_set(go_on), KEEP)
+    with writers(store, 1) as [earlier], writers(store, 1) as [later]:
+        earlier.start(info_of(1), state_of(2), lambda: assert_set(go_on), *KEEP)
         save([later], 1)
         assert same(load(store.path(1), store.verify(1)), state_of(1))
         go_on.set()
@@ -486,9 +492,9 @@ def test_a_stuck_writer_of_an_earlier_attempt(store: CheckpointStore) -> None:
 
 
 def test_load_says_what_is_wrong(store: CheckpointStore) -> None:
-    """A disk that fails between the verification and the loading must not end in a traceback about pickles, let alone
-    in weights that are half zeros."""
-    with savers(store, 2) as ranks:
+    """A disk that fails after the verification must end neither in a traceback about pickles nor in weights that are
+    half zeros."""
+    with writers(store, 2) as ranks:
         save(ranks, 1)
     manifest, folder = store.manifest(1), store.path(1)
     for name in manifest.files:
@@ -518,7 +524,7 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """Of any dtype and layout, views of a larger storage among them, with random bits."""
+    """Tensors of any dtype and layout with random bits, some of them views of a larger storage."""
     dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 5), max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     ceiling = 2 if dtype is torch.bool else 256
@@ -537,13 +543,13 @@ STATES = st.recursive(
 @settings(deadline=None, max_examples=150)
 @given(st.data(), STATES)
 def test_pack_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, state: Any) -> None:
-    """Every bit of every tensor comes back, wherever the run of bytes is cut."""
+    """Every bit of every tensor survives, wherever the bytes are split between ranks."""
     store = CheckpointStore(tmp_path_factory.mktemp("pack"))
-    with savers(store, data.draw(st.integers(1, 4), "ranks")) as ranks:
-        for saver in ranks:
-            saver.start(about(1), state, nothing, KEEP)
-        for saver in ranks:
-            end(saver)
+    with writers(store, data.draw(st.integers(1, 4), "ranks")) as ranks:
+        for writer in ranks:
+            writer.start(info_of(1), state, nothing, *KEEP)
+        for writer in ranks:
+            end(writer)
         assert ranks[0].error is None
     assert same(load(store.path(1), store.verify(1)), state)
 
@@ -557,14 +563,14 @@ def test_pack_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.Data
 
 
 def test_large_tensors(store: CheckpointStore) -> None:
-    """Threads read pieces of a tensor, of which some lie across two shards: each must come to its own place."""
+    """Threads read tensors in pieces, some of which span two shards: each must end up in its own place."""
     generator = torch.Generator().manual_seed(1)
     state = [torch.randn(count, generator=generator) for count in (3_000_000, 7, 2_000_001)]
-    with savers(store, 3) as ranks:
-        for saver in ranks:
-            saver.start(about(1), state, nothing, KEEP)
-        for saver in ranks:
-            end(saver)
+    with writers(store, 3) as ranks:
+        for writer in ranks:
+            writer.start(info_of(1), state, nothing, *KEEP)
+        for writer in ranks:
+            end(writer)
     assert same(newest_state(store), state)
 
 
@@ -572,6 +578,6 @@ def test_large_tensors(store: CheckpointStore) -> None:
 @example(torch.ones(2)[::2])
 @given(tensors())
 def test_weights_of_any_layout(tensor: Tensor) -> None:
-    """The fingerprint is that of the values: it must not depend on how they lie in memory, nor fail on any."""
+    """The fingerprint depends on the values only, not on their memory layout, and works for every layout."""
     tidy = tensor.detach().clone(memory_format=torch.contiguous_format)
     assert weights_sha256({"w": tensor}) == weights_sha256({"w": tidy})

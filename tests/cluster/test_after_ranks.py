@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support.worlds import a_world
-from trainer.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, shard_name
+from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
 from trainer.cluster.after_ranks import afterwards
 from trainer.config.schema import Launch
 from trainer.records.attempts import begin_attempt, end_attempt
@@ -87,8 +87,8 @@ def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: Slurm) -> None:
     """The next attempt will begin at the one before it: a step that nobody has any more must not stand as kept."""
     store = CheckpointStore(run.checkpoints)
     for step in (1, 2):
-        writing = store.begin(step, "test")
-        files = {}
+        writing = store.create_writing_folder(step, "test")
+        files: dict[str, FileEntry] = {}
         for name in (STRUCTURE, shard_name(0, 1)):
             (writing / name).write_bytes(b"whole")
             files[name] = {"bytes": 5, "sha256": hashlib.sha256(b"whole").hexdigest()}

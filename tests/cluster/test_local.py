@@ -237,7 +237,7 @@ def test_image_folder(terminal: Terminal, tmp_path: Path) -> None:
     whole = victim.read_bytes()
     victim.write_bytes(whole[: len(whole) // 2])
     said = terminal.types(*words, status=2)
-    assert said.count(f"data.root={photos}: {victim} is not a whole image") == 1
+    assert said.count(f"data.root={photos}: {victim} is not an intact image") == 1
     victim.write_bytes(whole)
     terminal.types("resume", "jpg", "--local")
     assert read_lines(terminal.run("jpg").metrics)[-1]["epoch"] == 2

@@ -1,7 +1,7 @@
-"""Loading: a sample is the same whoever loads it and beside whatever others, as pixels up to the device.
+"""Loading: a sample is the same whichever process loads it, and whatever else is in its batch.
 
-If a batch depended on the number of workers or ranks, on where an attempt began or on who shares the batch, a resumed
-run would learn from other images than the undisturbed one, and nobody would notice.
+If a sample depended on the number of workers or ranks, on the first step of an attempt or on the rest of its batch, a
+resumed run would learn from different images than the undisturbed one, and nobody would notice.
 """
 
 from __future__ import annotations
@@ -28,21 +28,29 @@ from tests.support.photos import make_folder, photo
 from tests.support.worlds import a_world
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
-from trainer.data import datasets, decoded
+from trainer.data import datasets, decoded_cache
 from trainer.data.image_files import ImageFiles, read_image
-from trainer.data.loader import VALIDATION, Loading, TrainBatches
+from trainer.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys
 from trainer.data.order import Order, seed_generators
 from trainer.data.pixels import Augmentation, Images, normalized
 from trainer.tasks.classification import Classification
 from trainer.world.group import Group
 
 CPU = torch.device("cpu")
-KINDS = ("mnist-5k", "mnist-5k resized", "cifar10", "fake", "imagefolder", "imagefolder cached", "imagefolder late")
-BATCH, STEPS = 12, 6  # of 30 samples: two epochs, of two whole batches and a short one each
+KINDS = (
+    "mnist-5k",
+    "mnist-5k resized",
+    "cifar10",
+    "fake",
+    "imagefolder",
+    "imagefolder cached",
+    "imagefolder on-device",
+)
+BATCH, STEPS = 12, 6  # of 30 samples: two epochs of two full batches and a short one each
 
 
 class FewColours:
-    """In the place of torchvision's CIFAR10, which downloads 160 MB: images that are its arrays and lists."""
+    """Replaces torchvision's CIFAR10, which downloads 160 MB: images in the same arrays and lists."""
 
     classes = ("cat", "dog", "frog")
 
@@ -58,20 +66,20 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def task(request: pytest.FixtureRequest, photos: Path, monkeypatch: pytest.MonkeyPatch) -> Classification:
-    """One that augments images of the kind that the test names."""
+    """A task that augments images of the kind named by the test."""
     monkeypatch.setitem(datasets._IN_MEMORY, "cifar10", FewColours)
     name, *more = request.param.split()
     words = [f"data.name={name}", f"data.root={photos}", "data.args.augment=true"]
     words += ["data.args.image_size=20"] if "resized" in more else []
     words += ["data.args.cache=true"] if "cached" in more else []
-    words += ["data.args.decode_on_device=true"] if "late" in more else []
+    words += ["data.args.decode_on_device=true"] if "on-device" in more else []
     words += ["data.args.image_size=24"] if name == "imagefolder" else []
     words += ["data.args.samples=30"] if name == "fake" else []
     return Classification(Config.load(None, words))
 
 
 class First(Dataset[Any]):
-    """30 samples of another data set, from the loader's side one that nobody knows."""
+    """30 samples of another data set, in a class that the loader does not know."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
@@ -84,21 +92,21 @@ class First(Dataset[Any]):
 
 
 def few(dataset: Any) -> Dataset[Any]:
-    """At most 30 samples of it, held as they were."""
+    """30 samples of a data set in memory, in memory too; any other data set as it is."""
     if isinstance(dataset, Images):
         pixels, labels = (tensor[:30] for tensor in dataset.tensors)
         return Images(pixels, labels, dataset.size, dataset.augmentation)
     return dataset
 
 
-def loading(workers: int = 0, **more: Any) -> Loading:
-    return Loading(**{"collate": None, "workers": workers, "device": CPU, "timeout_s": 60, **more})
+def loading(workers: int = 0, **more: Any) -> LoaderFactory:
+    return LoaderFactory(**{"collate": None, "workers": workers, "device": CPU, "timeout_s": 60, **more})
 
 
 def samples(task: Classification, dataset: Any, rank: int, size: int, **how: Any) -> dict[tuple[int, int], Tensor]:
-    """What a rank's steps learn from, by epoch and index: the images that reach the model."""
+    """The images that reach the model in a rank's steps, by (epoch, index)."""
     begin, micro_batches = how.pop("begin", 0), how.pop("micro_batches", 1)
-    keys = list(TrainBatches(Order(30, BATCH, 3), range(begin, STEPS), rank, size, micro_batches))
+    keys = list(TrainBatchKeys(Order(30, BATCH, 3), range(begin, STEPS), rank, size, micro_batches))
     loader = loading(**how).loader(dataset, 3, keys)
     found = {}
     try:
@@ -107,13 +115,13 @@ def samples(task: Classification, dataset: Any, rank: int, size: int, **how: Any
             assert images.dtype == torch.float32 and labels.dtype == torch.int64
             found.update({(epoch, index): image for index, image in zip(indices, images)})
     finally:
-        loader.close()  # Python would wait for its workers for ever
+        loader.close()  # Python's exit would wait for its workers without end
     return found
 
 
 @pytest.mark.parametrize("task", KINDS, indirect=True)
 def test_samples_are_the_same_whoever_loads_them(task: Classification) -> None:
-    """Bit for bit: other workers, more ranks, smaller micro-batches, another beginning, and so other neighbours."""
+    """Bit for bit, with other numbers of workers and ranks, smaller micro-batches and another first step."""
     train = few(task.datasets()[0])
     alone = samples(task, train, 0, 1)
     assert len(alone) == 60
@@ -128,7 +136,7 @@ def test_samples_are_the_same_whoever_loads_them(task: Classification) -> None:
 
 @pytest.mark.parametrize("task", KINDS, indirect=True)
 def test_augmentation_differs_by_epoch_and_spares_validation(task: Classification) -> None:
-    """An augmentation that is the same in each epoch augments nothing; one in validation measures something else."""
+    """Augmentation that repeats in each epoch augments nothing, and in validation it would change the measure."""
     train, val = task.datasets()
     found = samples(task, few(train), 0, 1)
     same = [torch.equal(found[0, index], found[1, index]) for index in range(30)]
@@ -143,7 +151,7 @@ def test_augmentation_differs_by_epoch_and_spares_validation(task: Classificatio
 
 @pytest.mark.parametrize("mirror", [True, False])
 def test_augmentation_shifts_and_mirrors(mirror: bool) -> None:
-    """Each image is its original, shifted by up to 2 pixels over black, mirrored if it may be; every shift occurs."""
+    """Each image is its original shifted by up to 2 pixels, the gap black, perhaps mirrored; every shift occurs."""
     pixels = torch.randint(1, 256, (400, 6, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     augmentation = Augmentation(2, mirror)
     draws = augmentation.draw(400, torch.Generator().manual_seed(0))
@@ -158,7 +166,7 @@ def test_augmentation_shifts_and_mirrors(mirror: bool) -> None:
 
 
 def test_augmentations_are_frozen() -> None:
-    """Another version of Laststep that resumes a run must draw the same numbers: these may never change."""
+    """A newer version of Laststep must draw the same numbers when it resumes a run: these may never change."""
     images = Images(torch.zeros(3, 8, 8, 1, dtype=torch.uint8), torch.arange(3), 8, Augmentation(4, True))
     draws = images.draws(seed=0, epoch=1, device=CPU)
     assert draws is not None and draws.tolist() == [[3, 3, 1], [2, 8, 0], [7, 2, 1]]
@@ -166,7 +174,7 @@ def test_augmentations_are_frozen() -> None:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_normalized(layout: torch.memory_format) -> None:
-    """The same numbers as torchvision's, laid out as asked for; grey images serve a model that takes three colours."""
+    """The same numbers as torchvision's, in the requested layout. Grey images fit a model with three channels."""
     colour = torch.randint(0, 256, (2, 5, 4, 3), dtype=torch.uint8)
     mean, std = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
     images = normalized(colour, mean, std, 3, layout)
@@ -186,8 +194,8 @@ def rows() -> TensorDataset:
 
 
 def test_memory_gives_the_batches_of_samples() -> None:
-    """Batches that are taken at once are those that torch makes of the samples one by one, kind and all."""
-    keys = list(TrainBatches(Order(30, 7, 3), range(9), 0, 1, 1))
+    """Batches indexed as a whole equal those that torch makes of single samples, types included."""
+    keys = list(TrainBatchKeys(Order(30, 7, 3), range(9), 0, 1, 1))
     tensors = rows()
     slowly = list(loading(collate=default_collate).loader(tensors, 3, keys))
     at_once = list(loading().loader(tensors, 3, keys))
@@ -196,14 +204,14 @@ def test_memory_gives_the_batches_of_samples() -> None:
 
 
 def test_memory_needs_no_workers() -> None:
-    """Processes that hand over what the rank already has would only cost it time and memory."""
+    """Workers that pass on what the rank already holds would only cost time and memory."""
     loader = loading(workers=2).loader(rows(), 3, [(0, [1, 2]), (0, [3])])
     assert [batch[1].tolist() for batch in loader] == [[1, 2], [3]]
     assert not hasattr(loader.batches, "_iterator")
 
 
 def test_a_collate_of_your_own_is_called() -> None:
-    """With the samples, even of data that torch could batch at once: it may pad, or mix images."""
+    """It gets the samples even if the data could be indexed as a whole: it may pad them, or mix images."""
 
     def collate(samples: Sequence[Any]) -> int:
         return sum(int(label) for _, label, _ in samples)
@@ -212,21 +220,21 @@ def test_a_collate_of_your_own_is_called() -> None:
 
 
 class Doubled(TensorDataset):
-    """Of the user's own, with samples that are not lines of its tensors."""
+    """A user's data set whose samples are not the rows of its tensors."""
 
     def __getitem__(self, index: int) -> Any:
         return 2 * int(self.tensors[1][index])
 
 
 def test_a_data_set_of_your_own_is_asked() -> None:
-    """What a subclass says its samples are is what they are."""
+    """A subclass of TensorDataset may define its own samples."""
     batches = loading().loader(Doubled(*rows().tensors), 3, [(0, [1, 2])])
     assert [batch.tolist() for batch in batches] == [[2, 4]]
 
 
-@pytest.mark.parametrize("task", ["mnist-5k", "cifar10", "imagefolder late"], indirect=True)
+@pytest.mark.parametrize("task", ["mnist-5k", "cifar10", "imagefolder on-device"], indirect=True)
 def test_a_part_of_a_data_set(task: Classification) -> None:
-    """A ready-made data set inside of another one, as in cross-validation, has the same kind of samples."""
+    """A ready-made data set can be wrapped in another, as for cross-validation."""
     train, _ = task.datasets()
     found = samples(task, Subset(train, range(30)), 0, 1)
     again = samples(task, Subset(train, range(30)), 0, 1, workers=1, begin=3)
@@ -252,7 +260,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def test_reads_every_kind_of_image() -> None:
-    """Folders hold greys, prints' CMYK, transparent PNGs, palettes: each is an RGB image of the right size."""
+    """Grey images, CMYK for print, transparent PNGs, palettes: each becomes an RGB image of the right size."""
     image = photo(1, 100, 80)
     expected = centre(encoded(image, "PNG"))
     kinds = {
@@ -279,16 +287,16 @@ def test_reads_every_kind_of_image() -> None:
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
 @pytest.mark.parametrize("orientation", range(9))
 def test_cameras_images_are_upright(orientation: int, kind: str) -> None:
-    """A camera that was held upright says so in EXIF alone: such images must not lie on their side. 0 is unknown."""
+    """A camera held upright records that only in EXIF: such images must not lie on their side. 0 is unknown."""
     exif = Image.Exif()
     exif[0x0112] = orientation
-    content = encoded(photo(1, 64, 32), kind, exif=exif)  # with a centre that is one however it is turned
+    content = encoded(photo(1, 64, 32), kind, exif=exif)  # so that its centre crop is the same however it is turned
     upright = encoded(ImageOps.exif_transpose(Image.open(io.BytesIO(content))), "PNG")
     assert difference(centre(content), centre(upright)) < 1
 
 
 def test_damaged_exif_harms_no_image() -> None:
-    """Some camera or program wrote nonsense beside the image: that is no reason to end a run of days."""
+    """Some camera or program wrote broken EXIF data: no reason to end a run of days."""
     exif = Image.Exif()
     exif[0x0112] = 6
     content = encoded(photo(1), exif=exif, dpi=(72, 72))
@@ -298,7 +306,7 @@ def test_damaged_exif_harms_no_image() -> None:
 
 
 def test_validation_sees_the_centre() -> None:
-    """What published accuracies were measured on: the shorter side brought to 256 pixels, of which 224 are cropped."""
+    """As for published accuracies: the shorter side is resized to 256 pixels, then 224 are cropped."""
     content = encoded(photo(1, 500, 375), quality=95)
     image = Image.open(io.BytesIO(content))
     expected = transforms.center_crop(transforms.resize(image, [256]), [224])
@@ -307,8 +315,8 @@ def test_validation_sees_the_centre() -> None:
 
 @pytest.mark.parametrize("grey", [True, False])
 def test_large_photos_look_the_same(grey: bool) -> None:
-    """A photo of many more pixels than are asked for is decoded at a fraction of its size: the same part of it, with
-    nothing black at its edges, and the same look."""
+    """A photo much larger than its sample is decoded at a fraction of its size: the same crop, without black edges, and
+    with the same look."""
     image = photo(1, 501, 403)
     image = image.convert("L") if grey else image
     for seed in range(20):
@@ -320,7 +328,7 @@ def test_large_photos_look_the_same(grey: bool) -> None:
 
 
 def test_random_crops_are_of_many_shares() -> None:
-    """From a twelfth of an image to all of it, mirrored or not: else training on photos reaches less than published."""
+    """From a twelfth of an image to all of it, mirrored or not: otherwise training falls short of published figures."""
     ramp = Image.fromarray(numpy.tile(numpy.arange(0, 256, dtype=numpy.uint8), (256, 1))).convert("RGB")
     content = encoded(ramp, "PNG")
     spans, mirrored = [], []
@@ -340,8 +348,8 @@ def left_encoded(root: Path, *words: str) -> Classification:
 
 
 def test_decoding_on_the_device(photos: Path) -> None:
-    """The same draws and the same part of each image as by the workers; of a print's CMYK, a PNG and an image on its
-    side too, which must not end a run that has one of them among a million."""
+    """The same draws and the same crop of each image as in the workers. A CMYK image, a PNG and an image on its side
+    work too: one of them among a million must not end a run."""
     root = photos.parent / "mixed"
     shutil.copytree(photos, root, dirs_exist_ok=True)
     exif = Image.Exif()
@@ -364,7 +372,7 @@ def test_decoding_on_the_device(photos: Path) -> None:
 
 @pytest.mark.parametrize("kept", [0, 300])
 def test_a_damaged_file_is_named_by_the_device(kept: int, tmp_path: Path) -> None:
-    """As it is by a worker, though its decoder is given a whole batch and does not say of which."""
+    """As by a worker, although the decoder gets a whole batch and does not say which image is damaged."""
     make_folder(tmp_path, train=4, val=2)
     victim = tmp_path / "train" / "class1" / "1.jpg"
     content = victim.read_bytes()
@@ -374,27 +382,29 @@ def test_a_damaged_file_is_named_by_the_device(kept: int, tmp_path: Path) -> Non
     batch = next(iter(loading().loader(task.datasets()[0], 3, [(0, range(4))])))
     with pytest.raises(ConfigError) as raised:
         task.on_device(batch)
-    assert str(raised.value).startswith(f"data.root={tmp_path}: {victim} is not a whole image (")
+    assert str(raised.value).startswith(f"data.root={tmp_path}: {victim} is not an intact image (")
     assert "\n" not in str(raised.value)
 
 
 @pytest.fixture
 def cached(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Classification, ImageFiles]:
-    """A task, and its images, which are decoded once; their files may be deleted."""
+    """A task with a cache of decoded images, and its images, whose files a test may delete."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     root = shutil.copytree(photos, tmp_path / "photos")
     words = ["data.name=imagefolder", f"data.root={root}", "data.args.image_size=24", "data.args.cache=true"]
     task = Classification(Config.load(None, [*words, "data.args.augment=true"]))
     images = task.datasets()[0]
     assert isinstance(images, ImageFiles) and images.decoded is not None
-    images.decoded.share(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
-    assert [path.name for path in tmp_path.iterdir()] == ["photos"], "nothing stays behind, however the ranks end"
+    images.decoded.open_shared(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"], (
+        "the file has no name, so nothing stays behind however the ranks end"
+    )
     return task, images
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_image_is_decoded_once(workers: int, cached: tuple[Classification, ImageFiles], photos: Path) -> None:
-    """And is then there for every worker, whichever has decoded it: nobody reads the files any more."""
+    """Then every worker can use it, whichever decoded it, and the image files are not read again."""
     task, images = cached
     first = samples(task, images, 0, 1, workers=workers)
     shutil.rmtree(images.root)
@@ -408,14 +418,14 @@ def test_an_image_is_decoded_once(workers: int, cached: tuple[Classification, Im
 def test_no_room_for_decoded_images(
     cached: tuple[Classification, ImageFiles], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A share of the disk is left to others, which one line says, and a disk that is full all the same ends no
-    training: the images are decoded each time, into the same samples."""
+    """A share of the disk is left to others, which one warning says. If the disk is full after all, training continues:
+    the images are decoded each time, into the same samples."""
     task, images = cached
-    monkeypatch.setattr(decoded, "SPARE", 1.0)
+    monkeypatch.setattr(decoded_cache, "SPARE_SHARE", 1.0)
     without = samples(task, images, 0, 1)
     samples(task, images, 0, 1, workers=2)
     assert capfd.readouterr().out.count("has no room for more decoded images: the rest is decoded each time") == 1
-    assert images.decoded is not None and not any(map(images.decoded.find, range(30)))
+    assert images.decoded is not None and not any(map(images.decoded.get, range(30)))
     monkeypatch.undo()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
@@ -423,33 +433,33 @@ def test_no_room_for_decoded_images(
         full = samples(task, images, 0, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert 0 < sum(images.decoded.find(index) is not None for index in range(30)) < 30
+    assert 0 < sum(images.decoded.get(index) is not None for index in range(30)) < 30
     found = samples(task, images, 0, 1)
-    assert all(images.decoded.find(index) for index in range(30))
+    assert all(images.decoded.get(index) for index in range(30))
     assert all(torch.equal(image, full[key]) and torch.equal(image, found[key]) for key, image in without.items())
 
 
 def test_nowhere_to_keep_decoded_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A TMPDIR that is full, or not there, costs time and not the run."""
+    """If TMPDIR is full or missing, the run is slower but does not fail."""
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     words = ["data.name=imagefolder", f"data.root={photos}", "data.args.image_size=24"]
     task = Classification(Config.load(None, [*words, "data.args.cache=true"]))
     images = task.datasets()[0]
     assert isinstance(images, ImageFiles) and images.decoded is not None
-    images.decoded.share(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
+    images.decoded.open_shared(Group(a_world(), torch.distributed.HashStore(), CPU), "train")
     assert len(samples(task, images, 0, 1)) == 60
 
 
-def test_a_worker_dies_while_it_keeps_an_image(cached: tuple[Classification, ImageFiles]) -> None:
-    """Half of an entry is none: another sample's pixels would train as well, and nobody would notice."""
+def test_a_worker_dies_while_it_adds_an_image(cached: tuple[Classification, ImageFiles]) -> None:
+    """A half-written entry is no entry: the model would train on other pixels too, and nobody would notice."""
     task, images = cached
     expected = samples(task, images, 0, 1)
     assert images.decoded is not None and images.decoded._file is not None
-    size = decoded._ENTRY.size
+    size = decoded_cache._ENTRY.size
     entry = os.pread(images.decoded._file, size, size * 7)
     for written in range(1, size):
         os.pwrite(images.decoded._file, entry[:written] + bytes(size - written), size * 7)
-        assert images.decoded.find(7) is None or not any(entry[written:])
+        assert images.decoded.get(7) is None or not any(entry[written:])
     found = samples(task, images, 0, 1)
     assert all(torch.equal(image, found[key]) for key, image in expected.items())
 
@@ -457,7 +467,7 @@ def test_a_worker_dies_while_it_keeps_an_image(cached: tuple[Classification, Ima
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("damage", ["truncated", "truncated large", "text", "empty", "truncated png"])
 def test_a_damaged_file_is_named(damage: str, workers: int, tmp_path: Path) -> None:
-    """Among a million files nobody finds it otherwise: one line, no traceback, from a worker as from the rank."""
+    """Nobody would find it among a million files: one line without traceback, from a worker or from the rank."""
     make_folder(tmp_path, train=4, val=2)
     content = {
         "truncated": encoded(photo(1))[:-100],
@@ -475,12 +485,12 @@ def test_a_damaged_file_is_named(damage: str, workers: int, tmp_path: Path) -> N
         next(iter(loader))
     loader.close()
     said = str(raised.value)
-    assert said.startswith(f"data.root={tmp_path}: {victim} is not a whole image (") and said.endswith("; replace it")
+    assert said.startswith(f"data.root={tmp_path}: {victim} is not an intact image (") and said.endswith("; replace it")
     assert "\n" not in said and "0x" not in said and "cpp" not in said
 
 
 def test_a_file_that_is_gone_may_come_back(tmp_path: Path) -> None:
-    """What a disk refuses is no fault of the configuration: a shared one comes back, and then the run goes on."""
+    """An error of the disk is no configuration error: a shared disk may come back, and then the run continues."""
     make_folder(tmp_path, train=4, val=2)
     words = ["data.name=imagefolder", f"data.root={tmp_path}", "data.args.image_size=24"]
     train, _ = Classification(Config.load(None, words)).datasets()
@@ -490,7 +500,7 @@ def test_a_file_that_is_gone_may_come_back(tmp_path: Path) -> None:
 
 
 def test_draws_of_a_task_do_not_disturb_samples(photos: Path) -> None:
-    """A sample's draws are its own, even where the model draws in the same process in between."""
+    """A sample's draws are its own, even if the model draws in the same process between two samples."""
     words = ["data.name=imagefolder", f"data.root={photos}", "data.args.image_size=24", "data.args.augment=true"]
     train, _ = Classification(Config.load(None, words)).datasets()
     keys = [(0, [1, 2]), (0, [3, 4])]

@@ -1,6 +1,6 @@
-"""The order of samples: every sample exactly once an epoch, whatever the world size and however often it changes.
+"""The order of samples: each sample exactly once per epoch, on any number of ranks and however often that changes.
 
-A sample that is seen twice or never makes a resumed run another experiment, and nobody would notice.
+A sample used twice or never would make a resumed run another experiment, and nobody would notice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from trainer.data.loader import VALIDATION, Loading, TrainBatches, ValidationBatches
+from trainer.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from trainer.data.order import Order, seed_generators, seed_of
 
 ORDERS = st.builds(Order, st.integers(1, 200), st.integers(1, 64), st.integers(0, 2**40))
@@ -23,19 +23,21 @@ CPU = torch.device("cpu")
 
 
 def step_samples(order: Order, step: int, size: int, micro_batches: int) -> list[int]:
-    """What all ranks together take in one step."""
-    return [i for rank in range(size) for share in order.share(step, rank, size, micro_batches) for i in share]
+    """The samples that all ranks together use in one step."""
+    return [
+        i for rank in range(size) for indices in order.micro_batches(step, rank, size, micro_batches) for i in indices
+    ]
 
 
 @given(ORDERS, st.data())
 def test_each_sample_once_an_epoch(order: Order, data: st.DataObject) -> None:
-    """Even when every step of the epoch runs at another world size and accumulation, as after as many resumes."""
+    """Even if each step of the epoch runs on another number of ranks and micro-batches, as after as many resumes."""
     epoch = data.draw(st.integers(0, 3))
     seen: list[int] = []
     for step in range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch):
         size, micro_batches = data.draw(SIZES), data.draw(MICRO_BATCHES)
         taken = step_samples(order, step, size, micro_batches)
-        assert taken == order.batch(step), "the global batch does not depend on who takes which part of it"
+        assert taken == order.batch(step), "the global batch does not depend on how it is divided"
         assert len(taken) == order.count(step)
         assert order.epoch(step) == epoch
         seen += taken
@@ -44,11 +46,11 @@ def test_each_sample_once_an_epoch(order: Order, data: st.DataObject) -> None:
 
 @given(ORDERS, SIZES, MICRO_BATCHES, st.integers(0, 500))
 def test_shares_are_even(order: Order, size: int, micro_batches: int, step: int) -> None:
-    """Ranks wait for the one that has most to do; in a full batch, each has the very same number. Batch norm cannot
-    train on one sample, so a short batch gives none where it cannot give two."""
-    counts = [count for rank in range(size) for count in order.share_counts(step, rank, size, micro_batches)]
-    shares = [len(share) for rank in range(size) for share in order.share(step, rank, size, micro_batches)]
-    assert counts == shares
+    """Ranks wait for the one with most samples, so in a full batch all have the same number. Batch norm cannot train on
+    one sample, so in a short batch a rank gets none if it cannot get two."""
+    counts = [count for rank in range(size) for count in order.micro_batch_sizes(step, rank, size, micro_batches)]
+    batches = [batch for rank in range(size) for batch in order.micro_batches(step, rank, size, micro_batches)]
+    assert counts == list(map(len, batches))
     filled = [count for count in counts if count]
     assert max(filled) - min(filled) <= 1
     if order.count(step) == order.batch_size and order.batch_size % (size * micro_batches) == 0:
@@ -59,23 +61,23 @@ def test_shares_are_even(order: Order, size: int, micro_batches: int, step: int)
 
 @given(ORDERS, SIZES, MICRO_BATCHES, st.data())
 def test_batches_from_any_step_on(order: Order, size: int, micro_batches: int, data: st.DataObject) -> None:
-    """A resume at any step goes on with exactly the batches that an undisturbed run would load there."""
+    """A resume at any step loads exactly the batches that an undisturbed run would load from there on."""
     steps = data.draw(st.integers(1, 2 * order.steps_per_epoch + 1))
     start = data.draw(st.integers(0, steps))
     rank = data.draw(st.integers(0, size - 1))
-    whole = list(TrainBatches(order, range(steps), rank, size, micro_batches))
-    resumed = list(TrainBatches(order, range(start, steps), rank, size, micro_batches))
+    whole = list(TrainBatchKeys(order, range(steps), rank, size, micro_batches))
+    resumed = list(TrainBatchKeys(order, range(start, steps), rank, size, micro_batches))
     assert resumed == whole[start * micro_batches :]
-    assert all(indices for _, indices in whole), "a model may not take an empty batch"
-    counts = [count for step in range(steps) for count in order.share_counts(step, rank, size, micro_batches)]
+    assert all(indices for _, indices in whole), "a model may not accept an empty batch"
+    counts = [count for step in range(steps) for count in order.micro_batch_sizes(step, rank, size, micro_batches)]
     assert all(len(indices) == count for (_, indices), count in zip(whole, counts) if count)
 
 
 @given(st.integers(1, 300), st.integers(1, 64), SIZES)
 def test_validation_sees_each_sample_once(samples: int, batch_size: int, size: int) -> None:
-    """A sample counted twice or not at all shifts the validation accuracy; unequal numbers of batches hang a rank."""
-    ranks = [ValidationBatches(samples, batch_size, rank, size) for rank in range(size)]
-    seen = [i for batches in ranks for number in range(len(batches)) for i in batches.share(number)]
+    """A sample counted twice or not at all shifts the accuracy, and unequal numbers of batches make a rank hang."""
+    ranks = [ValidationBatchKeys(samples, batch_size, rank, size) for rank in range(size)]
+    seen = [i for batches in ranks for number in range(len(batches)) for i in batches.indices(number)]
     assert sorted(seen) == list(range(samples))
     assert len({len(list(batches)) for batches in ranks}) == 1
     for batches in ranks:
@@ -85,32 +87,32 @@ def test_validation_sees_each_sample_once(samples: int, batch_size: int, size: i
 
 @given(ORDERS, st.lists(st.integers(0, 400), min_size=1, max_size=6))
 def test_order_is_pure(order: Order, steps: list[int]) -> None:
-    """The same step has the same samples whatever was asked before: a resumed process has another past."""
+    """A step has the same samples whatever was asked before: a resumed process has another past."""
     first = [order.batch(step) for step in steps]
     assert [Order(order.samples, order.batch_size, order.seed).batch(step) for step in reversed(steps)] == first[::-1]
 
 
 def test_epochs_and_seeds_differ() -> None:
-    """Every epoch in the same order learns worse; every seed in the same order makes seeds worthless."""
+    """The same order in every epoch learns worse, and the same order for every seed makes seeds useless."""
     epochs = {tuple(Order(50, 50, seed).batch(epoch)) for seed in range(5) for epoch in range(5)}
     assert len(epochs) == 25
 
 
 def test_seeds_are_frozen() -> None:
-    """Another version of Laststep that resumes a run must draw the same numbers: these may never change."""
+    """A newer version of Laststep must draw the same numbers when it resumes a run: these may never change."""
     assert [seed_of("step", 0, 1, 2), seed_of("order", 0, 0)] == [980990593667904004, 7453028512061360496]
     assert Order(10, 10, 0).batch(0) == [9, 3, 8, 5, 2, 7, 6, 0, 4, 1]
 
 
 @given(st.lists(st.integers(0, 2**63) | st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=4))
 def test_seeds_fit(parts: list[int | str]) -> None:
-    """Every generator takes every seed."""
+    """Every generator accepts every seed."""
     assert 0 <= seed_of(*parts) < 2**63
     seed_generators(seed_of(*parts))
 
 
 def test_generators_follow_the_seed() -> None:
-    """Python's, NumPy's and torch's draws repeat after the same seed: a user's Task may use any of them."""
+    """The draws of Python, NumPy and torch repeat after the same seed: a user's Task may use any of them."""
 
     def draws() -> tuple[float, float, float]:
         return random.random(), float(numpy.random.random()), float(torch.rand(()))
@@ -123,7 +125,7 @@ def test_generators_follow_the_seed() -> None:
 
 
 class Noise(Dataset[float]):
-    """Samples that are nothing but random draws."""
+    """Samples that consist of random draws."""
 
     def __len__(self) -> int:
         return 20
@@ -135,8 +137,8 @@ class Noise(Dataset[float]):
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 20), st.integers(1, 4))
 def test_draws_belong_to_the_sample(start: int, size: int) -> None:
-    """An augmentation depends on seed, epoch and sample, not on what the process loaded before or on its rank."""
-    order, loading = Order(20, 4, 3), Loading(list, workers=0, device=CPU, timeout_s=60)
+    """Augmentation depends on seed, epoch and sample, but not on the rank or on what was loaded before."""
+    order, loading = Order(20, 4, 3), LoaderFactory(list, workers=0, device=CPU, timeout_s=60)
     whole = [(order.epoch(step), order.batch(step)) for step in range(10)]
     drawn = {
         (epoch, index): value
@@ -144,14 +146,16 @@ def test_draws_belong_to_the_sample(start: int, size: int) -> None:
         for index, value in zip(indices, values)
     }
     for rank in range(size):
-        part = TrainBatches(order, range(start, 10), rank, size, 1)
+        part = TrainBatchKeys(order, range(start, 10), rank, size, 1)
         for (epoch, indices), values in zip(part, loading.loader(Noise(), 3, part)):
             assert values == [drawn[epoch, index] for index in indices]
     assert len(set(drawn.values())) == 40
 
 
 def test_workers_change_nothing() -> None:
-    """More loader processes are for speed: the samples and their draws stay."""
-    batches = list(TrainBatches(Order(20, 4, 3), range(7), 0, 2, 1))
-    one, two = (list(Loading(list, workers=n, device=CPU, timeout_s=60).loader(Noise(), 3, batches)) for n in (0, 2))
+    """The number of workers affects only the speed: samples and their draws stay the same."""
+    batches = list(TrainBatchKeys(Order(20, 4, 3), range(7), 0, 2, 1))
+    one, two = (
+        list(LoaderFactory(list, workers=n, device=CPU, timeout_s=60).loader(Noise(), 3, batches)) for n in (0, 2)
+    )
     assert one == two

@@ -22,8 +22,8 @@ from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from trainer.config.config import Config
-from trainer.data.image_files import ImageFiles, decoded_on
-from trainer.data.loader import Loading
+from trainer.data.image_files import ImageFiles, decode_batch
+from trainer.data.loader import LoaderFactory
 from trainer.data.pixels import Augmentation, Images, normalized
 from trainer.doctor.hello import measure
 from trainer.loops.learner import Learner
@@ -73,7 +73,7 @@ def test_a_save_is_of_its_moment(tmp_path: Path, device: str) -> None:
     store = CheckpointStore(tmp_path)
     saver = CheckpointWriter(store, dist.HashStore(), 0, 1, torch.device(device))
     for step in (1, 2):
-        saver.start(CheckpointInfo(step, 1, step, {}), {"weight": weight}, lambda: None, (2, 0))
+        saver.start(CheckpointInfo(step, 1, step, {}), {"weight": weight}, lambda: None, 2, 0)
         weight.zero_()
         assert saver.wait(60) and saver.error is None
     saver.close()
@@ -90,7 +90,7 @@ def test_batches_arrive_whole(device: str, workers: int | None) -> None:
     dataset = TensorDataset(rows, torch.arange(64))
     keys = [(0, range(first, first + 8)) for first in range(0, 64, 8)]
     collate = None if workers is None else default_collate
-    loader = Loading(collate, workers or 0, torch.device(device), timeout_s=60).loader(dataset, 0, keys)
+    loader = LoaderFactory(collate, workers or 0, torch.device(device), timeout_s=60).loader(dataset, 0, keys)
     busy, read = torch.full((2000, 2000), 1 / 2000, device=device), []
     for batch in loader:
         for _ in range(50 if device == "cuda" else 1):
@@ -107,7 +107,8 @@ def test_images_in_memory(device: str) -> None:
     images = Images(pixels, torch.arange(40), 16, Augmentation(4, mirror=True))
     for key in ((0, [3, 1, 2]), (5, range(40))):
         here, there = (
-            next(iter(Loading(None, 0, torch.device(place), 60).loader(images, 0, [key]))) for place in ("cpu", device)
+            next(iter(LoaderFactory(None, 0, torch.device(place), 60).loader(images, 0, [key])))
+            for place in ("cpu", device)
         )
         assert torch.equal(here[0], there[0].cpu()) and torch.equal(here[1], there[1].cpu())
         floats = [normalized(batch[0], (0.5,) * 3, (0.2,) * 3, 3, torch.channels_last) for batch in (here, there)]
@@ -119,12 +120,12 @@ def test_jpegs_decoded_on_the_device(device: str, tmp_path: Path) -> None:
     """The same pixels whoever shares the batch, or a resumed run with another last batch would learn from others; and
     those that a worker would have made, but for what one decoder rounds otherwise than another."""
     root = make_folder(tmp_path, train=12, val=1)
-    images = ImageFiles(str(root), "train", 24, augment=False, late=True)
+    images = ImageFiles(str(root), "train", 24, augment=False, decode_on_device=True)
     batch: list[Any] = [images[index][0] for index in range(12)]
     place = torch.device(device)
-    together = decoded_on(place, batch, 24).cpu()
-    alone = torch.cat([decoded_on(place, [image], 24).cpu() for image in batch])
-    assert torch.equal(together, alone) and torch.equal(together, decoded_on(place, batch, 24).cpu())
+    together = decode_batch(place, batch, 24).cpu()
+    alone = torch.cat([decode_batch(place, [image], 24).cpu() for image in batch])
+    assert torch.equal(together, alone) and torch.equal(together, decode_batch(place, batch, 24).cpu())
     whole: list[Any] = [ImageFiles(str(root), "train", 24, augment=False)[index][0] for index in range(12)]
     by_workers = torch.stack(whole)
     assert (together.float() - by_workers.float()).abs().mean() < 2

@@ -284,7 +284,7 @@ class Attempt:
         if loop.saves.saving is not None and loop.saves.saving.step == step:
             with contextlib.suppress(RuntimeError):
                 loop.saves.wait(COME_OUT_S)  # all ranks may be alive, and just about to have it
-        if step == kept or self.store.stands(step):
+        if step == kept or self.store.is_intact(step):
             return step
         if not run_lock.still_ours(self.run_dir.lock, self.world):
             say(f"another attempt is at work on this run; the checkpoint of step {kept} stands")

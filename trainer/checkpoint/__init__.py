@@ -1,3 +1,4 @@
-"""What outlives an attempt: the store of checkpoints, the writer that works beside the training, when to save and how
-often, and how far a run has come. Not here: what a loop puts into a checkpoint (loops), and who saves after a fault
-(attempt)."""
+"""Everything that outlives an attempt: the folder of checkpoints (`store`), the background writer (`writer`), when to
+save (`manager`) and how often (`interval`, `goodput`), and how far a run has come (`position`).
+
+Not here: what a loop puts into a checkpoint (loops), and which rank saves after a fault (attempt)."""

@@ -1,4 +1,8 @@
-"""When a run saves, and what becomes of its saves. All ranks call these methods together."""
+"""CheckpointManager: decides when a run saves, and follows each save to its end.
+
+Training continues while a save is written. If the disk refuses a save, training continues too: the failure costs a
+warning, and the save is retried after a minute. All ranks call these methods together.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,14 @@ from trainer.rundir import RunDir
 from trainer.world.group import Group, PeerLost
 from trainer.world.watchdog import Watchdog
 
-MAX_FAILED = 3
+MAX_FAILED = 3  # saves in a row, before the attempt fails
 RETRY_S = 60.0
-RETRY_LAST_S = 2.0  # at a stop or at the end, where nothing else is to do
-# A rank that is waited for in a save and gives no sign of life for so long is dead.
-GONE_S = 5.0
+RETRY_LAST_S = 2.0  # at a stop or at the end of the run, when there is nothing else to do
+DEAD_AFTER_S = 5.0  # without a heartbeat: a rank that the others wait for in a save is taken for dead
 
 
 class CheckpointManager:
-    """The saves of one attempt. Training goes on beside them, and when the disk refuses one: it costs a warning, and
-    is tried again a minute later."""
+    """The saves of one attempt: what is saved, what is being saved, and when the next save is due."""
 
     def __init__(
         self,
@@ -41,30 +43,31 @@ class CheckpointManager:
         watch: Watchdog,
         stopping: Callable[[], bool],
     ) -> None:
-        self.saved = Position()  # what the newest checkpoint has
-        self.saving: Position | None = None  # what it will have once the save under way is committed
-        self.due = False
-        self.last = False  # the attempt does nothing but save any more
+        self.saved = Position()  # the position in the newest checkpoint
+        self.saving: Position | None = None  # the position that the save in progress will have committed
+        self.due = False  # whether to save after the current step
+        self.last = False  # whether saving is all that is left for this attempt to do
         self._settings = settings
-        self._saver = CheckpointWriter(store, group.store, group.world.rank, group.world.size, group.device)
+        self._writer = CheckpointWriter(store, group.store, group.world.rank, group.world.size, group.device)
         self._metrics = metrics
         self._progress = progress
         self._watch = watch
         self._stopping = stopping
         self._every_s, self._auto = math.inf, None
         if isinstance(settings.every_minutes, str):
-            ends = read_lines(run.attempts) if group.world.rank == 0 else []  # who decides has seen them all settled
+            # Only rank 0's interval counts, and it has completed the records of earlier attempts.
+            ends = read_lines(run.attempts) if group.world.rank == 0 else []
             self._auto = AutoInterval(ends, len(set(group.world.hosts)), progress.say)
         elif settings.every_minutes is not None:
             self._every_s = 60 * settings.every_minutes
-        self._began = time.monotonic()
-        self._failed = 0  # in a row
+        self._began = time.monotonic()  # the last save, or this attempt
+        self._failed = 0  # saves in a row
 
-    def begin(self, position: Position, about: CheckpointInfo, state: dict[str, Any]) -> None:
-        """Save `state` beside the training, unless there is a checkpoint of this place.
+    def start_save(self, position: Position, info: CheckpointInfo, state: dict[str, Any]) -> None:
+        """Start to save `state` in the background, unless there is a checkpoint of this position already.
 
-        Waits for the save before it. Raises CheckpointError when `MAX_FAILED` in a row have failed, PeerLost when a
-        rank has died in the one before.
+        Waits for the previous save first. Raises CheckpointError when `MAX_FAILED` saves in a row have failed, PeerLost
+        when a rank died during the previous one.
         """
         self.due = False
         began = time.perf_counter()
@@ -72,44 +75,50 @@ class CheckpointManager:
         if not self.saved.same_place(position):
             self.saving = copy.copy(position)
             self._began = time.monotonic()
-            self._saver.start(about, state, self._metrics.sync, (self._settings.keep_last, self._settings.keep_best))
+            keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
+            self._writer.start(info, state, self._metrics.sync, keep_last, keep_best)
             if not self._settings.asynchronous:
                 self.wait()
             if self._auto:
-                self._auto.stood_still(time.perf_counter() - began)
+                self._auto.add_stall(time.perf_counter() - began)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the save under way, if there is one, so long at most. Raises like `begin`."""
+        """Wait for the save in progress, if any, for at most `timeout_s`. Raises like `start_save`."""
         until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while self.saving is not None and not self._saver.wait(0.5) and time.monotonic() < until:
-            gone = [rank for rank in self._saver.missing if self._watch.silent(rank, GONE_S)]
-            if gone:
-                raise PeerLost(f"rank {', '.join(map(str, gone))} gave no sign of life for {GONE_S:.0f} s in a save")
-        self.note()
+        while self.saving is not None and not self._writer.wait(0.5) and time.monotonic() < until:
+            dead = [rank for rank in self._writer.missing_ranks if self._watch.silent(rank, DEAD_AFTER_S)]
+            if dead:
+                names = ", ".join(map(str, dead))
+                raise PeerLost(f"rank {names} gave no sign of life for {DEAD_AFTER_S:.0f} s during a save")
+        self.poll()
 
-    def note(self) -> None:
-        """See what became of the save under way, if that is known. Raises CheckpointError after too many failures."""
+    def poll(self) -> None:
+        """Take note of the result of the save in progress, if it has ended. Raises CheckpointError after too many
+        failures."""
         if self._auto:
-            self._auto.stepped(*self._progress.stretch(), saving=self.saving is not None)
-        if self.saving is None or not self._saver.wait(0):
+            self._auto.add_steps(*self._progress.stretch(), saving=self.saving is not None)
+        if self.saving is None or not self._writer.wait(0):
             return
         saving, self.saving = self.saving, None
-        if self._saver.error is None:
+        if self._writer.error is None:
             self._failed = 0
             self.saved = saving
             self._metrics.settle(saving.records)
             self._progress.say(f"saved step {saving.step}")
             return
         self._failed += 1
-        self._progress.say(f"WARNING: {self._saver.error}; training goes on, the save is tried again")
-        if self._failed >= MAX_FAILED and not self._stopping():  # at a stop it is tried as long as the grace lasts
-            raise CheckpointError(f"{self._failed} saves in a row failed, the last so: {self._saver.error}")
+        self._progress.say(f"WARNING: {self._writer.error}; training continues, the save will be retried")
+        if (
+            self._failed >= MAX_FAILED and not self._stopping()
+        ):  # at a stop it is retried for as long as the grace lasts
+            raise CheckpointError(f"{self._failed} saves in a row failed, the last with: {self._writer.error}")
 
     def due_in_s(self) -> float:
-        """Seconds until it is time for a save, or to try a failed one again; each rank's clock has its own answer."""
+        """Seconds until the next save, or the retry of a failed one, is due by the clock. Each rank has its own clock,
+        so the answers differ."""
         every_s = self._auto.seconds if self._auto else self._every_s
         return (RETRY_S if self._failed else every_s) - (time.monotonic() - self._began)
 
     def close(self) -> None:
-        """No more saves."""
-        self._saver.close()
+        """End the writer; no save can be started any more."""
+        self._writer.close()

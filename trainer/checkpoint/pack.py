@@ -1,8 +1,8 @@
-"""A nested state as a small structure and one run of bytes, which any number of ranks may write and read in stripes.
+"""Packs a nested state into a small structure and one sequence of bytes, which any number of ranks can write and read.
 
-The run is made of the tensors, in the order in which the state is walked, each at an offset aligned to ALIGNMENT and
-laid out as it lies in memory, so that packing is plain copying, for channels_last too. The structure is the state with
-each tensor replaced by its twin on the "meta" device, which has shape, strides and dtype and no data.
+The bytes are those of the tensors, in the order in which the state is traversed. Each tensor starts at a multiple of
+ALIGNMENT and keeps its memory layout, so packing is plain copying, even for channels_last. The structure is the state
+with each tensor replaced by one on the "meta" device, which has the shape, strides and dtype but no data.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.store import CHUNK, STRUCTURE, CheckpointError, Manifest
+from trainer.checkpoint.store import READ_BYTES, STRUCTURE, CheckpointError, Manifest
 
-READERS = 4  # threads
-ALIGNMENT = 64  # bytes: a multiple of every dtype's size, and a cache line
+READING_THREADS = 4
+ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
 
 
 class Packed:
-    """A state's structure and run of bytes. It references the tensors and copies nothing.
+    """The structure and the bytes of a state. It references the tensors and copies nothing until asked.
 
-    Thousands of small tensors are common, and the training waits for `copy`: it does no more than it must for each.
+    Thousands of small tensors are common and training waits for `copy`, so the work per tensor is kept to a minimum.
     """
 
     def __init__(self, state: Any) -> None:
         self._tensors: list[Tensor] = []
-        self._dense: list[bool] = []  # whether the tensor's bytes lie in memory without gaps and overlaps
-        self.structure = map_tensors(state, self._twin)
+        self._dense: list[bool] = []  # whether a tensor occupies its memory without gaps and overlaps
+        self.structure = map_tensors(state, self._add)
         *self._offsets, self.bytes = accumulate((_aligned(t.nbytes) for t in self._tensors), initial=0)
 
     def copy(self, start: int, stop: int, into: Tensor) -> None:
-        """Copy bytes [start, stop) of the run into a uint8 tensor of that length on the CPU.
+        """Copy bytes [start, stop) of the state into `into`, a uint8 tensor of that length on the CPU.
 
-        Done when it returns, from a GPU too.
+        The copy is complete when this returns, even from a GPU.
         """
         done = start
         for number in range(max(0, bisect_right(self._offsets, start) - 1), len(self._offsets)):
@@ -56,24 +56,25 @@ class Packed:
             if end - begin < tensor.nbytes:
                 source = source[begin - offset : end - offset]
             if begin > done:
-                into[done - start : begin - start] = 0  # the gap behind the tensor before
+                into[done - start : begin - start] = 0  # the padding after the previous tensor
             into[begin - start : end - start].copy_(source, non_blocking=True)
             done = end
         into[done - start :] = 0
         for device in {tensor.device for tensor in self._tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
-    def _twin(self, tensor: Tensor) -> Tensor:
-        twin = torch.empty_like(tensor, device="meta")  # which never has gaps or overlaps
+    def _add(self, tensor: Tensor) -> Tensor:
+        """Note a tensor; returns its stand-in for the structure."""
+        stand_in = torch.empty_like(tensor, device="meta")  # never has gaps or overlaps
         self._tensors.append(tensor.detach())
-        self._dense.append(twin.stride() == tensor.stride())
-        return twin
+        self._dense.append(stand_in.stride() == tensor.stride())
+        return stand_in
 
 
-def dumped(structure: Any) -> memoryview:
-    """A structure as it is written. In memory: torch.save would hide what the disk has to say in an error of its own.
+def serialized_structure(structure: Any) -> memoryview:
+    """The contents of structure.pt. Serialized in memory, since torch.save hides the disk's errors behind its own.
 
-    Raises what torch.load has to say of a state that it would never give back.
+    Raises the error of torch.load if the structure could be saved but never loaded again.
     """
     data = io.BytesIO()
     torch.save(structure, data)
@@ -83,64 +84,64 @@ def dumped(structure: Any) -> memoryview:
 
 
 def load(folder: Path, manifest: Manifest) -> Any:
-    """The whole state, on the CPU, of the checkpoint in `folder`, however many shards it has. Raises CheckpointError.
+    """The state in the checkpoint `folder`, on the CPU, from any number of shards. Raises CheckpointError.
 
-    It does not compare hashes: `CheckpointStore.verify` does.
+    Does not compare hashes; `CheckpointStore.verify` does.
     """
     try:
         structure = torch.load(folder / STRUCTURE, weights_only=True)
         tensors: list[Tensor] = []
-        state = map_tensors(structure, lambda twin: _new(twin, tensors))
+        state = map_tensors(structure, lambda stand_in: _allocate(stand_in, tensors))
         with ExitStack() as files:
-            _read([files.enter_context((folder / name).open("rb", buffering=0)) for name in manifest.shards], tensors)
+            _fill(tensors, [files.enter_context((folder / name).open("rb", buffering=0)) for name in manifest.shards])
         return state
-    except Exception as error:  # whatever a damaged pickle or a failing disk makes of itself
+    except Exception as error:  # a damaged pickle or a failing disk may raise anything
         raise CheckpointError(f"{folder.name}: could not be loaded: {error}") from error
 
 
-def _new(twin: Tensor, tensors: list[Tensor]) -> Tensor:
-    """Memory for a tensor."""
-    tensors.append(torch.empty_strided(twin.size(), twin.stride(), dtype=twin.dtype))
+def _allocate(stand_in: Tensor, tensors: list[Tensor]) -> Tensor:
+    """An uninitialized tensor like `stand_in`, also appended to `tensors`."""
+    tensors.append(torch.empty_strided(stand_in.size(), stand_in.stride(), dtype=stand_in.dtype))
     return tensors[-1]
 
 
-def _read(shards: list[FileIO], tensors: list[Tensor]) -> None:
-    """Fill the tensors from the run of bytes that the shards make up. Raises ValueError when their lengths differ.
+def _fill(tensors: list[Tensor], shards: list[FileIO]) -> None:
+    """Fill the tensors from the shards, which together hold all bytes. Raises ValueError when the lengths differ.
 
-    Several threads read: what takes long is memory new to the process, which one fills at half the speed of two.
+    Several threads read, since first access to new memory takes most of the time and one thread is half as fast as two.
     """
-    *offsets, count = accumulate((_aligned(t.nbytes) for t in tensors), initial=0)
-    *starts, there = accumulate((os.fstat(shard.fileno()).st_size for shard in shards), initial=0)
-    if there != count:
-        raise ValueError(f"its shards hold {there} bytes, its structure says {count}")
+    *offsets, expected = accumulate((_aligned(t.nbytes) for t in tensors), initial=0)
+    *starts, found = accumulate((os.fstat(shard.fileno()).st_size for shard in shards), initial=0)
+    if found != expected:
+        raise ValueError(f"its shards hold {found} bytes, its structure says {expected}")
     pieces = iter(
         [
-            (offset + begin, memory[begin : begin + CHUNK])
+            (offset + begin, memory[begin : begin + READ_BYTES])
             for offset, memory in zip(offsets, (_bytes_of(tensor).numpy().data for tensor in tensors))
-            for begin in range(0, len(memory), CHUNK)
+            for begin in range(0, len(memory), READ_BYTES)
         ]
     )
 
     def read(_: int) -> None:
-        for offset, piece in pieces:  # of which each thread takes the next
+        for offset, piece in pieces:  # the threads share one iterator: each takes the next piece
             while piece:
                 number = bisect_right(starts, offset) - 1
                 count = os.preadv(shards[number].fileno(), [piece], offset - starts[number])
                 if not count:
-                    raise ValueError("a shard was cut short")
+                    raise ValueError("a shard is truncated")
                 offset, piece = offset + count, piece[count:]
 
-    with ThreadPoolExecutor(READERS) as pool:
-        for _ in pool.map(read, range(READERS)):
+    with ThreadPoolExecutor(READING_THREADS) as pool:
+        for _ in pool.map(read, range(READING_THREADS)):
             pass
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a nested state down to its leaves, each tensor replaced by what `change` makes of it."""
+    """A deep copy of a nested state in which `change(tensor)` replaces each tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        mapped = copy.copy(value)  # keeps its class, and the _metadata of a module's state_dict
+        mapped = copy.copy(value)  # keeps the class, and the _metadata of a module's state_dict
         for key, item in value.items():
             mapped[key] = map_tensors(item, change)
         return mapped
@@ -150,9 +151,10 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _bytes_of(dense: Tensor) -> Tensor:
-    """The bytes of a tensor without gaps and overlaps, as they lie in memory; a view."""
+    """A view of the bytes of a tensor without gaps and overlaps, in memory order."""
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _aligned(count: int) -> int:
+    """`count` rounded up to a multiple of ALIGNMENT."""
     return -(-count // ALIGNMENT) * ALIGNMENT

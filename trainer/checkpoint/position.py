@@ -1,4 +1,4 @@
-"""Position: how far a run has come."""
+"""Position: how far a run has come. Every checkpoint contains one, so its fields must keep their names."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 @dataclass
 class Position:
-    """How far a run has come. Steps and samples count over all epochs, from the start of the run."""
+    """How far a run has come. Steps and samples are counted from the start of the run, over all epochs."""
 
     step: int = 0
-    samples: int = 0  # consumed by finished steps, never merely prefetched
-    validated: int = 0  # the step after which the latest epoch ended, and with it its validation
-    loss_sum: float = 0.0  # over the samples of the epoch so far
+    samples: int = 0  # consumed by finished steps; prefetched ones do not count
+    validated: int = 0  # the last step of the newest epoch that has ended, validation included
+    loss_sum: float = 0.0  # over the samples of the current epoch so far
     loss_samples: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)  # the latest epoch's line of metrics.jsonl
+    metrics: dict[str, float] = field(default_factory=dict)  # the line of the newest ended epoch in metrics.jsonl
     records: int = 0  # lines of metrics.jsonl that belong to this position
-    skipped: int = 0  # steps left out because the loss or the gradient was not finite
+    skipped: int = 0  # steps without an update because the loss or a gradient was not finite
     epoch: int = 0  # epochs that have ended
-    # Of a loop of one's own:
-    batches: int = 0  # of the epoch under way, so many steps are done
-    over: bool = False  # no more follow, and what comes after them in the epoch is not done
-    finished: bool = False  # the loop has returned, with `metrics`
+    # Of a custom training loop:
+    batches: int = 0  # steps done in the current epoch
+    over: bool = False  # all steps of the current epoch are done, the code that follows them in the epoch is not
+    finished: bool = False  # the loop has returned; `metrics` is its result
 
     def end_epoch(self, record: dict[str, Any]) -> None:
-        """An epoch ends after the last finished step; `record` is its line of metrics.jsonl."""
+        """End the current epoch after the last finished step. `record` is its line of metrics.jsonl."""
         self.metrics, self.validated = record, self.step
         self.loss_sum, self.loss_samples = 0.0, 0
         self.epoch, self.batches, self.over = self.epoch + 1, 0, False
 
     def same_place(self, other: Position) -> bool:
-        """Whether a checkpoint of one is as good as one of the other."""
+        """Whether a checkpoint of `other` makes one of this position unnecessary."""
         places = [(p.step, p.validated, p.over, p.finished) for p in (self, other)]
         return places[0] == places[1]

@@ -1,16 +1,26 @@
-"""The checkpoints of a run: each whole or absent.
+"""CheckpointStore: the folder on disk that holds a run's checkpoints, each of them either complete or absent.
 
-    checkpoints/step_000001234/shard_0000-of-0002.bin   the bytes of all tensors, striped over as many files as ranks
-    checkpoints/step_000001234/structure.pt             what they make up: `trainer.checkpoint.pack`
-    checkpoints/step_000001234/manifest.json            step, epoch, ..., and each file's size and SHA-256
+    checkpoints/step_000001234/shard_0000-of-0002.bin   the bytes of all tensors, split into one file per writing rank
+    checkpoints/step_000001234/structure.pt             how to rebuild the state from them: `trainer.checkpoint.pack`
+    checkpoints/step_000001234/manifest.json            step, epoch, ..., and the size and SHA-256 of each file
 
-How a checkpoint is committed, so that a crash, a kill or a power cut at any moment leaves the old or the new one:
-    1. every rank writes its shard into a folder whose name no reader takes for a checkpoint, and fsyncs it
-    2. rank 0 hears of every shard, and writes the manifest there; fsync of the file and of the folder
-    3. rename it to its final name: the commit
-    4. fsync the parent folder
-Only then may an older one be deleted. A checkpoint of the same step is first moved aside to `*.replaced`; when the
-crash comes between that and the commit, `recover` moves it back.
+The commit protocol. A crash, a kill or a power cut at any moment leaves the old checkpoint or the new one:
+
+    1. Every rank writes its shard into the folder `.writing-step_000001234-TAG` and fsyncs it. No reader takes that
+       name for a checkpoint, so an unfinished save is never loaded. The tag is unique to the save, so a writer that
+       hangs from an earlier attempt cannot write into the files of this one.
+    2. Every rank reports the size and SHA-256 of what it wrote. Rank 0 waits for all reports and compares the sizes
+       with the files, so a shard that is missing or truncated prevents the commit.
+    3. Rank 0 writes manifest.json and fsyncs the file and the folder, so that after a power cut the commit cannot be
+       on the disk without the files that belong to it.
+    4. A checkpoint of the same step is renamed to `step_000001234.replaced`. It remains until the new one is
+       committed: after a crash in between, `recover` renames it back.
+    5. Rank 0 renames the folder to `step_000001234`. This rename is the commit; it is atomic.
+    6. Rank 0 fsyncs the parent folder, so that a power cut cannot undo the commit.
+    7. Only now may the replaced checkpoint and older ones be deleted, so at least one complete checkpoint exists at
+       every moment.
+
+Reading does not trust any of this: `newest` compares every file with its hash and falls back to an older checkpoint.
 """
 
 from __future__ import annotations
@@ -22,99 +32,116 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 STRUCTURE = "structure.pt"
-HASHED_AT_ONCE = 4  # files
-CHUNK = 4 << 20  # bytes read at a time
+HASHING_THREADS = 4  # files that `verify` hashes at the same time
+# Bytes per read when a checkpoint is verified or loaded. This is the size of the hashing buffer of each thread, and of
+# the pieces in which several threads share the loading of a large tensor.
+READ_BYTES = 4 << 20
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged, or could not be written."""
 
 
+class FileEntry(TypedDict):
+    """What the manifest records about one file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself. `metrics` are those of the validation that it followed, if any; `numerics` is
-    what the last bits of its steps depend on."""
+    """The contents of manifest.json.
+
+    `metrics` are those of the validation right before the save, empty if there was none. `numerics` is what the last
+    bits of a step depend on: torch's version, the device and, on a CPU, the number of threads.
+    """
 
     step: int
     epoch: int
     samples: int
     world_size: int
     metrics: dict[str, float]
-    files: dict[str, dict[str, Any]]
+    files: dict[str, FileEntry]
     numerics: dict[str, str | int] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
     def bytes(self) -> int:
-        """Size of all files together."""
-        return sum(int(f["bytes"]) for f in self.files.values())
+        """Total size of all files."""
+        return sum(int(entry["bytes"]) for entry in self.files.values())
 
     @property
     def shards(self) -> list[str]:
-        """Names of the files that hold the run of bytes, in order."""
+        """Names of the shard files, in the order of their bytes."""
         size = len(self.files) - 1
         return [shard_name(rank, size) for rank in range(size)]
 
 
 class CheckpointStore:
-    """The folder of a run's checkpoints. One process commits; any may read."""
+    """The folder of a run's checkpoints. One process commits and deletes; any process may read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` stands."""
+        """The folder of the checkpoint of `step`."""
         return self.folder / f"step_{step:09d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, damaged ones too, oldest first."""
+        """The steps that have a checkpoint, intact or damaged, oldest first."""
         names = (p.name for p in self.folder.glob("step_*"))
         return sorted(int(n[5:]) for n in names if n[5:].isdigit())
 
+    # Writing
+
     def recover(self) -> None:
-        """Clean up after a writer that was cut off. Call before writing, in the one process that writes."""
-        for aside in self.folder.glob("step_*.replaced"):
-            final = aside.with_suffix("")
+        """Undo or complete what an interrupted writer left behind. The one process that commits calls this first."""
+        for replaced in self.folder.glob("step_*.replaced"):
+            final = replaced.with_suffix("")
             if final.exists():
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(replaced, ignore_errors=True)
             else:
-                aside.rename(final)
+                replaced.rename(final)
         for unfinished in self.folder.glob(".writing-*"):
             self.discard(unfinished)
 
-    def writing(self, step: int, tag: str) -> Path:
-        """Where a checkpoint stands until it is committed.
+    def writing_folder(self, step: int, tag: str) -> Path:
+        """The folder that holds the files of a checkpoint until it is committed.
 
-        `tag` tells it from every other try at the same step: an earlier one may have a writer that is stuck, not dead.
+        `tag` must differ between all attempts to save the same step: the writer of an earlier one may hang rather
+        than be dead.
         """
         return self.folder / f".writing-{self.path(step).name}-{tag}"
 
-    def begin(self, step: int, tag: str) -> Path:
-        """Make that folder; every rank that writes calls it. Raises OSError."""
-        writing = self.writing(step, tag)
+    def create_writing_folder(self, step: int, tag: str) -> Path:
+        """Create the writing folder unless it exists; every rank that writes calls this. Raises OSError."""
+        writing = self.writing_folder(step, tag)
         writing.mkdir(parents=True, exist_ok=True)
         return writing
 
     def commit(self, writing: Path, manifest: Manifest) -> Path:
-        """Make what was written, and fsynced, the checkpoint of its step. One process calls it.
+        """Turn the folder `writing`, whose files are fsynced, into the checkpoint of its step: steps 2 to 7 of the
+        protocol. Only one process calls this.
 
-        Raises CheckpointError when the disk refuses; what was there before then still stands, and `writing` is gone.
+        Raises CheckpointError if the disk refuses. The previous checkpoint of that step then remains, and `writing`
+        is deleted.
         """
         final = self.path(manifest.step)
         replaced = final.with_suffix(".replaced")
         try:
-            for name, said in manifest.files.items():
-                if (writing / name).stat().st_size != said["bytes"]:
-                    raise OSError(errno.EIO, "was cut short after it was written", name)
+            for name, entry in manifest.files.items():
+                if (writing / name).stat().st_size != entry["bytes"]:
+                    raise OSError(errno.EIO, "was truncated after it was written", name)
             (writing / MANIFEST).write_text(json.dumps(vars(manifest), indent=1) + "\n")
             for path in (writing / MANIFEST, writing):
                 fsync(path)
@@ -131,76 +158,23 @@ class CheckpointStore:
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             self.discard(writing)
-            raise self.failure(manifest.step, error) from error
+            raise self.write_error(manifest.step, error) from error
         return final
 
-    def failure(self, step: int, why: object) -> CheckpointError:
-        """What there is to say when the checkpoint of `step` could not be written."""
-        return CheckpointError(f"{self.path(step)}: could not be written: {why}")
-
     def discard(self, writing: Path) -> None:
-        """Remove what will not be committed: on a full disk half a checkpoint is in everybody's way."""
+        """Delete a folder that will not be committed: on a full disk its files would take space that a retry needs."""
         shutil.rmtree(writing, ignore_errors=True)
 
-    def verify(self, step: int) -> Manifest:
-        """Read the whole checkpoint and compare it with its manifest. Raises CheckpointError with what is wrong."""
-        manifest = self.manifest(step)
-        for name, said in manifest.files.items():  # at once, before anything long is read
-            with _explained(name):
-                size = (self.path(step) / name).stat().st_size
-            if size != said["bytes"]:
-                raise CheckpointError(f"{name} has {size} bytes, its manifest says {said['bytes']}")
-        with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-            for _ in pool.map(lambda name: self._compare(step, name, manifest.files[name]), manifest.files):
-                pass
-        return manifest
-
-    def stands(self, step: int) -> bool:
-        """Whether there is a whole checkpoint of that step, not merely one that was found damaged."""
-        with contextlib.suppress(CheckpointError):
-            self.verify(step)
-            return True
-        return False
-
-    def _compare(self, step: int, name: str, said: Mapping[str, Any]) -> None:
-        with _explained(name):
-            found = _sha256(self.path(step) / name)
-        if found != said["sha256"]:
-            raise CheckpointError(f"{name} differs from its SHA-256 in the manifest")
-
-    def manifest(self, step: int) -> Manifest:
-        """What the checkpoint says of itself. Raises CheckpointError."""
-        try:
-            manifest = Manifest(**json.loads((self.path(step) / MANIFEST).read_text()))
-        except FileNotFoundError:
-            raise CheckpointError("manifest.json is missing") from None
-        except (ValueError, TypeError, OSError) as error:
-            raise CheckpointError(f"manifest.json cannot be read: {error}") from None
-        if manifest.format != FORMAT:
-            raise CheckpointError(f"format {manifest.format}, this Laststep reads {FORMAT}")
-        described = isinstance(manifest.files, dict) and all(
-            isinstance(said, dict) and {"bytes", "sha256"} <= said.keys() for said in manifest.files.values()
-        )
-        complete = described and manifest.shards and manifest.files.keys() == {STRUCTURE, *manifest.shards}
-        if manifest.step != step or not complete:
-            raise CheckpointError(f"manifest.json is not that of step {step}")
-        return manifest
-
-    def newest(self, warn: Callable[[str], None]) -> Manifest | None:
-        """The newest checkpoint that verifies; `warn` hears of each newer one that was skipped, and why."""
-        for step in reversed(self.steps()):
-            try:
-                return self.verify(step)
-            except CheckpointError as error:
-                warn(f"skipped {self.path(step).name}: {error}")
-        return None
+    def write_error(self, step: int, reason: object) -> CheckpointError:
+        """The error to raise when the checkpoint of `step` could not be written."""
+        return CheckpointError(f"{self.path(step)}: could not be written: {reason}")
 
     def prune(self, step: int, keep_last: int, keep_best: int, best_by: str = "val_loss") -> None:
-        """Delete all but the newest `keep_last` and the `keep_best` with the lowest `best_by`; `step` is what was just
-        written.
+        """Delete all checkpoints but the newest `keep_last` and the `keep_best` with the lowest metric `best_by`.
 
-        Only what was written up to `step` counts as kept: a newer checkpoint is one that a resume has found damaged.
-        What cannot be read does not count either, and is deleted once `keep_last` newer ones stand.
+        `step` is the checkpoint just committed. Newer ones do not count as kept: the resume of this attempt skipped
+        them as damaged. Checkpoints without a readable manifest do not count either; they are deleted once there are
+        `keep_last` newer ones.
         """
         readable: dict[int, Manifest] = {}
         for found in self.steps():
@@ -216,14 +190,70 @@ class CheckpointStore:
             if old < newest[0] and old not in best:
                 shutil.rmtree(self.path(old), ignore_errors=True)
 
+    # Reading
+
+    def newest(self, warn: Callable[[str], None]) -> Manifest | None:
+        """The newest intact checkpoint, or None. Calls `warn` with the reason for each damaged one that it skips."""
+        for step in reversed(self.steps()):
+            try:
+                return self.verify(step)
+            except CheckpointError as error:
+                warn(f"skipped {self.path(step).name}: {error}")
+        return None
+
+    def is_intact(self, step: int) -> bool:
+        """Whether there is a checkpoint of `step` and it verifies."""
+        with contextlib.suppress(CheckpointError):
+            self.verify(step)
+            return True
+        return False
+
+    def verify(self, step: int) -> Manifest:
+        """Read the whole checkpoint and compare it with its manifest. Raises CheckpointError, which says what is
+        wrong."""
+        manifest = self.manifest(step)
+        for name, entry in manifest.files.items():  # sizes first: that takes no time
+            with _disk_errors_explained(name):
+                size = (self.path(step) / name).stat().st_size
+            if size != entry["bytes"]:
+                raise CheckpointError(f"{name} has {size} bytes, its manifest says {entry['bytes']}")
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:
+            for _ in pool.map(lambda name: self._verify_hash(step, name, manifest.files[name]), manifest.files):
+                pass
+        return manifest
+
+    def _verify_hash(self, step: int, name: str, entry: FileEntry) -> None:
+        with _disk_errors_explained(name):
+            found = _sha256(self.path(step) / name)
+        if found != entry["sha256"]:
+            raise CheckpointError(f"{name} differs from its SHA-256 in the manifest")
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of the checkpoint of `step`. Raises CheckpointError if it cannot be read or is incomplete."""
+        try:
+            manifest = Manifest(**json.loads((self.path(step) / MANIFEST).read_text()))
+        except FileNotFoundError:
+            raise CheckpointError("manifest.json is missing") from None
+        except (ValueError, TypeError, OSError) as error:
+            raise CheckpointError(f"manifest.json cannot be read: {error}") from None
+        if manifest.format != FORMAT:
+            raise CheckpointError(f"its format is {manifest.format}, this version of Laststep reads format {FORMAT}")
+        described = isinstance(manifest.files, dict) and all(
+            isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in manifest.files.values()
+        )
+        complete = described and manifest.shards and manifest.files.keys() == {STRUCTURE, *manifest.shards}
+        if manifest.step != step or not complete:
+            raise CheckpointError(f"manifest.json does not describe step {step}")
+        return manifest
+
 
 def shard_name(rank: int, size: int) -> str:
-    """The file that rank `rank` of `size` writes: a checkpoint says by itself how many it must have."""
+    """The file that rank `rank` of `size` writes. The name says how many shards a complete checkpoint has."""
     return f"shard_{rank:04d}-of-{size:04d}.bin"
 
 
 def fsync(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, survive a power cut."""
+    """Make a file's contents, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -232,8 +262,8 @@ def fsync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Raise CheckpointError for what the disk has to say of this file."""
+def _disk_errors_explained(name: str) -> Iterator[None]:
+    """Raise CheckpointError, which names the file, for any error of the disk while it is read."""
     try:
         yield
     except FileNotFoundError:
@@ -245,7 +275,7 @@ def _explained(name: str) -> Iterator[None]:
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(CHUNK, 1 + os.fstat(file.fileno()).st_size)))
+        buffer = memoryview(bytearray(min(READ_BYTES, 1 + os.fstat(file.fileno()).st_size)))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def weights_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those of the model in a checkpoint's state; where a loop of one's own has no "model", all tensors of whatever it
-    has registered instead."""
+    """The model's weights in a checkpoint's state. A custom training loop may have registered nothing as "model": then
+    the tensors of everything that it has registered."""
     if "model" in state:
         return dict(state["model"])
     parts = {name: part for name, part in state.items() if isinstance(part, dict)}
@@ -20,7 +20,7 @@ def weights_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 over each named tensor's name, dtype, shape and bytes, in name order."""
+    """SHA-256 over the name, dtype, shape and bytes of each tensor, in name order."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name].detach().cpu().contiguous()

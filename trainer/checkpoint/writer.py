@@ -1,14 +1,25 @@
-"""Saving beside the training: the loop pays the copy of its rank's stripe, a thread does the rest.
+"""CheckpointWriter: writes this rank's stripe of a checkpoint in the background while training continues.
 
-All ranks hold the same state, so each writes its stripe of it. The ranks' threads talk over the ranks' key-value
-store, under "save/":
+All ranks hold the same state, so each writes one stripe of it. One save goes like this:
 
-    token           rank 0's, once: so that a folder is never shared with a stuck writer of an earlier attempt
-    <n>/<rank>      what became of a rank's part of the n-th save: each file's {"bytes", "sha256"}, or an "error"
-    <n>/result      empty when rank 0 committed it, else why not
+    1. In the training loop of every rank, `start` waits for the previous save, then copies this rank's stripe into a
+       buffer that is used again by every save. Training waits for nothing else.
+    2. A thread in every rank writes the stripe into its shard file, hashes it on the way, fsyncs it, and reports the
+       file's size and SHA-256, or an error.
+    3. Rank 0's thread waits for all reports. If no rank failed it writes the manifest and commits
+       (`trainer.checkpoint.store`), otherwise it discards what was written.
+    4. Rank 0's thread publishes the result and every rank's thread reads it, so all ranks agree whether the save
+       succeeded. A failed save leaves no files behind.
 
-Only rank 0 waits for the reports, and commits. When a rank dies, the save that it owed a part of is never committed:
-`wait` returns False, and `close` lets the process end. A save that failed left nothing behind.
+If a rank dies before its report, the save is never committed: `wait` keeps returning False, and `close` still lets the
+process end.
+
+The threads communicate through the ranks' key-value store, with these keys under "save/":
+
+    token           set once by rank 0: part of the folder's name, so that it is never shared with a writer that hangs
+                    from an earlier attempt
+    <n>/<rank>      the report of a rank on its part of the n-th save: a `_PartReport` as JSON
+    <n>/result      empty if rank 0 committed the n-th save, else the error
 """
 
 from __future__ import annotations
@@ -25,23 +36,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint.pack import ALIGNMENT, Packed, dumped
-from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, Manifest, fsync, shard_name
+from trainer.checkpoint.pack import ALIGNMENT, Packed, serialized_structure
+from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, Manifest, fsync, shard_name
 
-CHUNK = 16 << 20  # bytes hashed and written at a time
-LONGEST_PAUSE_S = 0.1  # between two looks at the key-value store
-FAREWELL_S = 5.0
+# Bytes hashed and written at a time. `close` can interrupt a write after each of them, and `save_alone` needs a buffer
+# of this size instead of one as large as the state.
+WRITE_BYTES = 16 << 20
+LONGEST_POLL_S = 0.1  # between two looks at the key-value store
+CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What is saved, as in `Manifest`."""
+    """What the manifest says about a checkpoint; see `Manifest` for the fields."""
 
     step: int
     epoch: int
@@ -50,221 +63,233 @@ class CheckpointInfo:
     numerics: Mapping[str, str | int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Save:
-    """One save, as its thread needs it."""
+class _PartReport(TypedDict):
+    """What one rank reports about its part of a save: the files that it wrote, or the reason why it could not."""
 
-    number: int
-    about: CheckpointInfo
-    structure: Any
-    stripe: memoryview
+    files: dict[str, FileEntry]
+    error: str | None
+
+
+@dataclass(frozen=True)
+class _SaveJob:
+    """One save, as `start` hands it to the thread."""
+
+    number: int  # of the save within this attempt, from 1; the same on all ranks
+    info: CheckpointInfo
+    structure: Any  # of the state, see `trainer.checkpoint.pack`
+    stripe: memoryview  # this rank's part of the state's bytes
     before_commit: Callable[[], None]
-    keep: tuple[int, int]
+    keep_last: int
+    keep_best: int
 
 
 class CheckpointWriter:
-    """Saves in the background: the caller pays the copy of its rank's stripe into a kept buffer, nothing more."""
+    """Saves in the background. The training loop pays only for copying its rank's stripe into a reusable buffer."""
 
     def __init__(self, store: CheckpointStore, keys: dist.Store, rank: int, size: int, device: torch.device) -> None:
-        self.saved: CheckpointInfo | None = None  # the newest that was committed
-        self.error: CheckpointError | None = None  # why the save that ended last was not committed
-        self.missing: list[int] = []  # on rank 0, while it waits: ranks whose report has not come
+        self.error: CheckpointError | None = None  # why the last save that ended was not committed
+        self.missing_ranks: list[int] = []  # on rank 0, while it waits: the ranks that have not reported yet
         self._store, self._rank, self._size, self._device = store, rank, size, device
-        # A client of TCPStore serves one caller at a time, so the thread needs a connection of its own.
+        # A TCPStore client serves one caller at a time, so the thread needs a connection of its own.
         self._keys = dist.PrefixStore("save", keys.clone())
         if rank == 0:
             self._keys.set("token", secrets.token_hex(4))
         self._number = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._saves: SimpleQueue[_Save | None] = SimpleQueue()
-        self._ended, self._closed = threading.Event(), threading.Event()
-        self._ended.set()
-        # Kept, since on a busy machine it takes long until a new thread runs, and `start` would have to wait for that.
-        self._thread = threading.Thread(target=self._work, name="saver", daemon=True)
+        self._jobs: SimpleQueue[_SaveJob | None] = SimpleQueue()
+        self._idle, self._closed = threading.Event(), threading.Event()
+        self._idle.set()
+        # One thread for all saves: on a busy machine a new thread takes long to start, and `start` would wait for it.
+        self._thread = threading.Thread(target=self._serve, name="saver", daemon=True)
         self._thread.start()
 
+    # In the training loop's thread
+
     def start(
-        self, about: CheckpointInfo, state: Any, before_commit: Callable[[], None], keep: tuple[int, int]
+        self, info: CheckpointInfo, state: Any, before_commit: Callable[[], None], keep_last: int, keep_best: int
     ) -> None:
-        """Save `state`, which may change as soon as this returns. Waits first for the save before it.
+        """Start to save `state`, which may change as soon as this returns. Waits for the previous save first.
 
-        All ranks call it at the same step with the same state. `before_commit` is called on rank 0, in the writer's
-        thread; when it raises, the save fails. `keep` is (keep_last, keep_best).
+        All ranks call this at the same step with the same state. `before_commit` runs on rank 0, in the writer's
+        thread; if it raises, the save fails. After the commit older checkpoints are pruned, see
+        `CheckpointStore.prune`.
         """
-        self._ended.wait()
-        # No tensor of the copying is left here to be freed: that would hand Python's lock to the thread for long.
-        structure, stripe = self._copied(state)
+        self._idle.wait()
+        # In a method of its own, so that no tensor of the copying is left here to be freed once the writer's thread has
+        # work: freeing it would give that thread Python's lock for a long time.
+        structure, stripe = self._copy_stripe(state)
         self._number += 1
-        about = replace(about, metrics=dict(about.metrics))
-        save = _Save(self._number, about, structure, stripe, before_commit, keep)
-        self._ended.clear()
-        self._saves.put(save)
+        info = replace(info, metrics=dict(info.metrics))
+        job = _SaveJob(self._number, info, structure, stripe, before_commit, keep_last, keep_best)
+        self._idle.clear()
+        self._jobs.put(job)
 
-    def _copied(self, state: Any) -> tuple[Any, memoryview]:
-        """The state's structure, and this rank's stripe of it, copied into the kept buffer."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the last save has ended, successfully or not (see `error`). False if it has not within
+        `timeout_s`: a peer may be dead."""
+        return self._idle.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the thread and abandon a save in progress."""
+        self._closed.set()
+        self._jobs.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _copy_stripe(self, state: Any) -> tuple[Any, memoryview]:
+        """The structure of `state`, and this rank's stripe of it, copied into the reusable buffer."""
         packed = Packed(state)
-        start, stop = (_boundary(packed.bytes, rank, self._size) for rank in (self._rank, self._rank + 1))
+        start, stop = (_stripe_start(packed.bytes, rank, self._size) for rank in (self._rank, self._rank + 1))
         if self._buffer.numel() < stop - start:
-            self._buffer = _kept_buffer(stop - start, self._device)
+            self._buffer = _reusable_buffer(stop - start, self._device)
         stripe = self._buffer[: stop - start]
         packed.copy(start, stop, stripe)
         return packed.structure, stripe.numpy().data
 
-    def wait(self, timeout_s: float) -> bool:
-        """Until the save started last has ended, well or not; False when it has not by then: a peer may be dead."""
-        return self._ended.wait(timeout_s)
+    # In the writer's thread
 
-    def close(self) -> None:
-        """End the thread, and with it a save under way."""
-        self._closed.set()
-        self._saves.put(None)
-        self._thread.join(FAREWELL_S)
-
-    def _work(self) -> None:
-        """The thread."""
-        while save := self._saves.get():
+    def _serve(self) -> None:
+        """The thread's main loop."""
+        while job := self._jobs.get():
             try:
-                self._run(save)
+                self._save(job)
             finally:
-                self._ended.set()
+                self._idle.set()
 
-    def _run(self, save: _Save) -> None:
-        """One save, in the thread."""
+    def _save(self, job: _SaveJob) -> None:
+        """One save, from this rank's shard to the result that holds for all ranks."""
         error: CheckpointError | None
         try:
-            tag = f"{self._await('token')}-{save.number}"
-            self._report(save, tag)
+            tag = f"{self._await_key('token')}-{job.number}"
+            self._write_part(job, tag)
             if self._rank == 0:
-                self._keys.set(f"{save.number}/result", self._finish(save, tag))
-            result = self._await(f"{save.number}/result")
+                self._keys.set(f"{job.number}/result", self._commit(job, tag))
+            result = self._await_key(f"{job.number}/result")
             error = CheckpointError(result) if result else None
         except Exception as cause:  # such as a dist.DistError: the key-value store dies with rank 0
-            error = self._store.failure(save.about.step, _told(cause))
-        if error is None:
-            self.saved = save.about
+            error = self._store.write_error(job.info.step, _reason(cause))
         self.error = error
 
-    def _report(self, save: _Save, tag: str) -> None:
-        """Write this rank's part and tell rank 0 what became of it."""
-        report: dict[str, Any] = {}
+    def _write_part(self, job: _SaveJob, tag: str) -> None:
+        """Write this rank's files, and report them or the error to rank 0."""
+        report: _PartReport = {"files": {}, "error": None}
         try:
-            writing = self._store.begin(save.about.step, tag)
+            writing = self._store.create_writing_folder(job.info.step, tag)
             if self._rank == 0:
-                save.before_commit()
-                report[STRUCTURE] = _write_file(writing / STRUCTURE, [dumped(save.structure)])
+                job.before_commit()
+                report["files"][STRUCTURE] = _write_file(writing / STRUCTURE, [serialized_structure(job.structure)])
             name = shard_name(self._rank, self._size)
-            report[name] = _write_file(writing / name, self._chunks(save.stripe))
-        except Exception as error:  # whatever it is: rank 0 waits for this report
-            report = {"error": _told(error)}
-        self._keys.set(f"{save.number}/{self._rank}", json.dumps(report))
-        # This rank has heard how the save before this one ended, so rank 0 has read its report of that.
-        self._keys.delete_key(f"{save.number - 1}/{self._rank}")
+            report["files"][name] = _write_file(writing / name, self._chunks(job.stripe))
+        except Exception as error:  # of any kind: rank 0 waits for this report
+            report = {"files": {}, "error": _reason(error)}
+        self._keys.set(f"{job.number}/{self._rank}", json.dumps(report))
+        # This rank has read the result of the previous save, so rank 0 no longer needs its report on that one.
+        self._keys.delete_key(f"{job.number - 1}/{self._rank}")
 
-    def _finish(self, save: _Save, tag: str) -> str:
-        """On rank 0: commit what all ranks wrote. Returns what went wrong, or nothing."""
-        about, writing = save.about, self._store.writing(save.about.step, tag)
+    def _commit(self, job: _SaveJob, tag: str) -> str:
+        """On rank 0: wait for all ranks, then commit what they wrote. Returns the error, or an empty string."""
+        step, writing = job.info.step, self._store.writing_folder(job.info.step, tag)
         try:
-            reports = self._reports(save.number)
-        except _GivenUp:
+            reports = self._await_reports(job.number)
+        except _WriterClosed:
             self._store.discard(writing)
             raise
-        # Every rank has reported of this save, so it has read the result of the one before.
-        self._keys.delete_key(f"{save.number - 1}/result")
-        problems = [report["error"] for report in reports if "error" in report]
-        if problems:
+        # Every rank has reported on this save, so it has read the result of the previous one.
+        self._keys.delete_key(f"{job.number - 1}/result")
+        errors = [report["error"] for report in reports if report["error"] is not None]
+        if errors:
             self._store.discard(writing)
-            return str(self._store.failure(about.step, problems[0]))
-        files = {name: said for report in reports for name, said in report.items()}
+            return str(self._store.write_error(step, errors[0]))
+        files = {name: entry for report in reports for name, entry in report["files"].items()}
         try:
-            self._store.commit(writing, _manifest(about, self._size, files))
+            self._store.commit(writing, _manifest(job.info, self._size, files))
         except CheckpointError as error:
             return str(error)
-        with suppress(OSError):  # what should have been deleted is there at the next save too
-            self._store.prune(about.step, *save.keep)
+        with suppress(OSError):  # what could not be deleted now is deleted after the next save
+            self._store.prune(step, job.keep_last, job.keep_best)
         return ""
 
-    def _reports(self, number: int) -> list[dict[str, Any]]:
-        """What became of each rank's part, in rank order. Waits for all: no rank writes any more when it returns."""
-        self.missing = list(range(self._size))
+    def _await_reports(self, number: int) -> list[_PartReport]:
+        """The reports of all ranks on a save, in rank order. When this returns no rank is writing any more."""
+        self.missing_ranks = list(range(self._size))
 
-        def all_came() -> bool:
-            self.missing = [rank for rank in self.missing if not self._keys.check([f"{number}/{rank}"])]
-            return not self.missing
+        def all_reported() -> bool:
+            self.missing_ranks = [rank for rank in self.missing_ranks if not self._keys.check([f"{number}/{rank}"])]
+            return not self.missing_ranks
 
-        self._until(all_came)
+        self._poll_until(all_reported)
         return [json.loads(self._keys.get(f"{number}/{rank}")) for rank in range(self._size)]
 
-    def _await(self, key: str) -> str:
-        """The value of a key, once it has one."""
-        self._until(lambda: self._keys.check([key]))
+    def _await_key(self, key: str) -> str:
+        """The value of a key, as soon as it has one."""
+        self._poll_until(lambda: self._keys.check([key]))
         return self._keys.get(key).decode()
 
-    def _until(self, done: Callable[[], bool]) -> None:
-        """Wait for something, looking less often the longer it takes. Raises _GivenUp.
+    def _poll_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, polling less often the longer it takes. Raises _WriterClosed.
 
-        The key-value store's own `wait` sleeps in C: a thread that wakes there while Python shuts down aborts the
-        process. And it cannot be called off but by a time-out, which torch prints warnings about.
+        The key-value store's own `wait` sleeps in C, where only a timeout can end it, about which torch prints
+        warnings; and a thread that wakes up there while Python shuts down aborts the process.
         """
         began = time.monotonic()
-        while not done():
-            if self._closed.wait(min(LONGEST_PAUSE_S, 0.001 + (time.monotonic() - began) / 10)):
-                raise _GivenUp("the attempt ends")
+        while not condition():
+            if self._closed.wait(min(LONGEST_POLL_S, 0.001 + (time.monotonic() - began) / 10)):
+                raise _WriterClosed("the attempt is ending")
 
     def _chunks(self, stripe: memoryview) -> Iterator[memoryview]:
-        for start in range(0, len(stripe), CHUNK):
+        for start in range(0, len(stripe), WRITE_BYTES):
             if self._closed.is_set():
-                raise _GivenUp("the attempt ends")
-            yield stripe[start : start + CHUNK]
+                raise _WriterClosed("the attempt is ending")
+            yield stripe[start : start + WRITE_BYTES]
 
 
-class _GivenUp(Exception):
-    """The Saver was closed while it waited or wrote."""
+class _WriterClosed(Exception):
+    """The CheckpointWriter was closed while its thread waited or wrote."""
 
 
 def save_alone(
     store: CheckpointStore,
-    about: CheckpointInfo,
+    info: CheckpointInfo,
     state: Any,
     world_size: int,
     before_commit: Callable[[], None],
     tag: str,
 ) -> Manifest:
-    """Save from this process alone, and wait for it: as one shard, without the other ranks or their key-value store.
+    """Save from this process alone and wait for the commit: one shard, no other rank, no key-value store.
 
-    It streams, so the memory holds no second copy of the state. `tag` as for `CheckpointStore.writing`. Raises
-    CheckpointError.
+    It streams, so it needs no second copy of the state in memory. `tag` as for `CheckpointStore.writing_folder`.
+    Raises CheckpointError.
     """
-    writing, name = store.writing(about.step, tag), shard_name(0, 1)
+    writing, name = store.writing_folder(info.step, tag), shard_name(0, 1)
     try:
-        store.begin(about.step, tag)
+        store.create_writing_folder(info.step, tag)
         before_commit()
         packed = Packed(state)
-        files = {STRUCTURE: _write_file(writing / STRUCTURE, [dumped(packed.structure)])}
+        files = {STRUCTURE: _write_file(writing / STRUCTURE, [serialized_structure(packed.structure)])}
         files[name] = _write_file(writing / name, _stream(packed))
-    except Exception as error:  # whatever it is, the caller asks only whether it is saved
+    except Exception as error:  # of any kind: the caller only asks whether the state is saved
         store.discard(writing)
-        raise store.failure(about.step, _told(error)) from error
-    manifest = _manifest(about, world_size, files)
+        raise store.write_error(info.step, _reason(error)) from error
+    manifest = _manifest(info, world_size, files)
     store.commit(writing, manifest)
     return manifest
 
 
 def _stream(packed: Packed) -> Iterator[memoryview]:
-    """The run of bytes, chunk by chunk; each chunk lives until the next is asked for."""
-    buffer = torch.empty(min(CHUNK, packed.bytes), dtype=torch.uint8)
-    for start in range(0, packed.bytes, CHUNK):
+    """All bytes of a state, chunk by chunk. A chunk is valid until the next one is asked for."""
+    buffer = torch.empty(min(WRITE_BYTES, packed.bytes), dtype=torch.uint8)
+    for start in range(0, packed.bytes, WRITE_BYTES):
         chunk = buffer[: packed.bytes - start]
         packed.copy(start, start + chunk.numel(), chunk)
         yield chunk.numpy().data
 
 
-def _manifest(about: CheckpointInfo, world_size: int, files: dict[str, dict[str, Any]]) -> Manifest:
-    metrics, numerics = dict(about.metrics), dict(about.numerics)
-    return Manifest(about.step, about.epoch, about.samples, world_size, metrics, files, numerics)
+def _manifest(info: CheckpointInfo, world_size: int, files: dict[str, FileEntry]) -> Manifest:
+    metrics, numerics = dict(info.metrics), dict(info.numerics)
+    return Manifest(info.step, info.epoch, info.samples, world_size, metrics, files, numerics)
 
 
-def _write_file(path: Path, chunks: Iterable[memoryview]) -> dict[str, Any]:
-    """Write a new file so that it survives a power cut; returns what the manifest says of it."""
+def _write_file(path: Path, chunks: Iterable[memoryview]) -> FileEntry:
+    """Write a new file so that it survives a power cut; returns its entry in the manifest."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for chunk in chunks:
@@ -273,24 +298,24 @@ def _write_file(path: Path, chunks: Iterable[memoryview]) -> dict[str, Any]:
             size += len(chunk)
         file.flush()
         os.fsync(file.fileno())
-    fsync(path.parent)  # its name too, should this node be the only one that knows of it
+    fsync(path.parent)  # its name too: on a shared disk this node may be the only one that knows of it yet
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, (OSError, _GivenUp)) else f"{type(error).__name__}: {error}"
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, (OSError, _WriterClosed)) else f"{type(error).__name__}: {error}"
 
 
-def _boundary(count: int, rank: int, size: int) -> int:
-    """Where the stripe of `rank` begins in a run of `count` bytes, a multiple of ALIGNMENT itself."""
+def _stripe_start(count: int, rank: int, size: int) -> int:
+    """Where the stripe of `rank` begins in `count` bytes: a multiple of ALIGNMENT."""
     return count * rank // size // ALIGNMENT * ALIGNMENT
 
 
-def _kept_buffer(count: int, device: torch.device) -> Tensor:
-    """Memory for the stripe that every later save copies into: no page of it is new to the system then.
+def _reusable_buffer(count: int, device: torch.device) -> Tensor:
+    """A buffer of `count` bytes that every save copies its stripe into, so that only the first save pays for new pages.
 
-    On the CPU it is kept from processes forked meanwhile, such as loader workers. Otherwise each page would have to be
-    copied for them at the next save, which makes that save ten times as slow.
+    For a GPU the memory is pinned. On the CPU it is hidden from processes forked later, such as loader workers:
+    otherwise the next save would have to copy each page on write, which makes it ten times as slow.
     """
     if device.type == "cuda":
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)

@@ -1,2 +1,3 @@
-"""Samples and their order: data sets, loading, and the seeds of every random draw. Not here: models and losses
-(tasks)."""
+"""Samples and their order: data sets, loading, and the seeds of every random draw.
+
+Not here: models and losses (tasks)."""

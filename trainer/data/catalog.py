@@ -1,4 +1,4 @@
-"""What is known of each ready-made data set before torch is imported: the checks and the tasks read it here."""
+"""The ready-made data sets: facts that the configuration checks and the tasks need before torch is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MNIST_5K = Path(__file__).resolve().parent / "mnist-5k"
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """Shape and colour statistics of a data set. `classes` None: counted when it is opened."""
+    """Shape and colour statistics of a data set. `classes` is None if they are counted when it is opened."""
 
     channels: int
     image_size: int
@@ -20,7 +20,7 @@ class DatasetInfo:
     download: bool = False
 
 
-# Mean and standard deviation of the training pixels, as the field uses them.
+# Mean and standard deviation of the training pixels: the values in common use.
 _MNIST = ((0.1307,), (0.3081,))
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 DATASETS = {
@@ -31,8 +31,8 @@ DATASETS = {
     "imagefolder": DatasetInfo(3, 224, None, *_IMAGENET),
     "fake": DatasetInfo(3, 32, 10, *_IMAGENET),
 }
-# data.args that a data set understands.
+# The data.args that each data set accepts.
 _ANY = {"augment", "image_size"}
 _MORE = {"fake": {"classes", "samples"}, "imagefolder": {"cache", "decode_on_device"}}
 DATA_ARGS = {name: _ANY | _MORE.get(name, set()) for name in DATASETS}
-FLAGS = {"augment", "cache", "decode_on_device"}  # of them
+FLAGS = {"augment", "cache", "decode_on_device"}  # the data.args that are true or false

@@ -1,4 +1,4 @@
-"""The ready-made data sets by name: torchvision's, with pixels for samples."""
+"""Opens the ready-made data sets by name. They are torchvision's, with uint8 pixels as samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.data.catalog import DATASETS, MNIST_5K
 from trainer.data.image_files import ImageFiles
 from trainer.data.pixels import Augmentation, Images
 
-# All of it in memory, as torchvision has it too; the largest is CIFAR-10, of 150 MB.
+# These are held in memory, as torchvision holds them; the largest is CIFAR-10 with 150 MB.
 _IN_MEMORY = {
     "mnist-5k": datasets.MNIST,
     "mnist": datasets.MNIST,
@@ -29,23 +29,25 @@ _IN_MEMORY = {
 
 
 def prepare_data(data: Data) -> None:
-    """Download the data set unless it is there. Raises ConfigError when it can neither be found nor be had."""
+    """Download the data set unless it is there. Raises ConfigError if that fails."""
     if not DATASETS[data.name].download:
         return
     try:
         for train in (True, False):
             _IN_MEMORY[data.name](data.root, train=train, download=True)
-    except Exception as error:  # no network, a full disk, a server's error page: torchvision raises whatever it meets
+    except Exception as error:  # no network, a full disk, a server's error page: torchvision may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"data.root={data.root}: {data.name} is not there and could not be downloaded ({reason}); "
-            f"copy it there, or name the folder that has it"
+            f"data.root={data.root}: {data.name} is not in this folder and could not be downloaded ({reason}); "
+            f"copy it there, or set data.root to the folder that has it"
         ) from error
 
 
 def open_datasets(data: Data, image_size: int) -> tuple[Dataset[Any], Dataset[Any], int]:
-    """The training set, the validation set and the number of classes. A sample is (pixels (image_size, image_size,
-    channels), label). Raises ConfigError."""
+    """The training set, the validation set and the number of classes.
+
+    A sample is (pixels (image_size, image_size, channels), label). Raises ConfigError.
+    """
     (train_set, classes), (val_set, val_classes) = (_open(data, image_size, train) for train in (True, False))
     if classes != val_classes:
         raise ConfigError(f"data.root={data.root}: train/ and val/ have different classes")
@@ -53,28 +55,28 @@ def open_datasets(data: Data, image_size: int) -> tuple[Dataset[Any], Dataset[An
 
 
 def _open(data: Data, size: int, train: bool) -> tuple[Dataset[Any], Sequence[Any]]:
-    """One of them, and its classes."""
+    """The training set or the validation set, and its classes."""
     augment = train and bool(data.args.get("augment", False))
     if data.name == "imagefolder":
         try:
             part, args = "train" if train else "val", data.args
-            cache, late = (bool(args.get(name)) for name in ("cache", "decode_on_device"))
-            files = ImageFiles(data.root, part, size, augment, cache, late)
+            cache, on_device = (bool(args.get(name)) for name in ("cache", "decode_on_device"))
+            files = ImageFiles(data.root, part, size, augment, cache, on_device)
         except FileNotFoundError as error:
             raise ConfigError(f"data.root={data.root}: {error}") from error
         return files, files.classes
-    # A mirrored digit is another digit, or none.
+    # Digits are not mirrored: a mirrored digit is another digit, or none.
     augmentation = Augmentation(size // 8, mirror="mnist" not in data.name) if augment else None
     if data.name == "fake":
         samples, classes = int(data.args.get("samples", 1000)), int(data.args.get("classes", 10))
-        offset = 0 if train else samples  # other images than those trained on
+        offset = 0 if train else samples  # so that the validation images differ from the training images
         transform = partial(_pixels, augmentation=augmentation)
         return datasets.FakeData(samples, (3, size, size), classes, transform, random_offset=offset), range(classes)
     root = str(MNIST_5K) if data.name == "mnist-5k" else data.root
-    held = _IN_MEMORY[data.name](root, train=train)
-    pixels = torch.as_tensor(held.data)  # (N, H, W) where there is one channel
-    images = Images(pixels.view(*pixels.shape[:3], -1), torch.as_tensor(held.targets), size, augmentation)
-    return images, held.classes
+    opened = _IN_MEMORY[data.name](root, train=train)
+    pixels = torch.as_tensor(opened.data)  # (N, H, W, C), or (N, H, W) if there is one channel
+    images = Images(pixels.view(*pixels.shape[:3], -1), torch.as_tensor(opened.targets), size, augmentation)
+    return images, opened.classes
 
 
 def _pixels(image: Image.Image, augmentation: Augmentation | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""A folder of image files: which part of an image is read, and how little of the file is decoded for it."""
+"""ImageFiles: a data set of image files, and how to decode no more of a file than a sample's crop needs."""
 
 from __future__ import annotations
 
@@ -21,112 +21,117 @@ from torchvision.transforms.v2.functional import resize
 
 from trainer import compat
 from trainer.config.errors import ConfigError
-from trainer.data.decoded import Decoded, Pixels, Whole
+from trainer.data.decoded_cache import DecodedCache, DecodedImage, Pixels
 
 Box = tuple[int, int, int, int]  # top, left, height, width
 
-# A random crop's share of the image's area, and its width over its height (Szegedy et al. 2015, arXiv:1409.4842).
+# Ranges of a random crop: its share of the image's area, and width / height (Szegedy et al. 2015, arXiv:1409.4842).
 AREA, ASPECT = [0.08, 1.0], [3 / 4, 4 / 3]
-# The share of the shorter side that validation sees, as of an image of 256 pixels cropped to 224.
-CENTRE = 224 / 256
-# The shorter side of an image that is kept decoded, at the least: so many times that of a sample, if the file has it.
-WHOLE = 4
-# What puts an image upright, by its EXIF orientation: whether to mirror it, then quarter turns to the left.
+# The side of the centre crop for validation, as a share of the shorter side: an image of 256 pixels cropped to 224.
+CENTRE_SHARE = 224 / 256
+# An image in the cache has a shorter side of at least this many times the side of a sample, if the file is that large.
+CACHED_SCALE = 4
+# How to put an image upright, by its EXIF orientation: whether to mirror it, then the number of quarter turns left.
 UPRIGHT = {2: (True, 0), 3: (False, 2), 4: (True, 2), 5: (True, 1), 6: (False, 3), 7: (True, 3), 8: (False, 1)}
 
 
 class ImageFiles(Dataset[Any]):
-    """root/part/CLASS/*.jpg, or images of other kinds. A sample is (pixels (size, size, 3), label): of a random part
-    of the image, mirrored or not, or of its centre. With `cache` an image is decoded as a whole, once on each node;
-    else each time it is wanted, and no more of it than is wanted. With `late` a JPEG's sample is what it is encoded as,
-    see `decoded_on`."""
+    """The images root/part/CLASS/*.jpg, or of another format. A sample is (pixels (size, size, 3), label).
 
-    def __init__(self, root: str, part: str, size: int, augment: bool, cache: bool = False, late: bool = False) -> None:
+    With `augment` a sample is a random crop, mirrored or not; otherwise the centre crop. With `cache` a whole image is
+    decoded once per node; otherwise its crop is decoded each time. With `decode_on_device` a JPEG's sample is an
+    EncodedImage, for `decode_batch`.
+    """
+
+    def __init__(
+        self, root: str, part: str, size: int, augment: bool, cache: bool = False, decode_on_device: bool = False
+    ) -> None:
         folder = ImageFolder(str(Path(root) / part))
         self.samples: list[tuple[str, int]] = folder.samples
         self.classes: list[str] = folder.classes
         self.root = root
         self.size = size
         self.augment = augment
-        self.decoded = Decoded(len(self.samples)) if cache else None
-        self.late = late
+        self.decoded = DecodedCache(len(self.samples)) if cache else None
+        self.decode_on_device = decode_on_device
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Tensor | Encoded, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor | EncodedImage, int]:
         path, label = self.samples[index]
-        if self.decoded is not None and (whole := self.decoded.find(index)) is not None:
-            return part_of(whole, self.size, self.augment), label
+        if self.decoded is not None and (image := self.decoded.get(index)) is not None:
+            return crop_decoded(image, self.size, self.augment), label
         content = Path(path).read_bytes()
         try:
-            if self.late:
-                return encode(content, self.size, self.augment, f"data.root={self.root}: {path}"), label
+            if self.decode_on_device:
+                return encoded_sample(content, self.size, self.augment, f"data.root={self.root}: {path}"), label
             if self.decoded is None:
                 return read_image(content, self.size, self.augment), label
-            pixels, orientation = decode(content, WHOLE * self.size)
-        except Exception as error:  # PIL raises half a dozen kinds: whatever it is, this file does not hold an image
+            pixels, orientation = decode(content, CACHED_SCALE * self.size)
+        except Exception as error:  # PIL raises half a dozen kinds; each means that this file holds no intact image
             raise _damaged(f"data.root={self.root}: {path}", error) from error
-        return part_of(self.decoded.keep(index, pixels, orientation), self.size, self.augment), label
+        return crop_decoded(self.decoded.put(index, pixels, orientation), self.size, self.augment), label
 
 
-class Encoded(NamedTuple):
-    """A sample of which a JPEG's bytes, and what is to be made of them, are all there is so far; a batch has a list of
-    these. The file of another kind has `pixels` already."""
+class EncodedImage(NamedTuple):
+    """A sample to be decoded later, on the device: the bytes of a JPEG and the crop drawn for it. A batch has a list of
+    these. A file of another format is decoded at once, and then only `pixels` counts."""
 
     content: bytes
     box: Box
     orientation: int
     mirror: bool
-    name: str  # for an error
+    name: str  # of the file, for an error message
     pixels: Tensor | None = None
 
 
-compat.collate_as_list(Encoded)
+compat.collate_as_list(EncodedImage)
 
 
 def read_image(content: bytes, size: int, augment: bool) -> Tensor:
-    """Pixels (size, size, 3) of the image that a file's content is: of a random part, mirrored or not, which the global
-    generators draw, or of its centre. Raises whatever a decoder does.
+    """The sample (size, size, 3) of an image file with this content.
 
-    torchvision resizes in a quarter of PIL's time, but its own decoders are deprecated.
+    With `augment` it is a random crop, mirrored or not, drawn from the global generators; otherwise the centre crop.
+    PIL decodes, since torchvision's decoders are deprecated; torchvision resizes, in a quarter of PIL's time. Raises
+    any error of the decoder.
     """
-    with Image.open(io.BytesIO(content)) as image:  # reads the header alone
+    with Image.open(io.BytesIO(content)) as image:  # reads only the header
         box = _box(image.width, image.height, augment)
-        part = _part(image, box, min(box[2:]) // size)
+        crop = _decode_crop(image, box, min(box[2:]) // size)
         orientation = _orientation(image)
-    # In half the time of pil_to_tensor.
-    whole = torch.frombuffer(bytearray(part.tobytes()), dtype=torch.uint8).view(part.height, part.width, 3)
-    return _finished(whole, orientation, size, _mirrors(augment))
+    # Takes half the time of pil_to_tensor.
+    pixels = torch.frombuffer(bytearray(crop.tobytes()), dtype=torch.uint8).view(crop.height, crop.width, 3)
+    return _resized_upright(pixels, orientation, size, _draw_mirror(augment))
 
 
-def encode(content: bytes, size: int, augment: bool, name: str) -> Encoded:
-    """The sample that a file's content is, left encoded if it is a JPEG of a usual kind. Raises whatever a decoder
-    does."""
-    with Image.open(io.BytesIO(content)) as image:  # reads the header alone
+def encoded_sample(content: bytes, size: int, augment: bool, name: str) -> EncodedImage:
+    """The sample of an image file with this content, left encoded if it is an RGB or grey JPEG. Raises any error of the
+    decoder."""
+    with Image.open(io.BytesIO(content)) as image:  # reads only the header
         if image.format != "JPEG" or image.mode not in ("L", "RGB"):
-            return Encoded(b"", (0, 0, 0, 0), 1, False, name, read_image(content, size, augment))
+            return EncodedImage(b"", (0, 0, 0, 0), 1, False, name, read_image(content, size, augment))
         box = _box(image.width, image.height, augment)
-        return Encoded(content, box, _orientation(image), _mirrors(augment), name)
+        return EncodedImage(content, box, _orientation(image), _draw_mirror(augment), name)
 
 
-def decoded_on(device: torch.device, images: Sequence[Encoded], size: int) -> Tensor:
-    """Pixels (N, size, size, 3) of samples that were left encoded, decoded on the device: on a GPU by nvJPEG.
+def decode_batch(device: torch.device, images: Sequence[EncodedImage], size: int) -> Tensor:
+    """Decode samples on the device, on a GPU by nvJPEG: pixels (N, size, size, 3). Raises ConfigError.
 
-    torchvision's decoders are deprecated since 0.29 in favour of torchcodec's. Raises ConfigError.
+    torchvision's decoders are deprecated since 0.29 in favour of torchcodec's.
     """
-    wholes = iter(_decode_all([image for image in images if image.pixels is None], device))
-    return torch.stack([_part_on(next(wholes), i, size) if i.pixels is None else i.pixels for i in images])
+    decoded = iter(_decode_jpegs([image for image in images if image.pixels is None], device))
+    return torch.stack([_crop_on_device(next(decoded), i, size) if i.pixels is None else i.pixels for i in images])
 
 
-def _decode_all(encoded: Sequence[Encoded], device: torch.device) -> list[Tensor]:
-    """(3, height, width) each."""
+def _decode_jpegs(encoded: Sequence[EncodedImage], device: torch.device) -> list[Tensor]:
+    """Whole images, (3, height, width) each."""
     contents = [torch.frombuffer(bytearray(image.content), dtype=torch.uint8) for image in encoded]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             return decode_jpeg(contents, ImageReadMode.RGB, device) if contents else []
-        except RuntimeError:  # which does not say of which image, if it is about one
+        except RuntimeError:  # it does not say which image is damaged, if any is
             for image in encoded:
                 try:
                     decode(image.content, least=1)
@@ -135,20 +140,23 @@ def _decode_all(encoded: Sequence[Encoded], device: torch.device) -> list[Tensor
             raise
 
 
-def _part_on(whole: Tensor, image: Encoded, size: int) -> Tensor:
+def _crop_on_device(decoded: Tensor, image: EncodedImage, size: int) -> Tensor:
     top, left, height, width = image.box
-    part = whole.permute(1, 2, 0)[top : top + height, left : left + width]
-    return _finished(part, image.orientation, size, image.mirror)
+    crop = decoded.permute(1, 2, 0)[top : top + height, left : left + width]
+    return _resized_upright(crop, image.orientation, size, image.mirror)
 
 
 def _damaged(name: str, error: Exception) -> ConfigError:
     reason = (str(error).splitlines() or [type(error).__name__])[0].partition(" <")[0]
-    return ConfigError(f"{name} is not a whole image ({reason}); replace it")
+    return ConfigError(f"{name} is not an intact image ({reason}); replace it")
 
 
 def decode(content: bytes, least: int) -> tuple[Pixels, int]:
-    """All of an image, and its EXIF orientation. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size, as long as its
-    shorter side has `least` pixels. Raises whatever a decoder does."""
+    """The whole image in a file with this content, and its EXIF orientation.
+
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if its shorter side still has `least` pixels then. Raises any error
+    of the decoder.
+    """
     with Image.open(io.BytesIO(content)) as image:
         orientation, shrink = _orientation(image), min(image.size) // least
         if shrink > 1:
@@ -156,21 +164,21 @@ def decode(content: bytes, least: int) -> tuple[Pixels, int]:
         return numpy.array(image.convert("RGB")), orientation
 
 
-def part_of(whole: Whole, size: int, augment: bool) -> Tensor:
-    """As `read_image`, of an image that is decoded."""
-    top, left, height, width = _box(whole.width, whole.height, augment)
-    rows = torch.from_numpy(whole.rows(top, height))
-    return _finished(rows[:, left : left + width], whole.orientation, size, _mirrors(augment))
+def crop_decoded(image: DecodedImage, size: int, augment: bool) -> Tensor:
+    """Like `read_image`, for an image that is decoded already."""
+    top, left, height, width = _box(image.width, image.height, augment)
+    rows = torch.from_numpy(image.rows(top, height))
+    return _resized_upright(rows[:, left : left + width], image.orientation, size, _draw_mirror(augment))
 
 
-def _mirrors(augment: bool) -> bool:
-    """Whether a sample is to be mirrored, drawn from the global generator."""
+def _draw_mirror(augment: bool) -> bool:
+    """Draw from Python's global generator whether to mirror a sample; never without `augment`."""
     return augment and random.random() < 0.5
 
 
-def _finished(part: Tensor, orientation: int, size: int, mirror: bool) -> Tensor:
-    """What a part (height, width, 3) of the image becomes."""
-    pixels = resize(part.permute(2, 0, 1)[None], [size, size], antialias=True)[0].permute(1, 2, 0)
+def _resized_upright(crop: Tensor, orientation: int, size: int, mirror: bool) -> Tensor:
+    """A crop (height, width, 3) resized to (size, size, 3), put upright, and then mirrored or not."""
+    pixels = resize(crop.permute(2, 0, 1)[None], [size, size], antialias=True)[0].permute(1, 2, 0)
     mirrored, turns = UPRIGHT.get(orientation, (False, 0))
     if mirrored:
         pixels = pixels.flip(1)
@@ -182,16 +190,16 @@ def _finished(part: Tensor, orientation: int, size: int, mirror: bool) -> Tensor
 
 
 def _box(width: int, height: int, augment: bool) -> Box:
-    """Of a random part of an image, or of its centre."""
+    """A random crop of an image, or its centre crop."""
     if augment:
         return RandomResizedCrop.get_params(torch.empty(3, height, width, device="meta"), AREA, ASPECT)
-    side = max(1, round(CENTRE * min(width, height)))
+    side = max(1, round(CENTRE_SHARE * min(width, height)))
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def _part(image: Image.Image, box: Box, shrink: int) -> Image.Image:
-    """A part of the image, in colours. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where `shrink` allows it, in a
-    fraction of the time."""
+def _decode_crop(image: Image.Image, box: Box, shrink: int) -> Image.Image:
+    """The crop `box` of an image, as RGB. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size, but no smaller than
+    1/`shrink`, which takes a fraction of the time."""
     top, left, height, width = box
     before = image.size
     if shrink > 1:
@@ -202,9 +210,9 @@ def _part(image: Image.Image, box: Box, shrink: int) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """By EXIF; 1, upright, where that says nothing."""
+    """The EXIF orientation; 1, which means upright, if there is none."""
     try:
-        said = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # it is damaged, and the image may be whole all the same
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # damaged EXIF data; the image may be intact all the same
         return 1
-    return said if said in UPRIGHT else 1
+    return orientation if orientation in UPRIGHT else 1

@@ -1,4 +1,4 @@
-"""The order of samples and every random draw, as pure functions: nothing to save, nothing to lose."""
+"""The order of samples and the seeds of every random draw, as pure functions: no state to save or to lose."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ _64_BITS = 2**64 - 1
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 63-bit seed from what a draw depends on, e.g. ("step", seed, step, rank); other parts give unrelated seeds."""
+    """A 63-bit seed computed from everything that a draw depends on, such as ("step", seed, step, rank)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def nth_seed(base: int, number: int) -> int:
-    """The seed of that number of a series that begins at `base`, in a quarter of the time that `seed_of` takes: the
-    mixing of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), which gives unrelated seeds for neighbours."""
+    """The seed with this number in the series that starts at `base`, in a quarter of the time of `seed_of`.
+
+    It is the mixing function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): neighbours get unrelated seeds.
+    """
     z = (base + number * 0x9E3779B97F4A7C15) & _64_BITS
     z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
     z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _64_BITS
@@ -31,9 +33,9 @@ def nth_seed(base: int, number: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed Python's, NumPy's and torch's CPU generator, and that of `device` if it is a GPU.
+    """Seed the generators of Python, NumPy and torch on the CPU, and that of `device` if it is a GPU.
 
-    Not torch.manual_seed: it walks every backend and takes 80 times as long.
+    torch.manual_seed is not used: it visits every backend and takes 80 times as long.
     """
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)
@@ -44,11 +46,12 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 
 @dataclass(frozen=True)
 class Order:
-    """Which samples each step of a run uses, and which of them a rank.
+    """Which samples each step of a run uses, and which of them each rank.
 
-    An epoch is a permutation of all samples, drawn from (seed, epoch), cut into global batches; its last one may be
-    short. A rank's share of a batch is a function of rank and world size alone, so a run that goes on with another
-    number of ranks still sees every remaining sample of the epoch exactly once. Steps count from 0 over all epochs.
+    An epoch is a permutation of all samples, drawn from (seed, epoch) and cut into global batches, the last of which
+    may be short. A rank's part of a batch depends only on the rank and the number of ranks, so a run that continues on
+    another number of ranks still uses each remaining sample of the epoch exactly once. Steps are counted from 0, over
+    all epochs.
     """
 
     samples: int
@@ -57,48 +60,50 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches per epoch, a short last one included."""
+        """Global batches per epoch, including a short last one."""
         return -(-self.samples // self.batch_size)
 
     def epoch(self, step: int) -> int:
-        """The epoch, from 0, that `step` belongs to."""
+        """The epoch of `step`, from 0."""
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> list[int]:
-        """Sample indices of the global batch of `step`."""
+        """The sample indices of the global batch of `step`."""
         start = step % self.steps_per_epoch * self.batch_size
         return _permutation(self.samples, self.seed, self.epoch(step))[start : start + self.batch_size].tolist()
 
     def count(self, step: int) -> int:
-        """Samples in the global batch of `step`."""
+        """The number of samples in the global batch of `step`."""
         return min(self.batch_size, self.samples - step % self.steps_per_epoch * self.batch_size)
 
-    def share_counts(self, step: int, rank: int, size: int, micro_batches: int) -> list[int]:
-        """Samples in each of the rank's micro-batches of `step`. In a short batch they may differ by one, and be 0."""
-        return [stop - start for start, stop in self._cuts(step, rank, size, micro_batches)]
-
-    def share(self, step: int, rank: int, size: int, micro_batches: int) -> list[list[int]]:
-        """Sample indices of each of the rank's micro-batches of `step`."""
+    def micro_batches(self, step: int, rank: int, size: int, accumulate: int) -> list[list[int]]:
+        """The sample indices of each of the rank's `accumulate` micro-batches in `step`."""
         batch = self.batch(step)
-        return [batch[start:stop] for start, stop in self._cuts(step, rank, size, micro_batches)]
+        return [batch[start:stop] for start, stop in self._cuts(step, rank, size, accumulate)]
 
-    def _cuts(self, step: int, rank: int, size: int, micro_batches: int) -> list[tuple[int, int]]:
-        """Where each of the rank's micro-batches begins and ends in the batch of `step`."""
-        return _cuts(self.count(step), self.batch_size, rank, size, micro_batches)
+    def micro_batch_sizes(self, step: int, rank: int, size: int, accumulate: int) -> list[int]:
+        """The number of samples in each of them. In a short batch the numbers may differ by one, or be 0."""
+        return [stop - start for start, stop in self._cuts(step, rank, size, accumulate)]
+
+    def _cuts(self, step: int, rank: int, size: int, accumulate: int) -> list[tuple[int, int]]:
+        """Where each of the rank's micro-batches starts and stops within the global batch of `step`."""
+        return _cuts(self.count(step), self.batch_size, rank, size, accumulate)
 
 
-@lru_cache(maxsize=16)  # all batches are alike but the last of an epoch
-def _cuts(count: int, batch_size: int, rank: int, size: int, micro_batches: int) -> list[tuple[int, int]]:
-    parts = size * micro_batches
-    # Batch norm cannot train on a single sample: a short batch fills fewer micro-batches rather than give one each.
+@lru_cache(maxsize=16)  # all batches but the last of an epoch are cut alike
+def _cuts(count: int, batch_size: int, rank: int, size: int, accumulate: int) -> list[tuple[int, int]]:
+    parts = size * accumulate
+    # Batch norm cannot train on a single sample, so a short batch fills fewer micro-batches, with at least two each.
     least = max(1, min(2, batch_size // parts))
     parts = max(1, min(parts, count // least))
-    first = rank * micro_batches
-    cuts = [count * min(i, parts) // parts for i in range(first, first + micro_batches + 1)]
+    first = rank * accumulate
+    cuts = [count * min(i, parts) // parts for i in range(first, first + accumulate + 1)]
     return list(pairwise(cuts))
 
 
-@lru_cache(maxsize=2)  # an epoch and the one that the loader already prefetches
+@lru_cache(maxsize=2)  # the current epoch, and the next, which the loader may be prefetching
 def _permutation(samples: int, seed: int, epoch: int) -> numpy.typing.NDArray[numpy.int64]:
     generator = torch.Generator().manual_seed(seed_of("order", seed, epoch))
-    return torch.randperm(samples, generator=generator).numpy()  # of which a part is taken in a tenth of the time
+    return torch.randperm(
+        samples, generator=generator
+    ).numpy()  # slicing an array takes a tenth of the time of slicing a tensor

@@ -124,10 +124,10 @@ class Loop(ABC):
         return finished
 
     def save(self) -> None:
-        """Begin to save this position, see `CheckpointManager.begin`. All ranks call it together."""
+        """Begin to save this position, see `CheckpointManager.start_save`. All ranks call it together."""
         self.flush()
         self.position.records = self.metrics.count
-        self.saves.begin(self.position, self._about(), self._saved())
+        self.saves.start_save(self.position, self._about(), self._saved())
         self.progress.restart_clock()
 
     def freeze(self, timeout_s: float) -> bool:
@@ -178,7 +178,7 @@ class Loop(ABC):
             self._next_word = self.position.step + int(values[-1])
         with self.whole:
             self._enter(count, values)
-        self.saves.note()
+        self.saves.poll()
         self.progress.restart_clock()
 
     def _planned(self, total_steps: int, batch_size: int) -> None:

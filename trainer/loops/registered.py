@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer import compat
-from trainer.checkpoint.pack import Packed, dumped, map_tensors
+from trainer.checkpoint.pack import Packed, map_tensors, serialized_structure
 from trainer.config.errors import ConfigError
 from trainer.loops.buffers import Buffers
 from trainer.loops.rehearsal import rehearse
@@ -150,7 +150,7 @@ def _check(name: str, thing: Any) -> None:
             "and is no dict"
         )
     try:
-        dumped(Packed(_state_of(thing)).structure)
+        serialized_structure(Packed(_state_of(thing)).structure)
     except Exception as error:  # whatever pickle or torch.load has to say
         said = " ".join(str(error).split())[:300]
         raise ConfigError(f"run.restore({name}=...): its state cannot be stored: {said}") from error

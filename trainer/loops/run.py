@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.data.loader import Loading, StepLoader
+from trainer.data.loader import LoaderFactory, StepLoader
 from trainer.data.order import Order
 from trainer.loops.custom_loop import CustomLoop
 from trainer.loops.loop import AttemptContext
@@ -59,7 +59,7 @@ class Run:
             raise ConfigError("run.loader(): the data set is empty")
         if batch_size % self.size:
             raise ConfigError(f"run.loader(batch_size={batch_size}): not divisible by {self.size} ranks")
-        loading = Loading(collate_fn, num_workers, self.device, self.config.launch.hang_timeout_s)
+        loading = LoaderFactory(collate_fn, num_workers, self.device, self.config.launch.hang_timeout_s)
         order = Order(len(dataset), batch_size, self.config.seed)
         loader = StepLoader(loading, dataset, order, self.rank, self.size)
         self._loop.loaders.append(loader)

@@ -11,8 +11,8 @@ import torch
 
 from trainer.config.checks import check_batch
 from trainer.config.errors import ConfigError
-from trainer.data.decoded import Decoded
-from trainer.data.loader import Loading, TrainBatches, ValidationBatches
+from trainer.data.decoded_cache import DecodedCache
+from trainer.data.loader import LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from trainer.data.order import Order
 from trainer.loops.learner import Learner, learning_rate
 from trainer.loops.loop import AttemptContext, Loop, NotFinite, finite
@@ -32,8 +32,8 @@ class TaskLoop(Loop):
         group.node_by_node(self.task.prepare)
         self.train_set, val_set = self.task.datasets()
         for name, dataset in (("train", self.train_set), ("val", val_set)):
-            if isinstance(decoded := getattr(dataset, "decoded", None), Decoded):
-                decoded.share(group, name)
+            if isinstance(decoded := getattr(dataset, "decoded", None), DecodedCache):
+                decoded.open_shared(group, name)
         counts = [len(dataset) for dataset in (self.train_set, val_set)]  # type: ignore[arg-type]
         if not all(counts):
             raise ConfigError(
@@ -47,8 +47,8 @@ class TaskLoop(Loop):
 
         self.learner = Learner(config, self.task, group, self.total_steps)
         collate = None if task.collate is Task.collate else self.task.collate
-        self.loading = Loading(collate, config.data.workers, group.device, config.launch.hang_timeout_s)
-        self.validation = ValidationBatches(counts[1], config.train.batch_size, self.rank, self.size)
+        self.loading = LoaderFactory(collate, config.data.workers, group.device, config.launch.hang_timeout_s)
+        self.validation = ValidationBatchKeys(counts[1], config.train.batch_size, self.rank, self.size)
         self.validation_loader = self.loading.loader(val_set, config.seed, self.validation)
         self.watch.busy = lambda: self.learner.busy_s
         self.phases.done("data and model")
@@ -93,7 +93,7 @@ class TaskLoop(Loop):
     def _step(self, batches: Iterator[Any]) -> None:
         position, step = self.position, self.position.step
         began = time.perf_counter()
-        counts = self.order.share_counts(step, self.rank, self.size, self.config.train.accumulate)
+        counts = self.order.micro_batch_sizes(step, self.rank, self.size, self.config.train.accumulate)
         micro_batches = [(next(batches), count) for count in counts]
         waited_s = time.perf_counter() - began
         self.learner.busy_s += waited_s
@@ -151,7 +151,7 @@ class TaskLoop(Loop):
         for number, batch in enumerate(self.validation_loader):
             if not self.stop.begin_tick():
                 return False
-            sums += self.learner.evaluate(position.step, number, batch, len(self.validation.share(number)))
+            sums += self.learner.evaluate(position.step, number, batch, len(self.validation.indices(number)))
         self.learner.train(True)
 
         means = [total / self.validation.samples for total in self.group.sum(sums).tolist()]
@@ -165,6 +165,6 @@ class TaskLoop(Loop):
         self._end_epoch(record)
         return True
 
-    def _batches(self) -> TrainBatches:
+    def _batches(self) -> TrainBatchKeys:
         steps = range(self.position.step, self.total_steps)
-        return TrainBatches(self.order, steps, self.rank, self.size, self.config.train.accumulate)
+        return TrainBatchKeys(self.order, steps, self.rank, self.size, self.config.train.accumulate)

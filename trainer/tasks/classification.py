@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from trainer.config.config import Config
 from trainer.data.catalog import DATASETS
 from trainer.data.datasets import open_datasets, prepare_data
-from trainer.data.image_files import decoded_on
+from trainer.data.image_files import decode_batch
 from trainer.data.pixels import normalized
 from trainer.task import Task
 from trainer.tasks.models import build_model
@@ -46,7 +46,7 @@ class Classification(Task):
     def on_device(self, batch: Any) -> Any:
         images, *rest = batch
         if isinstance(images, list):  # some are not decoded yet
-            images = decoded_on(rest[0].device, images, self.image_size)
+            images = decode_batch(rest[0].device, images, self.image_size)
         if images.dtype == torch.uint8:
             layout = torch.channels_last if self.config.train.channels_last else torch.contiguous_format
             images = normalized(images, self.info.mean, self.info.std, self.channels, layout)
