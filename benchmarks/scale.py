@@ -32,7 +32,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from trainer.world.world import World
 
 from benchmarks._measure import DEADLINE_S, write_results
 from trainer.attempt.rescue import Survivor, gather
@@ -45,6 +44,7 @@ from trainer.world.group import sign_in
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Beat, Watchdog
+from trainer.world.world import World
 
 SIZES = (2, 8, 32, 128, 512, 1024)
 REAL = (2, 4, 8)  # ranks whose open files are counted

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.records.metrics import MetricsFile, read_lines
+from trainer.records.metrics import MetricsFile, first_step_since, newest_step, read_lines
 
 
 @settings(deadline=None)
@@ -61,13 +61,13 @@ def test_another_rank_takes_over(written: int, torn: str, tmp_path: Path) -> Non
         metrics.rewind(0)
         metrics.append({"step": step} for step in (1, 2, 3))
     writer.sync()
-    other.settle(2)
+    other.mark_checkpointed(2)
     writer.append({"step": 4 + i} for i in range(written))
     with path.open("a") as file:
         file.write(torn)
     other.append({"step": step} for step in (4, 5, 6, 7))
     assert len(read_lines(path)) == 3 + written, "it keeps its lines to itself until then"
-    other.take_over()
+    other.rewrite_tail()
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5, 6, 7]
     assert other.count == 7 and path.read_bytes().count(b"\n") == 7
 
@@ -89,3 +89,17 @@ def test_what_a_full_disk_refused_is_written_later(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     metrics.append([{"step": 4}])
     assert [line["step"] for line in read_lines(metrics.path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("done", [0, 1, 10, 5000])
+def test_the_first_and_the_newest_step_since_a_moment(done: int, tmp_path: Path) -> None:
+    """`drill` asks for the first step of an attempt, which may have done many since: fast steps fill any fixed tail."""
+    path = tmp_path / "metrics.jsonl"
+    assert first_step_since(path, 0.0) is None and newest_step(path) is None
+    metrics = MetricsFile(path, writes=True)
+    metrics.append({"step": step, "time": 100.0 + step, "loss": 0.1} for step in range(1, 301))
+    metrics.append([{"epoch": 1, "step": 300, "val_loss": 0.1}])
+    metrics.append({"step": step, "time": 900.0 + step, "loss": 0.1} for step in range(301, 301 + done))
+    first, newest = first_step_since(path, 1000.0), newest_step(path)
+    assert (first and first["step"]) == (301 if done else None)
+    assert newest is not None and newest["step"] == 300 + done

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from trainer.checkpoint.goodput import NODE_MTBF_S, daly
-from trainer.records.attempt_record import AttemptRecord
+from trainer.records.attempt_record import EndedAttempt
 from trainer.records.retry import FAILURES
 
 # Bounds, in seconds. An hour costs a death little where they are rare, and the few saves cost next to nothing.
@@ -25,7 +25,7 @@ MUCH = 1.5  # times more or less often than last said is worth a line
 class AutoInterval:
     """The time from the beginning of a save to that of the next. Of all ranks' it is rank 0's that counts."""
 
-    def __init__(self, ends: Iterable[AttemptRecord], nodes: int, say: Callable[[str], None]) -> None:
+    def __init__(self, ends: Iterable[EndedAttempt], nodes: int, say: Callable[[str], None]) -> None:
         """`ends` are those of the run's attempts before this one, which is on so many `nodes`."""
         ends = list(ends)
         self._failures = sum(map(_might_lose_steps, ends))
@@ -102,7 +102,7 @@ def _sums(stretches: Iterable[tuple[int, float]]) -> tuple[int, float]:
     return sum(steps for steps, _ in stretches), sum(seconds for _, seconds in stretches)
 
 
-def _might_lose_steps(end: AttemptRecord) -> bool:
+def _might_lose_steps(end: EndedAttempt) -> bool:
     """Whether an attempt ended in a way that is a reason to save often.
 
     A failure counts even if the ranks that were left saved its last step: next time there may be none. One before the

@@ -14,7 +14,8 @@ from trainer.checkpoint.store import CheckpointError, CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from trainer.config.schema import Checkpoint
 from trainer.observe.progress import Progress
-from trainer.records.metrics import MetricsFile, read_lines
+from trainer.records.attempt_record import read_ended_attempts
+from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.group import Absent, Group
 from trainer.world.watchdog import Watchdog
@@ -53,7 +54,8 @@ class CheckpointManager:
         self._stopping = stopping
         self._every_s, self._auto = math.inf, None
         if isinstance(settings.every_minutes, str):
-            ends = read_lines(run.attempts) if group.world.rank == 0 else []  # who decides has seen them all settled
+            # Rank 0, which decides, has recorded abandoned attempts before.
+            ends = read_ended_attempts(run.attempts) if group.world.rank == 0 else []
             self._auto = AutoInterval(ends, len(set(group.world.hosts)), progress.say)
         elif settings.every_minutes is not None:
             self._every_s = 60 * settings.every_minutes
@@ -97,7 +99,7 @@ class CheckpointManager:
         if self._saver.error is None:
             self._failed = 0
             self.saved = saving
-            self._metrics.settle(saving.records)
+            self._metrics.mark_checkpointed(saving.records)
             self._progress.say(f"saved step {saving.step}")
             return
         self._failed += 1
