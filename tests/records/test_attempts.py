@@ -1,4 +1,4 @@
-"""attempts.jsonl: every attempt's end once, whoever says it, and whether the run goes on by itself."""
+"""attempts.jsonl: the end of every attempt is recorded once, by any rank, with whether the run continues by itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAUNCH = Launch(max_timeouts=1, max_failures=1)
 
 
 def restarted(times: int) -> World:
-    """The same job, requeued so often."""
+    """The same job, requeued that often."""
     return replace(WORLD, restart=times)
 
 
@@ -52,8 +52,8 @@ def test_one_line_per_attempt(tmp_path: Path) -> None:
     assert all(r["start"] <= r["end"] for r in records)
 
 
-def test_nobody_starts_a_local_run_again(tmp_path: Path) -> None:
-    """A record that promised it would have a user wait for what never comes."""
+def test_a_local_run_is_not_requeued(tmp_path: Path) -> None:
+    """A record with `requeue` would have the user wait for a restart that never happens."""
     run, local = RunDir(tmp_path), replace(WORLD, on_slurm=False)
     begin_attempt(run, local, start_step=0)
     record = end_attempt(run, local, LAUNCH, "preempted", 3, 3)
@@ -66,8 +66,9 @@ def _end(folder: str, rank: int, results: Any) -> None:
     results.put(record["error"] if record else None)
 
 
-def test_many_ranks_end_it_at_once(tmp_path: Path) -> None:
-    """When a rank dies all its peers notice in the same moment: one record, whole, and only its writer acts on it."""
+def test_many_ranks_end_the_attempt_at_once(tmp_path: Path) -> None:
+    """When a rank dies, all its peers notice at the same moment: there is one complete record, and only the rank that
+    wrote it acts on it."""
     run, context = RunDir(tmp_path), multiprocessing.get_context("spawn")
     begin_attempt(run, WORLD, start_step=0)
     results = context.Queue()
@@ -83,7 +84,7 @@ def test_many_ranks_end_it_at_once(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_an_older_attempt_ends_nothing(tmp_path: Path) -> None:
-    """A killed attempt's last rank may live on for a while; it must not end the attempt that has taken its place."""
+    """The last rank of a killed attempt may live on for a while. It must not end the next attempt."""
     run = RunDir(tmp_path)
     begin_attempt(run, restarted(1), start_step=0)
     assert end_attempt(run, restarted(0), LAUNCH, "hung", 3, 0) is None
@@ -91,8 +92,8 @@ def test_a_rank_of_an_older_attempt_ends_nothing(tmp_path: Path) -> None:
     assert not read_ended_attempts(run.attempts) and run.attempt_now.exists()
 
 
-def test_ended_by_a_rank_that_knew_no_step_yet(tmp_path: Path) -> None:
-    """Ranks learn in the meeting at which step the attempt begins; one that must end it before has lost nothing."""
+def test_ended_by_a_rank_that_did_not_know_the_start_step(tmp_path: Path) -> None:
+    """Ranks learn the start step when they meet. One that ends the attempt before that has lost no step."""
     run = RunDir(tmp_path)
     begin_attempt(run, restarted(0), start_step=30)
     record = end_attempt(run, restarted(0), LAUNCH, "preempted", 0, 0)
@@ -105,7 +106,7 @@ class PowerCut(Exception):
 
 @pytest.mark.parametrize("step", range(8))
 def test_a_power_cut_at_any_moment_of_the_end(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither lost nor counted twice, wherever its writer was cut off: as that said it, or as the next one sees it."""
+    """Wherever it hits the writer, the end is recorded exactly once: as the writer meant it, or as lost."""
     run = RunDir(tmp_path)
     begin_attempt(run, WORLD, start_step=0)
     MetricsFile(run.metrics, writes=True).append([{"step": 1, "time": 0.0}])
@@ -138,9 +139,9 @@ def test_a_power_cut_at_any_moment_of_the_end(step: int, tmp_path: Path, monkeyp
     assert [(r["attempt"], r["reason"]) for r in read_ended_attempts(run.attempts)][1:] == [(1, "finished")]
 
 
-def test_an_attempt_that_could_not_say_how_it_ended(tmp_path: Path) -> None:
-    """After a power cut the next attempt enters it as lost, with the steps that it had done and not kept, and the
-    seconds that they took."""
+def test_an_abandoned_attempt(tmp_path: Path) -> None:
+    """After a power cut the next attempt records it as lost, with the steps that are in no checkpoint, and the seconds
+    that they took."""
     run = RunDir(tmp_path)
     start = begin_attempt(run, WORLD, start_step=0)["start"]
     MetricsFile(run.metrics, writes=True).append({"step": step, "time": start + 10 * step} for step in range(1, 8))
@@ -153,7 +154,7 @@ def test_an_attempt_that_could_not_say_how_it_ended(tmp_path: Path) -> None:
 
 
 def test_seconds_lost_before_the_first_save(tmp_path: Path) -> None:
-    """They are this attempt's alone: the step that it began at may have been done last week."""
+    """They count from the start of this attempt: the step that it began at may have been done last week."""
     run = RunDir(tmp_path)
     start = begin_attempt(run, WORLD, start_step=5)["start"]
     steps = [{"step": 5, "time": start - 600_000}, {"step": 6, "time": start + 30}]
@@ -162,14 +163,27 @@ def test_seconds_lost_before_the_first_save(tmp_path: Path) -> None:
     assert record is not None and record["lost_s"] == pytest.approx(30)
 
 
-def test_a_torn_line_swallows_no_other(tmp_path: Path) -> None:
-    """A line that something else cut short costs that record, not the next attempt's too."""
+def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
+    """A line that was cut short costs its own record, but not the next one."""
     run = RunDir(tmp_path)
     run.attempts.write_text('{"attempt": 0, "rea')
     begin_attempt(run, WORLD, start_step=0)
     end_attempt(run, WORLD, LAUNCH, "finished", 9, 9)
     assert [r["reason"] for r in read_ended_attempts(run.attempts)] == ["finished"]
     assert run.attempts.read_text().startswith('{"attempt": 0, "rea\n')
+
+
+def test_a_damaged_record_of_an_earlier_attempt(tmp_path: Path) -> None:
+    """The next attempt gets a number that no other has: attempts.jsonl takes one record for each number."""
+    run = RunDir(tmp_path)
+    for restart in range(2):
+        begin_attempt(run, restarted(restart), start_step=0)
+        end_attempt(run, restarted(restart), LAUNCH, "preempted", 0, 0)
+    first, second = run.attempts.read_text().splitlines()
+    run.attempts.write_text(f"{first[:-9]}\n{second}\n")
+    begin_attempt(run, restarted(2), start_step=0)
+    end_attempt(run, restarted(2), LAUNCH, "finished", 9, 9)
+    assert [record["attempt"] for record in read_ended_attempts(run.attempts)] == [1, 2]
 
 
 def ends(*reasons: str) -> list[EndedAttempt]:

@@ -36,8 +36,10 @@ def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
     Only rank 0 calls this, and before it rewinds metrics.jsonl, which still shows how far a lost attempt came.
     """
     record_abandoned_attempts(run, lambda: start_step, requeued_job=world.job_id)
+    # Not the count of the records: a damaged one is skipped, and a number must not be used twice.
+    number = 1 + max((record["attempt"] for record in read_attempts(run.attempts)), default=-1)
     record: OpenAttempt = {
-        "attempt": len(read_attempts(run.attempts)),
+        "attempt": number,
         "job_id": world.job_id,
         "restart": world.restart,
         "hosts": _unique_names(world.hosts),

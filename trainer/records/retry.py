@@ -1,13 +1,13 @@
 """The retry policy: whether a run continues by itself after an attempt has ended. It is decided here and nowhere else.
 
-    reason of the end         requeued                                            budget
-    finished, cancelled       no
-    preempted                 yes                                                 none: as often as it happens
-    timeout                   while the job has met at most that many             launch.max_timeouts
-    failed, hung, lost
-      a retry would repeat    no
-      kept a new step         yes                                                 none: the run makes progress
-      kept no new step        while the job has had at most that many of these    launch.max_failures
+    reason of the end                   counts against         requeued
+    finished, cancelled                 nothing                no
+    preempted                           nothing                yes
+    timeout                             launch.max_timeouts    while the budget lasts
+    failed, hung, lost:
+        an error that would repeat      nothing                no
+        the attempt kept a new step     nothing                yes: the run makes progress
+        it kept no new step             launch.max_failures    while the budget lasts
 
 Budgets are per job, so `launch.py resume`, which submits a new job, starts with full ones. The answer is written down
 as `requeue` in the record of the attempt, where the ranks, the batch shell and `launch.py status` read it.
