@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks._measure import Ranks, ended, new_run, write_results
 from trainer.checkpoint.goodput import Conditions, goodput, lost_s
 from trainer.checkpoint.store import CheckpointStore
-from trainer.records.attempts import all_ends
+from trainer.records.attempts import ended_attempts
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
@@ -59,7 +59,7 @@ def main(words: list[str] | None = None) -> int:
         run = new_run(Path(folder), *OPTIONS, f"checkpoint.every_minutes={EVERY_S / 60}")
         draw = random.Random(given.seed)
         deaths = [die(run, draw.expovariate(1 / DEATH_S)) for _ in range(given.deaths)]
-        records = all_ends(run, lambda: CheckpointStore(run.checkpoints).steps()[-1])
+        records = ended_attempts(run, lambda: CheckpointStore(run.checkpoints).steps()[-1])
     said = [record["lost_s"] for record in records]
 
     interval_s = statistics.median(taken for death in deaths for taken in death.intervals_s)

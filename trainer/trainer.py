@@ -1,4 +1,4 @@
-"""Trainer: what a job runs. Picklable by its configuration alone; importing it does not import torch."""
+"""Trainer: what a job runs. It pickles its configuration only, and importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from submitit.helpers import DelayedSubmission
 
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
-from trainer.records.metrics import read_lines
-from trainer.records.retry import goes_on, spent
+from trainer.records.attempt_record import read_ended_attempts
+from trainer.records.retry import decide
 from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.world.launchers import detect_world
@@ -23,7 +23,7 @@ from trainer.world.world import World
 
 
 class Trainer:
-    """Trains the run that `config` describes, from its newest checkpoint on: what submitit calls in each rank."""
+    """Trains the run that `config` describes, from its newest checkpoint on. submitit calls it in each rank."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -38,52 +38,54 @@ class Trainer:
     def __call__(self) -> dict[str, float]:
         """Train to the end and return the metrics of the last epoch.
 
-        Raises Stopped when a signal ended the attempt before the run was done, SystemExit when it failed and is
-        requeued, or whatever made it fail.
+        Raises Stopped when a signal ended the attempt before the run was done, SystemExit when the attempt failed and
+        the job is requeued, else the error that made it fail.
         """
         signals = Signals.catch()
-        from trainer.attempt.attempt import (
-            Attempt,  # not above: the command, which only pickles this class, needs none of it
-        )
+        from trainer.attempt.attempt import Attempt  # here, as the command only pickles this class
 
         world = detect_world()
-        if world.rank == 0 and not self.run.config.exists():  # handed to an executor by its user's own program
+        if world.rank == 0 and not self.run.config.exists():  # a user's program has passed it to an executor
             self.run.path.mkdir(parents=True, exist_ok=True)
             self.config.save(self.run.config)
         _clear_unfinished(world)
         if world.launcher == "submitit-slurm":
-            # srun starts the ranks in the code's copy, so that Python finds that first, see trainer.cluster.submission.
+            # srun starts the ranks in the copy of the code, so that Python finds it first (trainer.cluster.submission).
             with contextlib.suppress(KeyError, OSError):
                 os.chdir(os.environ["SLURM_SUBMIT_DIR"])
-        # Importing torch makes a million objects that live as long as the process. The garbage collector would walk
-        # over them again and again while they are made, which takes longer than the import (benchmarks/requeue.py).
+        # Importing torch creates a million objects that live as long as the process. Meanwhile the garbage collector
+        # would walk over them again and again, which takes longer than the import itself (benchmarks/requeue.py).
         gc.disable()
         try:
             return Attempt(self.config, self.run, world, signals).run()
         finally:
             process_ends = world.launcher not in ("python", "submitit-debug")
-            # Python would take a second to find at its end what it frees with its memory anyway. But triton's bindings
-            # report as leaks what was not found.
+            # At exit Python would spend a second on collecting objects whose memory is freed anyway. But triton's
+            # bindings report objects that were not collected as leaks.
             if not process_ends or "triton" in sys.modules:
                 gc.unfreeze()
             gc.enable()
             signals.release(process_ends)
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """submitit asks what to run when the job is requeued: the same again. None ends the run instead.
+        """What the requeued job is to run: the same again. None ends the run instead.
 
-        The state is on disk by now, see `Attempt`.
+        submitit's signal handler calls this, which `Attempt` runs once the state is saved and the end recorded.
         """
-        if not goes_on(read_lines(self.run.attempts), self.config.launch):
-            say(f"not requeued: {spent(self.config.launch)}; `python launch.py resume {self.run.name}` goes on")
+        # Not the record's `requeue`, which is False off Slurm: submitit's LocalExecutor starts its jobs again, too.
+        decision = decide(read_ended_attempts(self.run.attempts), self.config.launch)
+        if not decision.requeue:
+            say(f"not requeued: {decision.why}; `python launch.py resume {self.run.name}` continues the run")
             return None
         return DelayedSubmission(Trainer(self.config))
 
 
 def _clear_unfinished(world: World) -> None:
-    """Remove what an attempt before this one could not finish writing, on a full disk say: submitit refuses to write
-    beside it, and a run that has finished would end as a failed job."""
-    if "SUBMITIT_FOLDER" not in os.environ:  # not one of submitit's own processes
+    """Remove files of submitit that an earlier attempt could not finish writing, e.g. because the disk was full.
+
+    submitit refuses to overwrite them, so that the job of a finished run would fail.
+    """
+    if "SUBMITIT_FOLDER" not in os.environ:  # submitit did not start this process
         return
     paths = JobEnvironment().paths
     for path in [paths.result_pickle, *([] if world.rank else [paths.submitted_pickle])]:

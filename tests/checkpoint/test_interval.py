@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.utils.data import Dataset
@@ -15,6 +15,7 @@ from trainer.checkpoint import interval
 from trainer.checkpoint.goodput import NODE_MTBF_S, daly
 from trainer.checkpoint.interval import LEAST_S, MOST_S, AutoInterval
 from trainer.commands.verify import inspect
+from trainer.records.attempt_record import EndedAttempt
 from trainer.tasks.classification import Classification
 
 HOUR = 3600.0
@@ -28,14 +29,14 @@ class Hasty(Classification):
         return super().datasets()
 
 
-def end(reason: str, hours: float, steps: int = 100, lost: int = 0, nodes: int = 4) -> dict[str, Any]:
-    """The fields of an attempt's record that matter here."""
+def end(reason: str, hours: float, steps: int = 100, lost: int = 0, nodes: int = 4) -> EndedAttempt:
+    """An attempt's record, as far as it matters here."""
     hosts = [f"n{node}" for node in range(nodes)]
     times = {"start": 1e9, "end": 1e9 + hours * HOUR, "start_step": 50, "end_step": 50 + steps}
-    return {"reason": reason, "hosts": hosts, "lost_steps": lost, **times}
+    return cast("EndedAttempt", {"reason": reason, "hosts": hosts, "lost_steps": lost, **times})
 
 
-def auto_interval(*ends: dict[str, Any], nodes: int = 4, cost_s: float = 10.0) -> AutoInterval:
+def auto_interval(*ends: EndedAttempt, nodes: int = 4, cost_s: float = 10.0) -> AutoInterval:
     """An AutoInterval that has measured one save, which cost only a stall of `cost_s`."""
     auto = AutoInterval(ends, nodes, say=lambda line: None)
     auto.add_stall(cost_s)

@@ -1,7 +1,4 @@
-"""The batch shell's last act: what it does of an attempt's end, with a Slurm that only answers.
-
-tests/slurm/ has it on a real one.
-"""
+"""What the batch shell does after srun has failed, with a stand-in for Slurm. tests/slurm/ tests it on a real one."""
 
 from __future__ import annotations
 
@@ -19,10 +16,11 @@ import pytest
 
 from tests.support.worlds import a_world
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
-from trainer.cluster.after_ranks import afterwards
+from trainer.cluster.after_ranks import after_ranks
 from trainer.config.schema import Launch
+from trainer.records.attempt_record import Reason, read_ended_attempts
 from trainer.records.attempts import begin_attempt, end_attempt
-from trainer.records.metrics import MetricsFile, read_lines
+from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.world import World
 
@@ -32,7 +30,7 @@ KILLED = 137
 
 
 class Slurm:
-    """Stands in for scontrol: shows the job as it is told to, and counts the requeues."""
+    """Stands in for scontrol: shows the job that a test sets, and counts the requeues."""
 
     def __init__(self) -> None:
         self.job: dict[str, Any] | None = {"JobState": "RUNNING", "Restarts": 0}
@@ -61,7 +59,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def begin(run: RunDir, restart: int = 0) -> World:
-    """An attempt begins, and does a step that nobody saves."""
+    """An attempt begins, and does a step that no rank saves."""
     world = replace(WORLD, restart=restart)
     log = begin_attempt(run, world, start_step=0)
     MetricsFile(run.metrics, writes=True).append([{"step": 1, "time": log["start"] + 1}])
@@ -69,22 +67,23 @@ def begin(run: RunDir, restart: int = 0) -> World:
 
 
 def ends(run: RunDir) -> list[tuple[str, bool]]:
-    return [(end["reason"], end["requeue"]) for end in read_lines(run.attempts)]
+    return [(end["reason"], end["requeue"]) for end in read_ended_attempts(run.attempts)]
 
 
-def test_nobody_was_left_to_say(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requeued and entered as lost at once: who looks at a run that waits in the queue sees what became of it."""
-    afterwards(run, begin(run), LAUNCH, KILLED)
+def test_all_ranks_were_killed(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """The job is requeued, and the attempt recorded as lost at once, for `status` to show while the job is queued."""
+    after_ranks(run, begin(run), LAUNCH, KILLED)
     assert slurm.requeues == 1 and ends(run) == [("lost", True)] and not run.attempt_now.exists()
-    assert capsys.readouterr().out.endswith("] requeueing job 7: the attempt ended (lost), the run goes on\n")
+    assert capsys.readouterr().out.endswith("] requeueing job 7: the attempt ended (lost), the run continues\n")
     slurm.job = {"JobState": "RUNNING", "Restarts": 1}
-    afterwards(run, begin(run, restart=1), LAUNCH, KILLED)
+    after_ranks(run, begin(run, restart=1), LAUNCH, KILLED)
     assert slurm.requeues == 1 and ends(run) == [("lost", True), ("lost", False)]
-    assert "not requeued: the attempt ended (lost) and the next one would, too" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not requeued: the attempt ended (lost): retry budget used up (launch.max_failures=1); `python " in said
 
 
 def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: Slurm) -> None:
-    """The next attempt will begin at the one before it: a step that nobody has any more must not stand as kept."""
+    """The next attempt begins at the checkpoint before it, so the steps since then are recorded as lost."""
     store = CheckpointStore(run.checkpoints)
     for step in (1, 2):
         writing = store.create_writing_folder(step, "test")
@@ -96,24 +95,24 @@ def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: Slurm) -> None:
     (store.path(2) / STRUCTURE).write_bytes(b"wrong")
     world = begin(run)
     MetricsFile(run.metrics, writes=True).append([{"step": 2, "time": time.time()}])
-    afterwards(run, world, LAUNCH, KILLED)
-    (end,) = read_lines(run.attempts)
+    after_ranks(run, world, LAUNCH, KILLED)
+    (end,) = read_ended_attempts(run.attempts)
     assert (end["end_step"], end["lost_steps"]) == (2, 1)
 
 
-def test_what_a_rank_has_said_counts(run: RunDir, slurm: Slurm) -> None:
-    """Rank 0 could not reach Slurm at a stop, or a failed rank asked for another attempt: the shell makes up for it."""
+def test_a_rank_recorded_that_the_run_continues(run: RunDir, slurm: Slurm) -> None:
+    """Rank 0 could not reach Slurm at a stop, or a rank failed that may be retried: the shell requeues the job."""
     end_attempt(run, begin(run), LAUNCH, "preempted", 1, 1)
-    afterwards(run, WORLD, LAUNCH, 140)
+    after_ranks(run, WORLD, LAUNCH, 140)
     assert slurm.requeues == 1 and ends(run) == [("preempted", True)]
 
 
 @pytest.mark.parametrize(("reason", "retry"), [("cancelled", True), ("finished", True), ("failed", False)])
-def test_ends_for_good(run: RunDir, slurm: Slurm, reason: str, retry: bool) -> None:
-    """What is over, or would only fail again, is not requeued, and Slurm not even asked."""
+def test_ends_for_good(run: RunDir, slurm: Slurm, reason: Reason, retry: bool) -> None:
+    """A run that is over, or would fail the same way, is not requeued, and Slurm is not even asked."""
     end_attempt(run, begin(run), LAUNCH, reason, 1, 1, retry=retry)
     slurm.job = None
-    afterwards(run, WORLD, LAUNCH, 1)
+    after_ranks(run, WORLD, LAUNCH, 1)
     assert ends(run) == [(reason, False)]
 
 
@@ -121,68 +120,68 @@ def test_ends_for_good(run: RunDir, slurm: Slurm, reason: str, retry: bool) -> N
     ("job", "returns"), [({"JobState": "COMPLETING", "Restarts": 1}, True), ({"JobState": "COMPLETING"}, False)]
 )
 def test_slurm_has_decided(run: RunDir, slurm: Slurm, job: dict[str, Any], returns: bool) -> None:
-    """A job that comes back by itself would be requeued twice, and a cancelled one would rise again."""
+    """Else a job that Slurm requeues would be requeued twice, and a cancelled job would start again."""
     slurm.job = job
-    afterwards(run, begin(run), LAUNCH, KILLED)
+    after_ranks(run, begin(run), LAUNCH, KILLED)
     assert slurm.requeues == 0 and ends(run) == [("lost", returns)]
 
 
 def test_slurm_refuses(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
-    """A site may forbid it: then the record does not promise what does not come, and the log has Slurm's word."""
+    """A site may forbid requeues: then the record promises none, and the log has Slurm's own error."""
     slurm.refuses = True
-    afterwards(run, begin(run), LAUNCH, KILLED)
+    after_ranks(run, begin(run), LAUNCH, KILLED)
     assert ends(run) == [("lost", False)]
     assert capsys.readouterr().out.endswith("] not requeued: Operation disabled\n")
 
 
 def test_slurm_is_away_for_a_while(run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller that restarts in this very moment answers a little later."""
+    """A slurmctld that is just restarting answers a little later."""
     job, slurm.job = slurm.job, None
 
     def back_again(_: float) -> None:
         slurm.job = job
 
     monkeypatch.setattr(time, "sleep", back_again)
-    afterwards(run, begin(run), LAUNCH, KILLED)
+    after_ranks(run, begin(run), LAUNCH, KILLED)
     assert slurm.requeues == 1
 
 
 def test_killed_before_it_began(run: RunDir, slurm: Slurm) -> None:
-    """It counts as a failure, or a job that cannot even start would be started for ever."""
+    """It counts as a failure, or a job that cannot even start would be requeued without end."""
     for restart in range(3):
         slurm.job = {"JobState": "RUNNING", "Restarts": restart}
-        afterwards(run, replace(WORLD, restart=restart), LAUNCH, KILLED)
+        after_ranks(run, replace(WORLD, restart=restart), LAUNCH, KILLED)
     assert slurm.requeues == 1 and ends(run)[:2] == [("failed", True), ("failed", False)]
-    assert read_lines(run.attempts)[0]["error"] == "srun exited with 137 before the attempt began"
+    assert read_ended_attempts(run.attempts)[0]["error"] == "srun exited with 137 before the attempt began"
 
 
 @pytest.mark.parametrize("job", [{"JobState": "COMPLETING"}, {"JobState": "COMPLETING", "Restarts": 1}])
 def test_slurm_ended_it_before_it_began(run: RunDir, slurm: Slurm, job: dict[str, Any]) -> None:
-    """A job that is cancelled or preempted in its first second has failed at nothing."""
+    """A job that is cancelled or preempted in its first second has not failed."""
     slurm.job = job
-    afterwards(run, WORLD, LAUNCH, 143)
+    after_ranks(run, WORLD, LAUNCH, 143)
     assert slurm.requeues == 0 and ends(run) == []
 
 
 @pytest.fixture
 def locked(run: RunDir) -> Iterator[Path]:
-    """The run, locked by some rank 0 that lives; what it signs with is for the test to write."""
+    """The lock of the run, held as by a live rank 0; each test writes the holder's name into it."""
     with run.lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield run.lock
 
 
 def test_only_srun_was_killed(run: RunDir, slurm: Slurm, locked: Path) -> None:
-    """The ranks live on. The requeue stops them in good order, and they enter themselves how they ended."""
+    """The ranks live on. The requeue stops them in an orderly way, and they record the end themselves."""
     locked.write_text("job 7, restart 0, on n1")
-    afterwards(run, begin(run), LAUNCH, KILLED)
+    after_ranks(run, begin(run), LAUNCH, KILLED)
     assert slurm.requeues == 1 and ends(run) == [] and run.attempt_now.exists()
 
 
 def test_another_job_is_at_work(run: RunDir, slurm: Slurm, locked: Path) -> None:
-    """A second job on the same run was refused; it must neither be tried again nor touch the record of the first."""
+    """A second job on the same run was refused. It must not be requeued, nor touch the record of the first."""
     locked.write_text("job 6, restart 0, on n3")
     begin_attempt(run, replace(WORLD, job_id="6"), start_step=0)
     before = json.loads(run.attempt_now.read_text())
-    afterwards(run, WORLD, LAUNCH, 1)
+    after_ranks(run, WORLD, LAUNCH, 1)
     assert slurm.requeues == 0 and ends(run) == [] and json.loads(run.attempt_now.read_text()) == before

@@ -1,7 +1,8 @@
-"""attempts.jsonl: every attempt's end once, whoever says it, and whether the run goes on by itself."""
+"""attempts.jsonl: the end of every attempt is recorded once, by any rank, with whether the run continues by itself."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 from dataclasses import replace
@@ -12,9 +13,10 @@ import pytest
 
 from tests.support.worlds import a_world
 from trainer.config.schema import Launch
-from trainer.records.attempts import begin_attempt, end_attempt, record_of
-from trainer.records.metrics import MetricsFile, read_lines
-from trainer.records.retry import FAILURES, goes_on
+from trainer.records.attempt_record import EndedAttempt, Reason, read_attempts, read_ended_attempts
+from trainer.records.attempts import begin_attempt, end_attempt, find_record
+from trainer.records.metrics import MetricsFile
+from trainer.records.retry import FAILURES, SAME_FAILURE, Decision, decide, why_not_requeued
 from trainer.rundir import RunDir
 from trainer.world.world import World
 
@@ -23,21 +25,22 @@ LAUNCH = Launch(max_timeouts=1, max_failures=1)
 
 
 def restarted(times: int) -> World:
-    """The same job, requeued so often."""
+    """The same job, requeued that often."""
     return replace(WORLD, restart=times)
 
 
 def test_one_line_per_attempt(tmp_path: Path) -> None:
     """With the fields that status, report and the requeue budget read."""
     run = RunDir(tmp_path)
-    for number, reason in enumerate(["preempted", "finished"]):
+    reasons: tuple[Reason, ...] = ("preempted", "finished")
+    for number, reason in enumerate(reasons):
         begin_attempt(run, restarted(number), start_step=10 * number)
         assert run.attempt_now.exists()
-        assert record_of(run, restarted(number)) is None
+        assert find_record(run, restarted(number)) is None
         record = end_attempt(run, restarted(number), LAUNCH, reason, 10 * number + 10, 10 * number + 10)
-        assert record == record_of(run, restarted(number))
+        assert record == find_record(run, restarted(number))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["attempts.jsonl"]
-    records = read_lines(run.attempts)
+    records = read_ended_attempts(run.attempts)
     assert [(r["attempt"], r["start_step"], r["end_step"], r["reason"], r["requeue"]) for r in records] == [
         (0, 0, 10, "preempted", True),
         (1, 10, 20, "finished", False),
@@ -49,8 +52,8 @@ def test_one_line_per_attempt(tmp_path: Path) -> None:
     assert all(r["start"] <= r["end"] for r in records)
 
 
-def test_nobody_starts_a_local_run_again(tmp_path: Path) -> None:
-    """A record that promised it would have a user wait for what never comes."""
+def test_a_local_run_is_not_requeued(tmp_path: Path) -> None:
+    """A record with `requeue` would have the user wait for a restart that never happens."""
     run, local = RunDir(tmp_path), replace(WORLD, on_slurm=False)
     begin_attempt(run, local, start_step=0)
     record = end_attempt(run, local, LAUNCH, "preempted", 3, 3)
@@ -63,8 +66,9 @@ def _end(folder: str, rank: int, results: Any) -> None:
     results.put(record["error"] if record else None)
 
 
-def test_many_ranks_end_it_at_once(tmp_path: Path) -> None:
-    """When a rank dies all its peers notice in the same moment: one record, whole, and only its writer acts on it."""
+def test_many_ranks_end_the_attempt_at_once(tmp_path: Path) -> None:
+    """When a rank dies, all its peers notice at the same moment: there is one complete record, and only the rank that
+    wrote it acts on it."""
     run, context = RunDir(tmp_path), multiprocessing.get_context("spawn")
     begin_attempt(run, WORLD, start_step=0)
     results = context.Queue()
@@ -75,21 +79,21 @@ def test_many_ranks_end_it_at_once(tmp_path: Path) -> None:
     for rank in ranks:
         rank.join(60)
     assert len(winners) == 1
-    assert [record["error"] for record in read_lines(run.attempts)] == winners
+    assert [record["error"] for record in read_ended_attempts(run.attempts)] == winners
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempts.jsonl"]
 
 
 def test_a_rank_of_an_older_attempt_ends_nothing(tmp_path: Path) -> None:
-    """A killed attempt's last rank may live on for a while; it must not end the attempt that has taken its place."""
+    """The last rank of a killed attempt may live on for a while. It must not end the next attempt."""
     run = RunDir(tmp_path)
     begin_attempt(run, restarted(1), start_step=0)
     assert end_attempt(run, restarted(0), LAUNCH, "hung", 3, 0) is None
     assert end_attempt(run, replace(WORLD, job_id="8", restart=1), LAUNCH, "hung", 3, 0) is None
-    assert not read_lines(run.attempts) and run.attempt_now.exists()
+    assert not read_ended_attempts(run.attempts) and run.attempt_now.exists()
 
 
-def test_ended_by_a_rank_that_knew_no_step_yet(tmp_path: Path) -> None:
-    """Ranks learn in the meeting at which step the attempt begins; one that must end it before has lost nothing."""
+def test_ended_by_a_rank_that_did_not_know_the_start_step(tmp_path: Path) -> None:
+    """Ranks learn the start step when they meet. One that ends the attempt before that has lost no step."""
     run = RunDir(tmp_path)
     begin_attempt(run, restarted(0), start_step=30)
     record = end_attempt(run, restarted(0), LAUNCH, "preempted", 0, 0)
@@ -102,7 +106,7 @@ class PowerCut(Exception):
 
 @pytest.mark.parametrize("step", range(8))
 def test_a_power_cut_at_any_moment_of_the_end(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither lost nor counted twice, wherever its writer was cut off: as that said it, or as the next one sees it."""
+    """Wherever it hits the writer, the end is recorded exactly once: as the writer meant it, or as lost."""
     run = RunDir(tmp_path)
     begin_attempt(run, WORLD, start_step=0)
     MetricsFile(run.metrics, writes=True).append([{"step": 1, "time": 0.0}])
@@ -128,50 +132,63 @@ def test_a_power_cut_at_any_moment_of_the_end(step: int, tmp_path: Path, monkeyp
             ended = False
     assert ended == (step == 7), "the end has seven moments to be cut off in"
     begin_attempt(run, restarted(1), start_step=1)
-    (record,) = read_lines(run.attempts)
+    (record,) = read_ended_attempts(run.attempts)
     assert (record["attempt"], record["end_step"], record["lost_steps"], record["requeue"]) == (0, 1, 0, True)
     assert record["reason"] == ("preempted" if step >= 3 else "lost")
     assert end_attempt(run, restarted(1), LAUNCH, "finished", 9, 9) is not None
-    assert [(r["attempt"], r["reason"]) for r in read_lines(run.attempts)][1:] == [(1, "finished")]
+    assert [(r["attempt"], r["reason"]) for r in read_ended_attempts(run.attempts)][1:] == [(1, "finished")]
 
 
-def test_an_attempt_that_could_not_say_how_it_ended(tmp_path: Path) -> None:
-    """After a power cut the next attempt enters it as lost, with the steps that it had done and not kept, and the
-    seconds that they took."""
+def test_an_abandoned_attempt(tmp_path: Path) -> None:
+    """After a power cut the next attempt records it as lost, with the steps that are in no checkpoint, and the seconds
+    that they took."""
     run = RunDir(tmp_path)
     start = begin_attempt(run, WORLD, start_step=0)["start"]
     MetricsFile(run.metrics, writes=True).append({"step": step, "time": start + 10 * step} for step in range(1, 8))
     begin_attempt(run, restarted(1), start_step=5)
     end_attempt(run, restarted(1), LAUNCH, "finished", 9, 9)
-    lost, finished = read_lines(run.attempts)
+    lost, finished = read_ended_attempts(run.attempts)
     assert (lost["attempt"], lost["reason"], lost["end_step"], lost["lost_steps"]) == (0, "lost", 7, 2)
     assert lost["lost_s"] == pytest.approx(20) and lost["requeue"]
     assert (finished["attempt"], finished["start_step"], finished["lost_steps"]) == (1, 5, 0)
 
 
 def test_seconds_lost_before_the_first_save(tmp_path: Path) -> None:
-    """They are this attempt's alone: the step that it began at may have been done last week."""
+    """They count from the start of this attempt: the step that it began at may have been done last week."""
     run = RunDir(tmp_path)
     start = begin_attempt(run, WORLD, start_step=5)["start"]
-    lines = [{"step": 5, "time": start - 600_000}, {"step": 6, "time": start + 30}, {"epoch": 1, "step": 6}]
-    MetricsFile(run.metrics, writes=True).append(lines)
+    steps = [{"step": 5, "time": start - 600_000}, {"step": 6, "time": start + 30}]
+    MetricsFile(run.metrics, writes=True).append([*steps, {"epoch": 1, "step": 6}])
     record = end_attempt(run, WORLD, LAUNCH, "failed", 6, 5)
     assert record is not None and record["lost_s"] == pytest.approx(30)
 
 
-def test_a_torn_line_swallows_no_other(tmp_path: Path) -> None:
-    """A line that something else cut short costs that record, not the next attempt's too."""
+def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
+    """A line that was cut short costs its own record, but not the next one."""
     run = RunDir(tmp_path)
     run.attempts.write_text('{"attempt": 0, "rea')
     begin_attempt(run, WORLD, start_step=0)
     end_attempt(run, WORLD, LAUNCH, "finished", 9, 9)
-    assert [r["reason"] for r in read_lines(run.attempts)] == ["finished"]
+    assert [r["reason"] for r in read_ended_attempts(run.attempts)] == ["finished"]
     assert run.attempts.read_text().startswith('{"attempt": 0, "rea\n')
 
 
-def ends(*reasons: str) -> list[dict[str, Any]]:
-    """Records of one job. "failed" made no progress, "failed+3" kept 3 steps; "8:" before it is another job."""
-    records = []
+def test_a_damaged_record_of_an_earlier_attempt(tmp_path: Path) -> None:
+    """The next attempt gets a number that no other has: attempts.jsonl takes one record for each number."""
+    run = RunDir(tmp_path)
+    for restart in range(2):
+        begin_attempt(run, restarted(restart), start_step=0)
+        end_attempt(run, restarted(restart), LAUNCH, "preempted", 0, 0)
+    first, second = run.attempts.read_text().splitlines()
+    run.attempts.write_text(f"{first[:-9]}\n{second}\n")
+    begin_attempt(run, restarted(2), start_step=0)
+    end_attempt(run, restarted(2), LAUNCH, "finished", 9, 9)
+    assert [record["attempt"] for record in read_ended_attempts(run.attempts)] == [1, 2]
+
+
+def ends(*reasons: str) -> list[EndedAttempt]:
+    """Records of one job. "failed" kept no step, "failed+3" kept 3; "8:" before it is another job."""
+    records: list[Any] = []
     for word in reasons:
         job, _, reason = word.rpartition(":")
         reason, _, kept = reason.partition("+")
@@ -180,34 +197,61 @@ def ends(*reasons: str) -> list[dict[str, Any]]:
     return records
 
 
+TIMEOUTS_USED_UP = "retry budget used up (launch.max_timeouts=1)"
+FAILURES_USED_UP = "retry budget used up (launch.max_failures=1)"
+
+
 @pytest.mark.parametrize(
-    ("records", "expected"),
+    ("records", "why_not"),
     [
-        (ends("finished"), False),
-        (ends("cancelled"), False),
-        (ends(*["preempted"] * 50), True),
-        (ends("timeout"), True),
-        (ends("timeout", "timeout"), False),
-        (ends("timeout", "preempted"), True),
-        (ends("8:timeout", "8:timeout", "7:timeout"), True),
-        (ends("failed"), True),
-        (ends("failed", "failed"), False),
-        (ends("lost", "hung"), False),
-        (ends("failed+1", "failed+2", "failed+3"), True),
-        (ends("failed", "failed+2", "failed"), False),
-        (ends("failed", "failed", "hung+2"), True),
-        (ends("timeout", "timeout", "failed"), True),
-        (ends("8:lost", "8:lost", "7:lost"), True),
+        (ends("finished"), "the run is finished"),
+        (ends("cancelled"), "the run is cancelled"),
+        (ends(*["preempted"] * 50), ""),
+        (ends("timeout"), ""),
+        (ends("timeout", "timeout"), TIMEOUTS_USED_UP),
+        (ends("timeout", "preempted"), ""),
+        (ends("8:timeout", "8:timeout", "7:timeout"), ""),
+        (ends("failed"), ""),
+        (ends("failed", "failed"), FAILURES_USED_UP),
+        (ends("lost", "hung"), FAILURES_USED_UP),
+        (ends("failed+1", "failed+2", "failed+3"), ""),
+        (ends("failed", "failed+2", "failed"), FAILURES_USED_UP),
+        (ends("failed", "failed", "hung+2"), ""),
+        (ends("timeout", "timeout", "failed"), ""),
+        (ends("8:lost", "8:lost", "7:lost"), ""),
     ],
     ids=lambda value: ",".join(record["reason"] for record in value) if isinstance(value, list) else "",
 )
-def test_whether_it_goes_on(records: list[dict[str, Any]], expected: bool) -> None:
-    """One timeout and one failure without progress are allowed here, per job: too strict and a run waits for a user
-    who sleeps, too lax and a bug burns the cluster's hours all weekend."""
-    assert goes_on(records, LAUNCH) == expected
+def test_the_retry_policy(records: list[EndedAttempt], why_not: str) -> None:
+    """Per job, one timeout and one failure without progress are allowed here. Too strict, and a run waits for a
+    user who sleeps; too lax, and a bug burns the cluster's hours all weekend. The reason names the budget used up."""
+    assert decide(records, LAUNCH) == Decision(not why_not, why_not)
 
 
 @pytest.mark.parametrize("reason", FAILURES)
 def test_an_error_that_would_only_repeat(reason: str) -> None:
-    """A configuration that cannot work cannot work the second time either, whatever progress was made before."""
-    assert not goes_on(ends(f"{reason}+5"), LAUNCH, retry=False)
+    """A configuration that cannot work is not retried, whatever progress was made before."""
+    records = ends(f"{reason}+5")
+    assert decide(records, LAUNCH, retry=False) == Decision(False, SAME_FAILURE)
+    assert why_not_requeued(records, LAUNCH) == SAME_FAILURE, "the only reason that the records do not have"
+
+
+def test_a_record_of_an_older_version(tmp_path: Path) -> None:
+    """A run that began under an older version can be resumed: fields that its records lack get their defaults."""
+    run = RunDir(tmp_path)
+    older = {"attempt": 0, "job_id": "7", "restart": 0, "hosts": ["n1"], "world_size": 1, "start": 1.0, "end": 2.0}
+    older |= {"start_step": 0, "end_step": 5, "reason": "preempted", "lost_steps": 0}
+    run.attempts.write_text(json.dumps(older) + "\n")
+    (record,) = read_ended_attempts(run.attempts)
+    assert (record["lost_s"], record["step_s"], record["requeue"], record["error"]) == (0.0, None, False, None)
+    assert begin_attempt(run, restarted(1), start_step=5)["attempt"] == 1
+
+
+@pytest.mark.parametrize("damage", ['{"attempt": 0, "rea', "[1]", '{"attempt": 0}', "null", ""])
+def test_a_damaged_line_is_skipped(damage: str, tmp_path: Path) -> None:
+    """It costs one record; an exception would cost every command that looks at the run."""
+    run = RunDir(tmp_path)
+    begin_attempt(run, WORLD, start_step=0)
+    end_attempt(run, WORLD, LAUNCH, "preempted", 9, 9)
+    run.attempts.write_text(f"{damage}\n{run.attempts.read_text()}{damage}\n")
+    assert [record["reason"] for record in read_attempts(run.attempts)] == ["preempted"]

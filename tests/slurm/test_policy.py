@@ -50,7 +50,7 @@ def test_every_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
     assert lost["end_step"] >= 80 and lost["end_step"] - lost["lost_steps"] == 63, "known from metrics.jsonl"
     assert lost["lost_s"] > 0
     said, _ = following.communicate(timeout=DEADLINE_S)
-    assert following.returncode == 0 and "the attempt ended (lost), the run goes on" in said
+    assert following.returncode == 0 and "the attempt ended (lost), the run continues" in said
     assert "resuming after step 63" in said, "--follow streams through the requeue"
     comes_back(user, "killed", undisturbed)
 
@@ -90,7 +90,7 @@ def test_a_rank_fails_always_at_the_same_place(user: User) -> None:
     assert following.returncode == 1 and "the run ended: failed" in said
     assert [(end["reason"], end["requeue"]) for end in user.attempts("bug")] == [("failed", True), ("failed", False)]
     user.waits_until_gone(user.job_of("bug"))
-    user.waits_for("bug", "not requeued: the attempt ended (failed) and the next one would, too")
+    user.waits_for("bug", "not requeued: the attempt ended (failed): retry budget used up (launch.max_failures=1)")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trainer.attempt import compiler
 from trainer.attempt.rescue import Survivor, explain, gather, given_up, take_turns
@@ -29,9 +29,9 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.observe.hints import likely_cause
 from trainer.observe.startup import StartupTimer
-from trainer.records.attempt_record import AttemptRecord
-from trainer.records.attempts import begin_attempt, end_attempt, record_of
-from trainer.records.retry import spent
+from trainer.records.attempt_record import AttemptRecord, Reason, read_ended_attempts
+from trainer.records.attempts import begin_attempt, end_attempt, find_record
+from trainer.records.retry import why_not_requeued
 from trainer.rundir import RunDir
 from trainer.say import flush_output, say
 from trainer.world import nccl, run_lock
@@ -110,7 +110,7 @@ class Attempt:
                 shutil.rmtree(self.run_dir.rescues, ignore_errors=True)
                 newest = self.store.newest(warn=say)
                 self.start_step = newest.step if newest else 0
-                number = begin_attempt(self.run_dir, self.world, self.start_step)["attempt"]
+                number: int | None = begin_attempt(self.run_dir, self.world, self.start_step)["attempt"]
                 self.world = replace(self.world, number=number)
                 self.phases.done("checking checkpoints")
             compiler.keep_in(self.run_dir.compiled) if self.config.train.compile else compiler.leave_out()
@@ -185,7 +185,8 @@ class Attempt:
                 handler()  # checkpoint(), scontrol requeue, SystemExit
             elif self.world.on_slurm and record is not None:
                 if not record["requeue"]:
-                    return say(f"not requeued: {spent(self.config.launch)}; {AGAIN}")
+                    why = why_not_requeued(read_ended_attempts(self.run_dir.attempts), self.config.launch)
+                    return say(f"not requeued: {why}; {AGAIN}")
                 scontrol("requeue", self.world.job_id)
                 say(f"job {self.world.job_id} is requeued")
         except (OSError, subprocess.SubprocessError) as error:
@@ -218,7 +219,7 @@ class Attempt:
         self.watch.report(fault)
         self._over.wait()
         _within(FAREWELL_S, self.closing.close)  # the store may answer no more
-        record = record_of(self.run_dir, self.world)
+        record = find_record(self.run_dir, self.world)
         if record is not None and record["requeue"]:
             say(traceback.format_exc())
             # submitit would take any other exception for the end of the run and write it down as its result.
@@ -250,7 +251,7 @@ class Attempt:
             survivors,
             self.world.rank,
             act=lambda: self._rescue(fault, survivors),
-            done=lambda: record_of(self.run_dir, self.world) is not None,
+            done=lambda: find_record(self.run_dir, self.world) is not None,
         )
 
     def _rescue(self, fault: Fault, survivors: list[Survivor]) -> None:
@@ -299,10 +300,9 @@ class Attempt:
 
     def _end(self, reason: str, end_step: int, kept_step: int, **more: Any) -> AttemptRecord | None:
         """Record the end, see `end_attempt`."""
-        step_s = self.loop.progress.step_s() if self.loop else None
-        return end_attempt(
-            self.run_dir, self.world, self.config.launch, reason, end_step, kept_step, step_s=step_s, **more
-        )
+        more["step_s"] = self.loop.progress.step_s() if self.loop else None
+        why = cast("Reason", reason)
+        return end_attempt(self.run_dir, self.world, self.config.launch, why, end_step, kept_step, **more)
 
     def _advise(self, error: str) -> None:
         """Say what is most likely behind an error, and what to try."""

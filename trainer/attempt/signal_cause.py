@@ -28,6 +28,7 @@ import signal
 import time
 from typing import NamedTuple
 
+from trainer.records.attempt_record import Reason
 from trainer.world.slurm import NEVER, Job, show_job, unix_time
 from trainer.world.world import World
 
@@ -39,7 +40,7 @@ USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 class Ending(NamedTuple):
     """Why an attempt stopped, as attempts.jsonl says it, and whether the run goes on only if we requeue the job."""
 
-    reason: str
+    reason: Reason
     requeue: bool
     error: str | None = None
 

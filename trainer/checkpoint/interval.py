@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from trainer.checkpoint.goodput import NODE_MTBF_S, daly
-from trainer.records.attempt_record import AttemptRecord
+from trainer.records.attempt_record import EndedAttempt
 from trainer.records.retry import FAILURES
 
 # Bounds of the interval in seconds. Where failures are rare, an hour costs little when one does happen, and saves that
@@ -26,7 +26,7 @@ REPORT_FACTOR = 1.5  # a change of the interval by this factor is worth a line i
 class AutoInterval:
     """The time from the start of one save to the start of the next. Every rank has one; rank 0's decides."""
 
-    def __init__(self, ends: Iterable[AttemptRecord], nodes: int, say: Callable[[str], None]) -> None:
+    def __init__(self, ends: Iterable[EndedAttempt], nodes: int, say: Callable[[str], None]) -> None:
         """`ends` are the records of the run's earlier attempts, `nodes` the number of nodes of this one."""
         ends = list(ends)
         self._failures = sum(map(_might_lose_steps, ends))
@@ -104,7 +104,7 @@ def _totals(measured: Iterable[tuple[int, float]]) -> tuple[int, float]:
     return sum(steps for steps, _ in measured), sum(seconds for _, seconds in measured)
 
 
-def _might_lose_steps(end: AttemptRecord) -> bool:
+def _might_lose_steps(end: EndedAttempt) -> bool:
     """Whether an attempt ended in a way that is a reason to save often.
 
     A failure counts even if the surviving ranks saved its last step: next time no rank may survive. A failure before

@@ -18,7 +18,8 @@ from trainer.checkpoint.store import CheckpointError, CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from trainer.config.schema import Checkpoint
 from trainer.observe.progress import Progress
-from trainer.records.metrics import MetricsFile, read_lines
+from trainer.records.attempt_record import read_ended_attempts
+from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.group import Group, PeerLost
 from trainer.world.watchdog import Watchdog
@@ -56,7 +57,7 @@ class CheckpointManager:
         self._every_s, self._auto = math.inf, None
         if isinstance(settings.every_minutes, str):
             # Only rank 0's interval counts, and it has completed the records of earlier attempts.
-            ends = read_lines(run.attempts) if group.world.rank == 0 else []
+            ends = read_ended_attempts(run.attempts) if group.world.rank == 0 else []
             self._auto = AutoInterval(ends, len(set(group.world.hosts)), progress.say)
         elif settings.every_minutes is not None:
             self._every_s = 60 * settings.every_minutes
@@ -103,7 +104,7 @@ class CheckpointManager:
         if self._writer.error is None:
             self._failed = 0
             self.saved = saving
-            self._metrics.settle(saving.records)
+            self._metrics.mark_checkpointed(saving.records)
             self._progress.say(f"saved step {saving.step}")
             return
         self._failed += 1

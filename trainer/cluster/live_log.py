@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from trainer.records.metrics import is_step, last_lines, read_lines
+from trainer.records.metrics import newest_step
+from trainer.records.plan import read_plan
 from trainer.rundir import RunDir
 
 BAR_S = 0.5  # between two looks at how far the run is
@@ -53,11 +54,12 @@ class Screen:
                     stream.flush()
         if self._bar and time.monotonic() > self._looked_at + BAR_S:
             self._looked_at = time.monotonic()
-            plan = next(iter(read_lines(self._run.plan)), {})
-            step = next((line for line in reversed(last_lines(self._run.metrics)) if is_step(line)), None)
+            plan = read_plan(self._run.plan)
+            step = newest_step(self._run.metrics)
             if step:
                 loss = ""
                 if "loss" in step:
                     loss = "loss not finite  " if step["loss"] is None else f"loss {step['loss']:.4f}  "
                 said = f"epoch {step['epoch']}  {loss}{step['samples_per_s']:,.0f} samples/s"
-                self._bar.update(self._task, completed=step["step"], total=plan.get("total_steps"), description=said)
+                total = plan["total_steps"] if plan else None
+                self._bar.update(self._task, completed=step["step"], total=total, description=said)

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from trainer.cluster.queue import Job, Queue
-from trainer.records.attempt_record import AttemptRecord
-from trainer.records.metrics import is_step, last_lines, read_lines
+from trainer.records.attempt_record import AttemptRecord, Reason, read_attempts
+from trainer.records.metrics import newest_step
+from trainer.records.plan import read_plan
+from trainer.records.submissions import SubmissionRecord, read_submissions
 from trainer.rundir import RunDir
 from trainer.world import run_lock
 from trainer.world.slurm import is_job_id
@@ -22,7 +24,7 @@ READ_AT_ONCE = 16  # runs: on a network file system each waits for its files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than what the queue says
 ALIVE = ("queued", "requeued", "running", "stopping", "unknown")
 # A reason in attempts.jsonl, and how a run of which nothing more comes stands after it.
-AFTER = {
+AFTER: dict[Reason, str] = {
     "finished": "finished",
     "failed": "failed",
     "hung": "failed",
@@ -82,17 +84,18 @@ def statuses_of(runs: Sequence[RunDir], queue: Queue) -> list[RunStatus]:
 
 def status_of(run: RunDir, queue: Queue) -> RunStatus:
     """How one run stands."""
-    submissions = read_lines(run.submissions)
+    submissions = read_submissions(run.submissions)
     records = records_of(run)
     job_id = _job_of(submissions, records, queue)
     state, why = _state(run, job_id, submissions, records, queue)
     job = (queue.jobs or {}).get(job_id or "")
-    lines = last_lines(run.metrics)
-    step: AttemptRecord = next((line for line in reversed(lines) if is_step(line)), {})
-    done = step.get("step", records[-1]["end_step"] if records else None)
-    plan = next(iter(read_lines(run.plan)), {})
-    total, batch_size, rate = plan.get("total_steps"), plan.get("batch_size"), step.get("samples_per_s")
-    left_s = (total - done) * batch_size / rate if total and done is not None and rate and state == "running" else None
+    step, plan = newest_step(run.metrics), read_plan(run.plan)
+    done = step["step"] if step else records[-1]["end_step"] if records else None
+    total, batch_size = (plan["total_steps"], plan["batch_size"]) if plan else (None, None)
+    rate = step.get("samples_per_s") if step else None
+    left_s = None
+    if total and batch_size and done is not None and rate and state == "running":
+        left_s = (total - done) * batch_size / rate
     return RunStatus(
         run=run.name,
         job_id=job_id,
@@ -101,8 +104,8 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
         starts_at=job.starts_at if job and job.state == "PENDING" else None,
         step=done,
         total_steps=total,
-        epoch=step.get("epoch"),
-        loss=step.get("loss"),
+        epoch=step.get("epoch") if step else None,
+        loss=step.get("loss") if step else None,
         samples_per_s=rate,
         eta_s=left_s,
         attempts=len(records),
@@ -114,8 +117,8 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
 def records_of(run: RunDir) -> list[AttemptRecord]:
     """Every attempt so far, oldest first; that of one under way has no reason yet."""
     # In the order in which a record moves on when an attempt ends, so that it is not missed on its way.
-    left = [record for path in (run.attempt_now, run.attempt_ended) for record in read_lines(path)]
-    records = read_lines(run.attempts)
+    left = [record for path in (run.attempt_now, run.attempt_ended) for record in read_attempts(path)]
+    records = read_attempts(run.attempts)
     for record in reversed(left):
         if record["attempt"] not in {entered["attempt"] for entered in records}:
             records.append(record)
@@ -124,11 +127,11 @@ def records_of(run: RunDir) -> list[AttemptRecord]:
 
 def jobs_of(run: RunDir) -> list[str]:
     """Ids of all jobs that were ever started for the run, oldest first."""
-    known = [line["job_id"] for line in (*read_lines(run.submissions), *records_of(run))]
+    known = [line["job_id"] for line in (*read_submissions(run.submissions), *records_of(run))]
     return list(dict.fromkeys(known))
 
 
-def _job_of(submissions: Sequence[AttemptRecord], records: Sequence[AttemptRecord], queue: Queue) -> str | None:
+def _job_of(submissions: Sequence[SubmissionRecord], records: Sequence[AttemptRecord], queue: Queue) -> str | None:
     """The job that is in the queue, else the newest."""
     known = [line["job_id"] for line in (*records, *submissions)]
     waiting = [job_id for job_id in known if job_id in (queue.jobs or {})]
@@ -138,7 +141,7 @@ def _job_of(submissions: Sequence[AttemptRecord], records: Sequence[AttemptRecor
 def _state(
     run: RunDir,
     job_id: str | None,
-    submissions: Sequence[AttemptRecord],
+    submissions: Sequence[SubmissionRecord],
     records: Sequence[AttemptRecord],
     queue: Queue,
 ) -> tuple[str, str]:
@@ -152,7 +155,7 @@ def _state(
             return "running", f"on {at_work.rpartition(' on ')[2]}"
         return _afterwards(last if last and last["job_id"] == job_id else None)
     if queue.jobs is None:
-        if last and last["job_id"] == job_id and last["reason"] and not last.get("requeue"):
+        if last and last["job_id"] == job_id and last["reason"] and not last["requeue"]:
             return _afterwards(last)
         return "unknown", "squeue does not answer"
     if job := queue.jobs.get(job_id):
@@ -176,9 +179,9 @@ def _afterwards(last: AttemptRecord | None) -> tuple[str, str]:
         return "cancelled", "its job left the queue before it began"
     if last["reason"] is None:
         return "lost", "its job is gone and left no word"
-    if last.get("requeue"):
+    if last["requeue"]:
         return "cancelled", "its job left the queue before it came back"
-    why = (last.get("error") or "").strip().splitlines()
+    why = (last["error"] or "").strip().splitlines()
     text = why[-1] if why else {"hung": "a rank was stuck", "timeout": "time limit"}.get(last["reason"], "")
     return AFTER[last["reason"]], text
 
@@ -187,8 +190,7 @@ def _goodput(records: Iterable[AttemptRecord], step: int | None, step_s: float |
     """Seconds in steps that were kept over seconds allocated; `step` and `step_s` are those of an attempt under way."""
     allocated = kept = 0.0
     for record in records:
-        under_way = record["reason"] is None
-        allocated += (time.time() if under_way else record["end"]) - record["start"]
-        end_step, mean_s = (step, step_s) if under_way else (record["end_step"], record.get("step_s"))
+        allocated += (record["end"] if record["reason"] else time.time()) - record["start"]
+        end_step, mean_s = (record["end_step"], record["step_s"]) if record["reason"] else (step, step_s)
         kept += max(0, (end_step or 0) - record["lost_steps"] - record["start_step"]) * (mean_s or 0.0)
     return min(1.0, kept / allocated) if allocated > 0 else None

@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from trainer.cluster import run_folders
 from trainer.cluster.run_status import StatusReader, records_of
 from trainer.config.errors import ConfigError
-from trainer.records.attempt_record import AttemptRecord
-from trainer.records.metrics import is_step, last_lines
+from trainer.records.attempt_record import AttemptRecord, EndedAttempt
+from trainer.records.metrics import first_step_since
 from trainer.rundir import RunDir
 from trainer.world.slurm import SlurmError, is_job_id, scontrol
 
 POLL_S = 0.2
+T = TypeVar("T")
 
 
 class _Gone(Exception):
@@ -33,11 +35,11 @@ def drill(name: str, overrides: Sequence[str]) -> int:
         # Slurm ends the ranks of a requeued job as it does those of a preempted one: SIGTERM, KillWait, SIGKILL.
         scontrol("requeue", now.job_id)
         print(f"{run.name}: job {now.job_id} preempted at step {now.step}", flush=True)
-        ended = _until(run, lambda records: records[before - 1] if records[before - 1]["reason"] else None)
+        ended = _until(run, lambda records: _with_end(records[before - 1]))
         _say(f"stopped ({ended['reason']}) after step {ended['end_step']}", ended["end"] - began)
         back = _until(run, lambda records: records[before] if len(records) > before else None)
         _say(f"started again on {', '.join(back['hosts'])}", back["start"] - ended["end"])
-        first = _until(run, lambda records: _stepped(run, records[before]))
+        first = _until(run, lambda records: first_step_since(run.metrics, back["start"]))
         _say(f"did step {first['step']}", first["time"] - back["start"])
     except SlurmError as error:
         print(f"error: {run.name}: {error}", file=sys.stderr)
@@ -54,7 +56,7 @@ def drill(name: str, overrides: Sequence[str]) -> int:
     return int(lost > 0)
 
 
-def _until(run: RunDir, look: Callable[[list[AttemptRecord]], AttemptRecord | None]) -> AttemptRecord:
+def _until(run: RunDir, look: Callable[[list[AttemptRecord]], T | None]) -> T:
     """Wait for what `look` finds in the run's attempts. Raises _Gone when nothing more can come."""
     lookout = StatusReader()
     while not (found := look(records_of(run))):
@@ -64,10 +66,9 @@ def _until(run: RunDir, look: Callable[[list[AttemptRecord]], AttemptRecord | No
     return found
 
 
-def _stepped(run: RunDir, attempt: AttemptRecord) -> AttemptRecord | None:
-    """The newest step in metrics.jsonl, if the attempt did it."""
-    steps = [line for line in last_lines(run.metrics) if is_step(line) and line["time"] >= attempt["start"]]
-    return min(steps, key=lambda line: int(line["step"]), default=None)
+def _with_end(record: AttemptRecord) -> EndedAttempt | None:
+    """The record, once the attempt has ended."""
+    return record if record["reason"] else None
 
 
 def _say(what: str, seconds: float) -> None:

@@ -27,6 +27,7 @@ from trainer.observe.progress import Progress
 from trainer.observe.startup import StartupTimer
 from trainer.observe.tensorboard import TensorBoard
 from trainer.records.metrics import MetricsFile
+from trainer.records.plan import Plan
 from trainer.rundir import RunDir
 from trainer.world.device import LastUpdate, changed_numerics, describe_numerics, start_copy_to_host
 from trainer.world.group import Group
@@ -146,7 +147,7 @@ class Loop(ABC):
         """Save a frozen state without the other ranks. Raises CheckpointError."""
         self.position.records = self.metrics.count
         with self.last_update.beside():
-            save_alone(self.store, self._about(), self._saved(), self.size, self.metrics.take_over, tag)
+            save_alone(self.store, self._about(), self._saved(), self.size, self.metrics.rewrite_tail, tag)
 
     def flush(self) -> None:
         """Enter all finished steps in metrics.jsonl; here the CPU waits for the device. Raises NotFinite."""
@@ -185,7 +186,7 @@ class Loop(ABC):
         """It is known how long the run is; `launch.py status` wants to know it too."""
         self.progress.total_steps = total_steps
         if self.rank == 0:
-            plan = {"total_steps": total_steps, "batch_size": batch_size}
+            plan: Plan = {"total_steps": total_steps, "batch_size": batch_size}
             with contextlib.suppress(OSError):  # who asks for the run's status will see less
                 self._plan.write_text(json.dumps(plan) + "\n")
 

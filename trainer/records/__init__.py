@@ -1,2 +1,3 @@
-"""What a run writes down for good: metrics.jsonl, attempts.jsonl, and the retry policy, which decides from the
-records whether a run goes on. Not here: what people look at (observe), and checkpoints (checkpoint)."""
+"""The files that a run keeps for good: metrics.jsonl, attempts.jsonl, submissions.jsonl and plan.json, and the retry
+policy, which decides from the recorded attempts whether a run continues by itself. Not here: what is made for people to
+look at (observe), and checkpoints (checkpoint)."""

@@ -1,7 +1,61 @@
-"""The record of one attempt, as attempts.jsonl has it."""
+"""The record of one attempt, as attempts.jsonl and attempt.json have it."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypedDict, cast
 
-AttemptRecord = dict[str, Any]
+from trainer.records.metrics import read_lines
+
+# Why an attempt ended. "lost": it could not record its end, so the next attempt or the batch shell did.
+Reason = Literal["finished", "preempted", "timeout", "cancelled", "failed", "hung", "lost"]
+
+
+class _Attempt(TypedDict):
+    """The fields that have the same type before and after the end. Times are Unix seconds."""
+
+    attempt: int  # 0 for the first of the run
+    job_id: str
+    restart: int  # how often Slurm had requeued the job
+    hosts: list[str]
+    world_size: int
+    start: float
+    start_step: int
+    end_step: int  # the last step done
+    lost_steps: int  # done, but in no checkpoint
+    lost_s: float  # seconds that these steps took
+    step_s: float | None  # mean seconds of a step, None when none was done
+    requeue: bool  # whether Slurm is to start the job again
+    error: str | None
+
+
+class OpenAttempt(_Attempt):
+    """An attempt that runs, or that could not record its end."""
+
+    end: None
+    reason: None
+
+
+class EndedAttempt(_Attempt):
+    """An attempt whose end is recorded."""
+
+    end: float
+    reason: Reason
+
+
+# `if record["reason"]` tells the two apart, for mypy too.
+AttemptRecord = OpenAttempt | EndedAttempt
+
+# Fields that a run of an older version does not have.
+_DEFAULTS: dict[str, Any] = {"lost_s": 0.0, "step_s": None, "requeue": False, "error": None}
+_REQUIRED = OpenAttempt.__required_keys__ - _DEFAULTS.keys()
+
+
+def read_attempts(path: Path) -> list[AttemptRecord]:
+    """The attempts in a file, in its order. A damaged line is skipped; a file that does not exist has none."""
+    return [cast("AttemptRecord", {**_DEFAULTS, **line}) for line in read_lines(path) if line.keys() >= _REQUIRED]
+
+
+def read_ended_attempts(path: Path) -> list[EndedAttempt]:
+    """Like `read_attempts`, but only the attempts whose end is recorded."""
+    return [record for record in read_attempts(path) if record["reason"]]

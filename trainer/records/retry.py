@@ -1,35 +1,69 @@
-"""The retry policy: whether a run goes on by itself after an attempt has ended."""
+"""The retry policy: whether a run continues by itself after an attempt has ended. It is decided here and nowhere else.
+
+    reason of the end                   counts against         requeued
+    finished, cancelled                 nothing                no
+    preempted                           nothing                yes
+    timeout                             launch.max_timeouts    while the budget lasts
+    failed, hung, lost:
+        an error that would repeat      nothing                no
+        the attempt kept a new step     nothing                yes: the run makes progress
+        it kept no new step             launch.max_failures    while the budget lasts
+
+Budgets are per job, so `launch.py resume`, which submits a new job, starts with full ones. The answer is written down
+as `requeue` in the record of the attempt, where the ranks, the batch shell and `launch.py status` read it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from trainer.config.schema import Launch
-from trainer.records.attempt_record import AttemptRecord
+from trainer.records.attempt_record import EndedAttempt
 
 FAILURES = ("failed", "hung", "lost")
+SAME_FAILURE = "a retry would fail the same way"
 
 
-def goes_on(records: Sequence[AttemptRecord], launch: Launch, retry: bool = True) -> bool:
-    """Whether the run goes on by itself after the end that stands last in `records`; what it is allowed counts per job.
+class Decision(NamedTuple):
+    """Whether the run continues by itself, and if not, `why` not, in plain words."""
 
-    `retry` is False when a failure would only repeat.
+    requeue: bool
+    why: str = ""
+
+
+def decide(ended: Sequence[EndedAttempt], launch: Launch, retry: bool = True) -> Decision:
+    """Whether the run continues by itself after the last of the `ended` attempts.
+
+    `retry` is False for an error that would only repeat.
     """
-    last = records[-1]
-    of_job = [record for record in records if record["job_id"] == last["job_id"]]
-    if last["reason"] in FAILURES:
-        barren = [record for record in of_job if record["reason"] in FAILURES and not _made_progress(record)]
-        return retry and (_made_progress(last) or len(barren) <= launch.max_failures)
+    last = ended[-1]
+    of_job = [record for record in ended if record["job_id"] == last["job_id"]]
+    if last["reason"] == "preempted":
+        return Decision(True)
     if last["reason"] == "timeout":
-        return sum(record["reason"] == "timeout" for record in of_job) <= launch.max_timeouts
-    return bool(last["reason"] == "preempted")
+        timeouts = sum(record["reason"] == "timeout" for record in of_job)
+        return _within_budget(timeouts, "max_timeouts", launch.max_timeouts)
+    if last["reason"] in FAILURES:
+        if not retry:
+            return Decision(False, SAME_FAILURE)
+        if _made_progress(last):
+            return Decision(True)
+        without_progress = sum(record["reason"] in FAILURES and not _made_progress(record) for record in of_job)
+        return _within_budget(without_progress, "max_failures", launch.max_failures)
+    return Decision(False, f"the run is {last['reason']}")
 
 
-def spent(launch: Launch) -> str:
-    """Why a run does not go on by itself, although it was to."""
-    return f"launch.max_timeouts={launch.max_timeouts} or launch.max_failures={launch.max_failures} is spent"
+def why_not_requeued(ended: Sequence[EndedAttempt], launch: Launch) -> str:
+    """Why the last of the `ended` attempts, whose record has `requeue` false, is not requeued."""
+    # Only `retry` is not recorded: where the rest of the policy allows a retry, that one forbade it.
+    return decide(ended, launch).why or SAME_FAILURE
 
 
-def _made_progress(record: AttemptRecord) -> bool:
-    """Whether a later step was kept than the attempt began at."""
-    return bool(record["end_step"] - record["lost_steps"] > record["start_step"])
+def _within_budget(used: int, name: str, budget: int) -> Decision:
+    return Decision(True) if used <= budget else Decision(False, f"retry budget used up (launch.{name}={budget})")
+
+
+def _made_progress(record: EndedAttempt) -> bool:
+    """Whether the attempt kept a later step than it began at."""
+    return record["end_step"] - record["lost_steps"] > record["start_step"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.records.metrics import is_step
+from trainer.records.metrics import StepLine, is_step
 
 MOST_POINTS = 240  # of a curve: one every four pixels or so on a wide screen
 
@@ -121,7 +121,7 @@ def read_curves(path: Path, steps: Collection[int]) -> Curves:
     return curves
 
 
-def _enter_step(curves: Curves, record: dict[str, Any], wanted: frozenset[int]) -> None:
+def _enter_step(curves: Curves, record: StepLine, wanted: frozenset[int]) -> None:
     step = record["step"]
     if "loss" in record:  # a loop of one's own need not log it
         curves.loss.add(step, record["loss"], "skipped" in record)

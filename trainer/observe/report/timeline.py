@@ -6,10 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from trainer.observe.progress import duration
 from trainer.observe.report.scale import Axis, clock
-from trainer.records.attempt_record import AttemptRecord
+from trainer.records.attempt_record import AttemptRecord, OpenAttempt
 
 # What a stretch of time was: the words of the legend.
 KINDS = {
@@ -19,6 +20,8 @@ KINDS = {
     "queued": "queued, to go on by itself",
     "stopped": "stopped, until it was resumed",
 }
+# An EndedAttempt, or an OpenAttempt to which `_open_end` gives an end that no file has.
+ShownAttempt = Mapping[str, Any]
 ORDERLY = ("finished", "preempted", "timeout", "cancelled")
 UNDER_WAY = "under way"
 LABEL_WIDTH = 10.0  # percent of the width, on a wide screen
@@ -38,7 +41,7 @@ class Span:
 class Attempts:
     """The attempts of a run, each with an end: `now`, or the last sign of life, of one that has none."""
 
-    records: Sequence[AttemptRecord]
+    records: Sequence[ShownAttempt]
 
     @classmethod
     def of(cls, records: Sequence[AttemptRecord], alive: bool, now: float, last_sign: float | None) -> Attempts:
@@ -49,7 +52,7 @@ class Attempts:
         """What was when; `done_at` has the times of the steps that were kept. Only what the files tell: nothing says
         when an attempt saved in the midst of its steps, or how long it took to start."""
         found: list[Span] = []
-        before: AttemptRecord | None = None
+        before: ShownAttempt | None = None
         for record in self.records:
             if before and before["end"] < record["start"]:
                 found.append(Span("queued" if before.get("requeue") else "stopped", before["end"], record["start"]))
@@ -117,7 +120,7 @@ def steps(number: int | None) -> str:
     return "not known" if number is None else f"{number:,}"
 
 
-def _open_end(record: AttemptRecord, alive: bool, now: float, last_sign: float | None) -> AttemptRecord:
+def _open_end(record: OpenAttempt, alive: bool, now: float, last_sign: float | None) -> ShownAttempt:
     if alive:
         return record | {"end": max(record["start"], now), "end_step": None, "reason": UNDER_WAY}
     # The next attempt will enter it as lost, with the steps that its checkpoint does not have.
@@ -125,7 +128,7 @@ def _open_end(record: AttemptRecord, alive: bool, now: float, last_sign: float |
     return record | {"end": end, "end_step": None, "lost_steps": None, "reason": "lost"}
 
 
-def _of_attempt(record: AttemptRecord, done_at: Mapping[int, float]) -> list[Span]:
+def _of_attempt(record: ShownAttempt, done_at: Mapping[int, float]) -> list[Span]:
     start, end = record["start"], record["end"]
     tail, since = "running", end
     if record.get("lost_s"):
@@ -136,7 +139,7 @@ def _of_attempt(record: AttemptRecord, done_at: Mapping[int, float]) -> list[Spa
     return [span for span in spans if span.end > span.start]
 
 
-def _stem(axis: Axis, record: AttemptRecord, y: int, top: int) -> str:
+def _stem(axis: Axis, record: ShownAttempt, y: int, top: int) -> str:
     """A line from the sign of an end, at `y`, down to its moment on the lane, whose upper edge is `top`."""
     x = f"{axis.at(record['end']):.2f}%"
     return (
@@ -145,7 +148,7 @@ def _stem(axis: Axis, record: AttemptRecord, y: int, top: int) -> str:
     )
 
 
-def _marker(axis: Axis, record: AttemptRecord, y: int, worded: bool) -> str:
+def _marker(axis: Axis, record: ShownAttempt, y: int, worded: bool) -> str:
     """How an attempt ended: a sign, and the word for it."""
     at, reason = axis.at(record["end"]), escape(record["reason"])
     place = 'class="after" dx="12"' if _word_follows(at) else 'dx="-12"'
@@ -162,7 +165,7 @@ def _word_follows(x: float) -> bool:
     return x < LABEL_WIDTH
 
 
-def _row(record: AttemptRecord) -> str:
+def _row(record: ShownAttempt) -> str:
     job = f"{record['job_id']} (restart {record['restart']})" if record["restart"] else str(record["job_id"])
     until = "on" if record["end_step"] is None else f"to {record['end_step']:,}"
     reason = escape(record["reason"])
@@ -182,11 +185,11 @@ def _row(record: AttemptRecord) -> str:
     return "".join(f"<td>{cell}</td>" for cell in cells)
 
 
-def _sign(record: AttemptRecord) -> str:
+def _sign(record: ShownAttempt) -> str:
     return "#end-" + escape(record["reason"].replace(" ", "-"))
 
 
-def _family(record: AttemptRecord) -> str:
+def _family(record: ShownAttempt) -> str:
     """What an end means for its reader: done, goes on, or something broke."""
     if record["reason"] in ("finished", UNDER_WAY):
         return "good"
