@@ -90,7 +90,7 @@ class CheckpointManager:
     def note(self) -> None:
         """See what became of the save under way, if that is known. Raises CheckpointError after too many failures."""
         if self._auto:
-            self._auto.stepped(*self._progress.stretch(), saving=self.saving is not None)
+            self._auto.stepped(*self._progress.since_restart(), saving=self.saving is not None)
         if self.saving is None or not self._saver.wait(0):
             return
         saving, self.saving = self.saving, None
