@@ -1,6 +1,6 @@
-"""doctor, as far as no Slurm is needed: what it makes of Slurm's words, of a folder, and of what ranks have said.
+"""doctor, without a Slurm: its checks of Slurm's settings, of a folder and of GPUs, and its roll call.
 
-A danger that it misses is found at night, by the run; one that it makes up teaches people not to read it.
+A problem that it misses breaks a run at night. A false alarm teaches people to ignore it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from trainer.commands.main import main
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Launch
-from trainer.doctor import hello, roll_call, slurm_settings
-from trainer.doctor.file_system import Place, mount_of
+from trainer.doctor import file_system, hello, roll_call
+from trainer.doctor.file_system import RunRoot, check_run_root, mount_of
+from trainer.doctor.gpus import check_gpus
 from trainer.doctor.hello import Greeting
 from trainer.doctor.roll_call import RollCall
-from trainer.doctor.slurm_settings import Slurm, of_gpus, of_place, of_slurm, records, settings
+from trainer.doctor.slurm_settings import SlurmSettings, check_slurm, parse_config, parse_records
 
 # From Slurm 22.05.8, shortened.
 CONFIG = """\
@@ -54,17 +55,17 @@ NODES = """\
 NodeName=n1 Arch=x86_64 CPUTot=8 NodeHostName=n1 OS=Linux 6.1.0 #1 SMP PREEMPT_DYNAMIC @0 Partitions=main,high
 NodeName=n2 Arch=x86_64 CPUTot=16 NodeHostName=n2 OS=Linux 6.1.0 #1 SMP PREEMPT_DYNAMIC @0 Partitions=main
 """
-HEALTHY = Slurm(settings(CONFIG), records(PARTITIONS), records(NODES), no_sacct=None)
-SHARED = Place(Path("/home/me/runs"), "nfs4", None, 10**12)
+HEALTHY = SlurmSettings(parse_config(CONFIG), parse_records(PARTITIONS), parse_records(NODES), sacct_error=None)
+SHARED = RunRoot(Path("/home/me/runs"), "nfs4", None, 10**12)
 
 
-def with_settings(**changed: str) -> Slurm:
-    """A cluster that is healthy but for these."""
+def with_settings(**changed: str) -> SlurmSettings:
+    """A healthy cluster, with these settings changed."""
     return dataclasses.replace(HEALTHY, config={**HEALTHY.config, **changed})
 
 
-def test_slurms_words() -> None:
-    """What is not set is not there, whichever way Slurm says so."""
+def test_parsing() -> None:
+    """Settings without a value are left out, in each of Slurm's spellings."""
     assert HEALTHY.config["SlurmctldHost[0]"] == "vm(127.0.0.1)"
     assert not {"RequeueExit", "TaskPluginParam"} & set(HEALTHY.config)
     assert (HEALTHY.kill_wait_s, HEALTHY.cred_expire_s, HEALTHY.sends_user_signal) == (30, 5, False)
@@ -74,10 +75,10 @@ def test_slurms_words() -> None:
 
 
 def test_a_healthy_cluster() -> None:
-    """Nothing to say is a result too: it is what exit status 0 stands for."""
-    assert list(of_slurm(HEALTHY, Launch())) == []
-    assert list(of_place(SHARED, HEALTHY, Launch(), "login")) == []
-    assert list(of_gpus(driver=2, torch=2)) == []
+    """No false alarm: exit status 0 depends on it."""
+    assert list(check_slurm(HEALTHY, Launch())) == []
+    assert list(check_run_root(SHARED, HEALTHY, Launch(), "login")) == []
+    assert list(check_gpus(in_driver=2, in_torch=2)) == []
 
 
 CANCELLING = [{**partition, "PreemptMode": "CANCEL"} for partition in HEALTHY.partitions]
@@ -86,8 +87,8 @@ CANCELLING = [{**partition, "PreemptMode": "CANCEL"} for partition in HEALTHY.pa
 @pytest.mark.parametrize(
     ("slurm", "launch", "says"),
     [
-        (with_settings(KillWait="15 sec"), Launch(), ["KillWait=15 s", "a step over 7.5 s", "not done 12 s later"]),
-        (HEALTHY, Launch(grace_s=60), ["launch.grace_s=60: SIGKILL comes after KillWait=30 s"]),
+        (with_settings(KillWait="15 sec"), Launch(), ["KillWait=15 s", "more than 7.5 s", "within 12 s"]),
+        (HEALTHY, Launch(grace_s=60), ["launch.grace_s=60: Slurm sends SIGKILL after KillWait=30 s"]),
         (HEALTHY, Launch(slurm={"no-requeue": True}), ["launch.slurm.no-requeue", "launch.py resume"]),
         (
             dataclasses.replace(HEALTHY, partitions=CANCELLING),
@@ -98,59 +99,59 @@ CANCELLING = [{**partition, "PreemptMode": "CANCEL"} for partition in HEALTHY.pa
         (with_settings(RequeueExit="1-9"), Launch(), ["RequeueExit=1-9", "launch.max_failures", "launch.py cancel"]),
         (with_settings(RequeueExitHold="7"), Launch(), ["RequeueExitHold=7", "scontrol release"]),
         (
-            dataclasses.replace(HEALTHY, no_sacct="Slurm accounting storage is disabled"),
+            dataclasses.replace(HEALTHY, sacct_error="Slurm accounting storage is disabled"),
             Launch(),
             ["no accounting (Slurm accounting storage is disabled)", "job.result()", "launch.py status"],
         ),
         (HEALTHY, Launch(cpus_per_task=9, tasks_per_node=2), ["more than 16 CPUs", "set launch.cpus_per_task=8"]),
-        (HEALTHY, Launch(tasks_per_node=17), ["use at most 16 ranks a node"]),
+        (HEALTHY, Launch(tasks_per_node=17), ["use at most 16 ranks per node"]),
     ],
     ids=["kill-wait", "grace", "no-requeue", "cancel", "cancel-qos", "exit", "exit-hold", "sacct", "cpus", "ranks"],
 )
-def test_dangers_of_a_cluster(slurm: Slurm, launch: Launch, says: list[str]) -> None:
-    """Each alone, with its fix."""
-    (danger,) = of_slurm(slurm, launch)
-    assert all(text in str(danger) for text in says), danger
+def test_problems_of_a_cluster(slurm: SlurmSettings, launch: Launch, says: list[str]) -> None:
+    """Each one alone, with its fix."""
+    (problem,) = check_slurm(slurm, launch)
+    assert all(text in str(problem) for text in says), problem
 
 
 def test_no_preemption() -> None:
-    """Without preemption a PreemptMode means nothing."""
+    """Without preemption, PreemptMode has no effect."""
     calm = with_settings(PreemptType="preempt/none")
-    assert list(of_slurm(dataclasses.replace(calm, partitions=CANCELLING), Launch())) == []
+    assert list(check_slurm(dataclasses.replace(calm, partitions=CANCELLING), Launch())) == []
 
 
 def test_one_partition() -> None:
-    """Who has chosen a partition wants to hear of that one; a wrong name is wrong input."""
-    high = HEALTHY.chosen("high")
+    """With a partition chosen, only that one counts; an unknown name is wrong input."""
+    high = HEALTHY.of_partition("high")
     assert [node["NodeName"] for node in high.nodes] == ["n1"]
-    (danger,) = of_slurm(high, Launch(cpus_per_task=9))
-    assert "more than 8 CPUs" in danger.what
+    (problem,) = check_slurm(high, Launch(cpus_per_task=9))
+    assert "more than 8 CPUs" in problem.what
     with pytest.raises(ConfigError, match=r"launch\.partition=mian: no such partition; did you mean main"):
-        HEALTHY.chosen("mian")
+        HEALTHY.of_partition("mian")
 
 
 @pytest.mark.parametrize(
-    ("place", "says"),
+    ("root", "says"),
     [
-        (dataclasses.replace(SHARED, kind="ext4"), "a disk of login alone, and jobs run on others, e.g. n1"),
-        (dataclasses.replace(SHARED, no_locks="mounted with nolock"), "locks do not work (mounted with nolock)"),
-        (dataclasses.replace(SHARED, free_bytes=10**9), "1.0 GB are free"),
+        (dataclasses.replace(SHARED, kind="ext4"), "only login can see, but jobs run on other machines, e.g. n1"),
+        (dataclasses.replace(SHARED, lock_error="mounted with nolock"), "locks do not work (mounted with nolock)"),
+        (dataclasses.replace(SHARED, free_bytes=10**9), "only 1.0 GB free"),
     ],
     ids=["local", "locks", "full"],
 )
-def test_dangers_of_a_folder(place: Place, says: str) -> None:
-    """Each alone. Without Slurm, or where it runs on this machine alone, a local disk will do."""
-    (danger,) = of_place(place, HEALTHY, Launch(), "login")
-    assert says in danger.what
-    if "alone" in says:
-        assert not list(of_place(place, None, Launch(), "login"))
-        assert not list(of_place(place, HEALTHY.chosen("high"), Launch(), "n1"))
+def test_problems_of_a_folder(root: RunRoot, says: str) -> None:
+    """Each one alone. A local disk is fine without Slurm, and when this machine is Slurm's only node."""
+    (problem,) = check_run_root(root, HEALTHY, Launch(), "login")
+    assert says in problem.what
+    if root.is_local:
+        assert not list(check_run_root(root, None, Launch(), "login"))
+        assert not list(check_run_root(root, HEALTHY.of_partition("high"), Launch(), "n1"))
 
 
 def test_gpus_that_torch_cannot_use() -> None:
-    """A torch that is newer than the driver trains on the CPU, for days."""
-    (danger,) = of_gpus(driver=8, torch=0)
-    assert "the driver has 8 GPUs, but torch can use 0" in danger.what
+    """With a torch that is too new for the driver, a run would train on the CPU for days."""
+    (problem,) = check_gpus(in_driver=8, in_torch=0)
+    assert "the driver has 8 GPUs, but torch can use 0" in problem.what
 
 
 MOUNTS = r"""/dev/sda1 / ext4 rw,relatime 0 0
@@ -171,14 +172,14 @@ mgs:/scratch /home/me/my\040runs lustre rw,flock 0 0
     ],
 )
 def test_mounts(path: str, found: tuple[str, str]) -> None:
-    """The innermost mount counts, and of several on one folder the last; /home2 is not in /home."""
+    """The innermost mount counts, and the last of several on one folder; /home2 is not in /home."""
     assert mount_of(Path(path), MOUNTS) == found
 
 
-def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    """The nearest one that exists is tried; nothing is made, and nothing left."""
-    place = Place.look(tmp_path / "not" / "yet")
-    assert place.path == tmp_path / "not" / "yet" and place.no_locks is None and place.free_bytes > 0
+def test_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
+    """Its nearest existing parent is tested; nothing is created or left behind."""
+    root = RunRoot.inspect(tmp_path / "not" / "yet")
+    assert root.path == tmp_path / "not" / "yet" and root.lock_error is None and root.free_bytes > 0
     assert files(tmp_path) == []
 
 
@@ -195,16 +196,16 @@ FOUR = [
 
 
 def test_report() -> None:
-    """Each repeat is as long as its slowest rank, and the bandwidth is nccl-tests': 2 x 3/4 x 1 MiB in 20 ms are 0.0786
-    GB/s. The slowest host comes first."""
+    """The slowest rank's time counts for each repeat. The bandwidth is that of nccl-tests: 2 x 3/4 x 1 MiB in 20 ms are
+    0.0786 GB/s. The slowest host is first."""
     assert str(FOUR[2]) == "[n1:4711] hello from [n2:gloo] rank 2/4"
     assert hello.all_reduce_times(FOUR) == {hello.MIB: 0.02}
-    said = hello.report(FOUR)
-    assert said[0] == "sum of ones: 4 on every rank"
-    assert "     1 MiB   20.0 ms      0.08 GB/s" in said
-    assert "    3000 ms   3.00 x median  n3" in said and next(iter(hello.work_times(FOUR))) == "n3"
+    lines = hello.report(FOUR)
+    assert lines[0] == "sum of ones: 4 on every rank"
+    assert "     1 MiB   20.0 ms      0.08 GB/s" in lines
+    assert "    3000 ms   3.00 x median  n3" in lines and next(iter(hello.work_times(FOUR))) == "n3"
     wrong = [*FOUR[:3], greeting(3, "n3", 1.0, [0.01], total=3.0)]
-    assert hello.report(wrong)[0] == "rank 3 on n3: a sum of 4 ones is 3"
+    assert hello.report(wrong)[0] == "rank 3 on n3: the sum of 4 ones is 3"
 
 
 SAY_HELLO = """
@@ -225,7 +226,7 @@ print(*hello.report([greeting]), sep="\\n")
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_say_hello(size: int, tmp_path: Path) -> None:
-    """Under any launcher, and alone."""
+    """One rank alone, and two of a launcher."""
     place = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "7", "SUBMITIT_LOCAL_NTASKS": str(size)}
     place |= {"SUBMITIT_LOCAL_JOB_NUM_NODES": "1", "SUBMITIT_LOCAL_NODEID": "0", "PYTHONPATH": str(PROJECT)}
     ranks = []
@@ -242,21 +243,22 @@ def test_ranks_say_hello(size: int, tmp_path: Path) -> None:
 
 
 def test_roll_call(slurm: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four ranks one says hello, one fails, one is ended half way, and one never comes: each is told apart."""
-    monkeypatch.setattr(roll_call, "LATE_S", 0.0)
+    """Of four ranks, one says hello, one fails, one is killed half way, and one does not start: each has its own
+    reason."""
+    monkeypatch.setattr(roll_call, "GIVE_UP_S", 0.0)
     call = RollCall(Config.load(None, ["launch.nodes=4"]))
     assert "#SBATCH --no-requeue" in (slurm / "submitted.sh").read_text()
     for rank in range(3):
-        (call.folder / f"came-{rank}").write_text(f"n{rank}")
+        (call.folder / f"started-{rank}").write_text(f"n{rank}")
     for rank, outcome in enumerate([("success", FOUR[0]), ("error", "Traceback\nRuntimeError: no luck\n")]):
         (call.folder / "logs" / f"4711_{rank}_result.pkl").write_bytes(pickle.dumps(outcome))
     (slurm / "squeue").write_text("#!/bin/sh\n")
-    call.wait(lambda stands: None)
+    call.wait(lambda state: None)
     assert call.greetings == {0: FOUR[0]}
-    assert call.absences() == [
+    assert call.failures() == [
         "rank 1 on n1: RuntimeError: no luck",
-        "rank 2 on n2: came, and was ended before it was done",
-        f"rank 3: never came: its node does not see {call.folder}, or Python does not start there",
+        "rank 2 on n2: started, but was ended before it finished",
+        f"rank 3: did not start: its node cannot see {call.folder}, or Python does not start there",
     ]
     call.remove()
     assert files(here) == ["runs"]
@@ -283,17 +285,17 @@ def test_wrong_input(words: list[str], says: str, slurm: Path, here: Path, capfd
 def test_a_machine_without_slurm(
     here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no Slurm, none is ill; a roll call needs one. Three ranks are fine, whatever the batch is."""
-    monkeypatch.setattr(slurm_settings, "FREE_GB", 0)  # how full the disk of the tests is tells nothing of this
+    """The lack of a Slurm is no problem, but a roll call needs one. Three ranks are fine with any batch size."""
+    monkeypatch.setattr(file_system, "MIN_FREE_GB", 0)  # the disk of the tests may be nearly full
     assert main(["doctor"]) == 0
     said = capfd.readouterr().out
     assert "no Slurm on this machine" in said and "GPUs            none" in said
-    assert "nothing found that endangers a run" in said
+    assert "nothing found that could break a run" in said
     assert "no Slurm on this machine" in refusal(["doctor", "--nodes", "3"], capfd, here)
 
 
 def test_slurm_that_does_not_answer(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """No run could be submitted, or requeued."""
+    """Then no run can be submitted or requeued."""
     (slurm / "scontrol").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
     (slurm / "scontrol").chmod(0o755)
     assert main(["doctor"]) == 1

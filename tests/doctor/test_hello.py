@@ -1,4 +1,4 @@
-"""`python -m trainer hello`: who cannot start this under a launcher cannot train under it, and hears why in seconds."""
+"""`python -m trainer hello`: a launcher that cannot start it cannot start a run either, and it says why in seconds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainer.config.errors import ConfigError
 from trainer.world.device import choose_backend
 
 HELLO = [sys.executable, "-m", "trainer", "hello"]
-TWO = {"WORLD_SIZE": "2"}  # as any launcher does that sets torch's own variables
+TWO = {"WORLD_SIZE": "2"}  # set by any launcher that sets torch's own variables
 
 
 def a_script(patch: str) -> list[str]:
-    """`python -m trainer hello` of a rank in which something is not as it should be."""
+    """`python -m trainer hello` in a rank that first runs this Python code."""
     return [
         sys.executable,
         "-c",
@@ -59,30 +59,30 @@ def test_every_launcher(launcher: list[str], ranks: int, tmp_path: Path) -> None
 
 
 def test_variables(tmp_path: Path) -> None:
-    """A node whose environment differs is found at a glance: what is alike on all ranks stands there once."""
+    """A node with a different environment stands out: a variable that is the same on all ranks is shown once."""
     alike = {**TWO, "NCCL_DEBUG": "INFO"}
     ranks = [
         begin(tmp_path, [*HELLO, "--env"], {**alike, "RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(7 + rank)})
         for rank in range(2)
     ]
     (said, _), (nothing, _) = map(end, ranks)
-    assert nothing == "", "rank 0 speaks for all"
+    assert nothing == "", "only rank 0 prints"
     shown = re.findall(r"^((?:every rank|rank \d): (?:NCCL|CUDA).*)$", said, re.MULTILINE)
     assert shown == ["rank 0: CUDA_VISIBLE_DEVICES=7", "rank 1: CUDA_VISIBLE_DEVICES=8", "every rank: NCCL_DEBUG=INFO"]
 
 
 def test_a_wrong_sum(tmp_path: Path) -> None:
-    """A machine that adds up wrong ruins every training on it, and nothing else would say which one it is."""
+    """A machine that sums wrongly ruins every run on it, and nothing else would show which machine it is."""
     lies = "import torch.distributed as dist\ndist.all_reduce = lambda one: one.fill_(2 + int(os.environ['RANK']))"
     ranks = [begin(tmp_path, a_script(lies), {**TWO, "RANK": str(rank)}) for rank in range(2)]
     said, errors = end(ranks[0], status=1)
-    assert re.fullmatch(r"error: rank 1 on \S+: a sum of 2 ones is 3\n", errors)
+    assert re.fullmatch(r"error: rank 1 on \S+: the sum of 2 ones is 3\n", errors)
     assert "on every rank" not in said
     end(ranks[1], status=1)
 
 
-def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
-    """It is named, on one line; what rank 0 has put there for it is gone again."""
+def test_a_rank_that_does_not_start(tmp_path: Path) -> None:
+    """It is named on one line, and the file that rank 0 published for it is removed."""
     impatient = "from trainer.world import group\ngroup.MEETING_S = 2.0"
     _, errors = end(begin(tmp_path, a_script(impatient), {**TWO, "RANK": "0"}), status=1)
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
@@ -93,7 +93,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 def test_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
-    """It ends at once, though rank 0 waits in C for one that does not come, and leaves nothing behind."""
+    """It exits at once, although rank 0 waits in C for the other rank, and leaves nothing behind."""
     waiting = begin(tmp_path, HELLO, {**TWO, "RANK": "0"})
     deadline = time.monotonic() + DEADLINE_S
     while not list(tmp_path.glob("runs/.hello-*.json")):
@@ -126,7 +126,7 @@ def test_wrong_input(words: list[str], says: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "nccl"])
 def test_a_torch_without_nccl(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows by which options their torch was built; the setting that helps is named."""
+    """Few users know how their torch was built, so the error names the setting that helps."""
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "gloo")
     config = Config.load(None, [f"launch.backend={backend}"])
     with pytest.raises(ConfigError, match=r"launch\.backend=nccl: torch .* is built without it; use gloo"):

@@ -1,4 +1,4 @@
-"""The report: a page on which a user can trust every point, and every end of every attempt."""
+"""The report: a page that shows every point, and every end of an attempt, correctly."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 
 from trainer.commands.main import main
 from trainer.config.config import Config
-from trainer.observe.report.curves import MOST_POINTS, Curve
+from trainer.observe.report.curves import MAX_POINTS, Curve
 from trainer.observe.report.scale import Axis
-from trainer.observe.report.timeline import Attempts, Span
+from trainer.observe.report.timeline import Span, Timeline
 from trainer.rundir import RunDir
 
 BEGAN = 1_795_000_000.0
@@ -27,7 +27,7 @@ REASONS = ["preempted", "timeout", "cancelled", "failed", "hung", "lost", "finis
 def attempt(
     number: int, start: float, end: float | None, steps: tuple[int, int], reason: str | None, **more: Any
 ) -> Any:
-    """A record of attempts.jsonl; times are in seconds from the begin of the run."""
+    """A record of attempts.jsonl; times are in seconds since the start of the run."""
     record = {"attempt": number, "job_id": "7", "restart": number, "hosts": ["n1", "n2"], "world_size": 4}
     record |= {"start": BEGAN + start, "end": end and BEGAN + end, "start_step": steps[0], "end_step": steps[1]}
     record |= {"reason": reason, "lost_steps": 0, "lost_s": 0.0, "step_s": 1.0, "requeue": False, "error": None}
@@ -35,7 +35,7 @@ def attempt(
 
 
 def step(number: int, loss: float | None, **more: Any) -> dict[str, Any]:
-    """A step's line of metrics.jsonl; each took a second."""
+    """A step's line of metrics.jsonl; each step takes a second."""
     line = {"step": number, "epoch": 1 + number // 100, "loss": loss, "lr": 0.1, "samples_per_s": 64.0}
     return line | {"time": BEGAN + number} | more
 
@@ -46,7 +46,7 @@ def lines(records: Iterable[Any]) -> str:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the runs, on a machine without Slurm; the current folder is another."""
+    """The folder of all runs, on a machine without Slurm; the current folder is another one."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -55,7 +55,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make(root: Path, name: str, metrics: Iterable[Any] = (), attempts: Iterable[Any] = (), **config: Any) -> RunDir:
-    """A run's folder, with what it wrote."""
+    """A run folder with these files."""
     run = RunDir(root / name)
     run.path.mkdir(parents=True)
     Config.load(None, [f"launch.name={name}", *(f"{k.replace('__', '.')}={v}" for k, v in config.items())]).save(
@@ -67,7 +67,7 @@ def make(root: Path, name: str, metrics: Iterable[Any] = (), attempts: Iterable[
 
 
 class Page(HTMLParser):
-    """A page as its reader has it: the text, and every attribute of every element."""
+    """A page as a browser parses it: its text, and every attribute of every element."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Page(HTMLParser):
 
 
 def report(capfd: pytest.CaptureFixture[str], root: Path, *names: str) -> Page:
-    """The page that `launch.py report` wrote and printed the path of."""
+    """The page that `launch.py report` wrote; it printed the path."""
     assert main(["report", *names, f"launch.root={root}"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -105,7 +105,7 @@ def report(capfd: pytest.CaptureFixture[str], root: Path, *names: str) -> Page:
 
 
 def test_every_end_has_its_reason(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Whoever looks for what went wrong must find each end, above the time and in the table, with its own sign."""
+    """A reader who looks for a fault finds each end above the lane of time and in the table, with its own sign."""
     ends = [attempt(n, 100 * n, 100 * n + 90, (10 * n, 10 * n + 10), reason) for n, reason in enumerate(REASONS)]
     ends[3] |= {"error": "Traceback\n  ...\nValueError: <b>bad</b>"}
     make(root, "mine", [step(n, 1 / n) for n in range(1, 71)], ends)
@@ -131,13 +131,13 @@ def test_an_end_is_marked_where_it_was(root: Path, capfd: pytest.CaptureFixture[
     queued = [a for a in page.all("rect", "queued") if "x" in a]
     assert [(a["x"], a["width"]) for a in queued] == [("25.000%", "15.000%")]
     saving = [(a["x"], a["width"]) for a in page.all("rect", "saving") if "x" in a]
-    assert saving == [("20.000%", "5.000%"), ("80.000%", "20.000%")], "from the time of the last step on"
+    assert saving == [("20.000%", "5.000%"), ("80.000%", "20.000%")], "from the time of the last step"
     at = f"{100 * 19 / 79:.2f}%"
     assert [a["x1"] for a in page.all("line", "end")] == [at, at], "in the loss and in the throughput"
 
 
 def test_many_ends(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A run that is preempted all day: there is no room for words over the time, but each end has its sign there."""
+    """A run that is preempted all day: there is no room for words above the lane, but each end has its sign."""
     ends = [attempt(n, 10 * n, 10 * n + 9, (n, n + 1), "preempted", requeue=True) for n in range(60)]
     make(root, "mine", [step(n, 1.0) for n in range(1, 61)], ends)
     page = report(capfd, root, "mine")
@@ -145,15 +145,15 @@ def test_many_ends(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert not re.findall(r"<text[^>]*>preempted<", page.source)
 
 
-def test_what_the_files_tell_of_time() -> None:
-    """Seconds that were lost are not shown as work, a stop as a queue, or a save of which nothing is known at all."""
+def test_spans_of_time() -> None:
+    """Lost seconds are not shown as running, a stop is not shown as a queue, and unknown saves are not shown at all."""
     records = [
         attempt(0, 0, 100, (0, 50), "preempted", requeue=True),
         attempt(1, 110, 200, (50, 90), "hung", requeue=True, lost_steps=5, lost_s=30.0),
         attempt(2, 220, 240, (85, 85), "cancelled"),
         attempt(3, 300, None, (85, 85), None),
     ]
-    spans = Attempts.of(records, True, BEGAN + 400, None).spans({50: BEGAN + 95, 85: BEGAN + 150})
+    spans = Timeline.of(records, True, BEGAN + 400, None).spans({50: BEGAN + 95, 85: BEGAN + 150})
     assert [(span.kind, span.start - BEGAN, span.end - BEGAN) for span in spans] == [
         ("running", 0, 95),
         ("saving", 95, 100),
@@ -167,35 +167,35 @@ def test_what_the_files_tell_of_time() -> None:
     ]
 
 
-def test_no_word_is_not_under_way() -> None:
-    """An attempt that was killed a week ago did not run for a week: it is drawn up to its last sign of life."""
+def test_a_killed_attempt_is_not_in_progress() -> None:
+    """An attempt that was killed a week ago did not run for a week: it is drawn up to its last step."""
     left = [attempt(0, 0, None, (0, 0), None)]
     week = BEGAN + 7 * 86400
-    assert Attempts.of(left, False, week, BEGAN + 60).spans({}) == [Span("running", BEGAN, BEGAN + 60)]
-    attempts = Attempts.of(left, False, week, BEGAN + 60)
-    assert attempts.records[0]["reason"] == "lost" and "not known" in attempts.table(), "nobody counted what it lost"
-    assert Attempts.of(left, False, week, None).spans({}) == []
-    assert Attempts.of(left, True, BEGAN + 60, BEGAN + 50).records[0]["reason"] == "under way"
+    assert Timeline.of(left, False, week, BEGAN + 60).spans({}) == [Span("running", BEGAN, BEGAN + 60)]
+    timeline = Timeline.of(left, False, week, BEGAN + 60)
+    assert timeline.attempts[0].reason == "lost" and "unknown" in timeline.table(), "nobody has counted its lost steps"
+    assert Timeline.of(left, False, week, None).spans({}) == []
+    assert Timeline.of(left, True, BEGAN + 60, BEGAN + 50).attempts[0].reason == "in progress"
 
 
-def test_an_attempt_under_way(root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its record is in attempt.json alone, without an end."""
+def test_an_attempt_in_progress(root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record is only in attempt.json, and has no end."""
     run = make(root, "mine", [step(n, 1.0) for n in range(1, 31)], [attempt(0, 0, 20, (0, 20), "preempted")])
     run.attempt_now.write_text(lines([attempt(1, 30, None, (20, 20), None, job_id="local-1")]))
     run.submissions.write_text(lines([{"job_id": "local-1", "time": BEGAN}]))
     monkeypatch.setattr("trainer.cluster.run_status.holder", lambda path: "job local-1")
     page = report(capfd, root, "mine")
-    assert "running" in page.text and ">under way<" in page.source and "20 on" in page.text
+    assert "running" in page.text and ">in progress<" in page.source and "from 20" in page.text
 
 
-@pytest.mark.parametrize("steps", [1, 2, MOST_POINTS, MOST_POINTS + 1, 5 * MOST_POINTS + 7])
+@pytest.mark.parametrize("steps", [1, 2, MAX_POINTS, MAX_POINTS + 1, 5 * MAX_POINTS + 7])
 def test_a_curve_hides_nothing(steps: int) -> None:
-    """Each step once: in one point, in its mean, and within its smallest and largest; in order, unbroken."""
+    """Each step is in exactly one point, counts in its mean, and lies within its minimum and maximum; no gaps."""
     values = [((n * 7919) % 101) / 10 for n in range(steps)]
     curve = Curve()
     for n, value in enumerate(values):
         curve.add(n + 1, value)
-    assert len(curve.points) <= MOST_POINTS
+    assert len(curve.points) <= MAX_POINTS
     at = 0
     for point in curve.points:
         assert point.first == at + 1
@@ -204,11 +204,11 @@ def test_a_curve_hides_nothing(steps: int) -> None:
         assert point.mean == pytest.approx(sum(own) / len(own))
         at = point.last
     assert at == steps
-    assert steps > MOST_POINTS or len(curve.points) == steps, "one point per step, as long as they fit"
+    assert steps > MAX_POINTS or len(curve.points) == steps, "one point per step while they fit"
 
 
 def test_a_point_per_step_is_drawn(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A resumed run's curve is one line, without a gap where the attempts meet."""
+    """The curve of a resumed run is one line, without a gap between the attempts."""
     ends = [attempt(0, 0, 50, (0, 50), "preempted"), attempt(1, 60, 160, (50, 150), "finished")]
     make(root, "mine", [step(n, 1 / n) for n in range(1, 151)], ends)
     loss, throughput = report(capfd, root, "mine").all("polyline", "curve")
@@ -219,7 +219,7 @@ def test_a_point_per_step_is_drawn(root: Path, capfd: pytest.CaptureFixture[str]
 
 
 def test_a_million_steps(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A month of training: seconds to draw, a page that a phone can load, and the one spike still on it."""
+    """A month of training: the page takes seconds to make, a phone can load it, and it shows the only spike."""
     run = make(root, "mine")
     line = '{{"step": {0}, "epoch": 1, "loss": {1}, "lr": 0.1, "samples_per_s": 64.0, "time": {0}}}\n'
     with run.metrics.open("w") as file:
@@ -230,12 +230,12 @@ def test_a_million_steps(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert len(page.source) < 100_000
     loss = page.all("polygon", "band")[0]["points"]
     highest = min(loss.split(), key=lambda point: float(point.split(",")[1]))
-    assert float(highest.split(",")[0]) == pytest.approx(123.456, abs=2 * 1000 / MOST_POINTS)
+    assert float(highest.split(",")[0]) == pytest.approx(123.456, abs=2 * 1000 / MAX_POINTS)
     assert ">80<" in page.source, "the axis goes up to it"
 
 
 def test_steps_that_were_not_finite(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """They have no place on the curve, and must not vanish from it either; nor may a line cut short spoil the page."""
+    """They are not on the curve, but must not vanish either. A torn last line must not spoil the page."""
     metrics = [
         step(n, None if n in (3, 4) else 1.0, **({"skipped": True} if n in (4, 9) else {})) for n in range(1, 11)
     ]
@@ -244,37 +244,37 @@ def test_steps_that_were_not_finite(root: Path, capfd: pytest.CaptureFixture[str
     with run.metrics.open("a") as file:
         file.write('{"step": 11, "lo')
     page = report(capfd, root, "mine")
-    assert "3 that were not finite or were skipped" in page.text
-    assert len(page.all("use", "flaw")) == 3 + 1, "and the epoch's validation loss"
+    assert "3 values that are not finite or were skipped" in page.text
+    assert len(page.all("use", "bad")) == 3 + 1, "and the epoch's validation loss"
     assert "not finite" in page.text and "Validation accuracy" in page.text
 
 
 def test_no_step_was_finite(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Then there is a figure all the same, with every step crossed."""
+    """There is a figure all the same, with a cross for every step."""
     make(root, "mine", [step(n, None) for n in range(1, 6)])
     page = report(capfd, root, "mine")
-    assert "Training loss" in page.text and len(page.all("use", "flaw")) == 5
+    assert "Training loss" in page.text and len(page.all("use", "bad")) == 5
 
 
 @pytest.mark.parametrize("metrics", [[], [step(1, 0.5)]], ids=["no step", "one step"])
-def test_a_run_that_has_hardly_begun(metrics: list[Any], root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A page that says so, rather than an error or an empty frame; a single step is a dot that one can see."""
+def test_a_run_that_has_hardly_started(metrics: list[Any], root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The page says so, instead of an error or an empty frame. A single step is visible as a dot."""
     make(root, "mine", metrics)
     page = report(capfd, root, "mine")
-    assert "No attempt has begun yet" in page.text
-    assert ("No step is in metrics.jsonl yet" in page.text) == (not metrics)
+    assert "No attempt has started yet" in page.text
+    assert ("metrics.jsonl has no steps yet" in page.text) == (not metrics)
     assert len(page.all("circle", "dot")) == 2 * len(metrics)
 
 
 def test_an_attempt_without_a_step(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It failed before its first step, in no time."""
+    """It failed before its first step, within a second."""
     make(root, "mine", [], [attempt(0, 0, 0, (0, 0), "failed", error="")])
     page = report(capfd, root, "mine")
     assert ">failed<" in page.source and "0 to 0" in page.text
 
 
 def test_several_runs(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Side by side: a colour and a name each, what differs between their configurations, and a timeline of each."""
+    """Side by side: each has a colour, a name and a timeline, and the page lists the keys that differ."""
     for name, lr in (("slow", 0.01), ("fast", 0.5)):
         epoch = {"epoch": 1, "step": 20, "train_loss": lr, "val_loss": lr, "val_f1.macro": lr}
         ends = [attempt(0, 0, 30, (0, 20), "finished")]
@@ -289,7 +289,7 @@ def test_several_runs(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nothing_comes_from_the_network(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The page works on a node without a network, and years later: it refers to its own shapes alone."""
+    """The page works on a node without a network, and in years: it refers only to its own shapes."""
     make(root, "mine", [step(1, 1.0)], [attempt(0, 0, 1, (0, 1), "finished")])
     page = report(capfd, root, "mine")
     assert {tag for tag, _ in page.elements}.isdisjoint({"script", "link", "img", "iframe", "object"})
@@ -304,7 +304,7 @@ def test_nothing_comes_from_the_network(root: Path, capfd: pytest.CaptureFixture
 
 
 def test_every_text_is_escaped(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Folders may be renamed and errors quote anything; none of it may become part of the page."""
+    """Folders can be renamed, and errors can quote anything: none of it may become markup of the page."""
     nasty = "a<script>alert(1)</script>&amp;\"'"
     record = attempt(0, 0, 1, (0, 1), "failed", job_id=nasty, hosts=[nasty], error=nasty)
     epoch = {"epoch": 1, "step": 1, "train_loss": 1.0, f"val_{nasty}": 0.5}
@@ -328,14 +328,14 @@ def test_every_text_is_escaped(root: Path, capfd: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_wrong_input(words: list[str], says: str, root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One line that says what to do."""
+    """One line, which says what to do."""
     make(root, "mine")
     assert main([word.format(root=root) for word in words]) == 2
     assert capfd.readouterr().err == f"error: {says.format(root=root)}\n"
 
 
 def test_a_folder_that_cannot_be_written(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A run of somebody else's: the line says where the page was to go."""
+    """Another user's run: the line says where the page should have been written."""
     run = make(root, "mine")
     run.report.mkdir()
     assert main(["report", "mine", f"launch.root={root}"]) == 2
@@ -357,6 +357,6 @@ def test_a_folder_that_cannot_be_written(root: Path, capfd: pytest.CaptureFixtur
     ids=str,
 )
 def test_axes_are_marked_at_round_values(axis: Axis, ticks: list[str]) -> None:
-    """A mark that reads 0.30000000000000004 is no mark; and each lies on its axis."""
+    """No tick reads 0.30000000000000004, and each lies on its axis."""
     assert [text for _, text in axis.marks] == ticks
     assert all(-1e-6 <= axis.at(at) <= 100 + 1e-6 for at in axis.ticks)

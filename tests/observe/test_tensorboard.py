@@ -1,7 +1,7 @@
-"""TensorBoard shows the one curve of a run, however many attempts made it: every point of metrics.jsonl, each once.
+"""TensorBoard shows one curve per run, from any number of attempts: every point of metrics.jsonl exactly once.
 
-A point of a step that was lost and done again, a gap, or a curve that begins anew with every attempt would have a user
-see in the training what is only in its log.
+A point of a lost step, a gap, or a curve that begins again with every attempt would look like an event of the training,
+but would only be an artifact of its log.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ LOG_EVERY = 3
 
 
 def expected(run: RunDir, log_every: int = LOG_EVERY) -> curves.Curves:
-    """What TensorBoard should show."""
+    """The curves that TensorBoard should show."""
     return curves.expected(run, log_every)
 
 
-def test_whatever_ended_an_attempt(tmp_path: Path) -> None:
-    """Four attempts, ended by SIGKILL of every rank, by that of rank 0, by a stop, and by the end of the run, and a
-    TensorBoard that looks on. The first showed two points of steps that were lost. The second, too short for its rank 0
-    to write any, kept one of them as it had done it anew."""
+def test_attempts_that_ended_in_different_ways(tmp_path: Path) -> None:
+    """Four attempts, ended by SIGKILL of every rank, by SIGKILL of rank 0, by a stop, and by the end of the run, while
+    a TensorBoard watches. The first attempt showed two points of steps that were then lost. The second was too short
+    for its rank 0 to write any point, but its rescue saved one of these steps, done again."""
     drawn = config(tmp_path, "run", 2, ("task=tests.support.tasks.Drawn",))
     killed = Attempt(drawn, {"LASTSTEP_TEST_FAULT": "sleep step 13 rank 0,1"})
     for rank in (0, 1):
@@ -74,18 +74,18 @@ def test_whatever_ended_an_attempt(tmp_path: Path) -> None:
     assert [step for _, step, _ in expected(run)["val/accuracy"]] == [7, 14]
     assert on_disk(run) == expected(run)
     assert loaded(loader(run)) == expected(run)
-    assert loaded(watching) == expected(run), "it saw the points that were lost"
+    assert loaded(watching) == expected(run), "although it has read the lost points"
 
 
 def test_a_run_of_a_second(tmp_path: Path) -> None:
-    """It is over before its curves are first written: its process must not leave without them, and a rank that does
-    not write them must not wait."""
+    """It ends before its curves are first written: rank 0 must not exit without them, and the other ranks must not
+    wait."""
     run = train(config(tmp_path, "run", 2, ()))
     assert on_disk(run) == loaded(loader(run)) == expected(run)
 
 
 def test_an_attempt_that_begins_with_a_validation(tmp_path: Path) -> None:
-    """Then its first step is not the first that it does; it writes its curves all the same, and long before its end."""
+    """Its first step comes after the validation. It writes its curves all the same, and long before its end."""
     signalled = config(tmp_path, "run", 2, ("task=tests.support.tasks.Signalled",))
     Attempt(signalled, {"LASTSTEP_TEST_SIGNAL": "SIGTERM validation 2 rank 0"}).wait()
     drawn = Attempt(
@@ -97,7 +97,7 @@ def test_an_attempt_that_begins_with_a_validation(tmp_path: Path) -> None:
 
 
 def metrics(steps: int, lost: bool = False) -> bytes:
-    """Lines of metrics.jsonl, an epoch every 7 steps; of steps that are `lost` the times are others."""
+    """Lines of metrics.jsonl, with an epoch every 7 steps; `lost` steps have other times."""
     lines: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
         clock = {"samples_per_s": 50.0 + step, "time": 1e9 + step + 0.5 * lost}
@@ -113,14 +113,14 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def attempt(run: RunDir, lines: bytes, log_every: int = LOG_EVERY) -> None:
-    """One that leaves these metrics, and comes to write every point of them."""
+    """An attempt that writes these metrics, and every point of them."""
     run.metrics.write_bytes(lines)
     TensorBoard(run, log_every, writes=True).complete()
 
 
 def test_an_epoch_at_the_step_of_the_last_point(run: RunDir) -> None:
-    """A stop came after that step and before the epoch's validation. To forget all from there on, as TensorBoard is
-    told at the beginning of the next file, would take the step's own point away."""
+    """A stop between that step and the epoch's validation. If the header of the next file dropped all points from that
+    step on, the step's own point would be lost."""
     attempt(run, metrics(21)[: metrics(21).rindex(b'{"epoch": 3')])
     attempt(run, metrics(21))
     assert len(files(run)) == 2
@@ -133,9 +133,9 @@ def test_an_epoch_at_the_step_of_the_last_point(run: RunDir) -> None:
     damage=st.sampled_from(["torn", "flipped", "zeros", "emptied", "deleted", "garbage", "nothing"]),
     where=st.tuples(st.integers(0), st.integers(0)),
 )
-def test_whatever_stands_there(attempts: list[tuple[int, bool]], damage: str, where: tuple[int, int]) -> None:
-    """Attempts that come so far, some of whose steps are done otherwise by the next, and then damage to one file, as
-    of a power cut or a hand: whatever is found, what comes out is the curve."""
+def test_any_damage(attempts: list[tuple[int, bool]], damage: str, where: tuple[int, int]) -> None:
+    """Attempts of any length, some with steps that are lost and done again, and then damage to one file, as by a power
+    cut or a user: the next attempt restores the curve."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(folder)
         for steps, lost in attempts:
@@ -161,22 +161,23 @@ def test_whatever_stands_there(attempts: list[tuple[int, bool]], damage: str, wh
 
 
 def test_deleted_folder(run: RunDir) -> None:
-    """Someone made room: the curve is there again, whole."""
+    """A user deleted it to make room: the next attempt writes the whole curve again."""
     attempt(run, metrics(10))
     shutil.rmtree(run.tensorboard)
     attempt(run, metrics(15))
     assert on_disk(run) == expected(run)
 
 
-def test_another_distance_between_points(run: RunDir) -> None:
-    """train.log_every of a resumed run is another: a curve that is dense here and sparse there looks like a change."""
+def test_another_log_every(run: RunDir) -> None:
+    """A resumed run has another train.log_every. A curve that is dense in one part and sparse in another would look
+    like a change in the training."""
     attempt(run, metrics(20))
     attempt(run, metrics(25), log_every=5)
     assert on_disk(run) == loaded(loader(run)) == expected(run, log_every=5)
 
 
-def test_what_was_written_is_written_no_more(run: RunDir) -> None:
-    """After a stop, an attempt that writes the whole curve again would do so at every attempt of a long run."""
+def test_nothing_is_written_twice(run: RunDir) -> None:
+    """Writing the whole curve again at every attempt would be slow in a long run."""
     attempt(run, metrics(20))
     before = files(run)[0].read_bytes()
     attempt(run, metrics(30))
@@ -185,7 +186,7 @@ def test_what_was_written_is_written_no_more(run: RunDir) -> None:
 
 
 def test_files_of_others(run: RunDir) -> None:
-    """A task may write there what it likes to show, under a name of its own."""
+    """A task may write its own event files in the folder."""
     attempt(run, metrics(5))
     other = run.tensorboard / "events.out.tfevents.1700000000.host.1.0"
     other.write_bytes(b"other")
@@ -194,7 +195,7 @@ def test_files_of_others(run: RunDir) -> None:
 
 
 def until(condition: Callable[[], object], what: str) -> None:
-    """Wait for it."""
+    """Wait until the condition holds; fail after 60 s."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"not within 60 s: {what}"
@@ -202,7 +203,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def test_a_full_disk(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs one line, and neither the training nor, once there is room again, a point of the curve."""
+    """It costs one line in the log. The training continues, and once there is room again the curve is complete."""
     monkeypatch.setattr(tensorboard, "EVERY_S", 0.001)
     run.metrics.write_bytes(metrics(500))
     said: list[str] = []
@@ -216,12 +217,12 @@ def test_a_full_disk(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     writer.complete()
-    assert len(said) == 1 and said[0].startswith("WARNING: [Errno 27] File too large; training goes on")
+    assert len(said) == 1 and said[0].startswith("WARNING: [Errno 27] File too large; training continues")
     assert on_disk(run) == loaded(loader(run)) == expected(run)
 
 
 def test_deleted_while_it_is_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is gone under a running attempt: it writes the whole curve again."""
+    """The folder is deleted during an attempt, which then writes the whole curve again."""
     monkeypatch.setattr(tensorboard, "EVERY_S", 0.001)
     run.metrics.write_bytes(metrics(10))
     writer = TensorBoard(run, LOG_EVERY, writes=True)
@@ -235,8 +236,8 @@ def test_deleted_while_it_is_written(run: RunDir, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stop_waits_for_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes while a long curve is still being compared: the thread leaves the rest to the next attempt, and cuts
-    nothing that it has not looked at."""
+    """A stop while a long curve is still being compared: the thread leaves the rest to the next attempt, and cuts
+    nothing that it has not compared."""
     attempt(run, metrics(2000))
     before = files(run)[0].read_bytes()
     monkeypatch.setattr(tensorboard, "EVERY_S", 0.0)
@@ -252,7 +253,7 @@ def test_a_stop_waits_for_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_stop_of_a_young_attempt(run: RunDir) -> None:
-    """It must not begin to import tensorboard while it is to leave."""
+    """It must not begin to import tensorboard when it is about to exit."""
     run.metrics.write_bytes(metrics(10))
     writer = TensorBoard(run, LOG_EVERY, writes=True)
     writer.start()
@@ -262,7 +263,7 @@ def test_a_stop_of_a_young_attempt(run: RunDir) -> None:
 
 
 def test_without_tensorboard(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that was made by hand may lack it: that is no reason not to train."""
+    """An environment made by hand may lack tensorboard; training works without it."""
     monkeypatch.delitem(sys.modules, "trainer.observe.events", raising=False)
     monkeypatch.delattr(trainer.observe, "events", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
@@ -274,7 +275,7 @@ def test_without_tensorboard(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tensorflow_stays_out(tmp_path: Path) -> None:
-    """Where it is installed, tensorboard imports it at the least occasion: seconds of work, and memory of the GPU."""
+    """Where tensorflow is installed, most of tensorboard imports it, which takes seconds and GPU memory."""
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow was imported')")
     (tmp_path / "metrics.jsonl").write_bytes(metrics(10))
     code = """
@@ -293,8 +294,8 @@ def test_tensorflow_stays_out(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_is_forked_while_tensorboard_is_imported(tmp_path: Path) -> None:
-    """A module that is half imported at a fork stays so in the child: a loader's worker that wants it too, tensorboard
-    or whatever that imports, would wait for ever, and the run for its worker."""
+    """A module that is half imported at a fork stays so in the child. A loader's worker that imports tensorboard, or a
+    module that tensorboard imports, would wait forever, and the run for its worker."""
     (tmp_path / "tensorboard.py").write_text(
         "import time; from pathlib import Path; Path('begun').touch(); time.sleep(2)"
     )

@@ -1,6 +1,6 @@
-"""docs/troubleshooting.md: each log line that it quotes is one that the situation really leaves.
+"""docs/troubleshooting.md: each situation really logs the lines that the page quotes for it.
 
-A user searches for the line that stands in the log. One that only the documentation has sends nobody anywhere.
+A user searches the page for a line of the log. A line that only the page has would help nobody.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PAGE = PROJECT / "docs" / "troubleshooting.md"
 
 
 def quoted(heading: str) -> list[str]:
-    """The log lines in the section of that heading."""
+    """The log lines that the section with this heading quotes."""
     section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return "".join(re.findall(r"^```\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)).splitlines()
 
 
 def pattern(line: str) -> str:
-    """That line, with any other times, numbers, hosts and paths; an error's name may have its module's before it."""
+    """A pattern for the line with any times, numbers, hosts and paths, and with or without the module of an error."""
     words = re.split(r"(\bn\d\b|/[\w./-]+(?::\d+)?|\d+(?:[.:]\d+)*)", line)
     return r"^(?:[\w.]+\.)?" + "".join(
         re.escape(word) if number % 2 == 0 else r"[\d.:]+" if word[0].isdigit() else r"[^\s)]+"
@@ -40,7 +40,7 @@ def pattern(line: str) -> str:
 
 
 def fault(what: str, *options: str) -> Callable[[Path], str]:
-    """What befalls a rank of a small run, see tests.support.tasks.Faulty."""
+    """A small run in which this happens to a rank, see tests.support.tasks.Faulty."""
     return lambda root: befall(root, "a", 2, what, *options)[0].output()
 
 
@@ -59,7 +59,7 @@ def attempt(*options: str, signals: tuple[int, ...] = (), **env: str) -> Callabl
 
 
 def alone(rank: int) -> Callable[[Path], str]:
-    """A rank whose only peer is never started, and which has less patience than in a run."""
+    """A rank whose only peer is never started, with shorter timeouts than in a run."""
     short = (
         "from trainer.world import group\ngroup.MEETING_S, group.SLOW_MEETING_S = 3.0, 1.0\n"
         "from trainer.trainer import Trainer\n"
@@ -79,14 +79,14 @@ def alone(rank: int) -> Callable[[Path], str]:
 
 
 SITUATIONS: dict[str, list[Callable[[Path], str]]] = {
-    "The start hangs: a rank does not come": [alone(rank=0)],
-    "The start hangs: rank 0 does not come": [alone(rank=1)],
+    "The start hangs: a rank does not join": [alone(rank=0)],
+    "The start hangs: rank 0 does not join": [alone(rank=1)],
     "A rank was killed": [fault("kill step 5 rank 1")],
     "A loader process was killed": [fault("worker step 3 rank 1", "data.workers=1")],
-    "The GPU's memory is full": [fault("gpu-memory step 5 rank 1")],
-    "A node's memory is full": [fault("memory step 5 rank 1")],
+    "The GPU is out of memory": [fault("gpu-memory step 5 rank 1")],
+    "A node is out of memory": [fault("memory step 5 rank 1")],
     "Training is slow: it waits for data": [attempt("task=tests.support.tasks.SlowData")],
-    "Training is slow: one rank holds the others up": [
+    "Training is slow: one rank is slower than the others": [
         attempt("task=tests.support.tasks.Slow", "train.max_steps=12", LASTSTEP_TEST_SLOW="0.1 1.0")
     ],
     "A collective does not end: a rank is stuck": [fault("sleep step 4 rank 1")],
@@ -106,7 +106,7 @@ SITUATIONS: dict[str, list[Callable[[Path], str]]] = {
 
 @pytest.mark.parametrize("heading", SITUATIONS)
 def test_the_log_says_what_the_page_quotes(heading: str, tmp_path: Path) -> None:
-    """In the situation that the heading names, and word for word."""
+    """Word for word, in the situation that the heading names."""
     log = ""
     for number, provoke in enumerate(SITUATIONS[heading]):
         folder = tmp_path / str(number)
@@ -116,14 +116,14 @@ def test_the_log_says_what_the_page_quotes(heading: str, tmp_path: Path) -> None
         assert re.search(pattern(line), log, re.MULTILINE), f"{line}\nnot in\n{log}"
 
 
-def test_every_quoted_line_is_provoked() -> None:
-    """A section that quotes a log and has no situation would be hearsay."""
+def test_every_quoting_section_is_tested() -> None:
+    """A section that quotes a log and has no situation here would be untested."""
     headings = re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE)
     assert [heading for heading in headings if quoted(heading)] == list(SITUATIONS)
 
 
-def test_what_the_page_tells_to_type() -> None:
-    """Nobody forgives a typing error in the line that was to help."""
+def test_commands_and_keys_of_the_page_exist() -> None:
+    """A typing error in a command that should help costs the user's trust."""
     page = PAGE.read_text()
     assert set(re.findall(r"launch\.py (\w+)", page)) <= set(PARSERS)
     keys = {key for key, _, _ in fields_of(Config)}

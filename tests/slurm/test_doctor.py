@@ -12,9 +12,9 @@ from tests.support.waiting import DEADLINE_S, read_until
 def test_dangers(user: User) -> None:
     """Those of this cluster, by name; what is well is not among them."""
     said = user.types("doctor", status=1)
-    _, _, dangers = said.partition("\ndangers\n")
-    assert dangers.count("\n") == 2
-    assert "KillWait=15 s" in dangers and "PreemptMode=CANCEL (partition cancel)" in dangers
+    _, _, problems = said.partition("\nproblems\n")
+    assert problems.count("\n") == 2
+    assert "KillWait=15 s" in problems and "PreemptMode=CANCEL (partition cancel)" in problems
     assert re.search(r"^  grace +4 +UNLIMITED +1 +REQUEUE +15$", said, re.MULTILINE)
     assert "waits 5 s" in said and "sacct: answers" in said
     assert "CANCEL" not in user.types("doctor", "--partition", "high", status=1)

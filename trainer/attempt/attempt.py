@@ -163,7 +163,7 @@ class Attempt:
         group.close()
         if finished:
             loop.tensorboard.complete()
-            loop.progress.finished(loop.position.metrics)
+            loop.progress.print_result(loop.position.metrics)
             return loop.position.metrics
         if requeue:
             self._requeue(record, self.signals.requeue)

@@ -97,7 +97,7 @@ class CheckpointManager:
         """Take note of the result of the save in progress, if it has ended. Raises CheckpointError after too many
         failures."""
         if self._auto:
-            self._auto.add_steps(*self._progress.stretch(), saving=self.saving is not None)
+            self._auto.add_steps(*self._progress.since_restart(), saving=self.saving is not None)
         if self.saving is None or not self._writer.wait(0):
             return
         saving, self.saving = self.saving, None

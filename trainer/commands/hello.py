@@ -1,4 +1,4 @@
-"""hello: the smallest distributed program, under any launcher. `python -m trainer hello` ends up here."""
+"""`python -m trainer hello`: the smallest distributed program, to test any launcher."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from trainer.cluster import machine_checks, run_folders
 from trainer.cluster.spawn import spawn
 from trainer.commands.parsers import Parser
 from trainer.config.config import Config
-from trainer.doctor.hello import at_rank_0, greet, wrong_sums
+from trainer.doctor.hello import gather_greetings, greet, wrong_sums
 from trainer.world.launchers import detect_world
 from trainer.world.signals import Signals
 from trainer.world.world import MeetingError, World
 
-DESCRIPTION = "Every rank meets the others as in a training, says who it is, and adds up a one from each of them."
+DESCRIPTION = "Every rank meets the others as in a run, says who it is, and helps to sum a one from each rank."
 EPILOG = """\
-Start it as a training would be:
+Start it the way you start a run:
   python -m trainer hello --spawn 4
   torchrun --nproc-per-node 4 -m trainer hello
   srun python -m trainer hello
   mpirun python -m trainer hello
-Exit status: 0 every rank came and has the right sum; 1 one did not, or has not; 2 wrong input.
+Exit status: 0 every rank arrived and has the right sum; 1 a rank did not arrive, or has a wrong sum; 2 wrong input.
 """
 SHOWN = ("NCCL_", "GLOO_", "TORCH_", "MASTER_", "CUDA_VISIBLE_DEVICES")
 
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _hello(config: Config, show_variables: bool) -> int:
-    """One rank of it, which leaves nothing behind."""
+    """One rank. Leaves nothing behind."""
     signals = Signals.catch()
     world = detect_world()
     root = Path(config.launch.root).expanduser().absolute()
@@ -57,12 +57,12 @@ def _hello(config: Config, show_variables: bool) -> int:
         if world.rank == 0:
             meeting.unlink(missing_ok=True)
             if made_root:
-                with contextlib.suppress(OSError):  # it has been put to use meanwhile
+                with contextlib.suppress(OSError):  # another command uses it now
                     root.rmdir()
 
     def stop(number: signal.Signals) -> None:
         clean_up()
-        os._exit(128 + number)  # at once: the main thread may be in a collective
+        os._exit(128 + number)  # not sys.exit: the main thread may be waiting in a collective
 
     signals.on_first(stop)
     from trainer.world.group import is_peer_loss
@@ -79,19 +79,20 @@ def _hello(config: Config, show_variables: bool) -> int:
 
 
 def _meet_and_greet(config: Config, world: World, meeting: Path, show_variables: bool) -> int:
-    """Rank 0 prints what all of them say; a wrong sum is exit status 1."""
+    """Meet the other ranks. Rank 0 prints all greetings. Returns the exit status, 1 for a wrong sum."""
     from trainer.world.join import join
 
     group = join(config, world, meeting, timeout_s=0)
     group.connect(timeout_s=0)
     greeting = greet(group)
-    said = at_rank_0(group, greeting, _variables())
+    gathered = gather_greetings(group, greeting, _variables())
     group.close()
-    wrong = wrong_sums([greeting for greeting, _ in said] or [greeting])
+    wrong = wrong_sums([greeting for greeting, _ in gathered] or [greeting])
     if world.rank == 0:
-        print(*(greeting for greeting, _ in said), sep="\n")
+        print(*(greeting for greeting, _ in gathered), sep="\n")
         if show_variables:
-            print(*_by_rank([variables for _, variables in said]) or ["none of those variables is set"], sep="\n")
+            lines = _variable_lines([variables for _, variables in gathered])
+            print(*lines or ["none of these variables is set"], sep="\n")
         if not wrong:
             print(f"sum of ones: {world.size} on every rank")
         for line in wrong:
@@ -100,12 +101,12 @@ def _meet_and_greet(config: Config, world: World, meeting: Path, show_variables:
 
 
 def _variables() -> dict[str, str]:
-    """What of this rank's environment, as it is after the meeting, matters to collectives."""
+    """The environment variables of this rank that affect collectives, as they are after the meeting."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SHOWN)}
 
 
-def _by_rank(variables: Sequence[Mapping[str, str]]) -> list[str]:
-    """Each variable of each rank; once, where it is alike on all."""
+def _variable_lines(variables: Sequence[Mapping[str, str]]) -> list[str]:
+    """A line per variable and rank; only one line for a variable that is the same on all ranks."""
     lines = []
     for name in sorted(set().union(*variables)):
         values = [of_rank.get(name) for of_rank in variables]

@@ -1,2 +1,2 @@
-"""What could break a run on this machine or this cluster, and a roll call of its nodes. Not here: the watchdog of a
-run under way (world), and the hints in its log (observe)."""
+"""Checks for anything on this machine or cluster that could break a run, and a roll call of the cluster's nodes. Not
+here: the watchdog of a run in progress (world), and the hints in its log (observe)."""

@@ -1,4 +1,4 @@
-"""A short Slurm job in which every rank says hello: who came, who did not, and why."""
+"""The roll call: a short Slurm job in which every rank says hello. It shows which ranks failed, and why."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from trainer.cluster import code_copy, submission
 from trainer.cluster.queue import Queue
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
-from trainer.doctor.hello import Greeting, Hello, came
+from trainer.doctor.hello import Greeting, Hello, signed_in
 from trainer.rundir import RunDir
 from trainer.world.slurm import SlurmError, command
 
-LIMIT_MIN = 10
-SIGNAL_S = 30  # before that limit; nobody listens, but submitit insists
+LIMIT_MIN = 10  # time limit of the job
+SIGNAL_S = 30  # the job is signalled this long before its limit: submitit requires a value, but no rank uses the signal
 POLL_S = 0.2
-QUEUE_S = 5.0  # between two questions to the scheduler, which all users share
-# When the others have failed or are done, a rank that has not even started by now will not come; and what one wrote
-# on another node may take so long to be seen here.
-LATE_S = 10.0
+QUEUE_POLL_S = 5.0  # the scheduler is shared by all users, so it is asked less often
+# Once the other ranks have failed or finished, give up on a rank that has not even started after this long. The files
+# of another node may take a while to become visible here.
+GIVE_UP_S = 10.0
 
 
 class RollCall:
-    """The job, and what has become of its ranks so far."""
+    """The job, and the results of its ranks so far."""
 
     def __init__(self, config: Config) -> None:
-        """Submit it. Raises ConfigError when that cannot be; then nothing is left behind."""
+        """Submit the job. Raises ConfigError when that fails, and then leaves nothing behind."""
         root = Path(config.launch.root).expanduser().absolute()
         launch = dataclasses.replace(config.launch, root=str(root), time_min=LIMIT_MIN, signal_delay_s=SIGNAL_S)
         config = dataclasses.replace(config, launch=launch)
@@ -45,75 +45,81 @@ class RollCall:
             raise ConfigError(f"launch.root={root}: cannot be written: {error.strerror}") from None
         run = RunDir(self.folder)
         try:
-            code_copy.keep(run, config)  # as every run does: its nodes must see it, and run it
+            code_copy.keep(run, config)  # as for every run, which tests that the nodes can see and import it
             executor = submission.executor_of(launch, run, [], [], {"no-requeue": True})
             executor.update_parameters(job_name="doctor")
-            (self.job,) = submission.hand_over(executor, [Hello(config, self.folder)])
+            (self._job,) = submission.hand_over(executor, [Hello(config, self.folder)])
         except ConfigError:
             self.remove()
             raise
-        self.size = launch.world_size
-        self.greetings: dict[int, Greeting] = {}
-        self.errors: dict[int, str] = {}
+        self.job_id = str(self._job.job_id)
+        self.size = launch.world_size  # number of ranks
+        self.greetings: dict[int, Greeting] = {}  # by rank
+        self.errors: dict[int, str] = {}  # by rank
 
-    def wait(self, tell: Callable[[str], None]) -> None:
-        """Until every rank has said something, or no more will. `tell` is called with how the job stands."""
-        asked_at, last, gone = 0.0, "", False
-        heard_at = time.monotonic()
-        while len(self.greetings) + len(self.errors) < self.size:
-            if self._listen():
-                heard_at = time.monotonic()
-            waited_for = came(self.folder).keys() - self.greetings.keys() - self.errors.keys()
-            late = time.monotonic() > heard_at + LATE_S
-            if late and (gone or ((self.greetings or self.errors) and not waited_for)):
+    def wait(self, on_state: Callable[[str], None]) -> None:
+        """Wait until every rank has a result, or no more results can be expected. Calls `on_state` with each new state
+        of the job in the queue."""
+        asked_at, state, job_ended = 0.0, "", False
+        last_news_at = time.monotonic()
+        while self._pending():
+            if self._read_results():
+                last_news_at = time.monotonic()
+            working = signed_in(self.folder).keys() & self._pending()
+            overdue = time.monotonic() > last_news_at + GIVE_UP_S
+            if overdue and (job_ended or ((self.greetings or self.errors) and not working)):
                 return
-            if not gone and time.monotonic() > asked_at + QUEUE_S:
+            if not job_ended and time.monotonic() > asked_at + QUEUE_POLL_S:
                 asked_at = time.monotonic()
                 jobs = Queue.ask([RunDir(self.folder)]).jobs
-                found = (jobs or {}).get(self.job.job_id)
-                stands = f"{found.state} {found.reason}".strip().lower() if found else last
-                if stands != last:
-                    tell(stands)
-                    last = stands
-                if jobs is not None and found is None:
-                    gone, heard_at = True, time.monotonic()
+                job = (jobs or {}).get(self.job_id)
+                new_state = f"{job.state} {job.reason}".strip().lower() if job else state
+                if new_state != state:
+                    on_state(new_state)
+                    state = new_state
+                if jobs is not None and job is None:
+                    job_ended, last_news_at = True, time.monotonic()
             time.sleep(POLL_S)
 
-    def absences(self) -> list[str]:
-        """Each rank that did not say hello, and why, as far as is known."""
-        hosts = came(self.folder)
+    def failures(self) -> list[str]:
+        """One line for each rank that did not say hello, with the reason as far as it is known."""
+        hosts = signed_in(self.folder)
         lines = []
         for rank in sorted(set(range(self.size)) - self.greetings.keys()):
-            where = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
+            who = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
             if rank in self.errors:
                 why = self.errors[rank]
             elif rank in hosts:
-                why = "came, and was ended before it was done"
+                why = "started, but was ended before it finished"
             else:
-                why = f"never came: its node does not see {self.folder}, or Python does not start there"
-            lines.append(f"{where}: {why}")
+                why = f"did not start: its node cannot see {self.folder}, or Python does not start there"
+            lines.append(f"{who}: {why}")
         return lines
 
     def cancel(self) -> None:
-        """End the job, if it has not ended yet."""
+        """Cancel the job, if it has not ended yet."""
         with contextlib.suppress(SlurmError):
-            command("scancel", self.job.job_id)
+            command("scancel", self.job_id)
 
     def remove(self) -> None:
-        """Remove all that it has left."""
+        """Remove the job's folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _listen(self) -> bool:
-        """Read what ranks have said since; whether there was anything."""
-        news = False
-        for rank in set(range(self.size)) - self.greetings.keys() - self.errors.keys():
-            result = self.job.task(rank).paths.result_pickle
-            # Not there yet, or on a network file system not all of it.
+    def _pending(self) -> set[int]:
+        """The ranks that have no result yet."""
+        return set(range(self.size)) - self.greetings.keys() - self.errors.keys()
+
+    def _read_results(self) -> bool:
+        """Read the results that ranks have written; returns whether there was a new one."""
+        found = False
+        for rank in self._pending():
+            path = self._job.task(rank).paths.result_pickle
+            # Not written yet or, on a network file system, not completely visible yet.
             with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-                outcome, said = pickle_load(result)
-                news = True
+                outcome, result = pickle_load(path)
+                found = True
                 if outcome == "success":
-                    self.greetings[rank] = said
+                    self.greetings[rank] = result
                 else:
-                    self.errors[rank] = str(said).strip().splitlines()[-1]
-        return news
+                    self.errors[rank] = str(result).strip().splitlines()[-1]
+        return found

@@ -1,7 +1,7 @@
-"""What of a cluster, and of the place where runs are kept, endangers a run, and what to set against it.
+"""The cluster's settings: what Slurm reports, and which of them could break a run.
 
-Read from `scontrol show config`, `show partition` and `show node`, as Slurm 22.05 prints them; what is said of their
-words is man slurm.conf's, or was seen on the throwaway cluster.
+Read from `scontrol show config`, `show partition` and `show node`, as Slurm 22.05 prints them. The rules follow
+man slurm.conf, or were observed on the throwaway cluster.
 """
 
 from __future__ import annotations
@@ -13,41 +13,30 @@ from dataclasses import dataclass
 from trainer.attempt.attempt import LAST_MOMENT_S
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Launch
-from trainer.doctor.file_system import Place
+from trainer.doctor.problem import Problem
 from trainer.world.slurm import SlurmError, command, scontrol
 
-KILL_WAIT_S = 30  # Slurm's default
-CRED_EXPIRE_S = 120  # likewise
-FREE_GB = 10
-Words = Mapping[str, str]
+# Slurm's defaults.
+KILL_WAIT_S = 30
+CRED_EXPIRE_S = 120
+Fields = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Danger:
-    """What may cost a run, and the way out."""
+class SlurmSettings:
+    """A cluster's settings, and the fields of each partition and node."""
 
-    what: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.what}; {self.fix}"
-
-
-@dataclass(frozen=True)
-class Slurm:
-    """What a cluster says of itself: settings, and a record for each partition and node."""
-
-    config: Words
-    partitions: Sequence[Words]
-    nodes: Sequence[Words]
-    no_sacct: str | None  # why sacct does not answer
+    config: Fields
+    partitions: Sequence[Fields]
+    nodes: Sequence[Fields]
+    sacct_error: str | None  # why sacct does not answer; None when it does
 
     @classmethod
-    def ask(cls) -> Slurm:
-        """Raises SlurmError when Slurm is not here, or does not answer."""
-        config = settings(scontrol("show", "config"))
-        partitions = records(scontrol("show", "partition", "--oneliner"))
-        nodes = records(scontrol("show", "node", "--oneliner"))
+    def read(cls) -> SlurmSettings:
+        """Ask Slurm. Raises SlurmError when it is not installed here, or does not answer."""
+        config = parse_config(scontrol("show", "config"))
+        partitions = parse_records(scontrol("show", "partition", "--oneliner"))
+        nodes = parse_records(scontrol("show", "node", "--oneliner"))
         try:
             command("sacct", "--noheader", "--allocations", "--starttime=now", "--format=JobID")
         except SlurmError as error:
@@ -67,131 +56,105 @@ class Slurm:
 
     @property
     def sends_user_signal(self) -> bool:
-        """Whether a preemption comes with the signal that sbatch's --signal names. The option moved after 22.05."""
+        """Whether a preemption sends the signal that sbatch's --signal names. The option moved after 22.05."""
         return "send_user_signal" in self.config.get("SlurmctldParameters", "") + self.config.get(
             "PreemptParameters", ""
         )
 
-    def chosen(self, name: str | None) -> Slurm:
-        """The same, as seen from one partition alone. Raises ConfigError when there is none of that name."""
+    def of_partition(self, name: str | None) -> SlurmSettings:
+        """The same, with one partition and its nodes only; None: all. Raises ConfigError for an unknown partition."""
         if name is None:
             return self
-        names = [one["PartitionName"] for one in self.partitions]
+        names = [partition["PartitionName"] for partition in self.partitions]
         if name not in names:
             raise ConfigError(f"launch.partition={name}: no such partition; {nearest(name, names)}")
-        partitions = [one for one in self.partitions if one["PartitionName"] == name]
-        nodes = [one for one in self.nodes if name in one.get("Partitions", "").split(",")]
-        return Slurm(self.config, partitions, nodes, self.no_sacct)
+        partitions = [partition for partition in self.partitions if partition["PartitionName"] == name]
+        nodes = [node for node in self.nodes if name in node.get("Partitions", "").split(",")]
+        return SlurmSettings(self.config, partitions, nodes, self.sacct_error)
 
 
-def settings(text: str) -> Words:
-    """`scontrol show config`: name -> value; what is not set is left out."""
+def parse_config(text: str) -> Fields:
+    """Parse `scontrol show config` into name -> value, without the names that are not set."""
     pairs = (line.split(" = ", 1) for line in text.splitlines() if " = " in line)
     return {name.strip(): value.strip() for name, value in pairs if not value.strip().startswith("(null")}
 
 
-def records(text: str) -> list[Words]:
-    """What `scontrol show ... --oneliner` prints: a record a line."""
+def parse_records(text: str) -> list[Fields]:
+    """Parse the output of `scontrol show ... --oneliner`, which has one record per line."""
     lines = ([word.split("=", 1) for word in line.split() if "=" in word] for line in text.splitlines())
     return [dict(words) for words in lines if words]
 
 
-def of_slurm(slurm: Slurm, launch: Launch) -> Iterator[Danger]:
-    """What of the cluster endangers such a run."""
-    yield from _of_time(slurm, launch)
-    yield from _of_requeues(slurm, launch)
-    if slurm.no_sacct is not None:
-        yield Danger(
-            f"no accounting ({slurm.no_sacct}): submitit's job.result() waits for ever for a job that ends without one",
-            "ask `launch.py status`, which needs none",
+def check_slurm(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:
+    """Anything about the cluster that could break a run with these launch settings."""
+    yield from _check_grace(slurm, launch)
+    yield from _check_requeue(slurm, launch)
+    if slurm.sacct_error is not None:
+        yield Problem(
+            f"no accounting ({slurm.sacct_error}): submitit's job.result() never returns for a job that ends without a "
+            "result",
+            "use `launch.py status`, which needs no accounting",
         )
     most = max((int(node["CPUTot"]) for node in slurm.nodes if "CPUTot" in node), default=None)
     if most is not None and launch.ranks_per_node * launch.cpus_per_task > most:
         each = most // launch.ranks_per_node
-        yield Danger(
-            f"launch.cpus_per_task={launch.cpus_per_task} x {launch.ranks_per_node} ranks a node: no node has more "
-            f"than {most} CPUs, so such a job never starts",
-            f"set launch.cpus_per_task={each}" if each else f"use at most {most} ranks a node",
+        yield Problem(
+            f"launch.cpus_per_task={launch.cpus_per_task} x {launch.ranks_per_node} ranks per node: no node has more "
+            f"than {most} CPUs, so the job would never start",
+            f"set launch.cpus_per_task={each}" if each else f"use at most {most} ranks per node",
         )
 
 
-def _of_time(slurm: Slurm, launch: Launch) -> Iterator[Danger]:
+def _check_grace(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:
     """The seconds between SIGTERM and SIGKILL."""
     grace = slurm.kill_wait_s
     if launch.grace_s is not None and launch.grace_s > grace:
-        yield Danger(
-            f"launch.grace_s={launch.grace_s}: SIGKILL comes after KillWait={grace} s, perhaps in the middle of a save",
-            "leave it out: it is read from the cluster",
+        yield Problem(
+            f"launch.grace_s={launch.grace_s}: Slurm sends SIGKILL after KillWait={grace} s, perhaps in the middle of "
+            "a save",
+            "remove it: the value is read from the cluster",
         )
     if grace < KILL_WAIT_S:
-        yield Danger(
-            f"KillWait={grace} s (Slurm's default is {KILL_WAIT_S}): at a SIGTERM a step over {grace / 2:g} s is given "
-            f"up, and a save that is not done {max(0, grace - LAST_MOMENT_S):g} s later is lost",
-            "ask for a longer KillWait, or keep steps short (train.batch_size) and set checkpoint.every_minutes lower",
+        yield Problem(
+            f"KillWait={grace} s (Slurm's default is {KILL_WAIT_S}): after SIGTERM, a step that takes more than "
+            f"{grace / 2:g} s is abandoned, and a save that is not finished within {max(0, grace - LAST_MOMENT_S):g} s "
+            "is lost",
+            "ask for a longer KillWait, or use short steps (train.batch_size) and a lower checkpoint.every_minutes",
         )
 
 
-def _of_requeues(slurm: Slurm, launch: Launch) -> Iterator[Danger]:
-    """What may keep a job from coming back, or bring it back too often."""
+def _check_requeue(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:
+    """Anything that could prevent a requeue, or requeue a job that should end."""
     if {"no-requeue", "no_requeue"} & set(launch.slurm):
-        yield Danger(
+        yield Problem(
             "launch.slurm.no-requeue: Slurm refuses to requeue the job, so a preemption or a time limit ends it",
-            "leave it out, or go on by hand with `launch.py resume`",
+            "remove it, or continue by hand with `launch.py resume`",
         )
-    if cancelling := ", ".join(_cancelling(slurm)):
-        yield Danger(
-            f"PreemptMode=CANCEL ({cancelling}): a preempted job comes back only if it requeues itself, as a run does, "
-            f"within KillWait={slurm.kill_wait_s} s",
-            "choose another one, or look with `launch.py status` and go on with `launch.py resume`",
+    if cancelling := ", ".join(_cancels_on_preemption(slurm)):
+        yield Problem(
+            f"PreemptMode=CANCEL ({cancelling}): a preempted job returns only if it requeues itself within "
+            f"KillWait={slurm.kill_wait_s} s, as a run does",
+            "choose another partition or QOS, or check with `launch.py status` and continue with `launch.py resume`",
         )
     if statuses := slurm.config.get("RequeueExit"):
-        yield Danger(
-            f"RequeueExit={statuses}: Slurm itself requeues a job that ends so, even when launch.max_failures is spent",
+        yield Problem(
+            f"RequeueExit={statuses}: Slurm requeues a job that exits with such a status, even when "
+            "launch.max_failures is used up",
             "end such a run with `launch.py cancel`",
         )
     if statuses := slurm.config.get("RequeueExitHold"):
-        yield Danger(
-            f"RequeueExitHold={statuses}: Slurm holds a job that ends so in the queue",
-            "let it go with `scontrol release`, or end it with `launch.py cancel`",
+        yield Problem(
+            f"RequeueExitHold={statuses}: Slurm requeues a job that exits with such a status, and holds it",
+            "release it with `scontrol release`, or end it with `launch.py cancel`",
         )
 
 
-def _cancelling(slurm: Slurm) -> Iterator[str]:
-    """Where a job that is preempted is cancelled."""
+def _cancels_on_preemption(slurm: SlurmSettings) -> Iterator[str]:
+    """The partitions or QOS in which a preempted job is cancelled."""
     kind = slurm.config.get("PreemptType")
     if kind == "preempt/partition_prio":
         for partition in slurm.partitions:
             if "CANCEL" in partition["PreemptMode"]:
                 yield f"partition {partition['PartitionName']}"
     elif kind == "preempt/qos" and "CANCEL" in slurm.config.get("PreemptMode", ""):
-        yield "every QOS that does not say otherwise"
-
-
-def of_place(place: Place, slurm: Slurm | None, launch: Launch, host: str) -> Iterator[Danger]:
-    """What of the folder of all runs endangers one, as seen from `host`."""
-    others = sorted({node.get("NodeHostName", host) for node in slurm.nodes} - {host}) if slurm else []
-    if place.is_local and others:
-        yield Danger(
-            f"launch.root={place.path} is on {place.kind}, as a rule a disk of {host} alone, and jobs run on others, "
-            f"e.g. {others[0]}",
-            f"name a folder that all nodes share; `launch.py doctor --nodes {max(2, launch.node_counts[-1])}` tries it",
-        )
-    if place.no_locks is not None:
-        yield Danger(
-            f"launch.root={place.path}: locks do not work ({place.no_locks}), so a run may get two attempts at once",
-            "name a folder where flock works between nodes (Lustre: mounted with flock), or never start a run twice",
-        )
-    if place.free_bytes < FREE_GB * 1e9:
-        yield Danger(
-            f"launch.root={place.path}: {place.free_bytes / 1e9:.1f} GB are free",
-            "make room, lower checkpoint.keep_last and keep_best, or name another folder",
-        )
-
-
-def of_gpus(driver: int, torch: int) -> Iterator[Danger]:
-    """GPUs of this machine that the driver knows, and those that torch can use."""
-    if torch < driver:
-        yield Danger(
-            f"the driver has {driver} GPUs, but torch can use {torch}",
-            "install a torch whose CUDA is not newer than the one that nvidia-smi shows",
-        )
+        yield "every QOS that sets no other mode"

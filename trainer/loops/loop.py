@@ -232,7 +232,7 @@ class Loop(ABC):
             self._enter_epoch(record)
         every = self.config.checkpoint.every_epochs
         self.saves.due |= every is not None and record["epoch"] % every == 0
-        self.progress.epoch(record)
+        self.progress.print_epoch(record)
         self.progress.restart_clock()
 
     def _enter_epoch(self, record: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ class Loop(ABC):
         del self.pending[:count]
         if records:
             self.metrics.append(records)
-            self.progress.step(records[-1])
+            self.progress.print_step(records[-1])
 
 
 def finite(value: float) -> float | None:

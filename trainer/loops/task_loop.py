@@ -97,7 +97,7 @@ class TaskLoop(Loop):
         micro_batches = [(next(batches), count) for count in counts]
         waited_s = time.perf_counter() - began
         self.learner.busy_s += waited_s
-        self.progress.waited(waited_s)
+        self.progress.add_data_wait(waited_s)
         samples = self.order.count(step)
         self.learner.learn(step, micro_batches, samples)
         with self.whole:

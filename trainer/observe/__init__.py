@@ -1,2 +1,2 @@
-"""What people look at: progress lines, hints, TensorBoard, the report. Not here: the records that these are made from
+"""What users look at: progress lines, hints, TensorBoard, the report. Not here: the records that these are made from
 (records)."""

@@ -1,7 +1,7 @@
-"""TensorBoard's event files, as a copy of metrics.jsonl. To import this is to import tensorboard.
+"""The content of TensorBoard's event files, made from metrics.jsonl. Importing this module imports tensorboard.
 
-These parts of tensorboard do without tensorflow. Its EventFileWriter, and so torch's SummaryWriter, would import it
-wherever it is installed.
+The parts of tensorboard that are used here do not need tensorflow. Its EventFileWriter, and so torch's SummaryWriter,
+import tensorflow wherever it is installed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trainer.records.metrics import is_step
 
 Event, SessionLog, Summary, RecordWriter = event_file_parts()
 
-PLACE = ("step", "epoch", "time", "skipped")  # of a line of metrics.jsonl, all else is shown
-LINES = 200  # of metrics.jsonl, between two pauses
+PLACE = ("step", "epoch", "time", "skipped")  # fields of metrics.jsonl that are not curves; all others are
+PAUSE_EVERY = 200  # lines of metrics.jsonl
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is shown at one step: of the step itself, or of the epoch that it ended."""
+    """The values at one step: those of the step itself, or those of the epoch that it ended."""
 
     step: int
     time: float  # Unix seconds
@@ -34,39 +34,42 @@ class Point:
     ends_epoch: bool = False
 
     def record(self) -> bytes:
-        """What stands in an event file for it: the same bytes whoever writes it."""
+        """Its bytes in an event file. The same point always has the same bytes."""
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in self.values.items()])
         return _framed(Event(wall_time=self.time, step=self.step, summary=summary))
 
     def header(self) -> bytes:
-        """What stands before it where it is the first of its file. A TensorBoard that has read other points from there
-        on forgets them."""
-        # The last step of an epoch may have its own point in the file before.
-        forget = self.step + 1 if self.ends_epoch else self.step
-        start = Event(wall_time=self.time, step=forget, session_log=SessionLog(status=SessionLog.START))
+        """The bytes that precede it when it is the first point of a file. On reading them, TensorBoard drops all points
+        from this step on."""
+        # The point of an epoch follows the point of its last step, which may be in the previous file and must stay.
+        drop_from = self.step + 1 if self.ends_epoch else self.step
+        start = Event(wall_time=self.time, step=drop_from, session_log=SessionLog(status=SessionLog.START))
         return _framed(Event(wall_time=self.time, file_version="brain.Event:2")) + _framed(start)
 
 
 class Points:
-    """What is shown of a metrics.jsonl: every `log_every`-th step, and every epoch. To iterate again is to go on."""
+    """The points of a metrics.jsonl: every `log_every`-th step, and every epoch.
+
+    Each iteration continues where the previous one ended. `pause` is called after every PAUSE_EVERY lines.
+    """
 
     def __init__(self, path: Path, log_every: int, pause: Callable[[], object] = lambda: None) -> None:
         self._path = path
         self._log_every = log_every
         self._pause = pause
         self._offset = 0
-        self._time = 0.0  # of the newest step: an epoch's line has none
+        self._time = 0.0  # of the newest step, also used for an epoch, whose line has no time
 
     def __iter__(self) -> Iterator[Point]:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
-                    return  # it is just being written
+                    return  # the line is still being written
                 self._offset += len(line)
                 if point := self._point(json.loads(line)):
                     yield point
-                if number % LINES == 0:
+                if number % PAUSE_EVERY == 0:
                     self._pause()
 
     def _point(self, line: dict[str, Any]) -> Point | None:
@@ -78,14 +81,14 @@ class Points:
             if line["step"] % self._log_every:
                 return None
             values = {f"train/{name}": value for name, value in line.items() if name not in PLACE}
-        # JSON has no NaN; TensorBoard marks where there was one.
+        # JSON has no NaN, so the line has null; TensorBoard marks NaN in the curve.
         numbers = {tag: math.nan if value is None else value for tag, value in values.items()}
         return Point(line["step"], self._time, numbers, ends_epoch)
 
 
 def fit(files: Sequence[Path], points: Iterator[Point]) -> Iterator[Point]:
-    """Cut the files, one after the other, where they hold anything but these points; returns the points that are
-    missing. Raises OSError."""
+    """Cut each file at the first byte that differs from these points; returns the points that the files lack. Raises
+    OSError."""
     point = next(points, None)
     for path in files:
         with path.open("rb+") as file:
@@ -101,7 +104,7 @@ def fit(files: Sequence[Path], points: Iterator[Point]) -> Iterator[Point]:
 
 
 def _tag(name: str) -> str:
-    """Where a value of an epoch is shown."""
+    """The tag under which TensorBoard shows a value of an epoch."""
     if name == "train_loss":
         return "train/epoch_loss"
     return name.replace("_", "/", 1) if name.startswith("val_") else f"epoch/{name}"

@@ -1,4 +1,4 @@
-"""What rank 0 prints while it trains: plain lines, fit for a terminal and for a log file."""
+"""The lines that rank 0 prints during training: plain text, for a terminal and for a log file."""
 
 from __future__ import annotations
 
@@ -9,91 +9,94 @@ from typing import Any
 from trainer.observe.hints import slow_data
 from trainer.say import say
 
-# After so many seconds of steps it is time to ask what share of them went into waiting for data, and whether that is
-# worth a line.
+# After this many seconds of steps, print a hint if more than this share of them was spent waiting for data.
 WINDOW_S = 60.0
 SLOW_SHARE = 0.3
 
 
 class Progress:
-    """A line now and then; silent on every rank but 0."""
+    """Measures the speed of training, and prints progress lines on rank 0. The other ranks only measure."""
 
     def __init__(self, prints: bool) -> None:
         self.prints = prints
         self.total_steps = 0
-        self._steps, self._steps_s = 0, 0.0  # of this attempt, until the clock was last restarted
-        self._samples, self._counted = 0, 0
-        self._since = self._last = time.perf_counter()
-        self._window_s = self._waited_s = 0.0  # of steps, and of waiting for their data
-        self._advised = False
+        # Since the clock was last restarted.
+        self._steps, self._samples = 0, 0
+        self._since = self._last_step_at = time.perf_counter()
+        # Of this attempt, before that.
+        self._earlier_steps, self._earlier_s = 0, 0.0
+        # Of the window for the hint about slow data.
+        self._window_s = self._data_wait_s = 0.0
+        self._hint_given = False
 
     def restart_clock(self) -> None:
-        """Leave out of the throughput what came before: a validation, a save."""
-        self._steps += self._counted
-        self._steps_s += self._last - self._since
-        self._samples, self._counted = 0, 0
-        self._since = self._last = time.perf_counter()
+        """Start a new measurement, e.g. after a validation or a save. The time since the last step is not counted."""
+        self._earlier_steps += self._steps
+        self._earlier_s += self._last_step_at - self._since
+        self._steps, self._samples = 0, 0
+        self._since = self._last_step_at = time.perf_counter()
 
     def count(self, samples: int) -> None:
-        """A step is done, on so many samples."""
+        """Count a finished step and its samples, those of all ranks."""
         now = time.perf_counter()
-        self._window_s += now - self._last
+        self._window_s += now - self._last_step_at
         self._samples += samples
-        self._counted += 1
-        self._last = now
+        self._steps += 1
+        self._last_step_at = now
 
-    def waited(self, seconds: float) -> None:
-        """The step that is under way has waited so long for its data."""
-        self._waited_s += seconds
+    def add_data_wait(self, seconds: float) -> None:
+        """Count the time that the current step has spent waiting for its data."""
+        self._data_wait_s += seconds
 
-    def stretch(self) -> tuple[int, float]:
-        """Steps done since the clock was last restarted, and the seconds since."""
-        return self._counted, time.perf_counter() - self._since
+    def since_restart(self) -> tuple[int, float]:
+        """Steps finished since the clock was last restarted, and the seconds since then."""
+        return self._steps, time.perf_counter() - self._since
 
     def step_s(self) -> float:
-        """Mean seconds that a step of this attempt took, validations and saves left out."""
-        return max(1e-9, self._steps_s + self._last - self._since) / max(1, self._steps + self._counted)
+        """Mean seconds per step of this attempt, without validations and saves."""
+        seconds = self._earlier_s + self._last_step_at - self._since
+        return max(1e-9, seconds) / max(1, self._earlier_steps + self._steps)
 
     def throughput(self) -> float:
         """Samples per second over all ranks, since the clock was last restarted."""
         return self._samples / max(time.perf_counter() - self._since, 1e-9)
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        """Print how far the run is, given a step's line of metrics.jsonl; its loss is None when it was not finite."""
+    def print_step(self, line: Mapping[str, Any]) -> None:
+        """Print a step's line of metrics.jsonl, in which a loss that is not finite is None."""
         seconds = time.perf_counter() - self._since
-        left = (self.total_steps - record["step"]) * seconds / max(1, self._counted)
-        parts = [f"step {record['step']}/{self.total_steps}", f"epoch {record['epoch']}"]
-        if "loss" in record:
-            parts.append("loss not finite" if record["loss"] is None else f"loss {record['loss']:.4f}")
-        if "lr" in record:
-            parts.append(f"lr {record['lr']:.4g}")
-        self.say("  ".join([*parts, f"{self.throughput():,.0f} samples/s", f"{duration(left)} left"]))
+        left_s = (self.total_steps - line["step"]) * seconds / max(1, self._steps)
+        parts = [f"step {line['step']}/{self.total_steps}", f"epoch {line['epoch']}"]
+        if "loss" in line:
+            parts.append("loss not finite" if line["loss"] is None else f"loss {line['loss']:.4f}")
+        if "lr" in line:
+            parts.append(f"lr {line['lr']:.4g}")
+        self.say("  ".join([*parts, f"{self.throughput():,.0f} samples/s", f"{duration(left_s)} left"]))
         if self._window_s > WINDOW_S:
-            self._judge_loading()
+            self._check_data_wait()
 
-    def epoch(self, metrics: Mapping[str, Any]) -> None:
+    def print_epoch(self, line: Mapping[str, Any]) -> None:
         """Print an epoch's line of metrics.jsonl."""
-        self.say(_named(metrics))
+        self.say(_text(line))
 
-    def finished(self, metrics: Mapping[str, Any]) -> None:
-        """Print the result of the run."""
-        self.say(f"finished: {_named(metrics)}")
-
-    def _judge_loading(self) -> None:
-        """Say, once, that the steps of this window have spent too much of their time waiting for data."""
-        share = self._waited_s / self._window_s
-        if share > SLOW_SHARE and not self._advised:
-            self._advised = True
-            self.say(slow_data(share))
-        self._window_s = self._waited_s = 0.0
+    def print_result(self, metrics: Mapping[str, Any]) -> None:
+        """Print the final metrics of the run."""
+        self.say(f"finished: {_text(metrics)}")
 
     def say(self, text: str) -> None:
-        """Print one line, marked as Laststep's and with the time."""
+        """Print a line with Laststep's mark and the time, on rank 0 only."""
         if self.prints:
             say(text)
 
+    def _check_data_wait(self) -> None:
+        """End the window. Print the hint, once per attempt, if steps waited too long for data."""
+        share = self._data_wait_s / self._window_s
+        if share > SLOW_SHARE and not self._hint_given:
+            self._hint_given = True
+            self.say(slow_data(share))
+        self._window_s = self._data_wait_s = 0.0
 
-def _named(metrics: Mapping[str, Any]) -> str:
+
+def _text(metrics: Mapping[str, Any]) -> str:
     return "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items())
 
 

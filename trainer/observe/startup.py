@@ -1,4 +1,4 @@
-"""How long an attempt took to come to its first step, and with what."""
+"""How long an attempt took to reach its first step, and how long each phase of its start took."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 
 
 class StartupTimer:
-    """A stopwatch that began with the process."""
+    """A stopwatch that started with the process."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[str, float]] = []
-        self._since = self._began = time.monotonic() - _age_s()
+        self._phases: list[tuple[str, float]] = []  # name, seconds
+        self._phase_began = self._began = time.monotonic() - _process_age_s()
         self.done("python")
 
     def done(self, phase: str) -> None:
-        """What was done since the last call was this."""
+        """End a phase: it lasted from the previous call until now."""
         now = time.monotonic()
-        self._parts.append((phase, now - self._since))
-        self._since = now
+        self._phases.append((phase, now - self._phase_began))
+        self._phase_began = now
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in self._parts)
-        return f"{self._since - self._began:.2f} s: {parts}"
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._phases)
+        return f"{self._phase_began - self._began:.2f} s: {phases}"
 
 
-def _age_s() -> float:
-    """Seconds since this process was started; 0 where the system does not tell (man 5 proc)."""
+def _process_age_s() -> float:
+    """Seconds since this process was started; 0 on a system without /proc (man 5 proc)."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:

@@ -1,9 +1,10 @@
-"""The curves of a run for TensorBoard: a copy of metrics.jsonl, made beside the training.
+"""The curves of a run for TensorBoard: a copy of metrics.jsonl, made in the background of training.
 
-A thread of rank 0 makes it; no step waits for it. First it compares the event files with metrics.jsonl, and cuts each
-where it holds anything else: points of steps that were lost and done again, a torn end, damage. Then it adds what is
-missing, in a file of this attempt's own. So the files, one after the other, have each point once, for whoever reads
-them; and a TensorBoard that has already read what was cut is told by the next file to forget it.
+A thread of rank 0 makes the copy, and no step waits for it. It first compares the existing event files with
+metrics.jsonl, and cuts each file at the first difference: points of steps that were lost and done again, a torn end,
+or damage. Then it writes the missing points to a new file of this attempt. So the files, read one after the other,
+contain each point once. A TensorBoard that has already read points which were cut drops them when it reads the header
+of the next file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from enum import Enum, auto
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,90 +24,100 @@ from trainer.say import say
 if TYPE_CHECKING:
     from trainer.observe.events import Point, Points
 
-EVERY_S = 5.0  # TensorBoard looks no more often either
-PAUSE_S = 0.02  # now and then while much is to be copied: the interpreter's lock is the training's
-COMPLETE_S = 60.0  # at most, should the disk not answer
-BATCH = 200  # points written at once
-# TensorBoard reads them in the order of their names. Files that others make in the folder are left alone.
+EVERY_S = 5.0  # between two copies; TensorBoard reloads no more often either
+PAUSE_S = 0.02  # now and then during a long copy, so that the training gets the interpreter's lock
+COMPLETE_S = 60.0  # the longest wait for the last copy, in case the disk does not answer
+BATCH = 200  # points per write
+# TensorBoard reads the files in the order of their names. Files of other writers in the folder are left alone.
 FILE = "events.out.tfevents.{}.laststep"
-# Held while tensorboard is imported, and by whoever forks, such as a loader that starts its workers: a module that is
-# half imported at a fork stays so in the child, and who wants it there would wait for ever.
+# Held while tensorboard is imported, and by every fork, e.g. of a loader that starts its workers. A module that is half
+# imported at a fork stays so in the child, and a worker that imports it too would wait forever.
 _importing = threading.RLock()
 os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
 
 
-class _NobodyWaits(Exception):
-    """The attempt ended before the run did: the rest is the next one's."""
+class _Stage(Enum):
+    """How much the thread may still copy."""
+
+    TRAINING = auto()  # the attempt is in progress: copy every EVERY_S
+    STOPPED = auto()  # the attempt is over, the run is not: the process is about to exit, and waits for nothing
+    FINISHED = auto()  # the run is finished: copy the rest, and `complete` waits for it
+
+
+class _Abandoned(Exception):
+    """The attempt stopped during a long copy: the next attempt will do the rest."""
 
 
 class TensorBoard:
-    """Writes the event files of one attempt. On a rank that does not write, nothing happens."""
+    """Writes the event files of one attempt. Does nothing on a rank that does not write."""
 
     def __init__(self, run: RunDir, log_every: int, writes: bool) -> None:
         self._folder = run.tensorboard
         self._metrics = run.metrics
         self._log_every = log_every
         self._writes = writes
-        self._path: Path | None = None  # this attempt's file
-        self._points: Points | None = None  # None until it is known what the files have
-        self._finished = False
-        self._ended = threading.Event()
+        self._path: Path | None = None  # this attempt's file; None until the folder has been read
+        self._points: Points | None = None  # the points not copied yet; None while the files must be compared (again)
+        self._stage = _Stage.TRAINING
+        self._over = threading.Event()  # set in the stages after TRAINING
         self._thread = threading.Thread(target=self._run, name="tensorboard", daemon=True)
 
     def start(self) -> None:
-        """The first step is done: what is done beside the training holds up no start any more."""
+        """Start copying. Called after the first step, so that the copy does not slow the start down."""
         if self._writes and self._thread.ident is None:
             self._thread.start()
 
     def end(self) -> None:
-        """The attempt adds no more to metrics.jsonl. What can be copied at once is, and nobody waits for it: what is
-        missing then, the next attempt adds."""
-        self._ended.set()
+        """Stop copying: the attempt adds no more to metrics.jsonl. Does not wait. The thread copies what it can before
+        the process exits, and the next attempt adds the rest."""
+        self._stage = _Stage.STOPPED
+        self._over.set()
 
     def complete(self) -> None:
-        """The run is finished, and no attempt comes after this one: wait until the curves are complete."""
+        """Copy the rest and wait for it, at most COMPLETE_S: the run is finished, and no attempt follows."""
         if self._writes:
-            self._finished = True
-            self._ended.set()
+            self._stage = _Stage.FINISHED
+            self._over.set()
             self.start()
             self._thread.join(COMPLETE_S)
 
     def _run(self) -> None:
-        if self._ended.wait(EVERY_S) and not self._finished:
+        if self._over.wait(EVERY_S) and self._stage is _Stage.STOPPED:
             return
         try:
             with _importing:
                 from trainer.observe import events  # noqa: F401
-        except Exception as error:  # not installed, or at odds with protobuf
+        except Exception as error:  # not installed, or incompatible with the installed protobuf
             say(f"no curves for TensorBoard: {error}")
             return
         warned, last = False, False
         while not last:
-            last = self._ended.is_set()
+            last = self._over.is_set()
             try:
                 self._copy()
-            except _NobodyWaits:
+            except _Abandoned:
                 return
             except OSError as error:
                 self._points = None
                 if not warned:
-                    say(f"WARNING: {error}; training goes on, TensorBoard's curves are tried again")
+                    say(f"WARNING: {error}; training continues, and the curves for TensorBoard are tried again")
                 warned = True
-            self._ended.wait(EVERY_S)
+            self._over.wait(EVERY_S)
 
     def _copy(self) -> None:
-        """Add what metrics.jsonl has by now and the files have not. Raises OSError."""
-        if self._points is None or not self._folder.exists():  # someone may have deleted it
-            points = self._missing()
+        """Append the points that metrics.jsonl has and the files do not. Raises OSError."""
+        if self._points is None or not self._folder.exists():  # a user may have deleted the folder
+            points = self._compare()
         else:
             points = iter(self._points)
         assert self._path is not None
         while batch := list(islice(points, BATCH)):
-            begins = not self._path.exists() or self._path.stat().st_size == 0
-            append(self._path, (batch[0].header() if begins else b"") + b"".join(point.record() for point in batch))
+            is_empty = not self._path.exists() or self._path.stat().st_size == 0
+            header = batch[0].header() if is_empty else b""
+            append(self._path, header + b"".join(point.record() for point in batch))
 
-    def _missing(self) -> Iterator[Point]:
-        """Make the files that are there fit, and return the points that they have not."""
+    def _compare(self) -> Iterator[Point]:
+        """Cut the existing files where they differ from metrics.jsonl; returns the points that they lack."""
         from trainer.observe.events import Points, fit
 
         self._folder.mkdir(exist_ok=True)
@@ -119,6 +131,6 @@ class TensorBoard:
         return missing
 
     def _pause(self) -> None:
-        """Let the training have the interpreter's lock. Raises _NobodyWaits when the process is about to leave."""
-        if self._ended.wait(PAUSE_S) and not self._finished:
-            raise _NobodyWaits
+        """Let the training have the interpreter's lock. Raises _Abandoned once the attempt has stopped."""
+        if self._over.wait(PAUSE_S) and self._stage is _Stage.STOPPED:
+            raise _Abandoned

@@ -1,1 +1,1 @@
-"""The report: one HTML page that shows how runs went, from the files that they wrote."""
+"""The report: one HTML page that shows how runs went, made from the files in their folders."""

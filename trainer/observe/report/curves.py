@@ -1,22 +1,22 @@
-"""What metrics.jsonl tells, read once: curves of bounded size, however many steps the run has."""
+"""The curves of a run, read from its metrics.jsonl in one pass: of bounded size for any number of steps."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.records.metrics import StepLine, is_step
+from trainer.records.metrics import is_step
 
-MOST_POINTS = 240  # of a curve: one every four pixels or so on a wide screen
+MAX_POINTS = 240  # per curve: about one for every four pixels of a wide screen
 
 
 @dataclass(slots=True)
 class Point:
-    """Neighbouring values of a curve: where they are, the smallest, their mean, the largest."""
+    """Neighbouring values of a curve: their range of steps or epochs, and their minimum, mean and maximum."""
 
     first: int
     last: int
@@ -24,40 +24,43 @@ class Point:
     total: float = 0.0
     low: float = math.inf
     high: float = -math.inf
-    flaws: int = 0  # so many steps whose loss or gradient was not finite
+    bad: int = 0  # how many values were not finite, or belong to a skipped step
 
     @property
     def x(self) -> float:
-        """The middle of where its values are."""
+        """The middle of its range."""
         return (self.first + self.last) / 2
 
     @property
     def mean(self) -> float:
-        """Mean of its values."""
+        """The mean of its finite values."""
         return self.total / self.count
 
-    def take_in(self, other: Point) -> None:
-        """Become the point for both."""
+    def merge(self, other: Point) -> None:
+        """Add the values of another point."""
         self.first, self.last = min(self.first, other.first), max(self.last, other.last)
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
         self.count += other.count
         self.total += other.total
-        self.flaws += other.flaws
+        self.bad += other.bad
 
 
 class Curve:
-    """Values by step or by epoch. While they come in, points are joined two and two whenever they get too many: each
-    value counts in the mean of its point, and none falls outside of a smallest and a largest."""
+    """Values by step or by epoch.
+
+    When there are more than MAX_POINTS points, each two neighbours are merged. Every finite value counts in the mean of
+    its point, and lies between the point's minimum and maximum.
+    """
 
     def __init__(self) -> None:
-        self.width = 1  # steps or epochs to a point
+        self.width = 1  # steps or epochs per point
         self._points: dict[int, Point] = {}
 
-    def add(self, x: int, value: Any, flaw: bool = False) -> None:
-        """Enter a value; one that is no finite number is a flaw."""
+    def add(self, x: int, value: object, bad: bool = False) -> None:
+        """Add the value of a step or epoch; a value that is not a finite number counts as bad."""
         number = (x - 1) // self.width
-        while number >= MOST_POINTS:
-            self._join()
+        while number >= MAX_POINTS:
+            self._halve()
             number = (x - 1) // self.width
         point = self._points.get(number)
         if point is None:
@@ -69,70 +72,71 @@ class Curve:
             point.low = min(point.low, value)
             point.high = max(point.high, value)
         else:
-            flaw = True
-        point.flaws += flaw
+            bad = True
+        point.bad += bad
 
     @property
     def points(self) -> list[Point]:
-        """The points in order; one whose values are all flaws has a count of 0."""
+        """The points in order. A point without a finite value has a count of 0."""
         return [point for _, point in sorted(self._points.items())]
 
-    def _join(self) -> None:
+    def _halve(self) -> None:
+        """Merge each two neighbouring points."""
         self.width *= 2
         old, self._points = self._points, {}
         for number, point in sorted(old.items()):
             if number // 2 in self._points:
-                self._points[number // 2].take_in(point)
+                self._points[number // 2].merge(point)
             else:
                 self._points[number // 2] = point
 
 
 @dataclass
 class Curves:
-    """The curves of a run, and what else its metrics.jsonl tells."""
+    """The curves of a run, and the other values that the report takes from its metrics.jsonl."""
 
     loss: Curve = field(default_factory=Curve)  # by step
     throughput: Curve = field(default_factory=Curve)  # samples/s, by step
     validation: dict[str, Curve] = field(default_factory=dict)  # by name, e.g. val_loss; by epoch
-    final: dict[str, Any] = field(default_factory=dict)  # the newest epoch's line
-    done_at: dict[int, float] = field(default_factory=dict)  # Unix seconds of the steps that were asked for
-    last_sign: float | None = None  # Unix seconds of the newest step
+    final: Mapping[str, Any] = field(default_factory=dict)  # the line of the newest epoch
+    done_at: dict[int, float] = field(default_factory=dict)  # step -> Unix seconds, for the requested steps
+    last_step_at: float | None = None  # Unix seconds of the newest step
 
 
 def read_curves(path: Path, steps: Collection[int]) -> Curves:
-    """Read a metrics.jsonl line by line, and pass over one cut short; `steps` are those whose time is asked for."""
+    """Read a metrics.jsonl. `steps` are the steps whose time is wanted. Damaged lines are skipped."""
     curves, wanted = Curves(), frozenset(steps)
     try:
         file = path.open(errors="replace")
     except FileNotFoundError:
         return curves
     with file:
-        for line in file:
+        for text in file:
             try:
-                record = json.loads(line)
+                line = json.loads(text)
             except ValueError:
                 continue
-            if not isinstance(record, dict):
+            if not isinstance(line, dict):
                 continue
-            if is_step(record):
-                _enter_step(curves, record, wanted)
-            elif "epoch" in record:
-                _enter_epoch(curves, record)
+            if is_step(line):
+                _add_step(curves, line, wanted)
+            elif "epoch" in line:
+                _add_epoch(curves, line)
     return curves
 
 
-def _enter_step(curves: Curves, record: StepLine, wanted: frozenset[int]) -> None:
-    step = record["step"]
-    if "loss" in record:  # a loop of one's own need not log it
-        curves.loss.add(step, record["loss"], "skipped" in record)
-    curves.throughput.add(step, record["samples_per_s"])
-    curves.last_sign = record["time"]
+def _add_step(curves: Curves, line: Mapping[str, Any], wanted: frozenset[int]) -> None:
+    step = line["step"]
+    if "loss" in line:  # a custom training loop may not log it
+        curves.loss.add(step, line["loss"], bad="skipped" in line)
+    curves.throughput.add(step, line["samples_per_s"])
+    curves.last_step_at = line["time"]
     if step in wanted:
-        curves.done_at[step] = record["time"]
+        curves.done_at[step] = line["time"]
 
 
-def _enter_epoch(curves: Curves, record: dict[str, Any]) -> None:
-    for name, value in record.items():
+def _add_epoch(curves: Curves, line: Mapping[str, Any]) -> None:
+    for name, value in line.items():
         if name.startswith("val_"):
-            curves.validation.setdefault(name, Curve()).add(record["epoch"], value)
-    curves.final = record
+            curves.validation.setdefault(name, Curve()).add(line["epoch"], value)
+    curves.final = line

@@ -1,7 +1,7 @@
 """One figure of curves, drawn as SVG.
 
-Positions are percentages, sizes of text and strokes are not: the figure takes the width that a screen, a phone or paper
-has, and stays readable.
+Positions are percentages, but the sizes of text and strokes are not: the figure fits the width of a screen, a phone or
+paper, and stays readable.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from trainer.observe.report.curves import Curve
 from trainer.observe.report.scale import LOG_FROM, Axis
 
 COLOURS = 6  # run-0 to run-5 in page.css
-DASHES = 3  # and dash-0 to dash-2
-MOST_ENDS = 20  # of attempts: more are marked at the foot of a figure, not across it
-DOTS_UP_TO = 40  # points of a curve: fewer are marked one by one, so that a single one is seen too
+DASHES = 3  # dash-0 to dash-2
+MAX_FULL_LINES = 20  # ends of attempts; if there are more, they are marked only at the foot of the figure
+MAX_DOTS = 40  # a curve of at most this many points has a dot for each, so that a single point is visible
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Line:
 def figure(
     title: str, unit: str, lines: Sequence[Line], axis: Callable[[list[float]], Axis], ends: Sequence[int]
 ) -> str:
-    """A titled figure with one curve per run; `unit` is that of the x axis, step or epoch, `axis` makes the y axis, and
-    at `ends` an attempt ended and the next one went on. Empty when no curve has a point."""
+    """A figure with one curve per run, as HTML; empty when no curve has a point. `unit` is that of the x axis, step or
+    epoch. `axis` makes the y axis. `ends` are the steps at which an attempt ended and the next one continued."""
     lines = [line for line in lines if line.curve.points]
     if not lines:
         return ""
@@ -39,13 +39,16 @@ def figure(
     x = Axis.along(value for point in points for value in (point.first, point.last))
     y = axis([value for point in points if point.count for value in (point.low, point.high)] or [0.0, 1.0])
     marked = [at for at in ends if x.low <= at <= x.high]
-    foot = 0 if len(marked) <= MOST_ENDS else 92
+    foot = 0 if len(marked) <= MAX_FULL_LINES else 92
     body = [
-        *(f'<line class="grid" x1="0" x2="100%" y1="{_up(y, at)}" y2="{_up(y, at)}"/>' for at in y.ticks),
-        *(f'<line class="end" y1="{foot}%" y2="100%" x1="{_along(x, at)}" x2="{_along(x, at)}"/>' for at in marked),
-        *(_drawn(line, x, y) for line in lines),
-        *(f'<text class="y" x="-8" y="{_up(y, at)}" dy=".35em">{text}</text>' for at, text in y.marks),
-        *(f'<text class="x" x="{_along(x, at)}" y="100%" dy="1.5em">{text}</text>' for at, text in x.marks),
+        *(f'<line class="grid" x1="0" x2="100%" y1="{_y_percent(y, at)}" y2="{_y_percent(y, at)}"/>' for at in y.ticks),
+        *(
+            f'<line class="end" y1="{foot}%" y2="100%" x1="{_x_percent(x, at)}" x2="{_x_percent(x, at)}"/>'
+            for at in marked
+        ),
+        *(_draw(line, x, y) for line in lines),
+        *(f'<text class="y" x="-8" y="{_y_percent(y, at)}" dy=".35em">{text}</text>' for at, text in y.marks),
+        *(f'<text class="x" x="{_x_percent(x, at)}" y="100%" dy="1.5em">{text}</text>' for at, text in x.marks),
     ]
     by = f"by {unit}, logarithmic" if y.log else f"by {unit}"
     return (
@@ -56,12 +59,12 @@ def figure(
 
 
 def colour(run: int) -> str:
-    """The classes of a run's colour; once all are used up the lines are dashed."""
+    """The CSS classes for the colour of a run; when all colours are used up, the lines are dashed."""
     return f"run-{run % COLOURS} dash-{run // COLOURS % DASHES}"
 
 
 def legend(names: Sequence[str]) -> str:
-    """The colours of several runs."""
+    """The names of several runs with their colours."""
     items = (
         f'<li class="{colour(run)}"><svg><use href="#swatch"/></svg>{escape(name)}</li>'
         for run, name in enumerate(names)
@@ -70,14 +73,14 @@ def legend(names: Sequence[str]) -> str:
 
 
 def loss_axis(values: list[float]) -> Axis:
-    """Logarithmic for a loss that falls by orders of magnitude."""
+    """The y axis of a loss: logarithmic if the loss falls by a factor of more than LOG_FROM."""
     if min(values) > 0 and max(values) > LOG_FROM * min(values):
         return Axis.up_log(values)
     return Axis.up(values)
 
 
-def _drawn(line: Line, x: Axis, y: Axis) -> str:
-    """The band from the smallest to the largest, and the line of the means in front of it."""
+def _draw(line: Line, x: Axis, y: Axis) -> str:
+    """The band from minimum to maximum, and the line of the means in front of it."""
     points = [point for point in line.curve.points if point.count]
     band = ""
     if line.curve.width > 1:
@@ -85,21 +88,21 @@ def _drawn(line: Line, x: Axis, y: Axis) -> str:
         band = f'<polygon class="band" points="{_path(edge, x, y)}"/>'
     means = _path(((point.x, point.mean) for point in points), x, y)
     dots = ""
-    if len(points) <= DOTS_UP_TO:
+    if len(points) <= MAX_DOTS:
         dots = "".join(
-            f'<circle class="dot" r="3" cx="{_along(x, point.x)}" cy="{_up(y, point.mean)}">'
+            f'<circle class="dot" r="3" cx="{_x_percent(x, point.x)}" cy="{_y_percent(y, point.mean)}">'
             f"<title>{point.x:g}: {point.mean:.6g}</title></circle>"
             for point in points
         )
-    flaws = "".join(
-        f'<use href="#flaw" class="flaw" x="{_along(x, point.x)}" width="10" height="10" transform="translate(-5)"/>'
+    crosses = "".join(
+        f'<use href="#bad" class="bad" x="{_x_percent(x, point.x)}" width="10" height="10" transform="translate(-5)"/>'
         for point in line.curve.points
-        if point.flaws
+        if point.bad
     )
     return (
         f'<g class="{colour(line.run)}">'
         f'<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none">{band}'
-        f'<polyline class="curve" points="{means}"/></svg>{dots}{flaws}</g>'
+        f'<polyline class="curve" points="{means}"/></svg>{dots}{crosses}</g>'
     )
 
 
@@ -107,22 +110,22 @@ def _path(at: Iterable[tuple[float, float]], x: Axis, y: Axis) -> str:
     return " ".join(f"{10 * x.at(a):.1f},{1000 - 10 * y.at(b):.1f}" for a, b in at)
 
 
-def _along(x: Axis, value: float) -> str:
+def _x_percent(x: Axis, value: float) -> str:
     return f"{x.at(value):.2f}%"
 
 
-def _up(y: Axis, value: float) -> str:
+def _y_percent(y: Axis, value: float) -> str:
     return f"{100 - y.at(value):.2f}%"
 
 
 def _notes(lines: Sequence[Line], unit: str, ends: bool) -> str:
     """How to read the figure."""
     width = max(line.curve.width for line in lines)
-    flaws = sum(point.flaws for line in lines for point in line.curve.points)
+    bad = sum(point.bad for line in lines for point in line.curve.points)
     notes = [
-        f"Line: mean of {width} {unit}s; band: smallest to largest." if width > 1 else "",
+        f"Line: mean of {width} {unit}s; band: minimum to maximum." if width > 1 else "",
         "Dotted: the end of an attempt." if ends else "",
-        f"Crosses: {flaws:,} that were not finite or were skipped." if flaws else "",
+        f"Crosses: {bad:,} values that are not finite or were skipped." if bad else "",
     ]
-    said = " ".join(filter(None, notes))
-    return f'<p class="note">{said}</p>' if said else ""
+    text = " ".join(filter(None, notes))
+    return f'<p class="note">{text}</p>' if text else ""
