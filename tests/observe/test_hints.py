@@ -48,7 +48,7 @@ def test_what_is_in_use_is_not_advised() -> None:
     [
         "rank 0 on n1 failed:\ndata.name=mnist-5k: empty (0 training, 0 validation samples)",
         "rank 1 on n2 failed:\nTraceback\nValueError: a bad sample",
-        "SIGTERM came, though Slurm had not ended the job",
+        "received SIGTERM, though Slurm had not ended the job",
     ],
 )
 def test_no_hint(error: str) -> None:

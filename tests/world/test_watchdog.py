@@ -45,9 +45,9 @@ def named(busy_s: Sequence[float], steps: int = 100) -> str | None:
 def test_stragglers() -> None:
     """One slow disk or throttled GPU slows every rank down; but a rank is accused only when it costs a tenth of the
     time or more, or every log would be full of it."""
-    accused = "rank 2 on n2 holds the others up: 0.55 s of its own work a step, the median rank 0.2 s"
+    accused = "rank 2 on n2 is slowing the others down: 0.55 s of its own work per step, the median rank 0.2 s"
     assert named([20.0, 20.0, 55.0, 21.0]) == accused
-    assert str(named([20.0, 45.0], steps=1)).startswith("rank 1 on n1 holds the others up: 45 s")
+    assert str(named([20.0, 45.0], steps=1)).startswith("rank 1 on n1 is slowing the others down: 45 s")
     assert named([20.0, 21.0, 22.0, 30.0]) is None
     assert named([0.1, 0.1, 4.0, 0.1]) is None
     assert named([30.0]) is None
