@@ -15,7 +15,6 @@ from trainer.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
 from trainer.checkpoint.interval import best_interval
 from trainer.config.schema import Checkpoint, Launch
 from trainer.world.address import POLL_S
-from trainer.world.slurm import DEFAULT_KILL_WAIT_S
 from trainer.world.stop import ANSWER_S
 from trainer.world.watchdog import BEAT_S
 
@@ -29,6 +28,7 @@ DEFAULT_S = 60 * float(Checkpoint().every_minutes or 0)
 # What is assumed, and was not measured here.
 DISK_BYTES_S = 10e9  # that a shared file system reads for all its clients together
 FILES_S = 20_000  # small ones that it opens and reads in a second, likewise
+KILL_WAIT_S = 30  # Slurm's default
 SOFT_LIMIT = 1024  # open files of a process, as most shells have it
 
 PAGE = """\
@@ -215,8 +215,8 @@ def limits(scale: dict[str, Any]) -> str:
         (
             "rescue: each rank that is left reads a small file of each other, N² (calculated)",
             f"{RANKS**2 / FILES_S:.0f} s",
-            f"{DEFAULT_KILL_WAIT_S} s, Slurm's KillWait, when srun ends the ranks that are left",
-            f"{math.isqrt(DEFAULT_KILL_WAIT_S * FILES_S)} ranks; then the steps since the last save are lost",
+            f"{KILL_WAIT_S} s, Slurm's KillWait, when srun ends the ranks that are left",
+            f"{math.isqrt(KILL_WAIT_S * FILES_S)} ranks; then the steps since the last save are lost",
         ),
         (
             f"ranks that wait for rank 0 look for its address on the disk every {POLL_S} s (calculated)",

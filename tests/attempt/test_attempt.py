@@ -184,8 +184,8 @@ def test_the_rank_that_slows_the_others_down_is_named(tmp_path: Path, slow: str,
 
 
 def test_a_low_limit_of_open_files(tmp_path: Path) -> None:
-    """Each rank costs rank 0 seven connections, so with the usual limit of a shell, 1,024, 150 ranks could not meet. Here
-    the limit is just high enough for two ranks to start at all."""
+    """Each rank costs rank 0 seven connections, so with the usual limit of a shell, 1,024, 150 ranks could not meet.
+    Here the limit is just high enough for two ranks to start at all."""
     words = ["--local", "--tasks-per-node", "2", "--name", "few", f"launch.root={tmp_path}", "train.max_steps=1"]
     done = subprocess.run(
         ["bash", "-c", 'ulimit -S -n 38; exec "$@"', "bash", sys.executable, "launch.py", *words],

@@ -14,7 +14,8 @@ from trainer.attempt.grace import LAST_MOMENT_S
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Launch
 from trainer.doctor.file_system import Place
-from trainer.world.slurm import DEFAULT_KILL_WAIT_S, SlurmError, command, scontrol
+from trainer.world.slurm import DEFAULT_KILL_WAIT_S as KILL_WAIT_S
+from trainer.world.slurm import SlurmError, command, scontrol
 
 CRED_EXPIRE_S = 120  # Slurm's default
 FREE_GB = 10
@@ -56,7 +57,7 @@ class Slurm:
     @property
     def kill_wait_s(self) -> int:
         """Seconds between SIGTERM and SIGKILL."""
-        return int(self.config.get("KillWait", str(DEFAULT_KILL_WAIT_S)).split()[0])
+        return int(self.config.get("KillWait", str(KILL_WAIT_S)).split()[0])
 
     @property
     def cred_expire_s(self) -> int:
@@ -122,10 +123,10 @@ def _of_time(slurm: Slurm, launch: Launch) -> Iterator[Danger]:
             f"launch.grace_s={launch.grace_s}: SIGKILL comes after KillWait={grace} s, perhaps in the middle of a save",
             "leave it out: it is read from the cluster",
         )
-    if grace < DEFAULT_KILL_WAIT_S:
+    if grace < KILL_WAIT_S:
         yield Danger(
-            f"KillWait={grace} s (Slurm's default is {DEFAULT_KILL_WAIT_S}): at a SIGTERM a step over {grace / 2:g} s "
-            f"is given up, and a save that is not done {max(0, grace - LAST_MOMENT_S):g} s later is lost",
+            f"KillWait={grace} s (Slurm's default is {KILL_WAIT_S}): at a SIGTERM a step over {grace / 2:g} s is given "
+            f"up, and a save that is not done {max(0, grace - LAST_MOMENT_S):g} s later is lost",
             "ask for a longer KillWait, or keep steps short (train.batch_size) and set checkpoint.every_minutes lower",
         )
 
