@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._measure import DEADLINE_S, write_results
-from trainer.attempt.rescue import Survivor, gather
+from trainer.attempt.rescue import Survivor, find_survivors
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
@@ -43,7 +43,7 @@ from trainer.rundir import RunDir
 from trainer.world.group import register_rank
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
-from trainer.world.watchdog import Beat, Watchdog
+from trainer.world.watchdog import Beat, Probes, Watchdog
 from trainer.world.world import World
 
 SIZES = (2, 8, 32, 128, 512, 1024)
@@ -137,7 +137,7 @@ def _sign_of_life() -> str:
 
 def _compare(stores: list[dist.Store], world: World) -> float:
     """Rank 0 reads them all and compares them, twice a second as well."""
-    watch = Watchdog(world, DEADLINE_S, on_fault=print)
+    watch = Watchdog(Probes(world=lambda: world), DEADLINE_S, on_fault=print)
     began = time.perf_counter()
     beats = stores[0].multi_get([f"watch/beat/{rank}" for rank in range(world.size)])
     watch._compare([Beat(**json.loads(beat)) for beat in beats])
@@ -213,7 +213,7 @@ def _rescue(folder: Path, size: int) -> float:
     for rank in range(size - 1):
         (folder / f"rank_{rank}.json").write_text(json.dumps(asdict(Survivor(rank, 5000, None))))
     began = time.perf_counter()
-    gather(folder, Survivor(size - 1, 5000, None), size)
+    find_survivors(folder, Survivor(size - 1, 5000, None), size)
     return time.perf_counter() - began
 
 
@@ -316,8 +316,8 @@ def _rank(rank: int, size: int, folder: Path, answer: Connection) -> None:
     world = World(rank, size, rank, size, 0, 1, ("localhost",) * size, "scale", 0, "scale-0", "benchmark", False)
     group = register_rank(world, torch.device("cpu"), "gloo", folder / "meeting" / "scale.json", DEADLINE_S)
     group.connect(DEADLINE_S)
-    watch = Watchdog(world, DEADLINE_S, on_fault=print)
-    watch.join(group)
+    watch = Watchdog(Probes(world=lambda: world), DEADLINE_S, on_fault=print)
+    watch.join(group.store)
     stop = Stop(world, group.store, Signals(), on_failure=print)
     saver = CheckpointWriter(CheckpointStore(folder), group.store, rank, size, group.device)
     group.gather(torch.ones(1))

@@ -1,5 +1,7 @@
-"""torch's compiler stays out of a run that compiles nothing, and is there for whoever asks for it; what it makes is
-kept: tests/loops/test_exact.py has a run that finds it again."""
+"""torch's compiler is not imported by a run that compiles nothing, and is there for any code that asks for it.
+
+What it makes is kept for the next attempt: tests/loops/test_exact.py has a run that finds it again.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,17 @@ import pytest
 
 from trainer.attempt import compiler
 
-# What a run does with torch before and between its steps, in the order in which it does it.
+# What a run does with torch before and between its steps, in the same order. Prints what the stand-in does not have.
 TRAIN = """
 import atexit
 import sys
-from trainer import compiler
-compiler.leave_out()
+from trainer.attempt import compiler
+imports = compiler._import_compiler
+def noted(asked_for):
+    print("the stand-in was asked for", asked_for)
+    imports(asked_for)
+compiler._import_compiler = noted
+compiler.defer_import()
 import torch
 import torch.distributed as dist
 atexit.register(dist.destroy_process_group)
@@ -35,7 +42,7 @@ def train(module):
     optimizer.zero_grad()
 train(parallel)
 """
-LEFT_OUT = "'torch._dynamo.eval_frame' not in sys.modules"
+NOT_IMPORTED = "'torch._dynamo.eval_frame' not in sys.modules"
 
 
 def run(code: str) -> str:
@@ -45,9 +52,42 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_it_is_left_out() -> None:
-    """Otherwise each start costs a second more, and on a cold network file system many."""
-    assert run(f"{TRAIN}\nprint({LEFT_OUT})") == "True"
+def test_it_is_not_imported() -> None:
+    """Otherwise each start takes a second longer, and many seconds on a cold network file system. If torch asks the
+    stand-in for something new, this fails and names it."""
+    assert run(f"{TRAIN}\nprint({NOT_IMPORTED})") == "True"
+
+
+@pytest.mark.parametrize(("value", "in_place"), [(None, True), ("0", True), ("", True), ("1", False)])
+def test_it_can_be_switched_off(value: str | None, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LASTSTEP_KEEP_COMPILER=1, for whoever suspects the stand-in: torch's compiler is imported as usual."""
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    before = list(sys.meta_path)
+    monkeypatch.setattr(sys, "meta_path", list(before))
+    monkeypatch.delenv(compiler.SWITCH, raising=False)
+    if value is not None:
+        monkeypatch.setenv("LASTSTEP_KEEP_COMPILER", value)
+    compiler.defer_import()
+    assert (sys.meta_path != before) == in_place
+
+
+# Compares the stand-in with the compiler itself.
+CONTRACT = """
+import importlib
+from trainer.attempt import compiler
+for module, names in compiler.STAND_INS.items():
+    for name in names:
+        assert callable(getattr(importlib.import_module(module), name)), f"{module}.{name}"
+utils = importlib.import_module("torch._dynamo.utils")
+answer = compiler.STAND_INS[utils.__name__]["get_optimize_ddp_mode"]()
+assert answer == utils.get_optimize_ddp_mode(), utils.get_optimize_ddp_mode()
+"""
+
+
+def test_the_compiler_has_what_the_stand_in_has() -> None:
+    """A function that torch has renamed would stand in for nothing; and DistributedDataParallel asks how to lay out its
+    buckets, where a different answer would change a run's last bits."""
+    run(CONTRACT)
 
 
 @pytest.mark.parametrize(
@@ -63,37 +103,38 @@ def test_it_is_left_out() -> None:
         "assert torch._dynamo.disable(recursive=False)(train) is train; torch._dynamo.config",
     ],
 )
-def test_who_asks_for_it_has_it(asked: str) -> None:
-    """A task may compile for itself whatever the configuration says; its training goes on as before."""
-    loaded = LEFT_OUT.replace("not in", "in")
-    assert run(f"{TRAIN}\nassert {LEFT_OUT}\n{asked}\nassert {loaded}\ntrain(parallel)\nprint('trained')") == "trained"
+def test_code_that_asks_for_it_gets_it(asked: str) -> None:
+    """A task may compile by itself whatever the configuration says; its training continues as before."""
+    imported = NOT_IMPORTED.replace("not in", "in")
+    code = f"{TRAIN}\nassert {NOT_IMPORTED}\n{asked}\nassert {imported}\ntrain(parallel)\nprint('trained')"
+    assert run(code).splitlines()[-1] == "trained"
 
 
-def test_one_that_is_there_stays() -> None:
-    """In a notebook that has compiled before, nothing is put in its place."""
+def test_one_that_is_imported_already_stays() -> None:
+    """In a notebook that has compiled before, the stand-in is not used."""
     assert run(f"import torch, torch._dynamo as real\n{TRAIN}\nprint(torch._dynamo is real)") == "True"
 
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch/_inductor/runtime/cache_dir_utils.py
 
 
-def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the run's folder, where the next attempt finds it, on whichever nodes; but where the user says, if he does."""
+def test_compiled_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the run's folder, where the next attempt finds it on any node, unless the user has chosen another place."""
     monkeypatch.setenv(CACHE, "/scratch/kernels")
-    compiler.keep_in(tmp_path / "compiled")
+    compiler.cache_in(tmp_path / "compiled")
     assert os.environ[CACHE] == "/scratch/kernels"
     monkeypatch.delenv(CACHE)
-    compiler.keep_in(tmp_path / "compiled")
+    compiler.cache_in(tmp_path / "compiled")
     assert Path(os.environ[CACHE]).parent == tmp_path / "compiled"
 
 
-def test_what_is_compiled_where_locks_do_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On some Lustre mounts: torch, which locks what it writes, would fail in the folder, and with it the run."""
+def test_compiled_code_where_locks_do_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some Lustre mounts: torch locks what it writes, so in the run's folder it and the run would fail."""
 
     def flock(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.delenv(CACHE, raising=False)
     monkeypatch.setattr("trainer.attempt.compiler.fcntl.flock", flock)
-    compiler.keep_in(tmp_path / "compiled")
+    compiler.cache_in(tmp_path / "compiled")
     assert CACHE not in os.environ

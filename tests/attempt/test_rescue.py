@@ -1,8 +1,8 @@
-"""When ranks die or stick and others live, no step is lost, nothing hangs, and the log says who it was.
+"""When some ranks die or get stuck, no step is lost, nothing hangs, and the log names them.
 
-Every test ends the same way: the next attempt goes on at the step that was under way, and the run ends with the weights
-and metrics of one that nobody touched. A rescue that saved a state from the middle of a step, or one that the ranks did
-not share, would show in the last bit.
+Every test ends the same way: the next attempt continues at the interrupted step, and the run ends with the weights and
+metrics of an undisturbed one. If a rescue saved a state from the middle of a step, or one that the ranks did not share,
+the last bits would differ.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ def goes_on(root: Path, name: str, ranks: int, *options: str) -> RunDir:
     ("ranks", "fault"),
     [
         (2, "kill step 10 rank 1"),
-        (2, "kill step 10 rank 0"),  # the store that the ranks met over dies with it
+        (2, "kill step 10 rank 0"),  # the key-value store dies with it
         (2, "kill step 1 rank 1"),  # there is nothing to save yet
         (4, "kill step 5 rank 0,2,3"),
     ],
     ids=str,
 )
 def test_killed(root: Path, ranks: int, fault: str, request: pytest.FixtureRequest) -> None:
-    """Out of memory, or a node gone: who is left saves the last whole step. Batch norm, dropout, AdamW, averaging and
-    accumulation all carry state, and rank 0's batch norm counts even when it is rank 0 that died."""
+    """Out of memory, or a dead node: a surviving rank saves the last finished step. Batch norm, dropout, AdamW,
+    averaging and accumulation all carry state, and rank 0's batch norm counts even if rank 0 died."""
     name, step = slug(request), int(fault.split()[2])
     attempt, codes = befall(root, name, ranks, fault, *EVERYTHING)
     hit = [int(rank) for rank in fault.split()[-1].split(",")]
     assert codes == [KILLED if rank in hit else 1 for rank in range(ranks)], attempt.output()
     record = only(attempt)
     assert (record["reason"], record["end_step"], record["lost_steps"]) == ("failed", step - 1, 0)
-    assert all(f"rank {rank} on " in record["error"] for rank in hit), "who is gone is named"
+    assert all(f"rank {rank} on " in record["error"] for rank in hit), "the dead ranks are named"
     assert "gone (killed" in record["error"]
     run = goes_on(root, name, ranks, *EVERYTHING)
     assert read_lines(run.attempts)[1]["start_step"] == step - 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_while_figures_are_on_their_way(root: Path, rank: int) -> None:
-    """On a GPU nobody waits for what a step measured. It is entered once all the same, by whoever is left, or after a
-    stop at just that time by all."""
+def test_killed_while_metrics_are_being_read(root: Path, rank: int) -> None:
+    """On a GPU no rank waits for a step's metrics. They are still written exactly once: by a surviving rank, or by all
+    ranks if they stop at just that moment."""
     name = f"late-{rank}"
     faulty = config(root, name, 2, FAULTY)
     attempt = Attempt(faulty, {"LASTSTEP_TEST_FAULT": f"kill step 4 rank {rank}"}, before=read_one_step_late)
     assert sorted(attempt.wait()) == [KILLED, 1]
-    assert only(attempt)["end_step"] == 3, "of which the figures were asked for"
+    assert only(attempt)["end_step"] == 3, "whose metrics were being read"
     stopped = config(
         root, name, 2, ("task=tests.support.tasks.Signalled", "launch.hang_timeout_s=5", "launch.max_failures=9")
     )
@@ -82,7 +82,7 @@ def test_killed_while_figures_are_on_their_way(root: Path, rank: int) -> None:
 
 @pytest.mark.parametrize("fault", ["halt step 10 rank 1", "halt step 10 rank 0", "sleep step 4 rank 1"], ids=str)
 def test_stuck(root: Path, fault: str, request: pytest.FixtureRequest) -> None:
-    """A stuck rank raises nothing: the others would wait for it for ever, at the price of every GPU of the job."""
+    """A stuck rank raises no error: the others would wait for it forever, wasting every GPU of the job."""
     name = slug(request)
     kind, _, step, _, hit = fault.split()
     attempt, codes = befall(root, name, 2, fault)
@@ -91,7 +91,7 @@ def test_stuck(root: Path, fault: str, request: pytest.FixtureRequest) -> None:
     assert (record["reason"], record["end_step"], record["lost_steps"]) == ("hung", int(step) - 1, 0)
     assert f"rank {hit} on " in record["error"]
     living = attempt.logs[1 - int(hit)].read_text()
-    assert f"] rank {hit} on " in living, "one line says who it was"
+    assert f"] rank {hit} on " in living, "one line names it"
     assert "Thread 0x" in living and "in _engine_run_backward" in living, "the stacks of the waiting rank"
     if kind == "sleep":
         assert "is stuck in befall" in record["error"] or "is stuck in wait" in record["error"]
@@ -100,7 +100,7 @@ def test_stuck(root: Path, fault: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_stuck_with_the_interpreters_lock(root: Path) -> None:
-    """Then no Python thread of that rank runs again, its watchdog neither: one in C must end it."""
+    """No Python thread of that rank runs again, not even its watchdog: a timer in C must end it."""
     attempt = Attempt(config(root, "spin", 2, FAULTY), {"LASTSTEP_TEST_FAULT": "spin step 3 rank 1"})
     assert attempt.wait() == [1, 1], attempt.output()
     assert only(attempt)["reason"] == "hung"
@@ -108,8 +108,8 @@ def test_stuck_with_the_interpreters_lock(root: Path) -> None:
 
 
 def test_raised(root: Path) -> None:
-    """A crash of one rank: all of them are there to save, and the record has the traceback of the one that failed
-    first, not the "connection closed" of its peers, which would send a user looking in the wrong place."""
+    """One rank fails, and all of them are alive to save. The record has the traceback of the rank that failed first,
+    not the "connection closed" of its peers, which would send a user looking in the wrong place."""
     attempt, codes = befall(root, "raised", 3, "raise step 9 rank 1", "train.batch_size=6")
     assert codes == [1, 1, 1]
     record = only(attempt)
@@ -120,21 +120,21 @@ def test_raised(root: Path) -> None:
 
 
 def test_alone(root: Path) -> None:
-    """A run of one rank crashes: it is there to save itself."""
+    """The only rank of a run fails: it saves its own state."""
     attempt, codes = befall(root, "alone", 1, "raise step 9 rank 0")
     assert codes == [1] and only(attempt)["lost_steps"] == 0
     goes_on(root, "alone", 1)
 
 
 def test_a_broken_pipe_of_pythons_own() -> None:
-    """It is one to a loader's process, which was killed. Taken for a lost peer, it would leave the log with a rank that
-    lost contact, and no word of the loader."""
+    """The pipe led to a loader process, which was killed. If that were taken for a lost peer, the log would say that a
+    rank lost contact, and would not mention the loader."""
     assert not is_peer_loss(ConnectionResetError(104, "Connection reset by peer"))
     assert is_peer_loss(RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer"))
 
 
 def test_a_loader_worker_is_killed(root: Path) -> None:
-    """By the kernel, when it runs out of memory: the rank itself lives."""
+    """By the kernel, when memory runs out: the rank itself is alive."""
     attempt, codes = befall(root, "worker", 2, "worker step 3 rank 1", "data.workers=1")
     assert codes == [1, 1], attempt.output()
     record = only(attempt)
@@ -145,7 +145,7 @@ def test_a_loader_worker_is_killed(root: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "dies"), [(2, "1"), (2, "0"), (4, "0,2")])
 def test_killed_in_the_save_of_a_stop(root: Path, ranks: int, dies: str) -> None:
-    """The checkpoint that all were to write together will never be whole: one that is left writes all of it."""
+    """The checkpoint that all ranks were writing together will never be complete: one survivor writes all of it."""
     name = f"save-{ranks}-{dies[0]}"
     signalled = config(root, name, ranks, ("task=tests.support.tasks.DiesInTheSave",))
     env = {"LASTSTEP_TEST_SIGNAL": "SIGUSR2 step 4 rank 0", "LASTSTEP_TEST_DIES": dies}
@@ -158,8 +158,8 @@ def test_killed_in_the_save_of_a_stop(root: Path, ranks: int, dies: str) -> None
 
 
 def test_killed_after_a_damaged_checkpoint(root: Path) -> None:
-    """The step that is to be saved has a checkpoint already, which was found damaged when this attempt began: it must
-    not be taken for the one that is needed now."""
+    """The step to be saved has a checkpoint already, which was found damaged when this attempt began. It must not be
+    taken for a good one."""
     signalled = config(root, "damaged", 2, ("task=tests.support.tasks.Signalled", "checkpoint.every_steps=2"))
     Attempt(signalled, {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 5 rank 0"}).wait()
     run = RunDir(root / "damaged")
@@ -173,7 +173,7 @@ def test_killed_after_a_damaged_checkpoint(root: Path) -> None:
 
 
 def test_no_data(root: Path) -> None:
-    """An error before the first step is the same next time: the run is not tried again, and says what is wrong."""
+    """An error before the first step would repeat: the run is not retried, and its record says what is wrong."""
     attempt = Attempt(config(root, "nodata", 2, ("task=tests.support.tasks.Unprepared",)))
     assert attempt.wait() == [1, 1]
     record = only(attempt)
@@ -182,8 +182,8 @@ def test_no_data(root: Path) -> None:
 
 
 def test_a_step_longer_than_the_grace(root: Path) -> None:
-    """The step will not end before SIGKILL comes: it is given up, and the last whole one is kept. No rank is at fault,
-    so the attempt ended as the signal says."""
+    """The step will not finish before SIGKILL: it is given up, and the step before it is saved. No rank is at fault, so
+    the reason in the record is that of the signal."""
     options = ("launch.grace_s=8", "launch.hang_timeout_s=60")
     attempt = Attempt(config(root, "grace", 2, (*FAULTY, *options)), {"LASTSTEP_TEST_FAULT": "sleep step 5 rank 1"})
     attempt.wait_for("fault: sleep", rank=1)
@@ -195,7 +195,7 @@ def test_a_step_longer_than_the_grace(root: Path) -> None:
 
 
 def test_reasons_stay_apart(root: Path) -> None:
-    """attempts.jsonl of a run that saw three ends."""
+    """The reasons in attempts.jsonl of a run whose attempts ended in three ways."""
     befall(root, "three", 2, "kill step 3 rank 1")
     befall(root, "three", 2, "sleep step 3 rank 0")
     run = goes_on(root, "three", 2)

@@ -1,7 +1,7 @@
-"""Why a signal came: the table in trainer/world/slurm.py, row by row.
+"""Why a signal was sent: the table in trainer/attempt/signal_cause.py, row by row.
 
-Judged wrongly, a job that would come back is requeued twice, a cancelled one rises again, or a run that met its time
-limit is never heard of again.
+If the judgement is wrong, a job that would restart by itself is requeued twice, a cancelled job restarts, or a run that
+reached its time limit never continues.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def slurm_time(seconds: float) -> str:
 
 
 AT_ONCE = slurm_time(NOW)
-UNEXPLAINED = Ending("failed", True, "SIGTERM came, though Slurm had not ended the job")
+UNEXPLAINED = Ending("failed", True, "received SIGTERM, though Slurm had not ended the job")
 
 
 def job(
     state: str, restarts: int = 1, reason: str = "None", left_s: float = 3600, preempted: str = "None"
 ) -> dict[str, str]:
-    """The fields of `scontrol show job` that matter; the attempt that asks is the one after restart 1.
+    """The fields of `scontrol show job` that matter, as seen by an attempt that began with restart 1.
 
-    `left_s` are the seconds to EndTime, negative for a job that has ended.
+    `left_s` is the time to EndTime in seconds, negative for a job that has ended.
     """
     return {
         "JobState": state,
@@ -96,13 +96,13 @@ def job(
     ],
 )
 def test_table(number: Signals, shown: dict[str, str], expected: Ending) -> None:
-    """Each cause of a signal, as Slurm shows it, has its reason in attempts.jsonl and its answer."""
+    """Each cause of a signal, as Slurm shows it, gives the right reason and the right decision to requeue."""
     assert judge(number, shown, restart=1, signal_delay_s=DELAY_S, now=NOW) == expected
 
 
 @pytest.mark.parametrize("world", [ON_SLURM, ELSEWHERE], ids=["slurm-silent", "no-slurm"])
 def test_without_an_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Slurm does not answer the signal means what it says: USR2 asks for a requeue, TERM does not."""
+    """If Slurm does not answer, the signal has its usual meaning: USR2 asks for a requeue, TERM does not."""
 
     def no_scontrol(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("scontrol")
@@ -113,8 +113,7 @@ def test_without_an_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_reads_what_scontrol_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fields stand among others, with spaces and further = signs in them; and a scontrol that was hit by the
-    signal itself is asked again."""
+    """Other fields contain spaces and = signs. And scontrol is called again if it was itself killed by the signal."""
     line = (
         "JobId=7 JobName=my run UserId=root(0) GroupId=root(0) Priority=1 Nice=0 Account=(null) WCKey=submitit "
         f"JobState=COMPLETING Reason=TimeLimit Dependency=(null) Requeue=1 Restarts=1 EndTime={slurm_time(NOW)} "
@@ -127,14 +126,14 @@ def test_reads_what_scontrol_prints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kill_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time to save in is the cluster's own, as it stands among some 200 other lines."""
-    said = "KeepAliveTime           = SYSTEM_DEFAULT\nKillOnBadExit           = 0\nKillWait                = 45 sec\n"
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, said, ""))
+    """The time for saving is the cluster's own setting, one of some 200 lines."""
+    shown = "KeepAliveTime           = SYSTEM_DEFAULT\nKillOnBadExit           = 0\nKillWait                = 45 sec\n"
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, shown, ""))
     assert kill_wait_s() == 45
 
 
 def test_kill_wait_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no Slurm, or it does not answer, nobody knows."""
+    """Without Slurm, or without an answer from it, the setting is unknown."""
     refused = subprocess.CompletedProcess([], 1, "", "slurm_load_ctl_conf error: Unable to contact slurm controller\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
     assert kill_wait_s() is None

@@ -1,5 +1,5 @@
-"""A signal may come at any time, not only within a step (tests/loops/test_exact.py): no step is
-lost, and every rank ends."""
+"""A signal may arrive at any time, not only within a step (as in tests/loops/test_exact.py): no step is lost, and every
+rank ends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OPTIONS = ("task=tests.support.tasks.SignalledElsewhere", "checkpoint.every_step
 
 @pytest.mark.parametrize("where", ["preparing", "warming-up", "restoring", "saving"])
 def test_no_step_is_lost(root: Path, where: str) -> None:
-    """Before the first step there is nothing to lose, but a rank that went on alone would wait for the others for ever.
-    While a save is written the ranks must neither tear it nor stop without one of their own."""
+    """Before the first step there is nothing to lose, but a rank that trained on alone would wait for the others
+    forever. While a save is being written the ranks must not damage it, and still have to write one for the stop."""
     attempt = Attempt(config(root, where, 2, OPTIONS), {"LASTSTEP_TEST_WHERE": where})
     assert attempt.wait() == STOPPED, attempt.output()
     (record,) = read_lines(attempt.run.attempts)
@@ -31,15 +31,15 @@ def test_no_step_is_lost(root: Path, where: str) -> None:
 
 
 def test_after_the_last_step(root: Path) -> None:
-    """The run is done, only its last save is under way: it finishes."""
+    """All steps are done and the last save is being written: the run finishes."""
     attempt = Attempt(config(root, "ending", 2, OPTIONS), {"LASTSTEP_TEST_WHERE": "ending"})
     assert attempt.wait() == [0, 0], attempt.output()
     assert reasons(attempt.run) == ["finished"] and fingerprint(attempt.run) == undisturbed(2, OPTIONS)
 
 
 def test_every_signal_at_once(root: Path) -> None:
-    """Slurm sends SIGTERM twice, to every process of the job; a user may send another meanwhile. It is one stop, and a
-    loader worker that died of it would fail the step that is under way."""
+    """Slurm sends SIGTERM twice, to every process of the job, and a user may send another signal. That is one stop. If
+    a loader worker died from the signal, the current step would fail."""
     attempt = Attempt(config(root, "everywhere", 2, OPTIONS), {"LASTSTEP_TEST_WHERE": "everywhere"})
     first, second = attempt.wait()
     assert first == second and first - 128 in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)

@@ -95,7 +95,7 @@ def test_the_grace_is_the_clusters(desk: Desk) -> None:
     desk.stops("stuck", "scontrol requeue")
     first, _ = finishes(desk, "stuck", attempts=2)
     assert (first["reason"], first["end_step"], first["lost_steps"]) == ("preempted", 7, 0)
-    assert "8 s after the signal the step has not ended; not waiting for it" in desk.log("stuck")
+    assert "the step has not finished 8 s after the signal; giving it up" in desk.log("stuck")
 
 
 def test_what_is_wrong_is_not_requeued(desk: Desk) -> None:
@@ -119,7 +119,7 @@ def test_salloc_has_nothing_to_requeue(desk: Desk) -> None:
     first, second = finishes(desk, "alloc", attempts=2)
     assert (first["end_step"], first["lost_steps"], first["job_id"]) == (8, 0, second["job_id"])
     (line,) = [line for line in desk.log("alloc").splitlines() if "not requeued" in line]
-    assert line.endswith("every step is kept, start it again under the same name to go on")
+    assert line.endswith("every step is saved, start the run again under the same name to continue")
 
 
 def test_a_job_that_may_not_be_requeued(desk: Desk) -> None:
@@ -128,7 +128,7 @@ def test_a_job_that_may_not_be_requeued(desk: Desk) -> None:
     desk.types("once", once, words=TWO_EPOCHS)
     desk.waits_for("once", "holds in its step 8", times=2)
     desk.stops("once", "scancel --signal=USR2")
-    desk.waits_for("once", "every step is kept, start it again under the same name to go on")
+    desk.waits_for("once", "every step is saved, start the run again under the same name to continue")
     desk.cluster.wait_for(lambda: not desk.cluster.run("squeue", "-h", "--name=once"), 60, "the job did not end")
     desk.types("once", once, words=TWO_EPOCHS)
     first, _ = finishes(desk, "once", attempts=2)
@@ -149,7 +149,7 @@ def test_ranks_that_have_no_scontrol(desk: Desk, tmp_path: Path) -> None:
     first, second = finishes(desk, "bare", attempts=2)
     assert (first["reason"], first["lost_steps"], second["job_id"]) == ("preempted", 0, first["job_id"])
     (line,) = [line for line in desk.log("bare").splitlines() if "not requeued" in line]
-    assert "not requeued: no scontrol on this machine; every step is kept" in line
+    assert "not requeued: no scontrol on this machine; every step is saved" in line
 
 
 def test_submit_within_torchrun(desk: Desk) -> None:

@@ -1,9 +1,9 @@
-"""After a fault: the ranks that are left agree, in the run folder, on who saves the last whole step.
+"""After a fault: the surviving ranks agree, through the run folder, on which of them saves the last finished step.
 
-The store that they met over may have died with rank 0, and so may the connections between them. What is left is the
-file system that they share. Survivors may stand one step apart: the dead rank's last sum may have reached some of them
-only. So each writes down how far it is, the furthest one saves (the lowest rank, among equals), and should it die too,
-the next one does. (Just-in-time checkpointing: Gupta et al., EuroSys 2024.)
+The key-value store may have died with rank 0, and so may the connections between the ranks. What is left is the file
+system that they share. Survivors may be one step apart: the dead rank's last all-reduce may have reached only some of
+them. So each writes down its step, and the rank with the latest step saves (among equals, the lowest rank). If that
+rank dies too, the next one takes over. (Just-in-time checkpointing: Gupta et al., EuroSys 2024.)
 """
 
 from __future__ import annotations
@@ -18,57 +18,60 @@ from trainer.say import say
 from trainer.world.watchdog import Fault
 from trainer.world.world import World
 
-# Ranks hear of a fault within half a second; the dead cannot be waited for, and Slurm may be about to end the living.
+# All survivors notice a fault within half a second. Slurm may be about to kill them, so they wait little longer.
 GATHER_S = 1.5
-# How long the next in line waits for the one before it.
+# How long each survivor waits for the one before it to save.
 TURN_S = 15.0
 POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Survivor:
-    """What a rank that is left says of itself. `failure` is its own, if it had one."""
+    """A surviving rank, as its file in the run folder describes it."""
 
     rank: int
-    step: int  # of its last whole state, -1 when it has none
-    failure: Fault | None
+    step: int  # of its last whole state, -1 if it has none
+    failure: Fault | None  # this rank's own, if it had one
 
     @classmethod
     def read(cls, file: Path) -> Survivor:
-        """What a survivor wrote."""
-        said = json.loads(file.read_text())
-        return cls(said["rank"], said["step"], said["failure"] and Fault(**said["failure"]))
+        """The survivor that wrote this file."""
+        fields = json.loads(file.read_text())
+        return cls(fields["rank"], fields["step"], fields["failure"] and Fault(**fields["failure"]))
 
 
-def gather(folder: Path, survivor: Survivor, size: int) -> list[Survivor]:
-    """Say that this rank is left, and hear who else is; the furthest first. Raises OSError."""
+def find_survivors(folder: Path, here: Survivor, size: int) -> list[Survivor]:
+    """Add this rank to the survivors in `folder` and wait for the others; the latest step first. Raises OSError.
+
+    Returns as soon as all `size` ranks are there, else after `GATHER_S`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"rank_{survivor.rank}.tmp"
-    temporary.write_text(json.dumps(asdict(survivor)))
-    temporary.replace(folder / f"rank_{survivor.rank}.json")
+    temporary = folder / f"rank_{here.rank}.tmp"
+    temporary.write_text(json.dumps(asdict(here)))
+    temporary.replace(folder / f"rank_{here.rank}.json")
     deadline = time.monotonic() + GATHER_S
     while True:
         files = list(folder.glob("rank_*.json"))
         if len(files) == size or time.monotonic() > deadline:
             survivors = map(Survivor.read, files)
-            return sorted(survivors, key=lambda s: (-s.step, s.rank))
+            return sorted(survivors, key=lambda survivor: (-survivor.step, survivor.rank))
         time.sleep(POLL_S)
 
 
-def given_up(folder: Path) -> bool:
-    """Whether any rank has said that it is left."""
+def any_survivor(folder: Path) -> bool:
+    """Whether any rank has begun its end by fault, and so given up on the others."""
     return any(folder.glob("rank_*.json"))
 
 
 def explain(fault: Fault, survivors: list[Survivor], world: World) -> str:
-    """What failed first: the error of a rank that had one of its own; else which ranks are gone."""
+    """The root cause: the error of a rank that failed by itself; else the ranks that are gone, which are printed."""
     if fault.cause:
         return fault.text
     causes = [survivor.failure.text for survivor in survivors if survivor.failure]
     if causes:
         return causes[0]
-    here = {survivor.rank for survivor in survivors}
-    gone = [rank for rank in range(world.size) if rank not in here]
+    alive = {survivor.rank for survivor in survivors}
+    gone = [rank for rank in range(world.size) if rank not in alive]
     if not gone:
         return fault.text
     names = "; ".join(f"rank {rank} on {world.host_of(rank)}" for rank in gone)
@@ -78,7 +81,7 @@ def explain(fault: Fault, survivors: list[Survivor], world: World) -> str:
 
 
 def take_turns(survivors: list[Survivor], rank: int, act: Callable[[], None], done: Callable[[], bool]) -> None:
-    """Call `act` when it is this rank's turn, unless it is `done` by then."""
+    """Call `act` on the first survivor; on each other one only if those before it did not get it `done` in time."""
     for survivor in survivors:
         if survivor.rank == rank:
             if not done():

@@ -10,15 +10,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.attempt.attempt import LAST_MOMENT_S
+from trainer.attempt.grace import LAST_MOMENT_S
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Launch
 from trainer.doctor.problem import Problem
-from trainer.world.slurm import SlurmError, command, scontrol
+from trainer.world.slurm import DEFAULT_KILL_WAIT_S, SlurmError, command, scontrol
 
-# Slurm's defaults.
-KILL_WAIT_S = 30
-CRED_EXPIRE_S = 120
+CRED_EXPIRE_S = 120  # Slurm's default
 Fields = Mapping[str, str]
 
 
@@ -46,7 +44,7 @@ class SlurmSettings:
     @property
     def kill_wait_s(self) -> int:
         """Seconds between SIGTERM and SIGKILL."""
-        return int(self.config.get("KillWait", str(KILL_WAIT_S)).split()[0])
+        return int(self.config.get("KillWait", str(DEFAULT_KILL_WAIT_S)).split()[0])
 
     @property
     def cred_expire_s(self) -> int:
@@ -114,11 +112,11 @@ def _check_grace(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:
             "a save",
             "remove it: the value is read from the cluster",
         )
-    if grace < KILL_WAIT_S:
+    if grace < DEFAULT_KILL_WAIT_S:
         yield Problem(
-            f"KillWait={grace} s (Slurm's default is {KILL_WAIT_S}): after SIGTERM, a step that takes more than "
-            f"{grace / 2:g} s is abandoned, and a save that is not finished within {max(0, grace - LAST_MOMENT_S):g} s "
-            "is lost",
+            f"KillWait={grace} s (Slurm's default is {DEFAULT_KILL_WAIT_S}): after SIGTERM, a step that takes more "
+            f"than {grace / 2:g} s is abandoned, and a save that is not finished within "
+            f"{max(0, grace - LAST_MOMENT_S):g} s is lost",
             "ask for a longer KillWait, or use short steps (train.batch_size) and a lower checkpoint.every_minutes",
         )
 

@@ -50,7 +50,7 @@ class TaskLoop(Loop):
         self.loading = LoaderFactory(collate, config.data.workers, group.device, config.launch.hang_timeout_s)
         self.validation = ValidationBatchKeys(counts[1], config.train.batch_size, self.rank, self.size)
         self.validation_loader = self.loading.loader(val_set, config.seed, self.validation)
-        self.watch.busy = lambda: self.learner.busy_s
+        self.watch.measure(lambda: self.learner.busy_s)
         self.phases.done("data and model")
 
     def restore(self, step: int | None) -> None:

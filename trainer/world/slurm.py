@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 
+DEFAULT_KILL_WAIT_S = 30  # seconds from SIGTERM to SIGKILL unless slurm.conf says otherwise (KillWait)
 NEVER = float("inf")
 Job = Mapping[str, str]  # the fields of `scontrol show job`
 

@@ -1,11 +1,12 @@
-"""Stopping together: the ranks agree on a step after which all of them stop, and pay nothing until then.
+"""Stopping together: after a signal, all ranks agree on a last step, and until then the agreement costs nothing.
 
-The idea is that of JAX's preemption sync manager. Every rank counts ticks, a tick being a unit of work that all ranks
-do alike (a training step, a validation batch). A rank that is signalled writes a notice to the store. In every rank a
-thread waits for it, asleep in C. Once woken it holds its rank at the next tick's door, publishes the tick the rank is
-in, waits for everyone's, and sets the last tick to the largest of them: nobody is past it, everybody can reach it.
+The idea is that of JAX's preemption sync manager. Every rank counts ticks: units of work that all ranks do in step (a
+training step, a validation batch). A rank that is signalled writes a notice to the key-value store. In every rank a
+thread sleeps in C until that notice is there. Then it holds its rank before the next tick, publishes the rank's current
+tick, waits for those of all ranks, and sets the last tick to the largest: no rank is past it, and every rank can reach
+it.
 
-Until then the loop pays for one comparison of two integers per tick: no collective, no lock, no look at the device.
+Until a signal, the loop pays for one comparison of two integers per tick: no collective, no lock, no device access.
 """
 
 from __future__ import annotations
@@ -24,22 +25,25 @@ from trainer.say import say
 from trainer.world.signals import Signals
 from trainer.world.world import World
 
-NEVER = sys.maxsize
+NO_LIMIT = sys.maxsize
 FOREVER = timedelta(days=3650)
-# A thread answers, whatever its rank's main thread is busy with: a rank that does not within this is dead or halted.
+# A thread answers, however busy its rank's main thread is. So a rank that takes longer than this is dead or suspended.
 ANSWER_S = 10.0
 
 
 class Stop:
-    """The agreement of one attempt; `begin_tick` is the loop's side of it. `on_failure` hears, in another thread, why
-    no agreement was reached: then nobody may go on, and `begin_tick` does not return."""
+    """The agreement on one attempt's last tick. The loop calls `begin_tick`.
+
+    If the ranks cannot agree, `on_failure` is called with the reason, in another thread, and `begin_tick` never
+    returns: no rank may train on.
+    """
 
     def __init__(self, world: World, store: dist.Store, signals: Signals, on_failure: Callable[[str], None]) -> None:
         self.signal: signal.Signals | None = None
-        self.noticed_at: float | None = None  # time.monotonic() of the notice, on every rank
+        self.noticed_at: float | None = None  # time.monotonic() at which this rank read the notice
         self.tick = 0
         self._world = world
-        self._last = NEVER  # -1 while the ranks agree
+        self._last_tick = NO_LIMIT  # -1 while the ranks agree
         self._agreed = threading.Event()
         self._on_failure = on_failure
         # A client of TCPStore serves one caller at a time, so a thread that waits needs a connection of its own.
@@ -51,30 +55,30 @@ class Stop:
         signals.on_first(self._notify)
 
     def begin_tick(self) -> bool:
-        """Count one more unit of work; False when the ranks agreed to stop before it."""
+        """Begin the next unit of work; False if the ranks agreed to stop before it."""
         self.tick += 1
-        return self.tick <= self._last or self._wait()
+        return self.tick <= self._last_tick or self._wait()
 
     def close(self) -> None:
-        """End the agreement. All ranks have left the loop: every one is past its last tick."""
+        """End the thread. Call once all ranks have left the loop: then no tick is left to agree on."""
         with contextlib.suppress(dist.DistError):
             self._write_notice(self._store, 0)
         self._thread.join(timeout=5)
 
     def _wait(self) -> bool:
-        """The slow side of `begin_tick`: an agreement is under way, or was reached."""
+        """The slow path of `begin_tick`: the ranks are agreeing on the last tick, or have done so."""
         self._agreed.wait()
-        return self.tick <= self._last
+        return self.tick <= self._last_tick
 
     def _notify(self, number: signal.Signals) -> None:
-        # Where the store went with rank 0, the attempt has ended, or ends with the next collective.
+        # If the store died with rank 0, the attempt has ended, or ends with the next collective.
         with contextlib.suppress(dist.DistError):
             self._write_notice(self._notices, number)
         say(f"rank {self._world.rank}: {number.name} received, stopping after this step")
 
     @staticmethod
     def _write_notice(store: dist.Store, number: int) -> None:
-        """The first notice stands, so that every rank reads the same one."""
+        """Write a notice unless there is one: every rank reads the same signal. 0 ends the threads."""
         store.compare_set("stop/notice", "", str(int(number)))
 
     def _agree(self) -> None:
@@ -86,19 +90,19 @@ class Stop:
                 return
             # The order of these two lines, and of the two in begin_tick, is the algorithm: the loop writes its tick
             # and then reads the limit, this thread writes the limit and then reads the tick. So either the loop sees
-            # the hold, or this thread sees the tick that the loop went on to; never neither.
-            self._last = -1
+            # the limit, or this thread sees the tick that the loop has begun, or both do.
+            self._last_tick = -1
             self._waiting.set(f"stop/tick/{self._world.rank}", str(self.tick))
             self.signal, self.noticed_at = signal.Signals(number), time.monotonic()
             self._waiting.wait(keys, timedelta(seconds=ANSWER_S))
-            self._last = max(int(tick) for tick in self._waiting.multi_get(keys))
+            self._last_tick = max(int(tick) for tick in self._waiting.multi_get(keys))
         except dist.DistError as error:
             self._on_failure(self._missing(keys) or f"the ranks could not agree on where to stop: {error}")
             return
         self._agreed.set()
 
     def _missing(self, keys: list[str]) -> str:
-        """Who did not answer, if the store still knows."""
+        """A message that names the ranks that did not answer; empty if the store does not answer either."""
         with contextlib.suppress(dist.DistError):
             absent = [str(rank) for rank, key in enumerate(keys) if not self._waiting.check([key])]
             if absent:

@@ -1,0 +1,29 @@
+"""How long the ranks live after a signal: a wrong deadline is either a lost step or one given up too early."""
+
+from __future__ import annotations
+
+from signal import SIGTERM, SIGUSR2, Signals
+
+import pytest
+
+from trainer.attempt.grace import LAST_MOMENT_S, GracePeriod
+from trainer.config.schema import Launch
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds"), [(SIGTERM, 20.0), (SIGUSR2, 90.0)], ids=["SIGKILL follows", "a warning"]
+)
+def test_deadlines(number: Signals, seconds: float) -> None:
+    """At half of the time the step is given up; at the last moment nothing is waited for."""
+    grace = GracePeriod(Launch(grace_s=20, signal_delay_s=90))
+    assert grace.seconds(number) == seconds
+    assert not grace.gives_up_step(number, seconds / 2) and grace.gives_up_step(number, seconds / 2 + 0.1)
+    last = seconds - LAST_MOMENT_S
+    assert not grace.is_over(number, last) and grace.is_over(number, last + 0.1)
+
+
+def test_without_an_answer() -> None:
+    """Outside Slurm, or when it does not answer, it is what most clusters have: Slurm's default."""
+    grace = GracePeriod(Launch(grace_s=None))
+    assert grace.kill_wait_s is None, "still to be asked for"
+    assert grace.seconds(SIGTERM) == 30

@@ -1,0 +1,187 @@
+"""The end by fault: a rank died or is stuck, or the grace period after a signal is running out.
+
+Each rank that is left takes part in a thread of its own, since its main thread may be waiting for a dead rank, in C.
+The thread freezes the state of the last finished step, agrees with the other survivors on who saves it
+(trainer/attempt/rescue.py), and that rank records how the attempt ended. Then the process exits, whatever its main
+thread is doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from trainer.attempt.ending import EndReason, ending_by_signal, print_hint, record_end, requeue
+from trainer.attempt.grace import LAST_MOMENT_S, GracePeriod
+from trainer.attempt.rescue import Survivor, explain, find_survivors, take_turns
+from trainer.attempt.state import AttemptState
+from trainer.checkpoint.store import CheckpointError
+from trainer.records.attempts import find_record
+from trainer.say import flush_output, say
+from trainer.world import run_lock
+from trainer.world.watchdog import Fault
+
+if TYPE_CHECKING:
+    from trainer.loops.loop import Loop
+
+# How long a main thread in the middle of an update may take to complete it.
+FREEZE_S = 10.0
+# How long a save that all ranks write together may still take to be committed.
+COMMIT_S = 2.0
+# How long the main thread may take to fail by itself before the process exits.
+MAIN_THREAD_S = 2.0
+
+
+class EndByFault:
+    """This rank's part in the end by fault."""
+
+    def __init__(self, state: AttemptState, grace: GracePeriod) -> None:
+        self._state = state
+        self._grace = grace
+        self._fault: Fault | None = None
+        self._own_failure: Fault | None = None
+        self._main_thread_failed = threading.Event()
+        self._done = threading.Event()
+
+    def main_thread_failed(self) -> None:
+        """The main thread has left its step for good: an update that it had begun will not be completed."""
+        self._main_thread_failed.set()
+
+    def set_own_failure(self, fault: Fault) -> None:
+        """This rank itself failed. Call before the fault is reported: the record of the attempt names its cause."""
+        self._own_failure = fault
+
+    def wait(self) -> None:
+        """Wait until this rank's part is done."""
+        self._done.wait()
+
+    def run(self, fault: Fault) -> None:
+        """Save and record what can be, then exit, unless the main thread fails by itself. For a thread of its own."""
+        self._fault = fault
+        try:
+            self._save_and_record(fault)
+        except BaseException:
+            say(traceback.format_exc())
+        finally:
+            self._done.set()
+        if not self._main_thread_failed.wait(MAIN_THREAD_S):
+            _exit()
+
+    def check_grace(self) -> Fault | None:
+        """Whether the grace period leaves no time to wait for the agreed last step. Exits when it is over.
+
+        The watchdog calls this twice a second.
+        """
+        number, signalled_at = self._state.signal, self._state.signalled_at
+        if number is None or signalled_at is None:
+            return None
+        passed_s = time.monotonic() - signalled_at
+        if self._grace.is_over(number, passed_s):
+            self._exit_at_last_moment()
+        in_last_save = self._state.loop is not None and self._state.loop.saves.last
+        if self._grace.gives_up_step(number, passed_s) and not in_last_save:
+            return Fault("signal", f"the step has not finished {passed_s:.0f} s after the signal; giving it up")
+        return None
+
+    def _save_and_record(self, fault: Fault) -> None:
+        """Save the last finished step if any rank has it, and record the end. One rank does both, see take_turns."""
+        state = self._state
+        say(fault.text)
+        if fault.reason in ("hung", "signal"):
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        # A main thread that has failed will not complete its update, so waiting for that would be in vain.
+        timeout_s = 0.0 if self._main_thread_failed.is_set() else FREEZE_S
+        loop = state.loop
+        step = loop.position.step if loop is not None and loop.freeze(timeout_s) else -1
+        here = Survivor(state.world.rank, step, self._own_failure)
+        survivors = find_survivors(state.run_dir.rescues / state.world.attempt, here, state.world.size)
+        take_turns(
+            survivors,
+            state.world.rank,
+            act=lambda: self._act_for_all(fault, survivors),
+            done=lambda: find_record(state.run_dir, state.world) is not None,
+        )
+
+    def _act_for_all(self, fault: Fault, survivors: list[Survivor]) -> None:
+        """Save the state, record the end and requeue the job, for all ranks."""
+        state = self._state
+        loop = state.loop
+        end_step = saved_step = max(state.start_step, loop.saves.saved.step if loop else 0)
+        if loop is not None and survivors[0].step >= 0:
+            end_step = loop.position.step
+            saved_step = self._save_alone(loop, saved_step)
+        error: str | None = explain(fault, survivors, state.world)
+        reason: EndReason
+        if fault.reason == "signal":
+            reason, wants_requeue, error = ending_by_signal(state)
+        else:
+            reason, wants_requeue = fault.reason, True
+        retry = all(survivor.failure.retry for survivor in survivors if survivor.failure) and fault.retry
+        record = record_end(state, reason, end_step, saved_step, error=error, retry=retry)
+        if record is not None:
+            lost = f"{record['lost_steps']} steps lost" if record["lost_steps"] else "no step lost"
+            say(f"attempt ended ({reason}) after step {end_step}, {lost}")
+            print_hint(state, error or "")
+            # Submitit's batch shell requeues once srun has ended. But after a hang srun may never end: it waits forever
+            # for a rank that ended on a node which it could not reach at that moment. After a signal torchrun does not
+            # restart anything.
+            by_shell = state.world.by_submitit and fault.reason != "hung"
+            by_torchrun = state.world.launcher_restarts and fault.reason != "signal"
+            if wants_requeue and record["requeue"] and not (by_shell or by_torchrun):
+                requeue(state, record)
+
+    def _save_alone(self, loop: Loop, saved_step: int) -> int:
+        """Save the frozen step unless it is saved already; returns the newest saved step."""
+        state = self._state
+        step = loop.position.step
+        if loop.saves.saving is not None and loop.saves.saving.step == step:
+            with contextlib.suppress(RuntimeError):
+                loop.saves.wait(COMMIT_S)  # all ranks may be alive, and about to commit it
+        if step == saved_step or state.store.is_intact(step):
+            return step
+        if not run_lock.still_ours(state.run_dir.lock, state.world):
+            say(f"step {step} is not saved, since another attempt is working on this run; step {saved_step} is")
+            return saved_step
+        try:
+            loop.save_alone(tag=f"rescue-{state.world.rank}")
+        except (CheckpointError, OSError) as error:
+            say(f"WARNING: {error}; the newest checkpoint is that of step {saved_step}")
+            return saved_step
+        say(f"rank {state.world.rank} saved step {step} alone")
+        return step
+
+    def _exit_at_last_moment(self) -> None:
+        """Record the end and exit. Whatever is still being written would not be complete before SIGKILL."""
+
+        def record() -> None:
+            state = self._state
+            loop = state.loop
+            end_step, saved_step = (
+                (loop.position.step, loop.saves.saved.step) if loop else (state.start_step, state.start_step)
+            )
+            fault = self._fault
+            record_end(state, fault.reason if fault and fault.reason != "signal" else "preempted", end_step, saved_step)
+
+        say("no time left to save: the run will resume from its newest checkpoint")
+        run_for(LAST_MOMENT_S / 2, record)  # in a thread: the disk may be what everything waits for
+        _exit()
+
+
+def run_for(timeout_s: float, work: Callable[[], None]) -> None:
+    """Call `work` in a thread, and stop waiting for it after `timeout_s`."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+
+
+def _exit() -> None:
+    """End this process although its main thread cannot."""
+    flush_output()
+    os._exit(1)

@@ -1,0 +1,76 @@
+"""What the orderly end and the end by fault have in common: the record in attempts.jsonl, the requeue, the hint."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from typing import Literal
+
+from trainer.attempt.signal_cause import Ending, ending
+from trainer.attempt.state import AttemptState
+from trainer.observe.hints import likely_cause
+from trainer.records.attempt_record import AttemptRecord, read_ended_attempts
+from trainer.records.attempts import end_attempt
+from trainer.records.retry import why_not_requeued
+from trainer.say import say
+from trainer.world.slurm import SlurmError, scontrol
+
+EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
+CONTINUE_BY_HAND = "every step is saved, start the run again under the same name to continue"
+
+
+def record_end(
+    state: AttemptState,
+    reason: EndReason,
+    end_step: int,
+    saved_step: int,
+    lost_s: float | None = None,
+    error: str | None = None,
+    retry: bool = True,
+) -> AttemptRecord | None:
+    """Record how this attempt ended, see `end_attempt`; None if another rank was first."""
+    step_s = state.loop.progress.step_s() if state.loop else None
+    return end_attempt(
+        state.run_dir,
+        state.world,
+        state.config.launch,
+        reason,
+        end_step,
+        saved_step,
+        lost_s=lost_s,
+        step_s=step_s,
+        error=error,
+        retry=retry,
+    )
+
+
+def ending_by_signal(state: AttemptState) -> Ending:
+    """Why the signal came that stops this attempt, and whether we must requeue the job. Asks Slurm."""
+    assert state.signal is not None
+    return ending(state.signal, state.world, state.config.launch.signal_delay_s)
+
+
+def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable[[], None] | None = None) -> None:
+    """Requeue the job whose attempt ended as recorded. `handler` is submitit's own way to requeue, where there is one.
+
+    Raises SystemExit from within `handler`.
+    """
+    try:
+        if handler is not None:
+            handler()  # calls Trainer.checkpoint and scontrol requeue, then raises SystemExit
+        elif state.world.on_slurm and record is not None:
+            if not record["requeue"]:
+                why = why_not_requeued(read_ended_attempts(state.run_dir.attempts), state.config.launch)
+                return say(f"not requeued: {why}; {CONTINUE_BY_HAND}")
+            scontrol("requeue", state.world.job_id)
+            say(f"requeued job {state.world.job_id}")
+    except (OSError, subprocess.SubprocessError) as error:
+        say(f"{error}; the batch shell tries again")
+    except SlurmError as error:
+        say(f"not requeued: {error}; {CONTINUE_BY_HAND}")
+
+
+def print_hint(state: AttemptState, error: str) -> None:
+    """Print the most likely cause of an error and what to try, if anything is known about it."""
+    if hint := likely_cause(error, state.config, state.world):
+        say(hint)

@@ -1,0 +1,58 @@
+"""The part of an attempt's start that needs torch: join the other ranks, prepare the agreed stop, create the loop.
+
+attempt.py imports this module late, since it imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from trainer.attempt.state import AttemptState
+from trainer.loops.loop import AttemptContext, Loop
+from trainer.loops.run import loop_of
+from trainer.loops.task_loop import TaskLoop
+from trainer.observe.startup import StartupTimer
+from trainer.task import find_task
+from trainer.world import nccl
+from trainer.world.group import Group
+from trainer.world.join import join
+from trainer.world.stop import Stop
+from trainer.world.watchdog import Fault, Watchdog
+
+
+def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
+    """Meet the other ranks, under the watchdog's eyes, and set up collectives. Raises MeetingError."""
+    config, run_dir, world = state.config, state.run_dir, state.world
+    timeout_s = config.launch.hang_timeout_s
+    nccl.set_defaults(run_dir.collectives(world.attempt), timeout_s)
+    group = state.group = join(config, world, run_dir.meeting(world.attempt), timeout_s)
+    # Before the collectives: the others would wait in C for a rank whose connections fail.
+    watchdog.join(group.store)
+    group.connect(timeout_s)
+    state.set_number(group.broadcast_int("attempt", world.number))
+    return group
+
+
+def prepare_stop(state: AttemptState, group: Group, watchdog: Watchdog) -> Stop:
+    """Have the ranks agree on a last step once one of them is signalled."""
+
+    def on_failure(why: str) -> None:
+        watchdog.report(Fault("failed", why, cause=False))
+
+    state.stop = Stop(group.world, group.store, state.signals, on_failure)
+    return state.stop
+
+
+def create_loop(
+    state: AttemptState,
+    group: Group,
+    stop: Stop,
+    watchdog: Watchdog,
+    phases: StartupTimer,
+    closing: contextlib.ExitStack,
+) -> Loop:
+    """The loop around the configured Task or function."""
+    context = AttemptContext(state.config, state.run_dir, group, stop, watchdog, phases, closing)
+    task = find_task(state.config)
+    state.loop = TaskLoop(task, context) if isinstance(task, type) else loop_of(task, context)
+    return state.loop
