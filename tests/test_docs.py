@@ -20,7 +20,7 @@ def test_scale_page_is_current() -> None:
 
 def test_the_difference_that_an_own_loop_makes() -> None:
     """README promises how little of a loop must change, and shows all of it."""
-    plain, own = ((PROJECT / "examples" / f"{name}_loop.py").read_text().splitlines() for name in ("plain", "own"))
+    plain, own = ((PROJECT / "examples" / f"{name}_loop.py").read_text().splitlines() for name in ("plain", "custom"))
     _, _, *difference = difflib.unified_diff(plain, own, lineterm="", n=0)
     assert "\n".join(difference) in (PROJECT / "README.md").read_text()
     assert sum(line.startswith("+") for line in difference) <= 20

@@ -117,7 +117,7 @@ class Attempt:
             compiler.keep_in(self.run_dir.compiled) if self.config.train.compile else compiler.leave_out()
             # Here and not above, so that a signal during the seconds of importing torch is caught too.
             from trainer.loops.loop import AttemptContext
-            from trainer.loops.run import loop_of
+            from trainer.loops.run import make_custom_loop
             from trainer.loops.task_loop import TaskLoop
             from trainer.task import find_task
             from trainer.world.join import join
@@ -144,7 +144,7 @@ class Attempt:
                 self.config, self.run_dir, self.group, self.stop, self.watch, self.phases, self.closing
             )
             work = find_task(self.config)
-            self.loop = TaskLoop(work, means) if isinstance(work, type) else loop_of(work, means)
+            self.loop = TaskLoop(work, means) if isinstance(work, type) else make_custom_loop(work, means)
             self.loop.restore(told)
             finished = self.loop.run()
         except Exception as error:
