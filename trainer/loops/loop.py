@@ -54,8 +54,7 @@ class Loop(ABC):
     """Trains. Every rank runs one, in step with the others.
 
     Between two updates the state is consistent, and the same on every rank. The loop holds `state_lock` while it
-    changes the state. So a thread that takes this lock and never releases it has the state of the last finished step,
-    and nothing changes it any more.
+    changes the state. So a thread that takes this lock and keeps it has the state of the last finished step for good.
     """
 
     def __init__(self, context: AttemptContext) -> None:
