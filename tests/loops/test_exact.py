@@ -134,7 +134,7 @@ def test_digits_in_memory(root: Path) -> None:
 
 
 def test_image_files_and_any_workers(root: Path) -> None:
-    """Augmented photos. The undisturbed run has two workers per rank, the other one until its stop and none after it."""
+    """Augmented photos. One run has two workers per rank; the other has one until its stop, and none after it."""
     photos = make_folder(root / "photos", train=24, val=8, classes=3)
     options = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "model.args.width=32")
     expected = undisturbed(root, 2, (*options, "data.workers=2"))

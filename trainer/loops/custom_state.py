@@ -40,7 +40,7 @@ class CustomState:
             self._known().restore(copy.deepcopy(self.loaded))
 
     def restore_for_first_step(self) -> None:
-        """Load the checkpoint again: it was made after whatever the function has changed before its first step."""
+        """Load the checkpoint again: it already holds every change that the function makes before its first step."""
         if self.loaded is not None:
             self._known().restore(self.loaded)
             self.loaded = None

@@ -27,9 +27,9 @@ class Run:
                 for x, y in run.validation(val_loader):
                     ...
 
-    When the ranks are told to stop, they leave the function from one of the two inner loops, after the same step, and
-    everything is saved. The next attempt calls the function again: code before the loops runs again, and the loops
-    continue where the run was. When a rank dies, the surviving ranks save the last finished step.
+    At a stop all ranks leave the function after the same step, from one of the two inner loops, and everything is
+    saved. The next attempt calls the function again: code before the loops runs again, and the loops continue where the
+    run was. When a rank dies, the surviving ranks save the last finished step.
 
     All random generators are seeded from (seed, step, rank) before each step, and likewise before each batch of a
     validation, so a resumed run draws the same random numbers.
