@@ -106,11 +106,11 @@ def _rank(
 ) -> None:
     """The body of a rank's process."""
     import torch
-    from trainer.world.world import World
 
-    from trainer.world.group import sign_in
+    from trainer.world.group import register_rank
     from trainer.world.signals import Signals
     from trainer.world.stop import Stop
+    from trainer.world.world import World
 
     torch.set_num_threads(1)
     signals = Signals.catch()
@@ -119,7 +119,7 @@ def _rank(
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what a stop says of itself is no part of the table
     together.wait(DEADLINE_S)
     at["start"] = time.monotonic()
-    group = sign_in(world, torch.device("cpu"), "gloo", meeting, DEADLINE_S)
+    group = register_rank(world, torch.device("cpu"), "gloo", meeting, DEADLINE_S)
     at["sign in"] = time.monotonic()
     group.connect(DEADLINE_S)
     at["met"] = time.monotonic()

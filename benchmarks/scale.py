@@ -32,7 +32,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from trainer.world.world import World
 
 from benchmarks._measure import DEADLINE_S, write_results
 from trainer.attempt.rescue import Survivor, gather
@@ -41,10 +40,11 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from trainer.cluster.merged_logs import Logs
 from trainer.rundir import RunDir
-from trainer.world.group import sign_in
+from trainer.world.group import register_rank
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Beat, Watchdog
+from trainer.world.world import World
 
 SIZES = (2, 8, 32, 128, 512, 1024)
 REAL = (2, 4, 8)  # ranks whose open files are counted
@@ -314,7 +314,7 @@ def open_files(size: int) -> int:
 def _rank(rank: int, size: int, folder: Path, answer: Connection) -> None:
     """The body of a rank's process."""
     world = World(rank, size, rank, size, 0, 1, ("localhost",) * size, "scale", 0, "scale-0", "benchmark", False)
-    group = sign_in(world, torch.device("cpu"), "gloo", folder / "meeting" / "scale.json", DEADLINE_S)
+    group = register_rank(world, torch.device("cpu"), "gloo", folder / "meeting" / "scale.json", DEADLINE_S)
     group.connect(DEADLINE_S)
     watch = Watchdog(world, DEADLINE_S, on_fault=print)
     watch.join(group)

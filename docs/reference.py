@@ -1,6 +1,6 @@
-"""Writes configuration.md beside it: every key of the configuration, from the schema itself.
+"""Writes docs/configuration.md, which lists every key of the configuration, from the schema.
 
-`python -m docs.reference` after a change of trainer/config/config.py; a test says when that was forgotten.
+Run `python -m docs.reference` after changing trainer/config/schema.py; tests/test_docs.py fails until you do.
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ TARGET = Path(__file__).resolve().parent / "configuration.md"
 HEAD = """\
 # Configuration
 
-A run's configuration is the schema's defaults, then a YAML file (`--config`, a name in `configs/` or a path), then the
-`key=value` words of the command; the later one wins. `python launch.py --dry-run ...` prints the result. `null` means
-"none". The run folder keeps the resolved configuration as `config.yaml`, and a resumed run reads that one.
+A run's configuration has four layers; a later layer overrides an earlier one:
 
-This page is written by `python -m docs.reference` from `trainer/config/config.py`.
+1. the defaults in the tables below,
+2. a site profile (`--site`: a name in `configs/site/`, or a path),
+3. a YAML file (`--config`: a name in `configs/`, or a path),
+4. the `key=value` words of the command.
+
+`python launch.py --dry-run ...` prints the result. `null` means "none". The run folder keeps the resolved configuration
+as `config.yaml`, and a resumed run reads that file.
+
+`python -m docs.reference` writes this page from `trainer/config/schema.py`.
 """
 
 
@@ -30,18 +36,18 @@ def reference() -> str:
     config = Config()
     sections: dict[str, list[str]] = {}
     for key, field, default in fields_of(config):
-        row = f"| `{key}` | {_kind(key, field)} | {_default(default)} | {field.metadata['help']} |"
+        row = f"| `{key}` | {_type(key, field)} | {_default(default)} | {field.metadata['help']} |"
         sections.setdefault(key.rpartition(".")[0], []).append(row)
     page = [HEAD]
     for section, rows in sections.items():
-        title = type(getattr(config, section)).__doc__ if section else "The run as a whole."
+        title = type(getattr(config, section)).__doc__ if section else "The whole run."
         page += [f"## {section or 'Top level'}\n", f"{title}\n"]
         page += ["| key | type | default | what it does |", "| --- | --- | --- | --- |", *rows, ""]
     return "\n".join(page)
 
 
-def _kind(key: str, field: dataclasses.Field[Any]) -> str:
-    """Type and bounds, or the choices."""
+def _type(key: str, field: dataclasses.Field[Any]) -> str:
+    """The type column: type and limits, or the allowed values."""
     choices, least = field.metadata["choices"], field.metadata["least"]
     if choices:
         return ", ".join(f"`{choice}`" for choice in choices)
@@ -52,7 +58,7 @@ def _kind(key: str, field: dataclasses.Field[Any]) -> str:
 
 
 def _refused(word: str) -> bool:
-    """Whether a configuration with this word is."""
+    """Whether a configuration with this `key=value` word is refused."""
     try:
         Config.load(None, [word])
     except ConfigError:
@@ -61,7 +67,7 @@ def _refused(word: str) -> bool:
 
 
 def _default(value: Any) -> str:
-    """A default as one would type it."""
+    """A default as you would type it."""
     if value is None or isinstance(value, bool):
         return {None: "`null`", True: "`true`", False: "`false`"}[value]
     return f"`{value}`"

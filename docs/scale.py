@@ -25,19 +25,19 @@ RANKS, PER_NODE = 1024, 8
 NODES = RANKS // PER_NODE
 HANG_TIMEOUT_S = Launch().hang_timeout_s
 DEFAULT_S = 60 * float(Checkpoint().every_minutes or 0)
-# What is assumed, and was not measured here.
-DISK_BYTES_S = 10e9  # that a shared file system reads for all its clients together
-FILES_S = 20_000  # small ones that it opens and reads in a second, likewise
+# Assumptions, not measured here.
+DISK_BYTES_S = 10e9  # read by a shared file system for all its clients together
+FILES_S = 20_000  # small files that it opens and reads per second
 KILL_WAIT_S = 30  # Slurm's default
-SOFT_LIMIT = 1024  # open files of a process, as most shells have it
+SOFT_LIMIT = 1024  # open files per process in most shells
 
 PAGE = """\
 # Scale
 
-What Laststep costs on up to {ranks} ranks ({nodes} nodes of {per_node}), and what breaks first. Nobody has run it
-on so many. *Measured* are figures of `benchmarks/`, on {cores} cores; *calculated* is what follows from them, and from
-what is assumed: a shared disk that reads {disk} GB/s for all its clients together, and opens {files} small files a
-second. `python -m docs.scale` writes this page from the figures.
+The cost of Laststep on up to {ranks} ranks ({nodes} nodes of {per_node}), and the first thing to break. Nobody has
+run it at that size. *Measured* figures come from `benchmarks/`, on {cores} cores; *calculated* ones follow from these
+and from two assumptions: a shared disk that reads {disk} GB/s for all its clients together, and opens {files} small
+files per second. `python -m docs.scale` writes this page from the figures.
 
 ## How often to save
 
@@ -46,37 +46,39 @@ fails (`trainer/checkpoint/interval.py`), by Daly's formula; `trainer/checkpoint
 comes with a grace (a preemption, a time limit), or that one rank survives, loses no step and is no reason to save. The
 steps since the last save are lost only when all ranks die at once.
 
-Calculated, as if every failure killed all ranks: the share of the time that saves and lost steps take. A node fails
-every {mtbf} days (Llama 3's training: 419 unexpected interruptions in 54 days on 16,384 GPUs). {save} s is what a save
-cost where it was measured (`benchmarks.save`: 409 MB, 2 ranks).
+Calculated, as if every failure killed all ranks: the share of time lost to saves and repeated steps. A node fails every
+{mtbf} days (Llama 3's training: 419 unexpected interruptions in 54 days on 16,384 GPUs). A save of {save} s is the
+measured one (`benchmarks.save`: 409 MB, 2 ranks).
 
 {intervals}
 
-So the default stays at {default:.0f} minutes: where a save costs {save} s, `auto` gains {gain:.2f} % at most. It is for
-runs whose saves are dear, and for those that fail often.
+So the default stays at {default:.0f} minutes: where a save costs {save} s, `auto` gains at most {gain:.2f} %. Use it
+for runs whose saves are expensive, and for runs that fail often.
 
-The model beside real runs, measured (`benchmarks.goodput`): both ranks of a run killed at once, {deaths} times, at
-random moments, with a save every {interval} s. A death lost {lost} ± {error} s of training; the model says
-{model_lost} s. Of the time {kept} % was kept; the model says {model_kept} %. `tests/checkpoint/test_goodput.py`
-checks it against a simulation.
+The model compared with real runs, measured (`benchmarks.goodput`): both ranks of a run were killed at once, {deaths}
+times, at random moments, with a save every {interval} s. A death lost {lost} ± {error} s of training; the model
+predicts {model_lost} s. {kept} % of the time was kept; the model predicts {model_kept} %.
+`tests/checkpoint/test_goodput.py` checks the model against a simulation.
 
 ## What grows with the ranks
 
-Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. A thread with a connection of its own stands in for
-a rank, so all ranks' work shares {cores} cores; on machines of their own they wait less, but for the work of the
-one store, whose processor time has lines of its own. The machine did other work meanwhile. The disk is a local one.
+Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is played by a thread with its own
+connection, so the work of all ranks shares {cores} cores. On separate machines they would wait less, except for the
+single store, whose processor time is listed separately. The machine was doing other work at the time. The disk is
+local.
 
 {growth}
 
-* *meeting*: each rank leaves its card, waits for all and reads all, N² in all; *agreeing on a stop* likewise.
-* *a beat* is what all ranks tell the store every {beat} s, *comparing beats* what rank 0 does with them as often.
-* *save*: {state} MB in N stripes, each fsynced, until they are committed. *verify*: rank 0 reads and hashes them.
-  *restore*: a rank reads them.
-* *rescue*: after a fault, one of the ranks that are left reads what each of the others wrote.
-* *logs*: `launch.py logs` merges them, {lines} lines each.
+* *meeting*: each rank leaves its card, waits for all cards and reads them, N² reads in total; *agreeing on a stop*
+  likewise.
+* *a beat*: the heartbeats that all ranks send to the store every {beat} s; *comparing beats*: rank 0's work on them.
+* *save*: {state} MB in N stripes, each fsynced, until the commit. *verify*: rank 0 reads and hashes them. *restore*:
+  one rank reads them.
+* *rescue*: after a fault, one surviving rank reads the file that each of the others wrote.
+* *logs*: `launch.py logs` merges the logs of all ranks, {lines} lines each.
 
-Real ranks, measured (`benchmarks.meeting`), in milliseconds; the last column is calculated, as if they grew on alike.
-They reach the store (*sign in*), know each other and are connected (*met*), and agree after a signal (*stop*). All
+Real ranks, measured (`benchmarks.meeting`), in milliseconds; the last column is calculated from the growth so far. They
+reach the store (*sign in*), know each other and are connected (*met*), and agree after a signal (*stop*). All of them
 share {cores} cores here, too.
 
 {real}
@@ -85,20 +87,21 @@ share {cores} cores here, too.
 
 {limits}
 
-Reading a checkpoint back, calculated: rank 0 verifies the newest alone, at the {verify} GB/s measured, and the others
-wait for it. Then all ranks read all of it; those of a node find it in the page cache once one of them has read it, so
-that the disk sees each node once. To the watchdog a rank that reads makes no progress: what takes longer than
-`launch.hang_timeout_s` ({hang} s) here ends the attempt, and the next one alike, so it has to be raised for checkpoints
-of more than {largest:.0f} GB.
+Restoring a checkpoint, calculated: rank 0 verifies the newest one alone, at the measured {verify} GB/s, while the
+others wait. Then every rank reads all of it; the page cache serves the other ranks of a node once one of them has
+read it, so the disk serves each node once. To the watchdog a rank that is reading makes no progress: a restore that
+takes longer than `launch.hang_timeout_s` ({hang} s) ends the attempt, and every retry. So raise it for checkpoints of
+more than {largest:.0f} GB.
 
 {restores}
 
-Each rank makes six connections to the store, and torch (2.15) asks the name server for the name of the other end of
-each: {lookups} questions when {ranks} ranks start. Seen here: a question that is not answered holds up its rank for
-5 s, glibc's time-out.
+Each rank makes six connections to the store, and torch (2.15) asks the name server for the name at the other end of
+each: {lookups} queries when {ranks} ranks start. Seen here: an unanswered query delays its rank by 5 s, glibc's
+timeout.
 
-What does not grow: the lock, which rank 0 alone takes; metrics.jsonl; attempts.jsonl, but for the names of the nodes;
-what a step pays for the agreement ({agreement} ns, `benchmarks.agreement`). A rank's share of a save shrinks.
+These do not grow: the lock, which only rank 0 takes; metrics.jsonl; attempts.jsonl, except for the names of the nodes;
+the cost per step of being able to stop together ({agreement} ns, `benchmarks.agreement`). A rank's share of a save
+shrinks.
 """
 
 
@@ -143,19 +146,19 @@ def page() -> str:
 
 
 def result(name: str) -> Any:
-    """What a benchmark has written."""
+    """The results of a benchmark."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """In Markdown."""
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def intervals(saves_s: Sequence[float], nodes: Sequence[int]) -> str:
-    """What `auto` chooses, and what that brings."""
-    head = ["a save costs", "nodes", "they fail every", "`auto` saves every", "lost", f"every {DEFAULT_S / 60:.0f} min"]
+    """The interval that `auto` chooses, and what it gains."""
+    head = ["a save costs", "nodes", "a failure every", "`auto` saves every", "lost", f"every {DEFAULT_S / 60:.0f} min"]
     return table(
         head,
         (
@@ -174,13 +177,13 @@ def intervals(saves_s: Sequence[float], nodes: Sequence[int]) -> str:
 
 
 def lost(save_s: float, nodes: int, interval_s: float | None = None) -> float:
-    """The share of the time that saves and deaths cost; the interval is that of `auto` when None."""
+    """The share of time lost to saves and deaths; an interval of None is that of `auto`."""
     death_s = NODE_MTBF_S / nodes
     return 1 - goodput(Conditions(death_s, save_s), interval_s or best_interval(save_s, death_s))
 
 
 def growth(ranks: dict[str, dict[str, float]]) -> str:
-    """Milliseconds by what takes them and by the number of ranks."""
+    """Milliseconds by activity and number of ranks."""
     names = next(iter(ranks.values()))
     rows = ([name, *(_three(1000 * taken[name]) for taken in ranks.values())] for name in names)
     return table(["ranks", *(f"{int(size):,}" for size in ranks)], rows)
@@ -199,7 +202,7 @@ def real_ranks() -> str:
 
 
 def limits(scale: dict[str, Any]) -> str:
-    """What has a limit, how near it is, and at how many ranks it is reached."""
+    """The limits, how near each is, and at how many ranks it is reached."""
     files = {int(size): count for size, count in scale["open_files"].items()}
     each = (max(files.values()) - min(files.values())) // (max(files) - min(files))
     own = min(files.values()) - each * min(files)
@@ -209,43 +212,44 @@ def limits(scale: dict[str, Any]) -> str:
             f"open files of rank 0: {own} and {each} for each rank (measured with {_and(files)} real ranks)",
             f"{own + each * RANKS:,}",
             f"{SOFT_LIMIT:,}, the usual limit of a shell",
-            f"{(SOFT_LIMIT - own) // each} ranks; so each rank raises its limit to the hard one, often 4,096 or more: "
+            f"{(SOFT_LIMIT - own) // each} ranks; each rank raises its soft limit to the hard one, often 4,096 or "
+            "more: "
             f"{(4096 - own) // each} ranks",
         ),
         (
-            "rescue: each rank that is left reads a small file of each other, N² (calculated)",
+            "rescue: each surviving rank reads a small file from every other, N² (calculated)",
             f"{RANKS**2 / FILES_S:.0f} s",
-            f"{KILL_WAIT_S} s, Slurm's KillWait, when srun ends the ranks that are left",
+            f"{KILL_WAIT_S} s, Slurm's KillWait, after which srun kills the surviving ranks",
             f"{math.isqrt(KILL_WAIT_S * FILES_S)} ranks; then the steps since the last save are lost",
         ),
         (
-            f"ranks that wait for rank 0 look for its address on the disk every {POLL_S} s (calculated)",
-            f"{RANKS / POLL_S:,.0f} a second",
-            f"{FILES_S:,} a second",
-            f"{FILES_S * POLL_S:,.0f} ranks; what rank 0 reads meanwhile comes late",
+            f"waiting ranks look for rank 0's address on the disk every {POLL_S} s (calculated)",
+            f"{RANKS / POLL_S:,.0f} per second",
+            f"{FILES_S:,} per second",
+            f"{FILES_S * POLL_S:,.0f} ranks; rank 0's own reads are delayed meanwhile",
         ),
         (
             "agreeing on a stop (measured, see above)",
-            f"{most['agreeing on a stop']:.1f} s, the store {most['agreeing on a stop: the store']:.1f} s of it",
-            f"{ANSWER_S:.0f} s, then the attempt ends as a fault",
+            f"{most['agreeing on a stop']:.1f} s, of which the store {most['agreeing on a stop: the store']:.1f} s",
+            f"{ANSWER_S:.0f} s, then the attempt ends by fault",
             _reached(most["agreeing on a stop"], ANSWER_S),
         ),
         (
             "a beat (measured)",
-            f"{most['a beat']:.2f} s, the store {most['a beat: the store']:.2f} s of it",
-            f"{BEAT_S} s, then beats come later",
+            f"{most['a beat']:.2f} s, of which the store {most['a beat: the store']:.2f} s",
+            f"{BEAT_S} s, then heartbeats are late",
             _reached(most["a beat"], BEAT_S),
         ),
         (
             "meeting (measured), collectives not counted",
-            f"{most['meeting']:.1f} s, the store {most['meeting: the store']:.1f} s of it",
+            f"{most['meeting']:.1f} s, of which the store {most['meeting: the store']:.1f} s",
             f"{HANG_TIMEOUT_S} s, `launch.hang_timeout_s`",
             _reached(most["meeting"], HANG_TIMEOUT_S),
         ),
         (
             "files: a stripe per rank in each checkpoint, a log per rank and job (calculated)",
             f"{RANKS + 2:,} in a checkpoint, {RANKS:,} logs",
-            "the quota of files",
+            "the file quota",
             "",
         ),
     ]
@@ -253,8 +257,8 @@ def limits(scale: dict[str, Any]) -> str:
 
 
 def restores(checkpoints: dict[str, float], verify_bytes_s: float) -> str:
-    """How long reading a checkpoint takes all ranks together."""
-    head = ["checkpoint", "rank 0 verifies it", f"{NODES} nodes read it", "if the page cache helps nothing"]
+    """How long a restore takes all ranks together."""
+    head = ["checkpoint", "rank 0 verifies it", f"{NODES} nodes read it", "without help from the page cache"]
     return table(
         head,
         (
@@ -274,7 +278,7 @@ def _reached(seconds: float, limit_s: float) -> str:
 
 
 def _three(value: float) -> str:
-    """Three digits that count, no more than two of them behind the point."""
+    """Three significant digits, at most two of them behind the point."""
     return f"{float(f'{value:.3g}'):,.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 

@@ -1,4 +1,4 @@
-"""Draws what a command prints on a terminal: `python -m docs.terminal PICTURE.svg COLUMNS python launch.py status`."""
+"""Draws a command's terminal output as SVG: `python -m docs.terminal PICTURE.svg COLUMNS python launch.py status`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rich.text import Text
 
 
 def main(picture: str, columns: str, *command: str) -> int:
-    """Run the command on a terminal that wide, and draw it with what it prints; returns its exit status."""
+    """Run the command in a terminal of `columns` characters, and draw it with its output; returns its exit status."""
     os.environ |= {"COLUMNS": columns, "LINES": "50", "TERM": "xterm-256color"}
     pid, terminal = pty.fork()
     if not pid:
         os.execvp(command[0], command)
-    shown = b""
+    output = b""
     with contextlib.suppress(OSError):  # EIO: the command has ended
         while chunk := os.read(terminal, 4096):
-            shown += chunk
+            output += chunk
     _, status = os.waitpid(pid, 0)
     console = Console(record=True, width=int(columns), file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ {shlex.join(command)}"))
-    console.print(Text.from_ansi(shown.decode(errors="replace").replace("\r", "")))
+    console.print(Text.from_ansi(output.decode(errors="replace").replace("\r", "")))
     svg = console.export_svg(title="Laststep")
-    # Fonts from the network: whoever has none of them sees their own.
+    # Do not load fonts from the network; a viewer without these fonts uses its own.
     Path(picture).write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))
     return os.waitstatus_to_exitcode(status)
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import FAKE_SBATCH, FAKE_SQUEUE, NO_SLURM
+from tests.support.shared import make_shared_folder, remove_shared_folder
 
 # Two cores and many ranks: more threads than cores would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -12,7 +18,49 @@ os.environ["OMP_NUM_THREADS"] = "1"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_unconfigure() -> None:
-    """End what a test that failed has left: Python would wait at its exit for loader workers, which ignore SIGTERM."""
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this is one of pytest-xdist's processes, which another one started."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not is_worker(config):
+        make_shared_folder()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End what a failed test has left: Python would wait at its exit for loader workers, which ignore SIGTERM."""
     for child in multiprocessing.active_children():
         child.kill()
+    if not is_worker(config):
+        remove_shared_folder()
+
+
+@pytest.fixture(scope="module")
+def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the runs of all tests in a module."""
+    return tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to type commands in, on a machine without Slurm and without a GPU."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", NO_SLURM)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return folder
+
+
+@pytest.fixture
+def slurm(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a fake sbatch that accepts every job and copies its script to `submitted.sh`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("sbatch", FAKE_SBATCH), ("srun", "#!/bin/sh\n"), ("squeue", FAKE_SQUEUE)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    return programs

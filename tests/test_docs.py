@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 
 from docs import reference, scale
 from tests.support.project import PROJECT
@@ -26,3 +27,11 @@ def test_readme_shows_what_a_custom_loop_changes() -> None:
     _, _, *difference = difflib.unified_diff(plain, custom, lineterm="", n=0)
     assert "\n".join(difference) in (PROJECT / "README.md").read_text()
     assert sum(line.startswith("+") for line in difference) <= 20
+
+
+def test_the_files_that_design_names_exist() -> None:
+    """The page answers where things are: a file that has moved would send a newcomer to nowhere."""
+    text = (PROJECT / "docs" / "design.md").read_text()
+    named = set(re.findall(r"`((?:trainer|tests|benchmarks|examples|docs)/[\w./]+)`", text))
+    assert len(named) > 40, "the twenty questions are answered by the names of files"
+    assert [name for name in sorted(named) if not (PROJECT / name).exists()] == []

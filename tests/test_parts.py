@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.project import PROJECT
-from tests.support.ranks import read_until
+from tests.support.waiting import DEADLINE_S, read_until
 
 PAGE = (PROJECT / "docs" / "parts.md").read_text()
-DEADLINE_S = 120.0
 
 
 def test_the_plain_loop_runs() -> None:

@@ -14,7 +14,7 @@ from trainer.tasks.models import model_names
 
 # Lower to higher: a part may import what stands in a line before its own, and parts of its own package.
 LAYERS = [
-    {"say", "rundir"},
+    {"say", "rundir", "compat"},
     {"config"},
     {"world"},
     {"records"},
@@ -82,6 +82,26 @@ def test_files_are_short_and_say_what_they_are_for(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 350
     assert ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_of)
+def test_classes_are_short(path: Path) -> None:
+    """A class that nobody can hold in their head has more than one job."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= 200, f"{node.name} has {length} lines"
+
+
+def test_few_modules_at_the_top() -> None:
+    """A newcomer who opens trainer/ must see subjects, not a list of modules."""
+    assert len(list((PROJECT / "trainer").glob("*.py"))) <= 9
+
+
+def test_each_folder_says_what_belongs_there() -> None:
+    """And what does not, with the place where that is."""
+    for package in (PROJECT / "trainer").glob("*/__init__.py"):
+        assert "Not here:" in (ast.get_docstring(ast.parse(package.read_text())) or ""), package
 
 
 def test_model_names_are_torchvisions() -> None:

@@ -25,7 +25,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: the command answers at once only as long as torch stays away."""
+    """Import a public name when it is first used: the command starts quickly only if it does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     return getattr(importlib.import_module(f"trainer.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""One rank of a run, under any launcher: `python -m trainer`, see trainer.commands.rank."""
+"""`python -m trainer`: one rank of a run, under any launcher; see trainer.commands.rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Blocked until they are caught, see Signals.catch: one that came sooner would kill the rank.
+    # Blocked until Signals.catch can catch them: a signal that arrived earlier would kill the rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT})
 
     from trainer.commands.rank import main

@@ -1,4 +1,4 @@
-"""RunDir: every path of a run, spelled once."""
+"""RunDir: the path of every file and folder of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class RunDir:
-    """The folder of one run. Nothing else in the code joins a path of a run by hand."""
+    """The folder of one run. No other code builds a path inside a run folder by hand."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
@@ -16,101 +16,106 @@ class RunDir:
         """The run's name."""
         return self.path.name
 
+    # Written at submission.
+
     @property
     def config(self) -> Path:
-        """The resolved configuration; a resumed run reads this one."""
+        """The resolved configuration. Every attempt, and `resume`, reads this file."""
         return self.path / "config.yaml"
 
     @property
     def code(self) -> Path:
-        """The code as it was at submission; every attempt in a job runs this copy."""
+        """A copy of the code at submission. Every attempt in a job runs this copy."""
         return self.path / "code"
 
     @property
     def diff(self) -> Path:
-        """What that code had beyond its commit, where git knows of one."""
+        """The uncommitted changes in that code, where it is a git clone."""
         return self.path / "code.diff"
 
     @property
     def packages(self) -> Path:
-        """The Python packages installed then, as `pip freeze` lists them."""
+        """The Python packages installed at submission, in the format of `pip freeze`."""
         return self.path / "packages.txt"
 
     @property
     def submissions(self) -> Path:
-        """Each time it was submitted or started, a JSON object a line: job_id, time, host, command,
-        commit."""
+        """One JSON object per line for each submission or start: job_id, time, host, command, commit."""
         return self.path / "submissions.jsonl"
+
+    # The training: its length, its state, its results.
 
     @property
     def plan(self) -> Path:
-        """How long the run is, as JSON: total_steps, batch_size. Known once the data have been looked at."""
+        """The length of the run, as JSON: total_steps, batch_size. Written once the size of the data set is known."""
         return self.path / "plan.json"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints, one `step_000001234/` each."""
+        """Folder of the checkpoints, each a folder such as `step_000001234/`."""
         return self.path / "checkpoints"
 
     @property
-    def compiled(self) -> Path:
-        """What torch.compile has made, for the attempts that come after."""
-        return self.path / "compiled"
-
-    @property
     def metrics(self) -> Path:
-        """Each step and each epoch once, a JSON object a line."""
+        """One JSON object per line for each step and each epoch; each appears exactly once."""
         return self.path / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """Folder of the event files: the same curves, for TensorBoard."""
+        """Folder of TensorBoard's event files: the same curves as metrics.jsonl."""
         return self.path / "tensorboard"
 
     @property
+    def report(self) -> Path:
+        """The HTML page that `launch.py report` writes."""
+        return self.path / "report.html"
+
+    @property
+    def compiled(self) -> Path:
+        """Cache of torch.compile, shared by all attempts."""
+        return self.path / "compiled"
+
+    # The attempts: how each one ended, and what its ranks use to coordinate.
+
+    @property
     def attempts(self) -> Path:
-        """Each ended attempt, a JSON object a line."""
+        """One JSON object per line for each attempt that has ended."""
         return self.path / "attempts.jsonl"
 
     @property
     def attempt_now(self) -> Path:
-        """The attempt under way; left behind only by one that could not say how it ended."""
+        """The attempt that is running. It stays behind only when an attempt dies without recording how it ended."""
         return self.path / "attempt.json"
 
     @property
     def attempt_ended(self) -> Path:
-        """attempt.json of an attempt whose end is being entered in attempts.jsonl."""
+        """attempt.json, renamed while the end of that attempt is being added to attempts.jsonl."""
         return self.path / "attempt.ended.json"
 
     @property
-    def lock(self) -> Path:
-        """Locked by rank 0 of the attempt at work."""
-        return self.path / "lock"
-
-    @property
     def logs(self) -> Path:
-        """What each rank printed, and submitit's own files."""
+        """Folder of each rank's output and of submitit's own files."""
         return self.path / "logs"
 
     def collectives(self, attempt: str) -> Path:
-        """What the ranks of an attempt did last over NCCL, where that failed; the rank's number comes behind it."""
+        """The last NCCL collectives of an attempt in which one failed; append a rank's number to get its file."""
         return self.logs / f"{attempt}_collectives_"
 
     @property
-    def report(self) -> Path:
-        """The page that shows how the run went."""
-        return self.path / "report.html"
-
-    @property
-    def rescues(self) -> Path:
-        """Where the ranks that are left after a fault agree on who saves, a folder for each attempt."""
-        return self.path / "rescue"
+    def lock(self) -> Path:
+        """Locked by rank 0 of the attempt that is running; see trainer.world.run_lock."""
+        return self.path / "lock"
 
     def meeting(self, attempt: str) -> Path:
-        """Where rank 0 publishes its address to the other ranks of one attempt."""
+        """The file in which rank 0 publishes its address to the other ranks of an attempt."""
         return self.path / "meeting" / f"{attempt}.json"
 
     @property
+    def rescues(self) -> Path:
+        """Folder in which the surviving ranks agree, after a fault, on which of them saves; a subfolder per attempt."""
+        return self.path / "rescue"
+
+    @property
     def sweep(self) -> Path:
-        """Of a sweep's own folder, which has its logs and its code: each of its runs, a JSON object a line."""
+        """In the folder of a sweep, which also has its code and logs: one JSON object per line for each of its runs."""
         return self.path / "sweep.jsonl"

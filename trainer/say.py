@@ -1,4 +1,4 @@
-"""What a rank says of itself, into its log."""
+"""Printing into a rank's log."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import time
 
 
 def say(text: str) -> None:
-    """Print a line, marked as ours and with the time, by which `launch.py logs` puts the ranks' lines in order.
+    """Print one line with our mark and the time; `launch.py logs` puts the lines of all ranks in order by it.
 
-    The log may be on a disk that is full by now: no reason to end the training.
+    A failed write, for example to a full disk, is ignored: it is no reason to end the training.
     """
     with contextlib.suppress(OSError):
-        # In one piece, unlike print: threads talk too, and a line of theirs must not get into the middle of this one.
+        # A single write, unlike print's two: else a line from another thread could end up in the middle of this one.
         sys.stdout.write(f"[laststep {time.strftime('%H:%M:%S')}] {text.strip()}\n")
         sys.stdout.flush()
 
 
-def fall_silent() -> None:
-    """Before the process ends itself: what was printed shall reach the log, if it can."""
+def flush_output() -> None:
+    """Flush stdout and stderr, before the process ends without Python's own cleanup."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

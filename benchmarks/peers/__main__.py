@@ -33,14 +33,16 @@ TEXT = """\
 
 The same training (the small network on 4,000 digits, 2 ranks on 2 nodes, {steps} steps of {step_ms} ms in {epochs}
 epochs) under three trainers, hit {times} in the middle of the second epoch, on a real Slurm with
-KillWait at {kill_wait} s. Both peers write a checkpoint after each epoch, and are kinder than what is usually copied:
-they go on from their newest checkpoint however they were started. The usual submitit script looks for it at SIGUSR2
-alone, and Lightning's page on Slurm for the one of its own signal alone, so that both start from nothing after a
-preemption. The steps are read from the model's own count, by one harness for all (`python -m benchmarks.peers`).
+KillWait={kill_wait} s.
 
-*Lost* are steps that had to be done again. *Back in* is the time from the last step before to the first step beyond
-it, queue included; *by hand*: the job was gone or hung for {deadline} s, and somebody had to start it again. *Same
-weights*: in the end they are, bit for bit, those of the same trainer's undisturbed run.
+Both peers write a checkpoint after each epoch, and are configured more kindly than the scripts that people usually
+copy: they resume from their newest checkpoint however they were started. The usual submitit script looks for a
+checkpoint only after SIGUSR2, and Lightning's page on Slurm only after its own signal, so both start over after a
+preemption. One harness for all three (`python -m benchmarks.peers`) reads the steps from the model's own count.
+
+*Lost* steps had to be done again. *Back in* is the time from the last step before the fault to the first new step,
+including the queue. *By hand* means that the job was gone, or hung for {deadline} s, and somebody had to restart it.
+*Same weights* means that the final weights are, bit for bit, those of the same trainer's undisturbed run.
 
 {table}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from tests.loops.test_exact import config
 from tests.support.ranks import Attempt, fingerprint, reasons, train
+from tests.support.runs import config
 from tests.support.tasks import read_one_step_late
 from trainer.commands.verify import inspect
 from trainer.records.metrics import read_lines

@@ -10,25 +10,16 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.loops.test_exact import EVERYTHING, config
 from tests.support.ranks import Attempt, fingerprint, reasons, train
+from tests.support.runs import EVERYTHING, FAULTY, KILLED, befall, config, only, undisturbed
 from tests.support.tasks import read_one_step_late
 from trainer.commands.verify import inspect
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
-from trainer.world.group import is_of_absence
-
-FAULTY = ("task=tests.support.tasks.Faulty", "launch.hang_timeout_s=5", "launch.max_failures=9")
-KILLED = -signal.SIGKILL
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("rescue")
+from trainer.world.group import is_peer_loss
 
 
 def slug(request: pytest.FixtureRequest) -> str:
@@ -36,30 +27,11 @@ def slug(request: pytest.FixtureRequest) -> str:
     return str(request.node.callspec.id).replace(" ", "-").replace(",", "-")
 
 
-def befall(root: Path, name: str, ranks: int, fault: str, *options: str) -> tuple[Attempt, list[int]]:
-    """One attempt that `fault` befalls; returns it and its exit statuses. Ranks that it leaves halted are killed."""
-    attempt = Attempt(config(root, name, ranks, (*FAULTY, *options)), {"LASTSTEP_TEST_FAULT": fault})
-    kind, _, _, _, hit = fault.split()
-    if kind in ("halt", "spin"):
-        attempt.wait_for_end(*(rank for rank in range(ranks) if str(rank) not in hit.split(",")))
-        attempt.signal(signal.SIGKILL, *map(int, hit.split(",")))  # as srun or the local launcher would
-    return attempt, attempt.wait()
-
-
 def goes_on(root: Path, name: str, ranks: int, *options: str) -> RunDir:
     """The next attempt, which must finish as if nothing had been."""
-    calm = f"calm-{ranks}-{abs(hash(options))}"
-    if not (root / calm).exists():
-        train(config(root, calm, ranks, (*FAULTY, *options)))
     run = train(config(root, name, ranks, (*FAULTY, *options)))
-    assert fingerprint(run) == fingerprint(RunDir(root / calm))
+    assert fingerprint(run) == undisturbed(ranks, options)
     return run
-
-
-def only(attempt: Attempt) -> dict[str, Any]:
-    """The record of the one attempt."""
-    (record,) = read_lines(attempt.run.attempts)
-    return record
 
 
 @pytest.mark.parametrize(
@@ -105,8 +77,7 @@ def test_killed_while_figures_are_on_their_way(root: Path, rank: int) -> None:
     ]
     run = train(faulty, before=read_one_step_late)
     assert [record["end_step"] for record in read_lines(run.attempts)] == [3, 7, 14]
-    goes_on(root, f"{name}-calm", 2)
-    assert fingerprint(run) == fingerprint(RunDir(root / f"{name}-calm"))
+    assert fingerprint(run) == undisturbed(2, ())
 
 
 @pytest.mark.parametrize("fault", ["halt step 10 rank 1", "halt step 10 rank 0", "sleep step 4 rank 1"], ids=str)
@@ -158,8 +129,8 @@ def test_alone(root: Path) -> None:
 def test_a_broken_pipe_of_pythons_own() -> None:
     """It is one to a loader's process, which was killed. Taken for a lost peer, it would leave the log with a rank that
     lost contact, and no word of the loader."""
-    assert not is_of_absence(ConnectionResetError(104, "Connection reset by peer"))
-    assert is_of_absence(RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer"))
+    assert not is_peer_loss(ConnectionResetError(104, "Connection reset by peer"))
+    assert is_peer_loss(RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer"))
 
 
 def test_a_loader_worker_is_killed(root: Path) -> None:

@@ -8,28 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.loops.test_exact import config
 from tests.support.ranks import Attempt, fingerprint, reasons, train
+from tests.support.runs import config, undisturbed
 from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 STOPPED = [128 + signal.SIGTERM] * 2
 OPTIONS = ("task=tests.support.tasks.SignalledElsewhere", "checkpoint.every_steps=2", "data.workers=1")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stops")
-
-
-@pytest.fixture(scope="module")
-def calm(root: Path) -> RunDir:
-    """A run that nobody signalled."""
-    return train(config(root, "calm", 2, OPTIONS))
-
-
 @pytest.mark.parametrize("where", ["preparing", "warming-up", "restoring", "saving"])
-def test_no_step_is_lost(root: Path, calm: RunDir, where: str) -> None:
+def test_no_step_is_lost(root: Path, where: str) -> None:
     """Before the first step there is nothing to lose, but a rank that went on alone would wait for the others for ever.
     While a save is written the ranks must neither tear it nor stop without one of their own."""
     attempt = Attempt(config(root, where, 2, OPTIONS), {"LASTSTEP_TEST_WHERE": where})
@@ -39,17 +27,17 @@ def test_no_step_is_lost(root: Path, calm: RunDir, where: str) -> None:
     assert (record["end_step"] >= 2) == (where == "saving")
     run = train(config(root, where, 2, OPTIONS))
     assert read_lines(run.attempts)[1]["start_step"] == record["end_step"]
-    assert fingerprint(run) == fingerprint(calm)
+    assert fingerprint(run) == undisturbed(2, OPTIONS)
 
 
-def test_after_the_last_step(root: Path, calm: RunDir) -> None:
+def test_after_the_last_step(root: Path) -> None:
     """The run is done, only its last save is under way: it finishes."""
     attempt = Attempt(config(root, "ending", 2, OPTIONS), {"LASTSTEP_TEST_WHERE": "ending"})
     assert attempt.wait() == [0, 0], attempt.output()
-    assert reasons(attempt.run) == ["finished"] and fingerprint(attempt.run) == fingerprint(calm)
+    assert reasons(attempt.run) == ["finished"] and fingerprint(attempt.run) == undisturbed(2, OPTIONS)
 
 
-def test_every_signal_at_once(root: Path, calm: RunDir) -> None:
+def test_every_signal_at_once(root: Path) -> None:
     """Slurm sends SIGTERM twice, to every process of the job; a user may send another meanwhile. It is one stop, and a
     loader worker that died of it would fail the step that is under way."""
     attempt = Attempt(config(root, "everywhere", 2, OPTIONS), {"LASTSTEP_TEST_WHERE": "everywhere"})
@@ -58,4 +46,4 @@ def test_every_signal_at_once(root: Path, calm: RunDir) -> None:
     assert len(read_lines(attempt.run.attempts)) == 1
     run = train(config(root, "everywhere", 2, OPTIONS))
     assert [record["lost_steps"] for record in read_lines(run.attempts)] == [0, 0]
-    assert fingerprint(run) == fingerprint(calm)
+    assert fingerprint(run) == undisturbed(2, OPTIONS)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from tests.loops.test_exact import config
 from tests.support.ranks import Attempt
+from tests.support.runs import config
 from trainer.checkpoint import interval
 from trainer.checkpoint.goodput import NODE_MTBF_S, daly
 from trainer.checkpoint.interval import LEAST_S, MOST_S, AutoInterval

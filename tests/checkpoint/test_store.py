@@ -7,13 +7,12 @@ skipped or deleted, throws away days.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +20,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.disk import failing_at
 from trainer.checkpoint.store import CheckpointError, CheckpointStore, Manifest, fsync
 
 STATE = bytes(range(256)) * 20
 FIRST, SECOND = "shard_0000-of-0002.bin", "shard_0001-of-0002.bin"
-# Every call by which a commit or a deletion touches the disk; Path and shutil go through these too.
-DISK_CALLS = [
-    *((os, name) for name in ("mkdir", "rename", "replace", "rmdir", "unlink", "fsync", "open")),
-    (io, "open"),
-]
 
 
 class Crash(BaseException):
     """The power goes: no handler of the code under test may see it as an error of its own."""
-
-
-@contextmanager
-def failing_at(call: int, error: BaseException) -> Iterator[list[str]]:
-    """From the disk call with this number on, each one fails; yields the names of the calls so far."""
-    calls: list[str] = []
-    before = [(module, name, getattr(module, name)) for module, name in DISK_CALLS]
-
-    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*words: Any, **named: Any) -> Any:
-            calls.append(name)
-            if len(calls) > call:
-                raise error
-            return real(*words, **named)
-
-        return wrapped
-
-    for module, name, real in before:
-        setattr(module, name, wrap(name, real))
-    try:
-        yield calls
-    finally:
-        for module, name, real in before:
-            setattr(module, name, real)
 
 
 def damage(data: bytes) -> Callable[[Path], None]:

@@ -26,13 +26,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.checkpoint.test_store import failing_at
+from tests.support.disk import failing_at
+from tests.support.waiting import DEADLINE_S
 from trainer.checkpoint.pack import Packed, load
 from trainer.checkpoint.store import CheckpointError, CheckpointStore, shard_name
 from trainer.checkpoint.weights import weights_sha256
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter, save_alone
 
-DEADLINE_S = 60.0
 CPU = torch.device("cpu")
 KEEP = (3, 0)
 

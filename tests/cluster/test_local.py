@@ -16,58 +16,19 @@ import pytest
 
 from tests.support.photos import make_folder
 from tests.support.project import PROJECT
-from tests.support.ranks import fingerprint, read_until, reasons
+from tests.support.ranks import fingerprint, reasons
+from tests.support.terminal import LONG, Terminal, ranks_of
+from tests.support.waiting import DEADLINE_S, read_until
 from trainer.data.catalog import MNIST_5K
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
-DEADLINE_S = 120.0
 TINY = ("data.name=fake", "data.args.samples=64", "data.args.image_size=8", "train.batch_size=16", "train.epochs=1")
-LONG = ("data.name=fake", "data.args.samples=640", "data.args.image_size=8", "train.epochs=1000")
-
-
-class Terminal:
-    """A user's terminal in the project's folder, with runs in a folder of its own."""
-
-    def __init__(self, root: Path, **env: str) -> None:
-        self.root = root
-        self.env = {**os.environ, **env}
-
-    def starts(self, *words: str) -> subprocess.Popen[str]:
-        """`python launch.py WORDS`."""
-        command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
-        return subprocess.Popen(
-            command, cwd=PROJECT, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-
-    def types(self, *words: str, status: int = 0) -> str:
-        """The same to its end; returns what it printed."""
-        process = self.starts(*words)
-        said, _ = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == status, said
-        return said
-
-    def run(self, name: str) -> RunDir:
-        """The folder of that run."""
-        return RunDir(self.root / name)
-
-    def waits_for_step(self, name: str) -> None:
-        """Until the run has finished its first steps."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not read_lines(self.run(name).metrics):
-            assert time.monotonic() < deadline, f"{name} did not begin to train within {DEADLINE_S:.0f} s"
-            time.sleep(0.02)
 
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Terminal:
     return Terminal(tmp_path / "runs")
-
-
-def ranks_of(launcher: subprocess.Popen[str] | subprocess.Popen[bytes]) -> list[int]:
-    """Pids of the ranks that the launcher started, rank 0 first."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    return sorted(map(int, children))
 
 
 @pytest.mark.parametrize("nodes", ["2", "2-4"])

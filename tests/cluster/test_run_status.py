@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.needs import require_root
 from trainer.cluster.queue import Job, Queue
 from trainer.cluster.run_folders import find
 from trainer.cluster.run_status import status_of
@@ -159,9 +160,9 @@ def test_a_run_of_an_older_version(run: RunDir, capfd: pytest.CaptureFixture[str
     assert capfd.readouterr().err.startswith(f"error: {run.config}: dropped_key: no such key; choose from")
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_a_run_of_somebody_else(run: RunDir) -> None:
     """No permission is not the same as no such run."""
+    require_root("only root can become another user")
     run.config.write_text("")
     run.path.chmod(0o700)
     for folder in run.path.parents[:-2]:

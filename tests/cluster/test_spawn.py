@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from tests.cluster.test_local import DEADLINE_S, LONG, ranks_of
 from tests.support.project import PROJECT
 from tests.support.ranks import reasons
+from tests.support.terminal import LONG, ranks_of
+from tests.support.waiting import DEADLINE_S
 from trainer.rundir import RunDir
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.test_command import here, launch, refusal, slurm  # noqa: F401  # fixtures
+from tests.support.commands import refusal
 from trainer.cluster.sweep import combinations, name_of
 from trainer.commands.main import main
 from trainer.config.config import Config, variants
@@ -68,12 +68,12 @@ def test_variants_are_what_loading_gives() -> None:
         (["seed=1,2", "--parallel", "0"], "--parallel 0: must be at least 1"),
     ],
 )
-def test_refused(words: list[str], said: str, slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_refused(words: list[str], said: str, slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One line, and nothing is made: half a sweep is worse than none."""
     assert said in refusal(["sweep", *words], capfd, here)
 
 
-def test_submitted_as_one_array(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_submitted_as_one_array(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One sbatch; each run has its own configuration and shares logs and code with the others."""
     options = ("--parallel", "2", "--nodes", "1-2")
     assert main(["sweep", "--name", "scan", *options, "optim.lr=0.1,0.03", "seed=0..1", "train.epochs=3"]) == 0
@@ -91,7 +91,7 @@ def test_submitted_as_one_array(slurm: Path, here: Path, capfd: pytest.CaptureFi
     assert [line["run"] for line in read_lines(RunDir(here / "runs" / "scan").sweep)] == [run.name for run in runs]
 
 
-def test_again_only_what_is_missing(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_again_only_what_is_missing(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What has finished or is in the queue is left alone; what ended before, and what is new, goes in one array."""
     assert main(["sweep", "--name", "scan", "seed=0..2"]) == 0
     finished = RunDir(here / "runs" / "scan-seed_0")
@@ -111,7 +111,7 @@ def test_again_only_what_is_missing(slurm: Path, here: Path, capfd: pytest.Captu
     assert "scan-seed_0: this run exists with another configuration" in capfd.readouterr().err
 
 
-def test_status_ranks_a_sweep(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_status_ranks_a_sweep(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The best on top: the lowest loss, the highest accuracy; runs without a validation last."""
     assert main(["sweep", "--name", "scan", "seed=0..2"]) == 0
     for seed, (loss, accuracy) in {1: (0.5, 0.7), 2: (0.3, 0.6)}.items():

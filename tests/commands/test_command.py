@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission
 
+from tests.support.commands import REFUSING_SBATCH, files, launch, refusal
 from tests.support.project import PROJECT
 from trainer.commands.main import main
 from trainer.config.config import Config
@@ -23,69 +24,6 @@ from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
-NO_SLURM = "/nonexistent"
-
-# Stands in for Slurm up to the call of sbatch; what a real one does is tests/slurm/'s business.
-SBATCH = """#!/bin/sh
-cp "$1" "$(dirname "$0")/submitted.sh"
-echo "Submitted batch job 4711"
-"""
-SQUEUE = "#!/bin/sh\necho '4711|RUNNING|N/A|None'\n"
-REFUSING = """#!/bin/sh
-echo "sbatch: error: invalid partition specified: nope" >&2
-echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
-exit 1
-"""
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to type commands in, on a machine without Slurm and without a GPU."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("PATH", NO_SLURM)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    return folder
-
-
-@pytest.fixture
-def slurm(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a sbatch that takes every job and keeps its script as `submitted.sh`."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\n"), ("squeue", SQUEUE)):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
-    return programs
-
-
-def files(folder: Path) -> list[str]:
-    """Everything under a folder."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-
-
-def launch(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """`python launch.py ...`, as typed in the current folder."""
-    return subprocess.run(
-        [sys.executable, str(PROJECT / "launch.py"), *words], input=stdin, capture_output=True, text=True, timeout=120
-    )
-
-
-def refusal(words: list[str], capfd: pytest.CaptureFixture[str], folder: Path) -> str:
-    """The one line that a wrong command gets: the only one, with status 2, and nothing may be left behind."""
-    before = files(folder)
-    status = main(words)
-    out, err = capfd.readouterr()
-    assert status == 2
-    assert out == ""
-    assert re.fullmatch(r"error: .+\n", err), err
-    assert files(folder) == before
-    return err.removeprefix("error: ").strip()
-
-
 # Wrong input, as far as the words and this machine can tell.
 WRONG = [
     (["optm.lr=1"], "optm.lr: no such key; did you mean optim.lr?"),
@@ -263,7 +201,7 @@ def test_task_that_cannot_be(
 
 def test_slurm_refuses(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What sbatch said is passed on, and the run's folder is taken back, so that the name is free for the next try."""
-    (slurm / "sbatch").write_text(REFUSING)
+    (slurm / "sbatch").write_text(REFUSING_SBATCH)
     (here / "runs").mkdir()
     says = refusal(["--name", "mine", "--partition", "nope"], capfd, here)
     assert says.startswith("Slurm refused the job: ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import subprocess
 import sys
 import time
@@ -14,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.needs import require_program
+from tests.support.waiting import DEADLINE_S
 from trainer.cluster.run_folders import PROJECT
 
-DEADLINE_S = 30.0
 ALL, SHOW, CLEAR = "\x0f", "\x14", "\x15"  # Ctrl-O inserts all candidates, Ctrl-T writes the line to a file
 KEYS = {
     "bash": r"""
@@ -79,18 +79,9 @@ class Shell:
         os.close(self._screen)
 
 
-def need(shell: str) -> None:
-    """In CI a shell's absence is a failure, not a skip."""
-    if not shutil.which(shell):
-        lack = f"no {shell} on this machine"
-        if os.environ.get("LASTSTEP_REQUIRE_ALL"):
-            pytest.fail(lack)
-        pytest.skip(lack)
-
-
 @pytest.fixture(scope="module", params=["bash", "zsh"])
 def name(request: pytest.FixtureRequest) -> str:
-    need(request.param)
+    require_program(request.param, f"apt-get install {request.param}")
     return str(request.param)
 
 
@@ -182,7 +173,7 @@ OWN = {  # how else the words of python may be completed: by whom -> (what an rc
 def test_others_go_on(whose: str, home: Path) -> None:
     """Whoever completed `python other.py` before goes on doing so, also after ~/.bashrc was read again."""
     name = whose.split()[0]
-    need(name)
+    require_program(name, f"apt-get install {name}")
     own, becomes = OWN[whose]
     rc = "\n".join([KEYS[name], own, 2 * SOURCE.format(shell=name)])
     with contextlib.closing(Shell(name, home, rc)) as shell:

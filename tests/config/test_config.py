@@ -1,7 +1,7 @@
-"""The configuration: what is loaded is what was written, and what cannot work is refused by name.
+"""The configuration: loading gives what was written, and a message names each value that cannot work.
 
-A configuration that changes on its way to the ranks trains something else than the user asked for; one that is wrong
-and passes costs a wait in the queue before it fails.
+A configuration that changes on its way to the ranks trains something else than the user asked for. A wrong one that is
+accepted costs a wait in the queue before it fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIELDS = [pytest.param(key, field, value, id=key) for key, field, value in field
 
 
 def load(text: str, *overrides: str) -> Config:
-    """The configuration in a file of this text."""
+    """Load a file with this text."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "written.yaml"
         path.write_text(text)
@@ -33,7 +33,7 @@ def load(text: str, *overrides: str) -> Config:
 
 
 def refused(*overrides: str) -> str:
-    """What the refusal of these words says; it must be one line."""
+    """The message with which these words are refused; it must be one line."""
     with pytest.raises(ConfigError) as error:
         Config.load(None, overrides)
     text = str(error.value)
@@ -42,12 +42,12 @@ def refused(*overrides: str) -> str:
 
 
 def test_defaults() -> None:
-    """Without a file and words it is the schema's defaults: else a default in the reference would be a lie."""
+    """Without a file and words, the result is the schema's defaults, or the documentation would be wrong."""
     assert Config.load() == Config()
 
 
 def test_layers() -> None:
-    """Schema <- file <- words, the later one wins, and what none of them names keeps its default."""
+    """Words override the file, the file overrides the schema, and a key that neither names keeps its default."""
     config = load("optim: {lr: 0.5, momentum: 0.8}\ntrain:\n  epochs: 3\n", "optim.lr=0.25", "optim.lr=0.125")
     assert (config.optim.lr, config.optim.momentum, config.train.epochs) == (0.125, 0.8, 3)
     assert config.optim.name == "sgd"
@@ -55,14 +55,14 @@ def test_layers() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_ready_made_configs(name: str) -> None:
-    """Each ready-made training loads by its name and by its path; its header says how to run it and what comes out."""
+    """Each shipped configuration loads by name and by path; its header gives the command, the time and the result."""
     assert Config.load(name) == Config.load(CONFIGS / f"{name}.yaml")
     header = (CONFIGS / f"{name}.yaml").read_text().split("\ntask:")[0]
     assert all(word in header for word in ("command:", "time:", "result:"))
 
 
 def test_file_with_a_known_name_here_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that exists is that file, whatever names there are in configs/."""
+    """An existing path means that file, even if configs/ has the same name."""
     monkeypatch.chdir(tmp_path)
     Path("mnist").write_text("seed: 7\n")
     assert Config.load("mnist").seed == 7
@@ -71,7 +71,7 @@ def test_file_with_a_known_name_here_wins(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("key", "field", "value"), FIELDS)
 def test_every_key_is_documented_and_can_be_set(key: str, field: dataclasses.Field[Any], value: Any) -> None:
-    """Each key has a description, and typing its default changes nothing: so each key of the schema has a way in."""
+    """Each key has a help text, and setting it to its default changes nothing: so every key can be set."""
     assert field.metadata["help"]
     word = "null" if value is None else value
     assert Config.load(None, [f"{key}={word}"]) == Config()
@@ -79,7 +79,7 @@ def test_every_key_is_documented_and_can_be_set(key: str, field: dataclasses.Fie
 
 @pytest.mark.parametrize(("key", "field", "value"), FIELDS)
 def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any], value: Any) -> None:
-    """A value of the wrong type, below the least or not among the choices: the message names the key and the value."""
+    """For a wrong type, a number that is too small or a wrong choice, the message names the key and the value."""
     if field.type.split(" ")[0] in ("int", "float", "bool") or field.type.startswith(("dict", "list")):
         assert refused(f"{key}=nonsense").startswith(f"{key}=nonsense: must be of type {field.type.split('[')[0][:4]}")
     if not field.type.endswith("None"):
@@ -110,7 +110,7 @@ def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any
         (["optim.lr=${foo}"], "optim.lr: Interpolation key 'foo' not found"),
         (["optim.lr=nan"], "optim.lr=nan: must be a finite number"),
         (["optim.lr=1e999"], "optim.lr=inf: must be a finite number"),
-        (["optim.lr=0"], "optim.lr=0: nothing would be learned; give a positive learning rate"),
+        (["optim.lr=0"], "optim.lr=0: the model would learn nothing; give a positive learning rate"),
         (["optim.clip_norm=0"], "optim.clip_norm=0: must be above 0; write optim.clip_norm=null to turn it off"),
         (["checkpoint.every_minutes=0"], "checkpoint.every_minutes=0: must be above 0"),
         (["checkpoint.every_minutes=often"], "checkpoint.every_minutes=often: must be of type float or auto or null"),
@@ -132,8 +132,8 @@ def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any
         (["launch.nodes=1-4", "launch.tasks_per_node=2"], "not divisible by 6 ranks x train.accumulate=1; 72 would be"),
         (["launch.nodes=2-5"], "64: not divisible by 3, 5 ranks x train.accumulate=1; 60 would be"),
         (["launch.nodes=1-999999999"], "23 ranks x train.accumulate=1; use fewer nodes"),
-        (["launch.gpus_per_node=2", "launch.tasks_per_node=3"], "launch.tasks_per_node=3: every GPU has one rank"),
-        (["launch.gpus_per_node=2", "device=cpu"], "launch.gpus_per_node=2: device=cpu uses none"),
+        (["launch.gpus_per_node=2", "launch.tasks_per_node=3"], "launch.tasks_per_node=3: each GPU has exactly"),
+        (["launch.gpus_per_node=2", "device=cpu"], "launch.gpus_per_node=2: device=cpu uses no GPU"),
         (["launch.time_min=1"], "launch.signal_delay_s=90: must be shorter than the time limit (launch.time_min=1"),
         (["launch.name=../x"], "launch.name='../x': use up to 200 letters, digits"),
         (["launch.name=.hidden"], "launch.name='.hidden': use"),
@@ -141,7 +141,7 @@ def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any
     ],
 )  # fmt: skip
 def test_wrong_words(words: list[str], says: str) -> None:
-    """What words alone can tell will fail is refused, with the key, the value and the fix."""
+    """Values that cannot work anywhere are refused, with the key, the value and the fix."""
     assert says in refused(*words)
 
 
@@ -150,7 +150,7 @@ def test_wrong_words(words: list[str], says: str) -> None:
     [
         ("a: [", "cannot be read as YAML: line "),
         ("seed: 1\nseed: 2\n", "found duplicate key"),
-        ("- 1\n", "must hold `key: value` lines"),
+        ("- 1\n", "must consist of `key: value` lines"),
         ("just words", "just words: no such key"),
         ("\0", "cannot be read as YAML"),
         ("1: 2\n", "1: no such key"),
@@ -162,7 +162,7 @@ def test_wrong_words(words: list[str], says: str) -> None:
     ],
 )
 def test_wrong_files(text: str, says: str) -> None:
-    """A file that is no configuration gets one short line, and where it can, the number of the wrong one."""
+    """A file that is not a configuration gets one short line, with the line number where it is known."""
     with pytest.raises(ConfigError) as error:
         load(text)
     assert says in str(error.value)
@@ -170,7 +170,7 @@ def test_wrong_files(text: str, says: str) -> None:
 
 
 def test_unknown_file_names_the_nearest() -> None:
-    """A typing error in the name of a ready-made training costs one look at the message."""
+    """The message for a mistyped configuration name suggests the right one."""
     with pytest.raises(
         ConfigError, match=r"--config minst: no such file, and no such name in configs/; did you mean mnist\?"
     ):
@@ -180,13 +180,13 @@ def test_unknown_file_names_the_nearest() -> None:
 
 
 def test_nearest() -> None:
-    """The hint is the nearest name, or else names to choose from, but never a wall of text."""
+    """The hint is the most similar name, or a short list of names to choose from."""
     assert nearest("resnet19", ["resnet18", "vgg11"]) == "did you mean resnet18?"
     assert nearest("q", ["a", "b"]) == "choose from a, b"
     assert nearest("q", [f"name{i}" for i in range(100)]).endswith("name11, ...")
 
 
-# Anything that a user may write. "???" is OmegaConf's word for a value that is missing.
+# Anything that a user may write, except "???": OmegaConf's mark for a missing value.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: text != "???")
 AWKWARD = st.sampled_from(
     ["null", "1e3", "yes", "2020-01-01", "12:30", "~", "${HOME}", "\\${a}", "cd ${", "a: b", "#", ""]
@@ -217,7 +217,7 @@ def test_round_trip(
     setup: list[str],
     floats: tuple[Any, ...],
 ) -> None:
-    """The file in the run folder says what the command said: every attempt reads its configuration there."""
+    """The file in the run folder must match the command: every attempt reads its configuration there."""
     config = Config(seed=seed, task=strings[0])
     config.model.name, config.data.root, config.launch.partition, config.launch.account = strings[1:]
     config.model.args, config.data.args, config.launch.slurm = args
@@ -227,14 +227,14 @@ def test_round_trip(
 
 
 def test_interpolation_is_resolved_once() -> None:
-    """`${...}` in a file is OmegaConf's; what it gave, and a shell's own that was escaped, is not read as one again."""
+    """OmegaConf interpolates `${...}` once. The result, and an escaped `${...}` for the shell, stay as they are."""
     config = load("seed: 3\nlaunch: {partition: 'p${seed}', setup: ['cd \\${HOME}']}\n")
     assert (config.launch.partition, config.launch.setup) == ("p3", ["cd ${HOME}"])
     assert load(config.to_yaml()) == config
 
 
 def test_save_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resume rewrites config.yaml; cut off in the middle of that, the run must still have the old one."""
+    """A resume rewrites config.yaml. If it is interrupted, the run must still have the old file."""
     path = tmp_path / "config.yaml"
     Config(seed=1).save(path)
 
@@ -249,7 +249,7 @@ def test_save_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(0, 3), st.integers(1, 8))
 def test_the_batch_size_that_is_proposed_divides(batch_size: int, least: int, more: int, accumulate: int) -> None:
-    """A fix that does not fix would send the user round twice. Of several sizes, those that are wrong are named."""
+    """The proposed batch size must work, or the user would try twice. The message names the sizes that fail."""
     sizes = range(least, least + more + 1)
     wrong = [size for size in sizes if batch_size % (size * accumulate)]
     try:
@@ -265,7 +265,7 @@ def test_the_batch_size_that_is_proposed_divides(batch_size: int, least: int, mo
 
 
 def test_ranks() -> None:
-    """One rank per GPU, else tasks_per_node, else one per node: Slurm is told this, and DDP counts on it."""
+    """One rank per GPU, else tasks_per_node, else one per node: Slurm starts this number, and DDP relies on it."""
     sizes = {
         (): 1,
         ("launch.nodes=4",): 4,
@@ -278,15 +278,15 @@ def test_ranks() -> None:
 
 
 def test_nodes_are_a_number_or_a_range() -> None:
-    """A program that was written for a number finds one; a range outlives the way to the ranks and back."""
+    """A single number stays an int, as programs expect; a range survives saving and loading."""
     assert Config.load(None, ["launch.nodes=2"]).launch.nodes == 2
     config = Config.load(None, ["launch.nodes=1-4", "train.batch_size=48"])
     assert config.launch.nodes == "1-4" and list(config.launch.world_sizes) == [1, 2, 3, 4]
     assert load(config.to_yaml()) == config
 
 
-def test_a_site_lies_beneath(tmp_path: Path) -> None:
-    """A lab writes its partition and modules once; what a training or a user asks for wins over it."""
+def test_a_site_is_overridden(tmp_path: Path) -> None:
+    """A lab sets its partition and modules once; the configuration file and the user's words override them."""
     site, training = tmp_path / "lab.yaml", tmp_path / "training.yaml"
     site.write_text("launch: {partition: gpu, cpus_per_task: 8, setup: [module load cuda], root: /scratch/runs}\n")
     training.write_text("launch: {cpus_per_task: 4}\n")
@@ -300,5 +300,5 @@ def test_a_site_lies_beneath(tmp_path: Path) -> None:
 
 
 def test_the_example_of_a_site_changes_nothing() -> None:
-    """It is there to be copied; a user who names it gets the defaults."""
+    """The example is there to be copied. Using it as it is gives the defaults."""
     assert Config.load("mnist", [], "example") == Config.load("mnist")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.test_command import REFUSING, files, here, refusal, slurm
+from tests.support.commands import REFUSING_SBATCH, files, refusal
 from tests.support.project import PROJECT
 from trainer.commands.main import main
 from trainer.config.config import Config
@@ -25,8 +25,6 @@ from trainer.doctor.file_system import Place, mount_of
 from trainer.doctor.hello import Greeting
 from trainer.doctor.roll_call import RollCall
 from trainer.doctor.slurm_settings import Slurm, of_gpus, of_place, of_slurm, records, settings
-
-__all__ = ["here", "slurm"]  # fixtures
 
 # From Slurm 22.05.8, shortened.
 CONFIG = """\
@@ -212,8 +210,8 @@ def test_report() -> None:
 SAY_HELLO = """
 import sys
 from pathlib import Path
-from trainer.config import Config
-from trainer.world import hello
+from trainer.config.config import Config
+from trainer.doctor import hello
 hello.SIZES = hello.SIZES[:2]
 hello.EDGE = 64
 greeting = hello.Hello(Config.load(), Path(sys.argv[1]))()
@@ -277,7 +275,7 @@ def test_roll_call(slurm: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_wrong_input(words: list[str], says: str, slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One line, status 2, and nothing left behind."""
-    (slurm / "sbatch").write_text(REFUSING)
+    (slurm / "sbatch").write_text(REFUSING_SBATCH)
     (here / "runs").mkdir()
     assert says in refusal(words, capfd, here)
 

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.commands.test_command import files
-from tests.support.project import PROJECT
+from tests.support.commands import begin, end, files
+from tests.support.needs import require_program
+from tests.support.waiting import DEADLINE_S
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.world.device import choose_backend
 
-DEADLINE_S = 120.0
 HELLO = [sys.executable, "-m", "trainer", "hello"]
 TWO = {"WORLD_SIZE": "2"}  # as any launcher does that sets torch's own variables
-
-
-def begin(folder: Path, command: list[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """A command in an empty folder, on a machine without GPUs."""
-    alone = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(
-        command, cwd=folder, env={**alone, **(env or {})}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def end(process: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
-    """What it printed, on stdout and stderr. Fails the test when it exits with another status."""
-    said, errors = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == status, said + errors
-    return said, errors
 
 
 def a_script(patch: str) -> list[str]:
@@ -62,8 +43,8 @@ def a_script(patch: str) -> list[str]:
 )
 def test_every_launcher(launcher: list[str], ranks: int, tmp_path: Path) -> None:
     """Every rank in rank order, the right sum, exit status 0; no warning, and nothing left behind."""
-    if "mpirun" in launcher and not shutil.which("mpirun"):
-        pytest.skip("no mpirun on this machine")
+    if "mpirun" in launcher:
+        require_program("mpirun", "apt-get install openmpi-bin")
     command = [*HELLO, *launcher]
     if launcher[:1] not in ([], ["--spawn"]):
         command = [*launcher, *(HELLO[1:] if "torch.distributed.run" in launcher else HELLO)]
@@ -102,10 +83,10 @@ def test_a_wrong_sum(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     """It is named, on one line; what rank 0 has put there for it is gone again."""
-    impatient = "from trainer.world import meet\nmeet.MEETING_S = 2.0"
+    impatient = "from trainer.world import group\ngroup.MEETING_S = 2.0"
     _, errors = end(begin(tmp_path, a_script(impatient), {**TWO, "RANK": "0"}), status=1)
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert re.search(r"rank 1 on .+ did not come within 2 s", line)
+    assert re.search(r"rank 1 on .+ did not join within 2 s", line)
     assert "Traceback" not in errors
     assert files(tmp_path) == []
 
@@ -127,7 +108,7 @@ def test_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--backend", "nccl"], "launch.backend=nccl: needs a GPU for each rank, and torch finds no GPU"),
+        (["--backend", "nccl"], "launch.backend=nccl: needs a GPU for each rank, but torch finds no GPU"),
         (["--backend", "nccl", "--spawn", "2"], "launch.backend=nccl: needs a GPU for each rank"),
         (["--backend", "nccl2"], "launch.backend=nccl2: did you mean nccl?"),
         (["--spawn", "0"], "--spawn 0: must be at least 1"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.faults.plan import Fault, Inject, Loss, Moment, Return, Shot
 from tests.faults.signals import AT_WORK, WITH_RANKS, requeue
 from tests.faults.victim import Missed, Victim, identity
-from trainer.world.run_lock import holder
+from trainer.world import run_lock
 
 MANIFEST = "manifest.json"
 
@@ -99,7 +99,7 @@ def resume_twice(victim: Victim, shot: Shot) -> None:
 
 def start_beside(victim: Victim, shot: Shot) -> None:
     """The user resumes it on a machine that knows nothing of the job: the ranks must find the folder locked."""
-    if holder(victim.run.lock) is None:  # Slurm has just ended the attempt once more
+    if run_lock.current_holder(victim.run.lock) is None:  # Slurm has just ended the attempt once more
         raise Missed("nobody is at work on the run")
     empty = victim.aside / "no-slurm-here"
     empty.mkdir(exist_ok=True)

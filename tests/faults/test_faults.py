@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,11 +18,12 @@ from tests.faults.faults import FAULTS
 from tests.faults.plan import Loss, make_plan
 from tests.faults.site import Turn, compile_clock
 from tests.slurm.cluster import missing
+from tests.support.needs import require, require_program
 from tests.support.project import PROJECT
 from trainer.observe.tensorboard import TensorBoard
 from trainer.rundir import RunDir
 
-DEADLINE_S = 600.0
+HARNESS_DEADLINE_S = 600.0
 # A kind of each family.
 KINDS = ("requeue", "preempt", "usr2", "usr2-rank", "scancel", "bit-flipped", "resume-twice", "slurmctld-restart")
 WEIGHTS = "0f0f"
@@ -33,13 +33,10 @@ FIRST, SECOND = Attempt("7", 0), Attempt("7", 1)
 @pytest.mark.slurm
 def test_runs_come_back_from_eight_faults() -> None:
     """The promise of the project. `make chaos N=200` is the long form of this."""
-    if lack := missing():
-        if os.environ.get("LASTSTEP_REQUIRE_ALL"):
-            pytest.fail(lack)
-        pytest.skip(lack)
+    require(missing())
     only = [word for kind in KINDS for word in ("--only", kind)]
     command = [sys.executable, "-m", "tests.faults", "--faults", "8", "--seed", "1", "--at-once", "2", *only]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=HARNESS_DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 faults of 8 planned" in done.stdout and "0 violations" in done.stdout
 
@@ -261,8 +258,7 @@ def test_faults_that_everybody_feels_are_alone() -> None:
 
 def test_the_clock_can_be_set(tmp_path: Path) -> None:
     """A clock that did not step would make its fault a fault that does nothing."""
-    if not (shutil.which("cc") or shutil.which("gcc")):
-        pytest.skip("no C compiler: the harness leaves clocks alone too, and says so")
+    require_program("cc", "apt-get install gcc libc6-dev")
     offset = tmp_path / "clock"
     offset.write_bytes((-3600).to_bytes(8, "little", signed=True))
     ask = "import time; print(time.time()); start = time.monotonic(); time.sleep(0.1); print(time.monotonic() - start)"

@@ -17,7 +17,7 @@ LONG = 200_000_000_000  # clock cycles of a GPU: a minute and more
 
 def share_the_gpu() -> None:
     """All ranks take the first GPU. NCCL would refuse that, so they are to meet over gloo."""
-    device._choose = lambda config, world: torch.device("cuda", 0)
+    device._choose_device = lambda config, world: torch.device("cuda", 0)
 
 
 class FaultyOnGPU(Faulty):

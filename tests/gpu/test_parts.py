@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset, default_collate
 
 from tests.gpu import DEVICES, needs_gpu
-from tests.loops.test_learner import IMAGES, LABELS, resnet
-from tests.loops.test_learner import Images as Classified
+from tests.support.images import IMAGES, LABELS, resnet
+from tests.support.images import Images as Classified
 from tests.support.photos import make_folder
 from tests.support.project import PROJECT
 from tests.support.worlds import a_world

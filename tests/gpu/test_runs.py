@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.attempt.test_rescue import FAULTY, KILLED, only
 from tests.gpu import DEVICES, needs_gpu, needs_two_gpus
 from tests.gpu.tasks import share_the_gpu
-from tests.loops.test_exact import EVERYTHING, config, stop_and_resume, undisturbed
 from tests.support.photos import make_folder
 from tests.support.ranks import Attempt, fingerprint, reasons, train
+from tests.support.runs import EVERYTHING, FAULTY, KILLED, config, only, stop_and_resume, undisturbed
 from trainer.checkpoint.store import CheckpointStore
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
@@ -23,11 +22,6 @@ EXACT = "train.deterministic=true"
 NO_DROPOUT = "model.args.dropout=0"  # a GPU draws other numbers than a CPU
 # A GPU takes seconds for its first step.
 FAULTY_ON_GPU = (*FAULTY, "task=tests.gpu.tasks.FaultyOnGPU", "launch.hang_timeout_s=15", EXACT)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gpu")
 
 
 def hashes(run: RunDir) -> dict[int, str]:
@@ -88,7 +82,7 @@ def test_from_device_to_device(root: Path, before: str, after: str) -> None:
     assert stopped.wait() == [143], stopped.output()
     run = train(config(root, name, 1, (*options, f"device={after}")))
     assert [record["start_step"] for record in read_lines(run.attempts)] == [0, 4]
-    expected = [line["loss"] for line in undisturbed(root, 1, options)["metrics"] if "loss" in line]
+    expected = [line["loss"] for line in undisturbed(1, options)["metrics"] if "loss" in line]
     losses = [line["loss"] for line in read_lines(run.metrics) if "loss" in line]
     assert losses[:4] == expected[:4] and losses == pytest.approx(expected, abs=0.05)
 
@@ -160,5 +154,5 @@ def befall(root: Path, name: str, fault: str, options: tuple[str, ...]) -> RunDi
     attempt = Attempt(config(root, name, 1, options), {"LASTSTEP_TEST_FAULT": fault})
     assert attempt.wait() == [1], attempt.output()
     run = train(config(root, name, 1, options))
-    assert fingerprint(run) == undisturbed(root, 1, options)
+    assert fingerprint(run) == undisturbed(1, options)
     return run

@@ -4,13 +4,13 @@ died, it ends with the weights and metrics of an undisturbed run."""
 from __future__ import annotations
 
 import signal
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.ranks import Attempt, fingerprint, train
+from tests.support.undisturbed import undisturbed_run
 from trainer.config.config import Config
 from trainer.records.metrics import read_lines
 
@@ -25,15 +25,9 @@ def config(root: Path, name: str, ranks: int, task: str, *options: str) -> Confi
     return Config.load(None, [f"task=tests.support.custom_loops.{task}", *options_for_all, *options, *place])
 
 
-@cache
-def undisturbed(root: Path, ranks: int, task: str) -> dict[str, Any]:
-    """The fingerprint of an undisturbed run."""
-    return fingerprint(train(config(root, f"undisturbed-{task}-{ranks}", ranks, task)))
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("custom")
+def undisturbed(ranks: int, task: str) -> dict[str, Any]:
+    """The fingerprint of a run that nobody stops."""
+    return undisturbed_run(config(Path("unused"), "unused", ranks, task))
 
 
 def strike(root: Path, ranks: int, task: str, place: str, *options: str) -> Attempt:
@@ -47,7 +41,7 @@ def strike(root: Path, ranks: int, task: str, place: str, *options: str) -> Atte
 def resume(root: Path, ranks: int, task: str, attempt: Attempt, *options: str) -> list[dict[str, Any]]:
     """The next attempt, which must finish like an undisturbed run; returns the records of both attempts."""
     run = train(config(root, attempt.run.name, ranks, task, *options))
-    assert fingerprint(run) == undisturbed(root, ranks, task), attempt.output()
+    assert fingerprint(run) == undisturbed(ranks, task), attempt.output()
     records = read_lines(run.attempts)
     assert [record["reason"] for record in records][1:] == ["finished"]
     return records
@@ -182,9 +176,9 @@ def test_a_finished_run_has_its_result(root: Path) -> None:
     assert len(results) == 2 and results[0] == results[1]
 
 
-def test_metrics(root: Path) -> None:
+def test_metrics() -> None:
     """metrics.jsonl has one line for each step and each epoch, and the learning rate of each step."""
-    lines = undisturbed(root, 2, "example")["metrics"]
+    lines = undisturbed(2, "example")["metrics"]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 15))
     assert {line["lr"] for line in steps} and steps[0]["lr"] != steps[7]["lr"]

@@ -8,65 +8,20 @@ from __future__ import annotations
 
 import json
 import signal
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.photos import make_folder
 from tests.support.ranks import Attempt, fingerprint, reasons, train
+from tests.support.runs import EVERYTHING, config, stop_and_resume, undisturbed
 from tests.support.tasks import note_decoding, share_nothing
-from trainer.config.config import Config
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
-# 52 samples in batches of 8: 7 steps an epoch, the last of them short. The network has dropout, batch norm and 5 MB of
-# weights, so more than one of DDP's gradient buckets (the first holds 1 MiB).
-SMALL = [
-    "task=tests.support.tasks.Signalled", "device=cpu", "data.name=fake", "data.args.samples=52", "data.args.classes=3",
-    "data.args.image_size=8", "data.args.augment=true", "train.batch_size=8", "train.epochs=2",
-    "train.log_every=3", "optim.lr=0.02",
-]  # fmt: skip
 STOP_AT_2 = "SIGTERM step 2 rank 1"
-EVERYTHING = [
-    "data.workers=1", "train.accumulate=2", "train.ema_decay=0.9", "optim.name=adamw", "optim.lr=0.001",
-    "optim.warmup_steps=3", "optim.clip_norm=1.0",
-]  # fmt: skip
-
-
-@cache
-def undisturbed(root: Path, ranks: int, options: tuple[str, ...]) -> dict[str, Any]:
-    """The fingerprint of a run that was not stopped; one for all tests with the same options."""
-    name = f"undisturbed-{abs(hash((ranks, options)))}"
-    return fingerprint(train(config(root, name, ranks, options)))
-
-
-def config(root: Path, name: str, ranks: int, options: tuple[str, ...]) -> Config:
-    """A small run of `ranks` ranks."""
-    words = [f"launch.root={root}", f"launch.name={name}", f"launch.tasks_per_node={ranks}"]
-    wide = [] if "model.name=resnet18" in options else ["model.args.width=160"]
-    return Config.load(None, [*SMALL, *wide, *options, *words])
-
-
-def stop_and_resume(root: Path, name: str, ranks: int, options: tuple[str, ...], place: str) -> None:
-    """Stop a run at `place`, resume it, and compare it with the undisturbed one."""
-    expected = undisturbed(root, ranks, options)
-    small = config(root, name, ranks, options)
-    stopped = Attempt(small, {"LASTSTEP_TEST_SIGNAL": place})
-    codes = stopped.wait()
-    number = signal.Signals[place.split()[0]]
-    assert codes == [128 + number] * ranks, f"a stop, on every rank:\n{stopped.output()}"
-    run = train(small)
-    assert [a["lost_steps"] for a in read_lines(run.attempts)] == [0, 0]
-    assert reasons(run)[-1] == "finished"
-    assert fingerprint(run) == expected
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("exact")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +92,7 @@ def test_image_files_and_any_workers(root: Path) -> None:
     """Augmented photos. One run has two workers per rank; the other has one until its stop, and none after it."""
     photos = make_folder(root / "photos", train=24, val=8, classes=3)
     options = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "model.args.width=32")
-    expected = undisturbed(root, 2, (*options, "data.workers=2"))
+    expected = undisturbed(2, (*options, "data.workers=2"))
     stopped = Attempt(config(root, "photos", 2, (*options, "data.workers=1")), {"LASTSTEP_TEST_SIGNAL": STOP_AT_2})
     assert stopped.wait() == [128 + signal.SIGTERM] * 2, stopped.output()
     assert fingerprint(train(config(root, "photos", 2, options))) == expected
@@ -185,14 +140,16 @@ def test_other_arithmetic_is_reported(root: Path) -> None:
         if threads == 1:
             assert told == []
         else:
-            assert told == ["resumes with threads 2 (was 1): the last bits may differ; OMP_NUM_THREADS=1 keeps them"]
+            assert told == [
+                "resuming with threads 2 (was 1): the last bits may differ; set OMP_NUM_THREADS=1 to keep them"
+            ]
     manifest = attempt.run.checkpoints / "step_000000006" / "manifest.json"
     said = json.loads(manifest.read_text())
     said["numerics"]["torch"] = "1.13.1"
     manifest.write_text(json.dumps(said))
     last = Attempt(small, before=partial(torch.set_num_threads, 2))
     assert last.wait() == [0, 0], last.output()
-    assert f"WARNING: resumes with torch {torch.__version__} (was 1.13.1): the last bits may differ\n" in last.output()
+    assert f"WARNING: resuming with torch {torch.__version__} (was 1.13.1): the last bits may differ\n" in last.output()
 
 
 def test_stop_after_the_last_step_is_no_stop(root: Path) -> None:
@@ -201,4 +158,4 @@ def test_stop_after_the_last_step_is_no_stop(root: Path) -> None:
     late = Attempt(small, {"LASTSTEP_TEST_SIGNAL": "SIGTERM validation 14 rank 1"})
     assert late.wait() == [0, 0], late.output()
     assert reasons(late.run) == ["finished"]
-    assert fingerprint(late.run) == undisturbed(root, 2, ())
+    assert fingerprint(late.run) == undisturbed(2, ())

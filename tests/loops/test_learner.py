@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
-from torchvision import models
 
+from tests.support.images import IMAGES, LABELS, Images, resnet
 from tests.support.worlds import a_world
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
@@ -27,35 +26,10 @@ from trainer.data.order import Order
 from trainer.loops import learner as learner_module
 from trainer.loops.learner import Learner
 from trainer.loops.optim import learning_rate
-from trainer.task import Task
 from trainer.tasks.models import build_model
 from trainer.world.group import Group
 
-IMAGES = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-LABELS = torch.randint(5, (12,), generator=torch.Generator().manual_seed(2))
 PLAIN = ["optim.lr=1", "optim.momentum=0", "optim.schedule=constant"]  # a step is the negative gradient
-
-
-class Images(Task):
-    """Classifies `IMAGES` with a given model."""
-
-    def __init__(self, config: Config, build: Callable[[], nn.Module]) -> None:
-        super().__init__(config)
-        self.build = build
-
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        raise NotImplementedError
-
-    def model(self) -> nn.Module:
-        return self.build()
-
-    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        images, labels = batch
-        logits = model(images)
-        return {
-            "loss": functional.cross_entropy(logits, labels),
-            "accuracy": (logits.argmax(1) == labels).float().mean(),
-        }
 
 
 def plain() -> nn.Module:
@@ -85,11 +59,6 @@ def blocks() -> nn.Module:
     block, slow = Block(), Block()
     slow.norm = nn.BatchNorm2d(6, momentum=None)
     return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), block, slow, block, nn.Flatten(), nn.Linear(216, 5))
-
-
-def resnet() -> nn.Module:
-    """A real one."""
-    return models.resnet18(num_classes=5)
 
 
 def learner(build: Callable[[], nn.Module] = plain, *words: str, rank: int = 0, size: int = 1) -> Learner:

@@ -6,14 +6,14 @@ tests/data/test_order.py tests the arithmetic. Here real ranks are stopped in mi
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
 from tests.support.ranks import Attempt, reasons, train
+from tests.support.samples import check_samples
 from trainer.config.config import Config
-from trainer.data.order import Order, seed_generators, seed_of
+from trainer.data.order import Order
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
@@ -32,20 +32,6 @@ def config(root: Path, name: str, ranks: int, workers: int) -> Config:
         f"launch.root={root}", f"launch.name={name}", f"launch.tasks_per_node={ranks}",
     ]  # fmt: skip
     return Config.load(None, words)
-
-
-def check_samples(notes: Path, order: Order, total_steps: int) -> None:
-    """Each step has learned once from its batch of the plain order, which its ranks divide in rank order."""
-    lines = sorted(read_lines(notes), key=lambda line: (line["step"], line["rank"]))
-    learned: list[list[tuple[int, float]]] = [[] for _ in range(total_steps)]
-    for line in lines:
-        learned[line["step"]] += map(tuple, line["samples"])
-    for step, samples in enumerate(learned):
-        expected = []
-        for index in order.batch(step):
-            seed_generators(seed_of("sample", order.seed, order.epoch(step), index))
-            expected.append((index, random.random()))
-        assert samples == expected, f"step {step}"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

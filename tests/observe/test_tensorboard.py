@@ -25,12 +25,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainer.observe
-from tests.attempt.test_rescue import FAULTY
-from tests.loops.test_exact import config
 from tests.support import curves
 from tests.support.curves import files, loaded, loader, on_disk
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt, reasons, train
+from tests.support.runs import FAULTY, config
 from trainer.observe import tensorboard
 from trainer.observe.tensorboard import TensorBoard
 from trainer.records.metrics import read_lines

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.attempt.test_rescue import FAULTY, befall
-from tests.doctor.test_hello import begin, end
-from tests.loops.test_exact import config
+from tests.support.commands import begin, end
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
+from tests.support.runs import FAULTY, befall, config
 from trainer.commands.parsers import PARSERS
 from trainer.config.config import Config
 from trainer.config.keys import fields_of
@@ -62,9 +61,10 @@ def attempt(*options: str, signals: tuple[int, ...] = (), **env: str) -> Callabl
 def alone(rank: int) -> Callable[[Path], str]:
     """A rank whose only peer is never started, and which has less patience than in a run."""
     short = (
-        "from trainer.world import meet\nmeet.MEETING_S, meet.LATE_S = 3.0, 1.0\nfrom trainer.trainer import Trainer\n"
+        "from trainer.world import group\ngroup.MEETING_S, group.SLOW_MEETING_S = 3.0, 1.0\n"
+        "from trainer.trainer import Trainer\n"
     )
-    train = "from trainer.config import Config\nTrainer(Config.load(None, sys.argv[1:]))()"
+    train = "from trainer.config.config import Config\nTrainer(Config.load(None, sys.argv[1:]))()"
 
     def run(root: Path) -> str:
         words = [f"launch.root={root}", "launch.name=a", "launch.hang_timeout_s=3", "launch.tasks_per_node=2"]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import fingerprint, train
+from tests.support.undisturbed import undisturbed_run
 from trainer.config.config import Config
 
 # 7 steps an epoch. tests.support.tasks.AwaitsStop can be stopped in the eighth step of each attempt, so once in two
@@ -56,15 +54,15 @@ LAUNCHERS = (
         shown="python -m trainer",
         size=1,
         mistake=("sbatch", "--ntasks=4", "--output={run}.out", "--wrap", " ".join(TRAIN)),
-        refusal="this is one process, but Slurm says SLURM_NTASKS=4: put srun, torchrun or mpirun before it, or unset "
-        "that",
+        refusal="this is a single process, but Slurm says SLURM_NTASKS=4: start it with srun, torchrun or mpirun, or "
+        "unset SLURM_NTASKS",
     ),
     Launcher(
         "--spawn",
         ((*TRAIN, "--spawn=2"),),
         ("TERM",),
         shown="python -m trainer --spawn 2",
-        refusal="starts its own ranks, whatever is around them",
+        refusal="starts its own ranks, whatever launcher it runs in",
     ),
     Launcher(
         "torchrun",
@@ -106,8 +104,8 @@ LAUNCHERS = (
         ("scancel --signal=USR2",),
         shown="bash examples/salloc.sh",
         mistake=("salloc", "--ntasks=4", *TRAIN),
-        refusal="this is one process, but Slurm says SLURM_NTASKS=4: put srun, torchrun or mpirun before it, or unset "
-        "that",
+        refusal="this is a single process, but Slurm says SLURM_NTASKS=4: start it with srun, torchrun or mpirun, or "
+        "unset SLURM_NTASKS",
     ),
     Launcher(
         "mpirun",
@@ -144,7 +142,7 @@ LAUNCHERS = (
         ("scontrol requeue",),
         shown="python launch.py --nodes 2",
         returns=True,
-        refusal="asks Slurm for what it starts",
+        refusal="its ranks always match the job that it submits",
     ),
     Launcher(
         "submitit, local",
@@ -153,7 +151,7 @@ LAUNCHERS = (
         shown="submitit.LocalExecutor",
         results=True,
         returns=True,
-        refusal="starts its own ranks, whatever is around them",
+        refusal="starts its own ranks, whatever launcher it runs in",
     ),
     Launcher(
         "submitit, debug",
@@ -162,7 +160,7 @@ LAUNCHERS = (
         shown="submitit.DebugExecutor",
         results=True,
         size=1,
-        refusal="is one process, whatever is around it",
+        refusal="is always a single process",
     ),
     Launcher(
         "a notebook",
@@ -171,13 +169,11 @@ LAUNCHERS = (
         shown="submit(config).result() in a cell",
         results=True,
         returns=True,
-        refusal="asks Slurm for what it starts",
+        refusal="its ranks always match the job that it submits",
     ),
 )
 
 
-@cache
-def undisturbed(root: Path, size: int, epochs: int) -> dict[str, Any]:
-    """The fingerprint of a run that nobody touched, of so many ranks."""
-    place = (f"launch.root={root}", f"launch.name=calm-{size}-{epochs}", f"launch.tasks_per_node={size}")
-    return fingerprint(train(Config.load("mnist", (*SMALL, f"train.epochs={epochs}", *place))))
+def undisturbed(size: int, epochs: int) -> dict[str, Any]:
+    """The fingerprint of a run of `size` ranks that nobody stops."""
+    return undisturbed_run(Config.load("mnist", (*SMALL, f"train.epochs={epochs}", f"launch.tasks_per_node={size}")))

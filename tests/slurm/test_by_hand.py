@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.conftest import DEADLINE_S, Desk, parent, processes
+from tests.slurm.desk import Desk
 from tests.slurm.launchers import SMALL, undisturbed
+from tests.slurm.processes import parent, processes
 from tests.support.ranks import fingerprint
+from tests.support.waiting import DEADLINE_S
 from trainer.checkpoint.store import CheckpointStore
 
 LAUNCH = ("python", "{project}/launch.py")
@@ -26,7 +28,7 @@ def finishes(desk: Desk, run: str, attempts: int, epochs: int = 2) -> list[dict[
     """See the run end, in so many attempts, as if nothing had been; returns them."""
     desk.waits_for_attempts(run, attempts)
     assert desk.attempts(run)[-1]["reason"] == "finished"
-    assert fingerprint(desk.run(run)) == undisturbed(desk.folder, 2, epochs)
+    assert fingerprint(desk.run(run)) == undisturbed(2, epochs)
     return desk.attempts(run)
 
 

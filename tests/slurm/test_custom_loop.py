@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.slurm.conftest import DEADLINE_S, User
+from tests.slurm.user import User
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
+from tests.support.waiting import DEADLINE_S
 
 TASK = "task=tests.support.custom_loops.short"
 

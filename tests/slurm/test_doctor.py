@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import signal
 
-from tests.slurm.conftest import DEADLINE_S, User
-from tests.support.ranks import read_until
+from tests.slurm.user import User
+from tests.support.waiting import DEADLINE_S, read_until
 
 
 def test_dangers(user: User) -> None:

@@ -6,8 +6,9 @@ import re
 import subprocess
 import sys
 
-from tests.slurm.conftest import DEADLINE_S, User
+from tests.slurm.user import User
 from tests.support.project import PROJECT
+from tests.support.waiting import DEADLINE_S
 
 
 def test_srun_over_two_nodes(user: User) -> None:

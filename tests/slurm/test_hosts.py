@@ -7,21 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.loops.test_exact import config, undisturbed
 from tests.slurm.cluster import Cluster
 from tests.slurm.cluster import missing as missing_slurm
-from tests.slurm.conftest import DEADLINE_S, User
+from tests.slurm.user import User
 from tests.support.hosts import Hosts, missing
+from tests.support.needs import require
 from tests.support.ranks import fingerprint
+from tests.support.runs import config, undisturbed
+from tests.support.waiting import DEADLINE_S
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    """Two hosts. In CI (LASTSTEP_REQUIRE_ALL=1) their absence is a failure, not a skip."""
-    if lack := missing() or missing_slurm():
-        if os.environ.get("LASTSTEP_REQUIRE_ALL"):
-            pytest.fail(lack)
-        pytest.skip(lack)
+    require(missing() or missing_slurm())
     with Hosts(2) as two:
         yield two
 
@@ -47,7 +45,7 @@ def test_two_nodes_meet_over_a_real_link(distant: User) -> None:
     submits(distant, "met", 2)
     (attempt,) = distant.waits_for_end("met", "finished")
     assert attempt["hosts"] == ["h1", "h2"]
-    assert fingerprint(distant.run("met")) == undisturbed(distant.root, 4, ())
+    assert fingerprint(distant.run("met")) == undisturbed(4, ())
 
 
 def test_the_link_between_two_nodes_drops(distant: User, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,4 +68,4 @@ def test_the_link_between_two_nodes_drops(distant: User, hosts: Hosts, monkeypat
     hosts.mend()
     *_, last = distant.waits_for_end("cut", "finished")
     assert (last["job_id"], last["start_step"]) == (first["job_id"], 4), "the same job, started again"
-    assert fingerprint(distant.run("cut")) == undisturbed(distant.root, 2, ())
+    assert fingerprint(distant.run("cut")) == undisturbed(2, ())

@@ -1,6 +1,6 @@
-"""The same Trainer under every launcher: docs/launchers.md has what is found here, a row each and no cell empty.
+"""The same Trainer under every launcher. The table in docs/launchers.md has the results: a row each, no cell empty.
 
-After a change that is meant: LASTSTEP_UPDATE_GOLDEN=1 python -m pytest tests/slurm/test_launchers.py
+After an intended change: LASTSTEP_UPDATE_GOLDEN=1 python -m pytest tests/slurm/test_launchers.py
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.slurm.conftest import Desk
+from tests.slurm.desk import Desk
 from tests.slurm.launchers import LAUNCHERS, SMALL, Launcher, undisturbed
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
 
 PAGE = PROJECT / "docs/launchers.md"
-COLUMNS = ("typed", "ranks", "a stop", "then", "weights", "a contradiction")
+COLUMNS = ("command", "ranks", "stop", "after the stop", "weights", "mismatch")
 BEGINS = re.compile(r"attempt begins on \S+: rank (\d+) of (\d+) on (\S+) \([^;]*; ([^\s,]+)(?:, by (.*))?\)$", re.M)
 every_launcher = pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
 
@@ -35,7 +35,7 @@ class Table:
         self.updates = bool(os.environ.get("LASTSTEP_UPDATE_GOLDEN"))
 
     def note(self, launcher: Launcher, column: str, text: str) -> None:
-        """What was found for a cell: it must stand there."""
+        """Check that a cell has this text, or update it."""
         row = self.rows.setdefault(launcher.name, {})
         if self.updates:
             row[column] = text
@@ -85,7 +85,7 @@ def test_it_starts_stops_and_goes_on(desk: Desk, table: Table, launcher: Launche
     ranks, sizes, hosts, names, variables = (sorted(set(column)) for column in zip(*begun))
     assert ranks == [str(rank) for rank in range(launcher.size)] and sizes == [str(launcher.size)]
     assert len(begun) == launcher.size * epochs
-    table.note(launcher, "typed", f"`{launcher.shown}`")
+    table.note(launcher, "command", f"`{launcher.shown}`")
     assert set(hosts) == {host for attempt in desk.attempts(run) for host in attempt["hosts"]}
     (spread,) = {len(attempt["hosts"]) for attempt in desk.attempts(run)}
     by = ", ".join(dict.fromkeys(variables[0].split(" and "))) or names[0]
@@ -96,10 +96,11 @@ def test_it_starts_stops_and_goes_on(desk: Desk, table: Table, launcher: Launche
     ends = [(8 * count, 0) for count in range(1, epochs)]
     assert [(attempt["end_step"], attempt["lost_steps"]) for attempt in stopped] == ends
     assert last["reason"] == "finished"
-    table.note(launcher, "a stop", "; ".join(f"`{stop}`: no step lost" for stop in launcher.stops))
-    table.note(launcher, "then", "it comes back by itself" if launcher.returns else "the same again goes on")
-    assert fingerprint(desk.run(run)) == undisturbed(desk.folder, launcher.size, epochs)
-    table.note(launcher, "weights", "those of the undisturbed run")
+    table.note(launcher, "stop", "; ".join(f"`{stop}`: no step lost" for stop in launcher.stops))
+    after = "starts again by itself" if launcher.returns else "run the command again to continue"
+    table.note(launcher, "after the stop", after)
+    assert fingerprint(desk.run(run)) == undisturbed(launcher.size, epochs)
+    table.note(launcher, "weights", "same as the undisturbed run")
 
 
 @every_launcher
@@ -107,13 +108,13 @@ def test_contradiction(desk: Desk, table: Table, launcher: Launcher) -> None:
     """Ranks that were started otherwise than what is around them says would each train alone, or wait for ranks that
     do not come. Where no such mistake can be made, the page says why."""
     if not launcher.mistake:
-        return table.note(launcher, "a contradiction", f"none: {launcher.refusal}")
+        return table.note(launcher, "mismatch", f"none: {launcher.refusal}")
     run = run_name(launcher, "wrong")
     desk.types(run, launcher.mistake, words=SMALL if launcher.mistake[0] != "sbatch" else ())
     desk.waits_for(run, "error: ")
     assert f"error: {launcher.refusal}" in desk.log(run)
     assert not desk.run(run).path.exists(), "nothing has begun"
-    table.note(launcher, "a contradiction", f"`{launcher.refusal}`")
+    table.note(launcher, "mismatch", f"`{launcher.refusal}`")
 
 
 def test_every_launcher_has_a_row(table: Table) -> None:

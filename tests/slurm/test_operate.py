@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import DEADLINE_S, User
+from tests.slurm.user import User
 from tests.support.project import PROJECT
+from tests.support.waiting import DEADLINE_S
 
 TWO_RANKS = ("--tasks-per-node", "2")
 LONG = ("train.epochs=1000",)

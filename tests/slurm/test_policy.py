@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import DEADLINE_S, User
+from tests.slurm.user import User
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
+from tests.support.waiting import DEADLINE_S
 
 TWO_RANKS = ("--nodes", "2", "train.max_steps=160")  # 63 steps an epoch, a checkpoint after each
 MID_EPOCH = "step 80/160"

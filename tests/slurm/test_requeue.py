@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.conftest import DEADLINE_S, User
+from tests.slurm.user import User
 from tests.support.ranks import fingerprint
+from tests.support.waiting import DEADLINE_S
 from trainer.config.config import Config
 
 FOUR_RANKS = ("--nodes", "2", "--tasks-per-node", "2")

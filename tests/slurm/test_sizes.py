@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.loops.test_sizes import check_samples
-from tests.slurm.conftest import DEADLINE_S, User
+from tests.slurm.user import User
+from tests.support.samples import check_samples
+from tests.support.waiting import DEADLINE_S
 from trainer.data.order import Order
 
 STEPS = 300  # 67 an epoch

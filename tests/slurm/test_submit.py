@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.slurm.conftest import DEADLINE_S, User
+from tests.slurm.user import User
 from tests.support.project import PROJECT
+from tests.support.waiting import DEADLINE_S
 
 TINY = ("train.max_steps=2", "data.name=fake", "data.args.samples=64", "data.args.image_size=8")
 

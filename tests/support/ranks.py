@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,12 +20,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import DEADLINE_S
 from trainer.commands.verify import inspect
 from trainer.config.config import Config
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
-DEADLINE_S = 120.0
 _attempts = iter(range(1, 1 << 30))
 
 
@@ -99,19 +98,6 @@ class Attempt:
     def output(self) -> str:
         """What every rank printed."""
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs if log.exists())
-
-
-def read_until(process: subprocess.Popen[str], text: str) -> str:
-    """What it prints up to the line with `text`. Fails the test, and kills it, when that does not come."""
-    said, late = "", threading.Timer(DEADLINE_S, process.kill)
-    late.start()
-    for line in process.stdout or ():
-        said += line
-        if text in line:
-            late.cancel()
-            return said
-    late.cancel()
-    raise AssertionError(f"it did not print {text!r} within {DEADLINE_S:.0f} s:\n{said}")
 
 
 def starts(words: Sequence[str], env: Mapping[str, str], log: Path) -> BaseProcess:

@@ -1,4 +1,4 @@
-"""World.detect, from environments that launchers left: Slurm 22.05, Open MPI 4.1, torch 2.15, submitit 1.5.4."""
+"""detect_world, from recorded environments of Slurm 22.05, Open MPI 4.1, torch 2.15 and submitit 1.5.4."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import socket
 
 import pytest
-from trainer.world.world import World
 
 from trainer.config.errors import ConfigError
 from trainer.world.launchers import detect_world
+from trainer.world.world import World
 
-# As recorded in a rank, but for variables that say nothing of ranks.
+# As recorded in a rank, without the variables that do not concern ranks.
 SRUN = """\
 SLURM_JOB_ID=10 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 SLURM_NTASKS=4 SLURM_STEP_ID=0
 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_DISTRIBUTION=block
@@ -46,7 +46,7 @@ SLURMD_NODENAME=n2"""
 MPIRUN = """\
 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
 PMIX_NAMESPACE=2112749569 PMIX_RANK=1"""
-# Its daemons are a step of Slurm's, and its ranks inherit what that says.
+# mpirun's daemons are a Slurm step, and the ranks inherit the variables of that step.
 MPIRUN_IN_SBATCH = """\
 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2
 PMIX_NAMESPACE=2105802753 SLURM_JOB_ID=10 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 SLURM_NTASKS=2
@@ -63,7 +63,7 @@ ENV = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=node0 MAS
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher at all, on the host `here`."""
+    """An environment without any launcher, on a host named `here`."""
     ours = (
         "SLURM",
         "SUBMITIT_",
@@ -82,7 +82,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def detect(monkeypatch: pytest.MonkeyPatch, *environments: str) -> World:
-    """The world in these environments, of which a later one adds to those before; a variable without = is removed."""
+    """The World for these environments; later ones add to earlier ones, and a name without = removes that variable."""
     for word in " ".join(environments).split():
         name, given, value = word.partition("=")
         monkeypatch.setenv(name, value) if given else monkeypatch.delenv(name)
@@ -111,7 +111,7 @@ def detect(monkeypatch: pytest.MonkeyPatch, *environments: str) -> World:
         (SPAWN, "1/3 local 1/3 node 0/1", "here here here", "spawn-20261121-160000-77-0"),
         (ENV, "3/4 local 1/2 node 1/2", "? ? ? here", "env-node0-2345-0"),
         ("RANK=1 WORLD_SIZE=2", "1/2 local 1/2 node 0/1", "? here", "env--0"),
-        # Launchers within launchers: the innermost knows.
+        # Nested launchers: the innermost is right.
         (f"{SRUN} {TORCHRUN} SLURM_NTASKS=1", "1/2 local 1/2 node 0/1", "? n2", "10-0-torchrun-2da0403a-0"),
         (f"{SUBMITIT} {TORCHRUN} SLURM_NTASKS=1", "1/2 local 1/2 node 0/1", "? n2", "10-0-torchrun-2da0403a-0"),
         (f"{SALLOC} {LOCAL}", "1/2 local 1/2 node 0/1", "here here", "13755-0"),
@@ -120,14 +120,14 @@ def detect(monkeypatch: pytest.MonkeyPatch, *environments: str) -> World:
     ],
 )
 def test_place(monkeypatch: pytest.MonkeyPatch, environment: str, place: str, hosts: str, attempt: str) -> None:
-    """Each rank must find its own place and the same name for the attempt, or the ranks do not meet."""
+    """Each rank must find its own place, and the same name for the attempt as the others, or the ranks do not meet."""
     world = detect(monkeypatch, environment)
     found = f"{world.rank}/{world.size} local {world.local_rank}/{world.local_size} node {world.node}/{world.nodes}"
     assert (found, " ".join(host or "?" for host in world.hosts), world.attempt) == (place, hosts, attempt)
 
 
 def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, each start is an attempt of its own."""
+    """Without a launcher, each start is a new attempt."""
     world = detect(monkeypatch)
     assert (world.rank, world.size, world.launcher) == (0, 1, "python")
     assert world.attempt.endswith(f"-{os.getpid()}-0") and not world.on_slurm
@@ -146,31 +146,31 @@ def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_job(monkeypatch: pytest.MonkeyPatch, environment: str, job: tuple[str, int], on_slurm: bool) -> None:
-    """Slurm's own job, where there is one: it is what a stop requeues, and what budgets count by."""
+    """In a Slurm job, the job is Slurm's: a stop requeues it, and the retry budgets are counted per job."""
     world = detect(monkeypatch, environment)
     assert ((world.job_id, world.restart), world.on_slurm) == (job, on_slurm)
 
 
-def test_what_torchrun_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job whose ranks torchrun starts anew must not be requeued as well; after its last restart it must."""
-    assert not detect(monkeypatch, TORCHRUN_PER_NODE).starts_again
-    assert detect(monkeypatch, "TORCHELASTIC_MAX_RESTARTS=2 TORCHELASTIC_RESTART_COUNT=1").starts_again
-    assert not detect(monkeypatch, "TORCHELASTIC_RESTART_COUNT=2").starts_again
+def test_torchrun_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job must not be requeued if torchrun will restart its ranks; after torchrun's last restart it must be."""
+    assert not detect(monkeypatch, TORCHRUN_PER_NODE).launcher_restarts
+    assert detect(monkeypatch, "TORCHELASTIC_MAX_RESTARTS=2 TORCHELASTIC_RESTART_COUNT=1").launcher_restarts
+    assert not detect(monkeypatch, "TORCHELASTIC_RESTART_COUNT=2").launcher_restarts
 
 
 @pytest.mark.parametrize(
     ("environment", "word"),
     [
         (f"{SRUN} WORLD_SIZE=8", "srun says SLURM_STEP_NUM_TASKS=4, but env says WORLD_SIZE=8: make them agree"),
-        (BATCH, "this is one process, but Slurm says SLURM_NTASKS=4: put srun, torchrun or mpirun before it"),
-        (SALLOC, "this is one process, but Slurm says SLURM_NTASKS=2"),
+        (BATCH, "this is a single process, but Slurm says SLURM_NTASKS=4: start it with srun, torchrun or mpirun"),
+        (SALLOC, "this is a single process, but Slurm says SLURM_NTASKS=2"),
         (f"{TORCHRUN} {BATCH}", "torchrun says WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: start torchrun once per"),
         (f"{MPIRUN} {BATCH}", "mpirun says OMPI_COMM_WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: make them agree"),
         (f"{MPIRUN} WORLD_SIZE=4", "mpirun says OMPI_COMM_WORLD_SIZE=2, but env says WORLD_SIZE=4"),
         (f"{ENV} PMI_SIZE=2", "env says WORLD_SIZE=4, but PMI says PMI_SIZE=2"),
-        ("WORLD_SIZE=4", "this is one process, but env says WORLD_SIZE=4"),
-        ("PMI_SIZE=2 PMI_RANK=1", "this is one process, but PMI says PMI_SIZE=2"),
-        # One that is missing or garbled.
+        ("WORLD_SIZE=4", "this is a single process, but env says WORLD_SIZE=4"),
+        ("PMI_SIZE=2 PMI_RANK=1", "this is a single process, but PMI says PMI_SIZE=2"),
+        # A variable that is missing or garbled.
         (f"{SRUN} SLURM_PROCID", "SLURM_PROCID=(not set): the launcher should have set it to a number"),
         (f"{SRUN} SLURM_STEP_NUM_TASKS=many", "SLURM_STEP_NUM_TASKS=many: the launcher should have set it"),
         (f"{SRUN} SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE=: srun should have set it for each node"),
@@ -183,11 +183,11 @@ def test_what_torchrun_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{ENV} LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE=x: the launcher should have set it to a number"),
         (f"{ENV} RANK=4", "env says rank 4 of 4: ranks count from 0"),
         (f"{SPAWN} LASTSTEP_WORLD_SIZE", "LASTSTEP_WORLD_SIZE=(not set): the launcher should have set it"),
-        (f"{SUBMITIT} SLURM_PROCID=x", "submitit-slurm left a variable that should be a number: "),
+        (f"{SUBMITIT} SLURM_PROCID=x", "submitit-slurm set a variable that should be a number: "),
     ],
 )
 def test_refused(monkeypatch: pytest.MonkeyPatch, environment: str, word: str) -> None:
-    """On one line that names what is wrong: a rank that guessed would train alone, or on a wrong share of the data."""
+    """One line names what is wrong: a rank that guessed would train alone, or on the wrong share of the data."""
     with pytest.raises(ConfigError) as error:
         detect(monkeypatch, environment)
     assert str(error.value).startswith(word) and "\n" not in str(error.value)

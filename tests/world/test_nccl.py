@@ -1,4 +1,4 @@
-"""What torch's NCCL reads from the environment: ours by default, the user's wherever there is one."""
+"""NCCL's environment variables: our defaults, unless the user has set a value."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NAMES = (*nccl.RECORDS, "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_HEARTBEAT_TIME
 
 @pytest.mark.parametrize("theirs", [{}, {nccl.RECORDS[1]: "/mine", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}], ids=str)
 def test_the_user_wins(theirs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who debugs NCCL sets these by hand, and under either name of the record; another file would hide theirs."""
+    """Someone who debugs NCCL sets these by hand, under either name of the record; our file must not replace theirs."""
     for name in NAMES:
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     os.environ.update(theirs)
     nccl.set_defaults(Path("/logs/7_"), timeout_s=600)

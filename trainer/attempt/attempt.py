@@ -33,9 +33,8 @@ from trainer.records.attempt_record import AttemptRecord
 from trainer.records.attempts import begin_attempt, end_attempt, record_of
 from trainer.records.retry import spent
 from trainer.rundir import RunDir
-from trainer.say import fall_silent, say
-from trainer.world import nccl
-from trainer.world.run_lock import hold, still_holds
+from trainer.say import flush_output, say
+from trainer.world import nccl, run_lock
 from trainer.world.signals import Signals
 from trainer.world.slurm import SlurmError, kill_wait_s, scontrol
 from trainer.world.watchdog import Fault, Watchdog
@@ -106,7 +105,7 @@ class Attempt:
         newest: Manifest | None = None  # rank 0 looks for all: what the others see of a shared disk may lag
         try:
             if self.world.rank == 0:
-                hold(self.run_dir.lock, self.world)
+                run_lock.acquire(self.run_dir.lock, self.world)
                 self.store.recover()
                 shutil.rmtree(self.run_dir.rescues, ignore_errors=True)
                 newest = self.store.newest(warn=say)
@@ -129,7 +128,7 @@ class Attempt:
             self.group = join(self.config, self.world, self.run_dir.meeting(self.world.attempt), hang_timeout_s)
             self.watch.join(self.group)
             self.group.connect(hang_timeout_s)
-            number = self.group.tell("attempt", self.world.number)
+            number = self.group.broadcast_int("attempt", self.world.number)
             self.world = self.group.world = self.watch.world = replace(self.group.world, number=number)
             alarm = lambda why: self.watch.report(Fault("failed", why, cause=False))  # noqa: E731
             self.stop = Stop(self.world, self.group.store, self.signals, alarm)
@@ -137,8 +136,8 @@ class Attempt:
             self.watch.ticks = lambda: self.stop.tick if self.stop else 0
             self.phases.done("meeting")
             if self.grace_s is None and self.world.on_slurm:  # of a job that launch.py has not submitted
-                self.grace_s = self.group.tell("grace", kill_wait_s() if self.world.rank == 0 else None)
-            told = self.group.tell("step", newest.step if newest else None)
+                self.grace_s = self.group.broadcast_int("grace", kill_wait_s() if self.world.rank == 0 else None)
+            told = self.group.broadcast_int("step", newest.step if newest else None)
             self.start_step = told or 0
             means = AttemptContext(
                 self.config, self.run_dir, self.group, self.stop, self.watch, self.phases, self.closing
@@ -207,10 +206,10 @@ class Attempt:
             self._end("failed", start, start, error=text, retry=again)
             self._advise(text)
             return
-        from trainer.world.group import is_of_absence
+        from trainer.world.group import is_peer_loss
 
         self._main_is_out.set()
-        if is_of_absence(error) and not absent:
+        if is_peer_loss(error) and not absent:
             fault = Fault("failed", f"rank {rank} on {host} lost contact: {error}", cause=False)
         else:
             # What fails while it prepares the data would fail again, and so would a gradient that is not finite.
@@ -275,7 +274,7 @@ class Attempt:
             # Submitit's batch shell sees to it, once srun has ended. But srun waits for ever for a rank that has ended
             # on a node which it could not hear at that moment. After a signal torchrun starts nothing.
             by_shell = self.world.by_submitit and fault.reason != "hung"
-            by_torchrun = self.world.starts_again and fault.reason != "signal"
+            by_torchrun = self.world.launcher_restarts and fault.reason != "signal"
             if requeue and record["requeue"] and not (by_shell or by_torchrun):
                 self._requeue(record)
 
@@ -287,7 +286,7 @@ class Attempt:
                 loop.saves.wait(COME_OUT_S)  # all ranks may be alive, and just about to have it
         if step == kept or self.store.stands(step):
             return step
-        if not still_holds(self.run_dir.lock, self.world):
+        if not run_lock.still_ours(self.run_dir.lock, self.world):
             say(f"another attempt is at work on this run; the checkpoint of step {kept} stands")
             return kept
         try:
@@ -341,7 +340,7 @@ class Attempt:
 
     def _exit(self) -> None:
         """End this process although its main thread cannot."""
-        fall_silent()
+        flush_output()
         os._exit(1)
 
 

@@ -16,7 +16,7 @@ from trainer.config.schema import Checkpoint
 from trainer.observe.progress import Progress
 from trainer.records.metrics import MetricsFile, read_lines
 from trainer.rundir import RunDir
-from trainer.world.group import Absent, Group
+from trainer.world.group import Group, PeerLost
 from trainer.world.watchdog import Watchdog
 
 MAX_FAILED = 3
@@ -63,8 +63,8 @@ class CheckpointManager:
     def begin(self, position: Position, about: CheckpointInfo, state: dict[str, Any]) -> None:
         """Save `state` beside the training, unless there is a checkpoint of this place.
 
-        Waits for the save before it. Raises CheckpointError when `MAX_FAILED` in a row have failed, Absent when a rank
-        has died in the one before.
+        Waits for the save before it. Raises CheckpointError when `MAX_FAILED` in a row have failed, PeerLost when a
+        rank has died in the one before.
         """
         self.due = False
         began = time.perf_counter()
@@ -84,7 +84,7 @@ class CheckpointManager:
         while self.saving is not None and not self._saver.wait(0.5) and time.monotonic() < until:
             gone = [rank for rank in self._saver.missing if self._watch.silent(rank, GONE_S)]
             if gone:
-                raise Absent(f"rank {', '.join(map(str, gone))} gave no sign of life for {GONE_S:.0f} s in a save")
+                raise PeerLost(f"rank {', '.join(map(str, gone))} gave no sign of life for {GONE_S:.0f} s in a save")
         self.note()
 
     def note(self) -> None:

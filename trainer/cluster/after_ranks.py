@@ -28,9 +28,9 @@ from trainer.records.retry import FAILURES, goes_on
 from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.trainer import Trainer
+from trainer.world import run_lock
 from trainer.world.launchers import detect_world
-from trainer.world.run_lock import holder, is_of_job
-from trainer.world.signals import STOPS
+from trainer.world.signals import STOP_SIGNALS
 from trainer.world.slurm import Job, SlurmError, scontrol, show_job
 from trainer.world.world import World
 
@@ -43,8 +43,8 @@ REFUSED = 2
 
 def afterwards(run: RunDir, world: World, launch: Launch, status: int) -> None:
     """Requeue the job when the attempt that ended in it is to go on and nothing else brings it back."""
-    at_work = holder(run.lock)
-    if at_work and not is_of_job(at_work, world):
+    at_work = run_lock.current_holder(run.lock)
+    if at_work and not run_lock.belongs_to_job(at_work, world):
         return say(f"not requeued: another attempt is at work on this run ({at_work})")
     kept_step = cache(lambda: _newest_step(run))
     returns = _requeue(run, world, launch, status, bool(at_work), kept_step)
@@ -128,7 +128,7 @@ def _trainer(run: RunDir, world: World) -> Trainer:
 
 def main(folder: str, status: int) -> int:
     """Do it for the run that this job trains; returns `status`, which is the job's."""
-    for number in STOPS:  # that of the requeue itself among them
+    for number in STOP_SIGNALS:  # that of the requeue itself among them
         signal.signal(number, signal.SIG_IGN)
     os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # it sees a job as its batch shell does, whatever has started the ranks
     run = RunDir(folder)

@@ -18,7 +18,7 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
-from trainer.world.signals import STOPS
+from trainer.world.signals import STOP_SIGNALS
 
 # How long the ranks that are left have, after one has ended, to notice, to save what they hold, and to leave.
 GRACE_S = 60.0
@@ -98,7 +98,7 @@ def _start(config: Config, run: RunDir, job_id: str, logs: Sequence[Path]) -> li
     }
     command = [sys.executable, "-u", "-m", "trainer", str(run.path)]
     ranks = []
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         for rank, log in enumerate(logs):
             environment = {**place, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}

@@ -15,7 +15,7 @@ from trainer.cluster.queue import Job, Queue
 from trainer.records.attempt_record import AttemptRecord
 from trainer.records.metrics import is_step, last_lines, read_lines
 from trainer.rundir import RunDir
-from trainer.world.run_lock import holder
+from trainer.world import run_lock
 from trainer.world.slurm import is_job_id
 
 READ_AT_ONCE = 16  # runs: on a network file system each waits for its files
@@ -148,7 +148,7 @@ def _state(
     if job_id is None:
         return "stopped", "was never submitted"
     if not is_job_id(job_id):
-        if at_work := holder(run.lock):
+        if at_work := run_lock.current_holder(run.lock):
             return "running", f"on {at_work.rpartition(' on ')[2]}"
         return _afterwards(last if last and last["job_id"] == job_id else None)
     if queue.jobs is None:

@@ -12,7 +12,7 @@ from multiprocessing import resource_tracker
 from types import FrameType
 
 from trainer.config.errors import ConfigError
-from trainer.world.signals import STOPS
+from trainer.world.signals import STOP_SIGNALS
 
 # How long the ranks that are left have, after one has ended, to notice, to save what they hold, and to leave.
 GRACE_S = 60.0
@@ -41,17 +41,17 @@ def spawn(ranks: int, work: Callable[[], int]) -> int:
         if not pids:
             early.append(number)
 
-    for number in STOPS:
+    for number in STOP_SIGNALS:
         signal.signal(number, forward)
     resource_tracker.ensure_running()  # now: it lets SIGINT and SIGTERM through when it starts
     # The signals stay blocked in the ranks until they are caught there, see Signals.catch.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     context = start_processes(_rank, (ranks, job, work), nprocs=ranks, join=False)
     assert context is not None
     pids += context.pids()
     for missed in early:
         forward(missed)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         while not context.join(grace_period=GRACE_S):
             pass

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from submitit import Job, SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from trainer import compat
 from trainer.cluster import code_copy, machine_checks, run_folders
 from trainer.cluster.queue import Queue
 from trainer.cluster.run_status import jobs_of
@@ -48,7 +49,7 @@ class _Executor(SlurmExecutor):
 
     def script(self) -> str:
         """The sbatch script that a submission would hand over."""
-        return self._make_submission_file_text(self._submitit_command_str, uid="dry-run")
+        return compat.sbatch_script(self)
 
 
 def submit(config: Config) -> SlurmJob[dict[str, float]]:

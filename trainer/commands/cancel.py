@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from trainer.cluster import run_folders
 from trainer.cluster.run_status import RunStatus, StatusReader, records_of
 from trainer.rundir import RunDir
-from trainer.world.run_lock import holder
+from trainer.world import run_lock
 from trainer.world.slurm import SlurmError, command, is_job_id
 
 POLL_S = 1.0
@@ -69,7 +69,7 @@ def _stop(run: RunDir, now: RunStatus) -> None:
 
 def _stop_local(run: RunDir, job_id: str) -> None:
     """Pass it on to the launcher, whose pid is part of the job id. Raises SlurmError when that is elsewhere."""
-    host = (holder(run.lock) or "").rpartition(" on ")[2]
+    host = (run_lock.current_holder(run.lock) or "").rpartition(" on ")[2]
     if host and host != socket.gethostname():
         raise SlurmError(f"it runs under --local on {host}; cancel it there")
     with contextlib.suppress(ProcessLookupError):  # then its ranks stop without it

@@ -64,13 +64,13 @@ def _hello(config: Config, show_variables: bool) -> int:
         clean_up()
         os._exit(128 + number)  # at once: the main thread may be in a collective
 
-    signals.tell(stop)
-    from trainer.world.group import is_of_absence
+    signals.on_first(stop)
+    from trainer.world.group import is_peer_loss
 
     try:
         return _meet_and_greet(config, world, meeting, show_variables)
     except RuntimeError as error:
-        if not (isinstance(error, MeetingError) or is_of_absence(error)):
+        if not (isinstance(error, MeetingError) or is_peer_loss(error)):
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from trainer import compat
 from trainer.config.errors import ConfigError, nearest
 
 # Options that are shorthands of a configuration key: option -> (key, what to write for it, what it does).
@@ -66,11 +67,11 @@ class Parser(argparse.ArgumentParser):
 
     def options(self) -> dict[str, argparse.Action]:
         """Each option as it is typed."""
-        return self._option_string_actions
+        return compat.options_of(self)
 
     def positionals(self) -> list[argparse.Action]:
         """What is no option, in order."""
-        return self._get_positional_actions()
+        return compat.positionals_of(self)
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""

@@ -1,2 +1,2 @@
-"""A run's configuration: the schema of all keys, loading, and the checks that words alone allow. Not here: checks
-that ask the machine or the cluster (cluster.machine_checks)."""
+"""A run's configuration: the schema of all keys, loading it, and the checks that need nothing but its values. Not here:
+checks that look at this machine or the cluster (cluster.machine_checks)."""

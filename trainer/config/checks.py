@@ -1,38 +1,69 @@
-"""What words alone can tell of a configuration: values out of range, keys that contradict each other."""
+"""Checks of a configuration's values: numbers out of range, keys that contradict each other. They ask no machine."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
-from trainer.config.schema import OWN_OPTIONS, Launch, Settings
+from trainer.config.schema import RESERVED_SBATCH_OPTIONS, Launch, Settings
 
-LARGEST_BATCH = 10**9  # that is ever proposed: a wide range of nodes shares no batch size that anyone would want
+# The largest batch size to propose. For a wide range of nodes, the smallest one that divides is absurdly large.
+LARGEST_BATCH = 10**9
 
 
 def validate(config: Settings) -> None:
-    """Refuse a configuration that cannot work, as far as words alone can tell; `checks` asks the machine."""
+    """Raise ConfigError for values that cannot work anywhere; `trainer.cluster.machine_checks` looks at the machine."""
     check_values(config)
     check_batch(config.train.batch_size, config.launch.world_sizes, config.train.accumulate)
 
 
 def check_values(config: Settings) -> None:
-    """`validate`, but for whether the ranks can share out the global batch."""
-    for key, f, value in fields_of(config):
-        choices, least = f.metadata["choices"], f.metadata["least"]
-        if f.type == "list[str]" and not all(isinstance(line, str) for line in value):
-            raise ConfigError(f"{key}={value}: must be of type list[str]")
-        if choices and value not in choices:
-            raise ConfigError(f"{key}={value}: {nearest(str(value), choices)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{key}={value}: must be a finite number")
-        if least is not None and isinstance(value, (int, float)) and value < least:
-            raise ConfigError(f"{key}={value}: must be at least {least:g}")
+    """`validate`, without checking that the global batch divides among the ranks."""
+    for key, field, value in fields_of(config):
+        _check_limits(key, field, value)
+    _check_single_keys(config)
+    _check_launch(config)
+
+
+def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int) -> None:
+    """Raise ConfigError unless the global batch divides into equal micro-batches for each of these numbers of ranks."""
+    wrong, divisor = [], 1
+    for size in world_sizes:
+        divisor = math.lcm(divisor, size * accumulate)
+        if batch_size % (size * accumulate):
+            wrong.append(str(size))
+        if divisor > LARGEST_BATCH:
+            break
+    if wrong:
+        near = max(divisor, round(batch_size / divisor) * divisor)
+        raise ConfigError(
+            f"train.batch_size={batch_size}: not divisible by {', '.join(wrong)} ranks x "
+            f"train.accumulate={accumulate}; {'use fewer nodes' if divisor > LARGEST_BATCH else f'{near} would be'}"
+        )
+
+
+def _check_limits(key: str, field: dataclasses.Field[Any], value: Any) -> None:
+    """Raise ConfigError for a value outside the limits that the schema gives for its key."""
+    choices, least = field.metadata["choices"], field.metadata["least"]
+    if field.type == "list[str]" and not all(isinstance(line, str) for line in value):
+        raise ConfigError(f"{key}={value}: must be of type list[str]")
+    if choices and value not in choices:
+        raise ConfigError(f"{key}={value}: {nearest(str(value), choices)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value}: must be a finite number")
+    if least is not None and isinstance(value, (int, float)) and value < least:
+        raise ConfigError(f"{key}={value}: must be at least {least:g}")
+
+
+def _check_single_keys(config: Settings) -> None:
+    """Raise ConfigError for limits of single keys that the schema cannot express."""
     if config.optim.lr == 0:
-        raise ConfigError("optim.lr=0: nothing would be learned; give a positive learning rate")
+        raise ConfigError("optim.lr=0: the model would learn nothing; give a positive learning rate")
     if config.train.ema_decay >= 1:
         raise ConfigError(f"train.ema_decay={config.train.ema_decay}: must be below 1, e.g. 0.999")
     for key in ("optim.clip_norm", "checkpoint.every_minutes", "launch.mem_gb"):
@@ -42,27 +73,31 @@ def check_values(config: Settings) -> None:
     minutes = config.checkpoint.every_minutes
     if isinstance(minutes, str) and minutes != "auto":
         raise ConfigError(f"checkpoint.every_minutes={minutes}: must be of type {FLOAT_OR_AUTO} or null")
+
+
+def _check_launch(config: Settings) -> None:
+    """Raise ConfigError for a job that cannot start as configured."""
     launch = config.launch
     _check_nodes(launch)
     if launch.gpus_per_node and launch.tasks_per_node not in (None, launch.gpus_per_node):
         raise ConfigError(
-            f"launch.tasks_per_node={launch.tasks_per_node}: every GPU has one rank of its own, "
-            f"so leave it out (launch.gpus_per_node={launch.gpus_per_node})"
+            f"launch.tasks_per_node={launch.tasks_per_node}: each GPU has exactly one rank "
+            f"(launch.gpus_per_node={launch.gpus_per_node}); remove this key"
         )
     if config.device == "cpu" and launch.gpus_per_node:
         raise ConfigError(
-            f"launch.gpus_per_node={launch.gpus_per_node}: device=cpu uses none; use launch.tasks_per_node"
+            f"launch.gpus_per_node={launch.gpus_per_node}: device=cpu uses no GPU; set launch.tasks_per_node instead"
         )
     if launch.signal_delay_s >= 60 * launch.time_min:
         raise ConfigError(
             f"launch.signal_delay_s={launch.signal_delay_s}: must be shorter than the time limit "
-            f"(launch.time_min={launch.time_min}, that is {60 * launch.time_min} s)"
+            f"(launch.time_min={launch.time_min}: {60 * launch.time_min} s)"
         )
     for option in launch.slurm:
-        if instead := OWN_OPTIONS.get(str(option).replace("_", "-")):
+        if instead := RESERVED_SBATCH_OPTIONS.get(str(option).replace("_", "-")):
             raise ConfigError(f"launch.slurm.{option}: Laststep sets this itself; use {instead}")
     if launch.init_method is not None:
-        # An IPv6 address stands in brackets.
+        # An IPv6 address is written in brackets.
         at = re.fullmatch(r"env://|file:///.+|tcp://(?:[^:/\[\]]+|\[.+\]):(\d+)", launch.init_method)
         if not at or (at[1] and not 0 < int(at[1]) < 65536):
             raise ConfigError(
@@ -74,25 +109,8 @@ def check_values(config: Settings) -> None:
         )
 
 
-def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int) -> None:
-    """Raise ConfigError unless the global batch divides into equal micro-batches for any of these numbers of ranks."""
-    wrong, step = [], 1
-    for size in world_sizes:
-        step = math.lcm(step, size * accumulate)
-        if batch_size % (size * accumulate):
-            wrong.append(str(size))
-        if step > LARGEST_BATCH:
-            break
-    if wrong:
-        near = max(step, round(batch_size / step) * step)
-        raise ConfigError(
-            f"train.batch_size={batch_size}: not divisible by {', '.join(wrong)} ranks x "
-            f"train.accumulate={accumulate}; {'use fewer nodes' if step > LARGEST_BATCH else f'{near} would be'}"
-        )
-
-
 def _check_nodes(launch: Launch) -> None:
-    """Raise ConfigError unless launch.nodes is a number or a range."""
+    """Raise ConfigError unless launch.nodes is a positive number or a range of them."""
     given = f"launch.nodes={launch.nodes}"
     if not re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})?", str(launch.nodes)):
         raise ConfigError(f"{given}: must be of type {INT_OR_RANGE}")

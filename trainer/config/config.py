@@ -1,4 +1,4 @@
-"""Config: a run's configuration, put together as schema <- YAML file <- key=value, and checked."""
+"""Config: a run's configuration, built from the schema's defaults, YAML files and key=value words, then checked."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 
 @dataclass
 class Config(Settings):
-    """The whole configuration of a run; `Config.load` makes one."""
+    """The whole configuration of a run; create one with `Config.load`."""
 
     @classmethod
     def load(
         cls, source: str | Path | None = None, overrides: Sequence[str] = (), site: str | Path | None = None
     ) -> Config:
-        """The schema, filled from the YAML file of a site (a path, or a name in configs/site/), then from that of a
-        configuration (a path, or a name in configs/), then from `key=value` words.
+        """Load and check a configuration. Later layers override earlier ones:
+
+        1. the schema's defaults,
+        2. `site`: a YAML file (a path, or a name in configs/site/),
+        3. `source`: a YAML file (a path, or a name in configs/),
+        4. `overrides`: `key=value` words.
 
         Raises ConfigError, which names the field, the value and the fix.
         """
@@ -40,7 +44,7 @@ class Config(Settings):
     def read(
         cls, source: str | Path | None = None, overrides: Sequence[str] = (), site: str | Path | None = None
     ) -> Config:
-        """`load`, but the values are not checked."""
+        """`load`, without checking the values against their limits and each other."""
         tree = OmegaConf.structured(cls)
         files = [find_config(site, of_site=True)] if site else []
         files += [find_config(source)] if source is not None else []
@@ -60,20 +64,21 @@ class Config(Settings):
         return config
 
     def to_yaml(self) -> str:
-        """The resolved configuration as YAML; `Config.load` of it gives an equal Config."""
+        """The resolved configuration as YAML; loading it gives an equal Config."""
         return OmegaConf.to_yaml(OmegaConf.create(escaped(dataclasses.asdict(self))))
 
     def save(self, path: Path) -> None:
-        """Write `to_yaml` to `path`, whole or not at all."""
+        """Write `to_yaml` to `path` atomically."""
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(self.to_yaml())
         temporary.replace(path)
 
 
 def variants(config: Config, changes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Config, str]]:
-    """A configuration with each of these changes (values by dotted key, the same keys in each), and its YAML.
+    """Apply each of `changes` to `config`; yields the changed configuration and its YAML. Raises ConfigError.
 
-    Does for a thousand in seconds what `Config.load` and `to_yaml` do for one. Raises ConfigError.
+    A change maps dotted keys to values; all changes must set the same keys. Gives the same results as `Config.load` and
+    `to_yaml`, but handles a thousand changes in seconds.
     """
     typed = OmegaConf.structured(config)
     plain = OmegaConf.create(escaped(dataclasses.asdict(config)))
@@ -90,7 +95,7 @@ def variants(config: Config, changes: Iterable[Mapping[str, Any]]) -> Iterator[t
 
 
 def find_config(source: str | Path, of_site: bool = False) -> Path:
-    """The YAML file for a name in configs/, or in configs/site/, or for a path. Raises ConfigError."""
+    """The YAML file of this path, or of this name in configs/ (a site: in configs/site/). Raises ConfigError."""
     folder, option, label = (
         (CONFIGS / "site", "--site", "configs/site") if of_site else (CONFIGS, "--config", "configs")
     )
@@ -104,14 +109,14 @@ def find_config(source: str | Path, of_site: bool = False) -> Path:
 def _read_yaml(path: Path) -> Any:
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:  # a YAML error, an unreadable file: whatever it is, this file is not a configuration
+    except Exception as error:  # a YAML error, an unreadable file: there are many types
         raise ConfigError(f"{path}: cannot be read as YAML: {_yaml_problem(error)}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must hold `key: value` lines")
+        raise ConfigError(f"{path}: must consist of `key: value` lines")
     return content
 
 
 def _yaml_problem(error: Exception) -> str:
-    """What is wrong and where, from a YAML error, whose own text takes several lines."""
+    """A YAML error as one line: its own text takes several."""
     mark = getattr(error, "problem_mark", None)
     return first_line(error) if mark is None else f"line {mark.line + 1}: {getattr(error, 'problem', '')}"

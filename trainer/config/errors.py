@@ -1,4 +1,4 @@
-"""ConfigError: what a wrong command or configuration raises; and the nearest valid name for a wrong one."""
+"""ConfigError, raised for a wrong command or configuration, and helpers for its one-line message."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """The command or the configuration is wrong: one line that names the field, the value and the fix."""
+    """The command or the configuration is wrong. The message is one line: the field, the value and the fix."""
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """A hint for a wrong name: the nearest valid one, else some or all of them."""
+    """A hint for a wrong name: the most similar valid name, else up to 12 names to choose from."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]}?"
@@ -19,5 +19,5 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return str(error).strip().split("\n")[0]

@@ -1,4 +1,4 @@
-"""Dotted keys of a configuration, such as optim.lr: which there are, what they hold, how `key=value` sets one."""
+"""Dotted keys of a configuration, such as optim.lr: listing them, setting one, parsing `key=value`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ INT_OR_RANGE, FLOAT_OR_AUTO = "int or MIN-MAX", "float or auto"
 
 
 def parse_override(word: str) -> dict[str, Any]:
-    """Values by dotted key of a `key=value` word. Raises ConfigError."""
+    """The value for each dotted key that a `key=value` word sets (several for `optim={...}`). Raises ConfigError."""
     key, equals, _ = word.partition("=")
     if not equals or not key:
         raise ConfigError(f"{word}: not a verb, an option or key=value; see --help")
     try:
         return dict(leaves(OmegaConf.to_container(OmegaConf.from_dotlist([word]))))
-    except Exception as error:  # whatever YAML or OmegaConf makes of it, the word is what is wrong
+    except Exception as error:  # YAML and OmegaConf raise many types; the word is wrong in each case
         raise ConfigError(f"{word}: cannot be read as key=value: {first_line(error)}") from None
 
 
 def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Each leaf of a Config (or of its class) as (dotted key, field, value or default), in the schema's order."""
+    """Each key of a Config as (dotted key, field, value), in the schema's order; of its class, with the defaults."""
     value_of = schema() if isinstance(schema, type) else schema
     for f in dataclasses.fields(value_of):
         value = getattr(value_of, f.name)
@@ -39,12 +39,12 @@ def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.
 
 
 def kind_of(f: dataclasses.Field[Any]) -> str:
-    """The type of a leaf, as one would say it."""
+    """The type of a key as messages and the documentation show it, such as `int or MIN-MAX`."""
     return str(f.type).replace("float | int | str", FLOAT_OR_AUTO).replace("int | str", INT_OR_RANGE)
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested dictionaries; an empty dictionary is a value."""
+    """Flatten nested dictionaries into dotted keys and values. An empty dictionary counts as a value."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -60,7 +60,7 @@ def assign(tree: Any, key: str, value: Any) -> None:
     if key not in known and open_key is None:
         sections = [k for k in known if k.startswith(key + ".")]
         if len(key) > 100:
-            raise ConfigError(f"{key[:60]!r}...: no such key")  # a file that is no configuration at all
+            raise ConfigError(f"{key[:60]!r}...: no such key")  # from a file that is not a configuration
         if sections:
             raise ConfigError(f"{given}: {key} is a section; set one of {', '.join(sections)}")
         raise ConfigError(
@@ -76,7 +76,7 @@ def assign(tree: Any, key: str, value: Any) -> None:
 
 
 def replaced(tree: Any, names: Sequence[str], value: Any) -> Any:
-    """Nested dataclasses and dictionaries with one leaf replaced."""
+    """A copy of nested dataclasses and dictionaries in which the value at the path `names` is replaced."""
     if not names:
         return value
     name, *rest = names
@@ -86,7 +86,7 @@ def replaced(tree: Any, names: Sequence[str], value: Any) -> Any:
 
 
 def escaped(value: Any) -> Any:
-    """For OmegaConf to write and read again as it is: a `${` that stands in a value by now is no interpolation."""
+    """Escape each `${`, so that OmegaConf writes and reads the value as it is and does not interpolate it again."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):
@@ -95,6 +95,6 @@ def escaped(value: Any) -> Any:
 
 
 def _nearest_leaf(name: str, known: dict[str, Any]) -> str:
-    """For a key without its section (`lr=1`): the full key that ends in it, else the nearest."""
+    """A hint for a key without its section (`lr=1`): the full keys that end in it, else the most similar key."""
     full = [k for k in known if k.rpartition(".")[2] == name]
     return f"did you mean {' or '.join(full)}?" if full else nearest(name, list(known))

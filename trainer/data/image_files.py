@@ -14,12 +14,12 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 from torch.utils.data import Dataset
-from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2.functional import resize
 
+from trainer import compat
 from trainer.config.errors import ConfigError
 from trainer.data.decoded import Decoded, Pixels, Whole
 
@@ -82,7 +82,7 @@ class Encoded(NamedTuple):
     pixels: Tensor | None = None
 
 
-default_collate_fn_map[Encoded] = lambda batch, **_: list(batch)
+compat.collate_as_list(Encoded)
 
 
 def read_image(content: bytes, size: int, augment: bool) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from trainer import compat
 from trainer.config.errors import ConfigError
 from trainer.data.order import Order, seed_generators, seed_of
 from trainer.data.pixels import Images
@@ -78,7 +79,7 @@ class Loader:
 
     def close(self) -> None:
         """End its workers."""
-        end_workers(getattr(self.batches, "_iterator", None))  # kept where there are workers
+        end_workers(compat.kept_iterator(self.batches))  # kept where there are workers
 
     def _copied(self, batch: Any, copying: torch.cuda.Stream) -> Any:
         """On the GPU, by a stream of its own: the copy does not wait for what is computed there meanwhile."""
@@ -98,9 +99,9 @@ class Loader:
 def end_workers(iterator: Any) -> None:
     """End those of an iteration over a DataLoader now. Left to the interpreter's exit, it would ask them by SIGTERM,
     which they ignore, and wait for ever."""
-    workers = getattr(iterator, "_workers", [])
+    workers = compat.worker_processes(iterator)
     if workers:
-        iterator._shutdown_workers()  # what torch itself calls when it drops the iterator
+        compat.shut_down_workers(iterator)
     for worker in workers:
         if worker.is_alive():
             worker.kill()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer import compat
 from trainer.world.group import Group
 
 
@@ -51,7 +52,7 @@ class Buffers:
         if self._live:
             received = self._received
             self._committed = received if nonfinite is None else torch.where(nonfinite == 0, received, self._committed)
-            torch._foreach_copy_(self._bytes, self._committed.split(self._sizes))
+            compat.copy_each(self._bytes, self._committed.split(self._sizes))
 
     def in_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
         """A model's `state_dict(keep_vars=True)` with committed buffers in place of the live ones, detached."""

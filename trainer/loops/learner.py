@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer import compat
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.loader import for_each_tensor
@@ -189,7 +190,7 @@ class Learner:
         found = torch.zeros((), device=self.device)
         for same_dtype in parameters.values():
             gradients = [gradient for parameter in same_dtype if (gradient := parameter.grad) is not None]
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
+            compat.note_nonfinite(gradients, found, self._one)
         return found
 
     def _no_reduction(self) -> contextlib.AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from trainer.observe.startup import StartupTimer
 from trainer.observe.tensorboard import TensorBoard
 from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
-from trainer.world.device import LastUpdate, numerics, other_numerics
+from trainer.world.device import LastUpdate, changed_numerics, describe_numerics
 from trainer.world.group import Group
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Watchdog
@@ -74,7 +74,7 @@ class Loop(ABC):
         self.readback = Readback(self.group, self.saves, self.progress)
         # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
         self.reads_one_step_late = self.group.device.type == "cuda"
-        self.numerics = numerics(self.group.device)
+        self.numerics = describe_numerics(self.group.device)
         self.position = Position()
         self.state_lock = threading.Lock()
         self.last_update = LastUpdate(self.group.device)
@@ -175,7 +175,7 @@ class Loop(ABC):
         manifest = self.store.manifest(step)
         state = load(self.store.path(step), manifest)
         self.position = Position(**state.pop("position"))
-        if changed := other_numerics(manifest.numerics, self.numerics):
+        if changed := changed_numerics(manifest.numerics, self.numerics):
             self.progress.say(f"WARNING: {changed}")
         return state
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from trainer import compat
 from trainer.config.schema import Train
 from trainer.world.group import Group
 
@@ -41,15 +35,11 @@ def data_parallel(model: nn.Module, loss_tap: nn.Parameter, group: Group) -> nn.
     """The model in DistributedDataParallel, which also sums the gradient of `loss_tap`; one rank: the model itself."""
     if group.world.size == 1:
         return model
-    # The newer and the older name of the same switch. `Buffers` broadcasts the buffers instead.
-    switches = ("forward_sync_buffers", "broadcast_buffers")
-    known = inspect.signature(DistributedDataParallel).parameters
-    no_broadcast: dict[str, Any] = {next(switch for switch in switches if switch in known): False}
     return DistributedDataParallel(
         _WithLossTap(model, loss_tap),
         device_ids=[group.device] if group.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        **no_broadcast,
+        **compat.no_buffer_sync(),  # `Buffers` broadcasts them instead
     )
 
 
@@ -86,8 +76,8 @@ def _checkpoint_activations(model: nn.Module, compiled: bool) -> None:
     inner = {id(m) for block in blocks for m in block.modules() if m is not block}
     chosen = {id(m) for m in blocks or model.children() if id(m) not in inner}
     # torch.compile does its own recomputation, which does not repeat such side effects.
-    wrap = checkpoint_wrapper if compiled else partial(checkpoint_wrapper, context_fn=lambda: _statistics_once(model))
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: id(m) in chosen)
+    contexts = None if compiled else lambda: _statistics_once(model)
+    compat.checkpoint_activations(model, lambda m: id(m) in chosen, contexts)
 
 
 def _statistics_once(model: nn.Module) -> tuple[contextlib.AbstractContextManager[None], ...]:
@@ -95,7 +85,7 @@ def _statistics_once(model: nn.Module) -> tuple[contextlib.AbstractContextManage
 
     @contextlib.contextmanager
     def recomputation() -> Iterator[None]:
-        norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+        norms = [m for m in model.modules() if compat.is_batch_norm(m)]
         before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
         for norm in norms:
             norm.momentum, norm.num_batches_tracked = 0.0, None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.observe.progress import Progress
-from trainer.world.device import to_host
+from trainer.world.device import start_copy_to_host
 from trainer.world.group import Group
 
 COUNTDOWN_S = 1.0  # how often rank 0 announces how far away the next save is
@@ -66,7 +66,9 @@ class Readback:
         parts = self._stacked()
         if has_countdown := steps_done >= self._countdown_at:
             parts.append(self._countdown())
-        self._request = _Request(len(self._pending), has_countdown, to_host(torch.cat(parts)) if parts else list)
+        self._request = _Request(
+            len(self._pending), has_countdown, start_copy_to_host(torch.cat(parts)) if parts else list
+        )
 
     def collect(self, steps_done: int) -> list[Measured]:
         """Wait for the requested values. They stay pending until `remove`."""

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainer import compat
 from trainer.checkpoint.pack import Packed, dumped, map_tensors
 from trainer.config.errors import ConfigError
 from trainer.loops.buffers import Buffers
@@ -118,13 +119,13 @@ class FingerprintedState:
         """Torch's version counters, and hashes of the values on the device: writes through `.data` count no version."""
         hashed = [t for t in self._tensors if t.is_floating_point() and t.itemsize > 1 and t.numel()]
         hashes = [torch.hash_tensor(tensor).view(torch.int64) for tensor in hashed]
-        return [t._version for t in self._tensors], torch.stack(hashes)
+        return [compat.version_of(t) for t in self._tensors], torch.stack(hashes)
 
 
 def _ddp_of(module: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that a module is, or that torch.compile has wrapped in it."""
+    """The DistributedDataParallel that `module` is, or that torch.compile has wrapped."""
     while not isinstance(module, DistributedDataParallel):
-        inner = getattr(module, "_orig_mod", None)
+        inner = compat.compiled_original(module)
         if inner is None:
             return None
         module = inner
@@ -133,8 +134,8 @@ def _ddp_of(module: nn.Module) -> DistributedDataParallel | None:
 
 def _unwrapped(thing: Any) -> Any:
     """The object inside DistributedDataParallel and torch.compile: a checkpoint's names must not depend on these."""
-    while isinstance(thing, DistributedDataParallel) or hasattr(thing, "_orig_mod"):
-        thing = thing.module if isinstance(thing, DistributedDataParallel) else thing._orig_mod
+    while isinstance(thing, DistributedDataParallel) or compat.compiled_original(thing) is not None:
+        thing = thing.module if isinstance(thing, DistributedDataParallel) else compat.compiled_original(thing)
     return thing
 
 

@@ -16,7 +16,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+
+from trainer.compat import tree_leaves, tree_map
 
 
 def rehearse(module: nn.Module, ddp: DistributedDataParallel, device: torch.device) -> None:

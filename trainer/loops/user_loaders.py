@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trainer import compat
 from trainer.config.errors import ConfigError
 from trainer.data.loader import StepLoader, end_workers, set_up_workers
 from trainer.world.group import Group
@@ -39,7 +40,7 @@ class UserLoaders:
             if isinstance(loader, StepLoader):
                 loader.close()
             else:
-                end_workers(getattr(loader, "_iterator", None))
+                end_workers(compat.kept_iterator(loader))
 
     def _check_length(self, length: int) -> None:
         """Raise ConfigError unless all ranks have the same number of batches: they could not agree on where to stop."""

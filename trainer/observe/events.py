@@ -15,11 +15,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
-
+from trainer.compat import event_file_parts
 from trainer.records.metrics import is_step
+
+Event, SessionLog, Summary, RecordWriter = event_file_parts()
 
 PLACE = ("step", "epoch", "time", "skipped")  # of a line of metrics.jsonl, all else is shown
 LINES = 200  # of metrics.jsonl, between two pauses
@@ -108,7 +107,7 @@ def _tag(name: str) -> str:
     return name.replace("_", "/", 1) if name.startswith("val_") else f"epoch/{name}"
 
 
-def _framed(event: Event) -> bytes:
+def _framed(event: Any) -> bytes:
     buffer = io.BytesIO()
     RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()

@@ -63,7 +63,7 @@ _RULES: tuple[tuple[str, Callable[[Config, World], str]], ...] = (
     (r"DataLoader worker .* (killed by signal|exited unexpectedly)|in rebuild_storage_fd|: gone \(killed", _killed),
     (r"OutOfMemoryError|CUDA error: out of memory", _gpu_memory),
     (r"can't allocate memory|MemoryError|Cannot allocate memory|bad_alloc", _memory),
-    (r"did not come within|cannot be reached within|did not publish its address", _absent),
+    (r"did not join within|cannot be reached within|did not publish its address", _absent),
     (r"is stuck in|gives no sign of life|has not answered for", _stuck),
 )
 

@@ -1,2 +1,2 @@
-"""The ranks of one attempt: who am I, how we meet, how we stop together, how we watch each other, and what Slurm says
-of our job. Not here: submitting jobs and starting ranks (cluster)."""
+"""The ranks of one attempt: which rank this process is, how the ranks meet, stop together and watch each other, and
+what Slurm says about their job. Not here: submitting jobs and starting ranks (cluster)."""

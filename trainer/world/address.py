@@ -1,4 +1,4 @@
-"""Where rank 0 serves the store at which all ranks meet, how the others find it, and over which network."""
+"""How the ranks find rank 0's store: rank 0 serves and publishes it, the others read its address and connect."""
 
 from __future__ import annotations
 
@@ -22,94 +22,102 @@ from trainer.config.errors import ConfigError
 from trainer.world.world import MeetingError, World, hostname
 
 POLL_S = 0.05
-CONNECT_S = 3.0  # a firewall that drops what comes says nothing at all
+CONNECT_S = 3.0  # a firewall that drops packets gives no answer at all
 ANSWER_S = 10.0
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of a network interface
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class Contact(NamedTuple):
-    """The store that rank 0 serves, as this rank has reached it."""
+class StoreConnection(NamedTuple):
+    """This rank's connection to the store that rank 0 serves."""
 
     store: dist.Store
-    address: str
-    ours: str = ""  # the IP address that this rank has connected from, "" for rank 0, which serves
-    theirs: str = ""  # and the one of rank 0's host that it has connected to
-    published: Path | None = None  # where rank 0 has written the address down
+    address: str  # HOST:PORT
+    local_ip: str = ""  # the IP address this rank connected from; "" on rank 0, which serves
+    rank_0_ip: str = ""  # the IP address of rank 0's host that it connected to; "" on rank 0
+    address_file: Path | None = None  # where rank 0 published the address; None on other ranks
 
 
-class _NotYet(Exception):
-    """Rank 0 has not said where it is."""
+class _NoAddressYet(Exception):
+    """Rank 0 has not published its address yet."""
 
 
-def contact(world: World, purpose: str, meeting: Path, init_method: str | None, patience: timedelta) -> Contact:
-    """Serve the store, or reach it; see `trainer.world.group.sign_in`. `purpose` tells this meeting from any other.
+def connect_to_store(
+    world: World, purpose: str, address_file: Path, init_method: str | None, timeout: timedelta
+) -> StoreConnection:
+    """Serve the store on rank 0, connect to it on every other rank; `trainer.world.group.register_rank` has the rules.
 
-    Raises MeetingError when it cannot be reached in time, ConfigError when its address cannot be right.
+    `purpose` names the run, attempt and size, so that an address left by another attempt is not mistaken for ours.
+
+    Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right.
     """
-    by_hand = all(os.environ.get(name) for name in MASTER)
-    method = init_method or ("env://" if by_hand else f"file://{meeting}")
+    has_master = all(os.environ.get(name) for name in MASTER)
+    method = init_method or ("env://" if has_master else f"file://{address_file}")
     scheme, _, place = method.partition("://")
     if scheme == "file":
         file = Path(place)
         source = f"launch.init_method={method}" if init_method else str(file)
         try:
             if world.rank == 0:
-                return _publish(world, purpose, file, patience)
-            return _reach(world, lambda: _published(file, purpose), patience, source)
+                return _serve_and_publish(world, purpose, file, timeout)
+            return _connect(world, lambda: _read_address(file, purpose), timeout, source)
         except OSError as error:
             if not init_method:
                 raise
             raise ConfigError(f"{source}: {error.strerror} on {hostname()}") from None
     if scheme == "env":
-        host, port, source = _from_environment()
+        host, port, source = _master_from_environment()
     else:
         host, _, digits = place.rpartition(":")
         host, port, source = host.strip("[]"), int(digits), f"launch.init_method={method}"
     if scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun serves a store itself, which outlives its restarts; its agents have met there.
-        met = _reach(world, lambda: ([host], port), patience, source)
-        return met._replace(store=dist.PrefixStore(f"laststep/{world.attempt}", met.store))
+        # torchrun's agents have already met at a store that torchrun serves itself. It outlives torchrun's restarts,
+        # so each attempt needs a prefix of its own.
+        connection = _connect(world, lambda: ([host], port), timeout, source)
+        return connection._replace(store=dist.PrefixStore(f"laststep/{world.attempt}", connection.store))
     _check_host(world, host, source)
     if world.rank == 0:
-        return Contact(_serve(world, port, patience, source), f"{host}:{port}")
-    return _reach(world, lambda: ([host], port), patience, source)
+        return StoreConnection(_serve(world, port, timeout, source), f"{host}:{port}")
+    return _connect(world, lambda: ([host], port), timeout, source)
 
 
 def use_interface(address: str) -> None:
-    """Have gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME names one.
+    """Make gloo use the network interface with this address, unless GLOO_SOCKET_IFNAME already names one.
 
-    By itself it takes the address that the node's own name resolves to: on Debian often 127.0.1.1, which no other node
-    can reach, and where names do not resolve the loopback.
+    By default gloo uses the address that the node's own name resolves to. On Debian that is often 127.0.1.1, which no
+    other node can reach; where names do not resolve, it is the loopback interface.
     """
-    for name, its in interfaces():
-        if its == address:
+    for name, its_address in interfaces():
+        if its_address == address:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Name and address of each network interface of this machine (Linux): the IPv4 ones, then the IPv6 ones; those that
-    reach no other machine are left out."""
+    """Name and address of each network interface (Linux), IPv4 first, then IPv6.
+
+    Loopback and link-local addresses are omitted: no other machine can reach them.
+    """
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # no IPv4 address
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
                 found.append((name, socket.inet_ntoa(answer[20:24])))
-    with contextlib.suppress(OSError):  # no IPv6 here
+    with contextlib.suppress(OSError):  # no IPv6 on this machine
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, name = line.split()
-            if scope == "00":  # global, not of this link or host alone
+            if scope == "00":  # global scope
                 found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
     return [(name, address) for name, address in found if not address.startswith("127.")]
 
 
-def _from_environment() -> tuple[str, int, str]:
+def _master_from_environment() -> tuple[str, int, str]:
+    """Host, port and their source, from MASTER_ADDR and MASTER_PORT. Raises ConfigError."""
     for name in MASTER:
         if not os.environ.get(name):
             raise ConfigError(
-                f"launch.init_method=env://: {name} is not set on {hostname()}; set it, or leave this out"
+                f"launch.init_method=env://: {name} is not set on {hostname()}; set it, or remove launch.init_method"
             )
     host, port = (os.environ[name] for name in MASTER)
     if not (port.isdecimal() and 0 < int(port) < 65536):
@@ -118,114 +126,122 @@ def _from_environment() -> tuple[str, int, str]:
 
 
 def _check_host(world: World, host: str, source: str) -> None:
-    """Raise ConfigError on every rank, so that none waits for the others, when the name of rank 0's host is wrong."""
+    """Raise ConfigError when `host` cannot name rank 0's host. Every rank checks, so none waits for the others."""
     if world.nodes > 1 and host in LOOPBACK:
         raise ConfigError(
-            f"{source}: each of the {world.nodes} nodes would meet itself there; give the address of rank 0's host, or "
-            "leave it out"
+            f"{source}: on each of the {world.nodes} nodes, {host} is the node itself; give the address of rank 0's "
+            "host, or remove this setting"
         )
     try:
         socket.getaddrinfo(host, None)
-    except UnicodeError:  # it cannot be a name
+    except UnicodeError:  # not a valid host name
         raise ConfigError(f"{source}: {_unresolved(host)}") from None
     except socket.gaierror as error:
-        # A name server that is away may come back. And elsewhere than on a cluster (Kubernetes) a name may come with
-        # its host, after this one.
+        # Other errors may be temporary: the name server may come back. And outside a cluster (Kubernetes) rank 0's host
+        # may get its name only after this rank starts.
         if error.errno == socket.EAI_NONAME and world.launcher != "env":
             raise ConfigError(f"{source}: {_unresolved(host)}") from None
 
 
 def _unresolved(host: str) -> str:
-    return f"{host} does not resolve on {hostname()}; give an IP address, or leave it out"
+    return f"{host} does not resolve on {hostname()}; give an IP address, or remove this setting"
 
 
-def _publish(world: World, purpose: str, file: Path, patience: timedelta) -> Contact:
-    """Rank 0: serve at any free port, and write down where."""
-    store = _serve(world, 0, patience, str(file))
-    places = [hostname(), *(address for _, address in interfaces())]
+def _serve_and_publish(world: World, purpose: str, file: Path, timeout: timedelta) -> StoreConnection:
+    """Rank 0: serve the store at any free port, and write its address into `file`."""
+    store = _serve(world, 0, timeout, str(file))
+    hosts = [hostname(), *(address for _, address in interfaces())]
     if world.nodes == 1:
-        # No name needs to resolve, and none is waited for: a laptop's or a container's own often does not.
-        places.insert(0, "localhost")
+        # The host name of a laptop or a container often does not resolve; localhost always does.
+        hosts.insert(0, "localhost")
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"purpose": purpose, "places": places, "port": store.port}))
+    temporary.write_text(json.dumps({"purpose": purpose, "places": hosts, "port": store.port}))
     temporary.replace(file)
-    return Contact(store, f"{places[0]}:{store.port}", published=file)
+    return StoreConnection(store, f"{hosts[0]}:{store.port}", address_file=file)
 
 
-def _published(file: Path, purpose: str) -> tuple[Sequence[str], int]:
-    """Any other rank: where rank 0 serves. Raises _NotYet."""
+def _read_address(file: Path, purpose: str) -> tuple[Sequence[str], int]:
+    """Any other rank: the hosts to try, best first, and the port. Raises _NoAddressYet."""
     try:
-        said = json.loads(file.read_text())
-        if said["purpose"] != purpose:  # a meeting's before this one, or another job's
-            raise _NotYet(f"there is that of {said['purpose']}")
-        places, port = said["places"], said["port"]
+        published = json.loads(file.read_text())
+        if published["purpose"] != purpose:  # left by an earlier attempt, or written by another job
+            raise _NoAddressYet(f"the file there is for {published['purpose']}")
+        hosts, port = published["places"], published["port"]
     except FileNotFoundError:
-        raise _NotYet("was it started, and does this host see its disk?") from None
+        raise _NoAddressYet("was it started, and does this host see its disk?") from None
     except (ValueError, KeyError, TypeError):
-        raise _NotYet("something else is there") from None
-    # What is an address of this host too (a container bridge's, alike on every host) leads to itself.
-    own = {address for _, address in interfaces()}
-    return sorted(places, key=lambda place: place in own), port
+        raise _NoAddressYet("the file there is not an address file") from None
+    # An address that this host has too (a container bridge, the same on every host) would lead back to this host.
+    local = {address for _, address in interfaces()}
+    return sorted(hosts, key=lambda host: host in local), port
 
 
-def _serve(world: World, port: int, patience: timedelta, source: str) -> dist.TCPStore:
-    """Rank 0: bind the port, 0 for any free one. The bound socket goes to the store: nobody can take it in between."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+def _serve(world: World, port: int, timeout: timedelta, source: str) -> dist.TCPStore:
+    """Rank 0: bind the port (0: any free one) and serve the store there.
+
+    The store takes over the bound socket, so no other process can take the port in between.
+    """
+    dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack else socket.AF_INET
     try:
-        listener = socket.create_server(("", port), family=family, backlog=2048, dualstack_ipv6=both)
+        listener = socket.create_server(("", port), family=family, backlog=2048, dualstack_ipv6=dual_stack)
     except OSError as error:
         raise ConfigError(
-            f"{source}: port {port} on {hostname()}: {error.strerror}; choose another, or leave it out: then rank 0 "
-            "takes a free one"
+            f"{source}: port {port} on {hostname()}: {error.strerror}; choose another port, or remove this setting: "
+            "rank 0 then takes a free one"
         ) from None
     port = listener.getsockname()[1]
     return dist.TCPStore(
-        "localhost", port, world.size, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
+        "localhost", port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
-def _reach(world: World, find: Callable[[], tuple[Sequence[str], int]], patience: timedelta, source: str) -> Contact:
-    """Connect to the first host that answers: names do not resolve everywhere, nor is every network shared."""
-    deadline = time.monotonic() + patience.total_seconds()
-    what = why = ""
+def _connect(
+    world: World, find_address: Callable[[], tuple[Sequence[str], int]], timeout: timedelta, source: str
+) -> StoreConnection:
+    """Connect to the first host that answers, and keep trying until the timeout.
+
+    There may be several: names do not resolve everywhere, and not every network reaches every node.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    problem = detail = ""
     while time.monotonic() < deadline:
         failures: dict[str, OSError] = {}  # by host
         try:
-            hosts, port = find()
+            hosts, port = find_address()
             for host in hosts:
                 try:
-                    return _connect(world, host, port, patience)
+                    return _connect_once(world, host, port, timeout)
                 except OSError as error:
                     failures[host] = error
-            told = ", ".join(f"{host}:{port}: {e.strerror or e}" for host, e in failures.items())
-            what, why = "cannot be reached", f"{told} (by {source})"
-        except _NotYet as so_far:
-            what, why = f"did not publish its address in {source}", str(so_far)
+            tried = ", ".join(f"{host}:{port}: {e.strerror or e}" for host, e in failures.items())
+            problem, detail = "cannot be reached", f"{tried} (from {source})"
+        except _NoAddressYet as reason:
+            problem, detail = f"did not publish its address in {source}", str(reason)
         time.sleep(POLL_S)
     for host, failure in failures.items():
         if isinstance(failure, socket.gaierror) and len(failures) == 1:
             raise ConfigError(f"{source}: {_unresolved(host)}")
-    raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} {what} within {patience.seconds} s: {why}")
+    raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} {problem} within {timeout.seconds} s: {detail}")
 
 
-def _connect(world: World, host: str, port: int, patience: timedelta) -> Contact:
-    """Raises OSError."""
+def _connect_once(world: World, host: str, port: int, timeout: timedelta) -> StoreConnection:
+    """Connect to one host. Raises OSError."""
     with socket.create_connection((host, port), timeout=CONNECT_S) as probe:
-        ours, theirs = probe.getsockname()[0], probe.getpeername()[0]
-    made: queue.SimpleQueue[dist.Store | dist.DistError] = queue.SimpleQueue()
+        local_ip, rank_0_ip = probe.getsockname()[0], probe.getpeername()[0]
+    results: queue.SimpleQueue[dist.Store | dist.DistError] = queue.SimpleQueue()
 
-    def make() -> None:
+    def create_client() -> None:
         try:
-            made.put(dist.TCPStore(host, port, world.size, False, patience, wait_for_workers=False))
+            results.put(dist.TCPStore(host, port, world.size, False, timeout, wait_for_workers=False))
         except dist.DistError as error:
-            made.put(error)
+            results.put(error)
 
-    # In a thread, as torch waits for ever for an answer from who listens there and serves no store.
-    threading.Thread(target=make, daemon=True).start()
+    # In a thread: if something else than a store listens there, torch waits for its answer without a timeout.
+    threading.Thread(target=create_client, daemon=True).start()
     with contextlib.suppress(queue.Empty):
-        store = made.get(timeout=min(ANSWER_S, patience.total_seconds()))
-        if not isinstance(store, dist.DistError):
-            return Contact(store, f"{host}:{port}", ours, theirs)
+        result = results.get(timeout=min(ANSWER_S, timeout.total_seconds()))
+        if not isinstance(result, dist.DistError):
+            return StoreConnection(result, f"{host}:{port}", local_ip, rank_0_ip)
     raise OSError("something else listens there")

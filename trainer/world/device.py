@@ -1,4 +1,4 @@
-"""The device of a rank, and how arithmetic is done on it."""
+"""The device of a rank: choosing it, making its arithmetic reproducible, and reading from it without waiting."""
 
 from __future__ import annotations
 
@@ -19,65 +19,66 @@ from trainer.world.world import World
 def set_up_device(config: Config, world: World) -> torch.device:
     """Choose this rank's device and make its arithmetic as reproducible as the configuration asks.
 
-    Raises ConfigError when this machine lacks what is asked for.
+    Raises ConfigError when this machine lacks what the configuration asks for.
     """
-    device = _choose(config, world)
+    device = _choose_device(config, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if config.train.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
             name = torch.cuda.get_device_name(device)
             raise ConfigError(f"train.precision=bf16: {name} has no bf16 arithmetic; use fp16 or fp32")
         if config.train.deterministic:
-            # cuBLAS reads this when it starts; without it, it may split a product differently from run to run.
+            # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = not config.train.deterministic
     if "OMP_NUM_THREADS" not in os.environ:
         # A sum's last bits depend on the number of threads, so it must be the same in every attempt.
         cores = len(os.sched_getaffinity(0)) // world.local_size
-        given = int(os.environ.get("SLURM_CPUS_PER_TASK", config.launch.cpus_per_task))
-        torch.set_num_threads(given if world.launcher in ("submitit-slurm", "srun") else max(1, cores))
+        granted = int(os.environ.get("SLURM_CPUS_PER_TASK", config.launch.cpus_per_task))
+        torch.set_num_threads(granted if world.launcher in ("submitit-slurm", "srun") else max(1, cores))
     return device
 
 
-def numerics(device: torch.device) -> dict[str, str | int]:
-    """What the last bits of a step depend on, besides the number of ranks."""
+def describe_numerics(device: torch.device) -> dict[str, str | int]:
+    """Everything that the last bits of a step depend on, besides the number of ranks: torch, device, threads."""
     if device.type == "cuda":
         return {"torch": str(torch.__version__), "device": torch.cuda.get_device_name(device)}
-    # Torch has other loops for a processor with wider vectors.
+    # Torch uses different loops on a processor with wider vectors.
     processor = f"cpu with {torch.backends.cpu.get_cpu_capability()}"
     return {"torch": str(torch.__version__), "device": processor, "threads": torch.get_num_threads()}
 
 
-def other_numerics(before: Mapping[str, str | int], now: Mapping[str, str | int]) -> str | None:
-    """One line on what of them has changed, if anything has."""
-    changed = {name: then for name, then in before.items() if now.get(name, then) != then}
+def changed_numerics(before: Mapping[str, str | int], now: Mapping[str, str | int]) -> str | None:
+    """One line that names what has changed between two results of `describe_numerics`; None when nothing has."""
+    changed = {name: old for name, old in before.items() if now.get(name, old) != old}
     if not changed:
         return None
-    told = ", ".join(f"{name} {now[name]} (was {then})" for name, then in changed.items())
-    cure = f"; OMP_NUM_THREADS={before['threads']} keeps them" if list(changed) == ["threads"] else ""
-    return f"resumes with {told}: the last bits may differ{cure}"
+    changes = ", ".join(f"{name} {now[name]} (was {old})" for name, old in changed.items())
+    fix = f"; set OMP_NUM_THREADS={before['threads']} to keep them" if list(changed) == ["threads"] else ""
+    return f"resuming with {changes}: the last bits may differ{fix}"
 
 
 def choose_backend(config: Config, device: torch.device) -> str:
-    """What the ranks' collectives run over: nccl or gloo. Raises ConfigError when it is missing here."""
+    """The backend of the ranks' collectives, nccl or gloo. Raises ConfigError when it is not available here."""
     backend = config.launch.backend
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl" and device.type != "cuda":
-        why = "torch finds no GPU on this machine" if not torch.cuda.device_count() else "this rank is to use the CPU"
-        raise ConfigError(f"launch.backend=nccl: needs a GPU for each rank, and {why}; use gloo")
+        why = "torch finds no GPU on this machine" if not torch.cuda.device_count() else "this rank uses the CPU"
+        raise ConfigError(f"launch.backend=nccl: needs a GPU for each rank, but {why}; use gloo")
     if not dist.is_backend_available(backend):
         other = "gloo" if backend == "nccl" else "nccl"
-        raise ConfigError(f"launch.backend={backend}: torch {torch.__version__} is built without it; use {other}")
+        raise ConfigError(f"launch.backend={backend}: torch {torch.__version__} was built without it; use {other}")
     return backend
 
 
-def _choose(config: Config, world: World) -> torch.device:
+def _choose_device(config: Config, world: World) -> torch.device:
     count = torch.cuda.device_count()
     wanted = config.device
     if wanted == "auto":
-        # On a node without enforced limits a CPU job sees the GPUs of others; those that Slurm gave it are named there.
+        # On a node that does not enforce limits, a CPU job sees the GPUs of other jobs too. CUDA_VISIBLE_DEVICES names
+        # those that Slurm gave to this job.
         granted = not world.on_slurm or "CUDA_VISIBLE_DEVICES" in os.environ
         wanted = "cuda" if config.launch.gpus_per_node or (count and granted) else "cpu"
     if wanted == "cpu":
@@ -96,45 +97,48 @@ def _choose(config: Config, world: World) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def to_host(tensor: Tensor) -> Callable[[], list[float]]:
-    """Begin to copy a tensor of one dimension. What this returns gives its values, and waits for them if it must."""
+def start_copy_to_host(tensor: Tensor) -> Callable[[], list[float]]:
+    """Start copying a one-dimensional tensor to the CPU. Returns a function that waits for the copy and returns the
+    values."""
     if tensor.device.type != "cuda":
         return tensor.tolist
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copied.copy_(tensor, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record()
+    done = torch.cuda.Event()
+    done.record()
 
     def values() -> list[float]:
-        there.synchronize()
+        done.synchronize()
         return copied.tolist()
 
     return values
 
 
 class LastUpdate:
-    """Where on the device the last update of the state ended."""
+    """The point in the device's work at which the last update of the state ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def mark(self) -> None:
-        """It ends with what was asked of the device so far."""
+        """The last update ends with the work that has been queued on the device so far."""
         if self._event is not None:
             self._event.record()
 
     @contextlib.contextmanager
     def beside(self, timeout_s: float = 5.0) -> Iterator[None]:
-        """In another thread, while the device may be waiting for a rank that is dead: read the state on a stream of its
-        own. Raises TimeoutError when the device does not come to the end of the last update."""
+        """Read the state on a separate stream, from another thread, while the device may be waiting for a dead rank.
+
+        Raises TimeoutError when the device does not reach the end of the last update in time.
+        """
         if self._event is None:
             yield
             return
         deadline = time.monotonic() + timeout_s
         while not self._event.query():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the GPU did not end the last update within {timeout_s:.0f} s")
+                raise TimeoutError(f"the GPU did not finish the last update within {timeout_s:.0f} s")
             time.sleep(0.01)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             yield

@@ -1,4 +1,4 @@
-"""How the ranks of one attempt meet, and what they do together from then on."""
+"""Group: the ranks of one attempt; how they meet, and the collectives that they run together."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -20,34 +21,43 @@ from torch import Tensor
 
 from trainer.config.errors import ConfigError
 from trainer.say import say
-from trainer.world.address import contact, use_interface
+from trainer.world.address import connect_to_store, use_interface
 from trainer.world.world import MeetingError, World, hostname
 
-# Nodes of one job start seconds apart, on a busy cluster a minute (a slow prolog, a cold file system): the ranks wait
-# at least so long for each other, however short `launch.hang_timeout_s` is.
+# The nodes of one job start seconds apart, on a busy cluster up to a minute (a slow prolog, a cold file system). So the
+# ranks wait at least this long for each other, however short `launch.hang_timeout_s` is.
 MEETING_S = 60.0
-LATE_S = 30.0  # then a rank says whom it waits for
-# What gloo, NCCL and the store say when a peer is no longer there.
-OF_ABSENCE = re.compile("gloo|NCCL|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
-# How long the ranks wait for each other at the end, when all that matters is done.
-FAREWELL_S = 10.0
+SLOW_MEETING_S = 30.0  # after this a rank logs which ranks it is waiting for
+# In the errors that gloo, NCCL and the store raise when a peer is gone.
+PEER_LOSS = re.compile("gloo|NCCL|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
+# How long the ranks wait for each other in `Group.close`, when all the work is done.
+CLOSE_S = 10.0
 
 
-class Absent(RuntimeError):
-    """Another rank is no longer there."""
+class PeerLost(RuntimeError):
+    """Another rank is gone."""
 
 
-def is_of_absence(error: Exception) -> bool:
-    """Whether an error says only that a peer is gone: then the peer's own error, if it had one, is what matters."""
-    if isinstance(error, OSError):  # from Python's own pipe to a loader's process, say, which has died
+def is_peer_loss(error: Exception) -> bool:
+    """Whether an error says only that a peer is gone. Then the peer's own error, if it had one, is what matters."""
+    if isinstance(error, OSError):  # for example from Python's own pipe to a loader process that has died
         return False
-    return isinstance(error, (Absent, dist.DistError)) or bool(OF_ABSENCE.search(str(error)))
+    return isinstance(error, (PeerLost, dist.DistError)) or bool(PEER_LOSS.search(str(error)))
+
+
+class Registration(TypedDict):
+    """What each rank writes to the store about itself."""
+
+    host: str
+    pid: str
+    local_ip: str  # see StoreConnection
+    rank_0_ip: str
 
 
 class Group:
-    """The ranks of one attempt, at the store that rank 0 serves at `address`; collectives need them to `connect` first.
+    """The ranks of one attempt and the store that rank 0 serves at `address`. Call `connect` before any collective.
 
-    A world of one rank needs no process group and pays for none.
+    A world of one rank creates no process group; its collectives return at once.
     """
 
     def __init__(
@@ -57,50 +67,51 @@ class Group:
         device: torch.device,
         backend: str = "",
         address: str = "",
-        published: Path | None = None,
+        address_file: Path | None = None,
     ) -> None:
         self.world = world
         self.store = store
         self.device = device
         self.backend = backend
         self.address = address
-        self._published = published
+        self._address_file = address_file
         self._barriers = 0
 
     def connect(self, timeout_s: float) -> None:
-        """Wait for the other ranks, for `timeout_s` each time, and set up collectives.
+        """Wait up to `timeout_s` for the other ranks, then set up collectives.
 
-        A later collective may take twice as long: the watchdog, which can tell where each rank is stuck, comes first.
-        Raises MeetingError when a rank does not come in time.
+        A later collective may take twice as long: the watchdog, which knows where each rank is stuck, acts first.
+        Raises MeetingError when a rank does not join in time.
         """
         if self.world.size == 1:
             return
-        # Before the collectives, where NCCL would wait in C and name nobody.
-        cards = self._await_cards(patience(timeout_s))
-        if self._published is not None:
-            self._published.unlink(missing_ok=True)
-        hosts = tuple(card["host"] for card in cards)
+        # Before the collectives: NCCL would wait in C and name no rank.
+        registered = self._wait_for_all_ranks(meeting_timeout(timeout_s))
+        if self._address_file is not None:
+            self._address_file.unlink(missing_ok=True)
+        hosts = tuple(rank["host"] for rank in registered)
         nodes = list(dict.fromkeys(hosts))
         self.world = replace(self.world, hosts=hosts)
-        if len(nodes) > 1:  # else it may be one that plays several
+        if len(nodes) > 1:  # with one host, keep the launcher's numbers: it may pretend to be several nodes
             node = nodes.index(hosts[self.world.rank])
             self.world = replace(self.world, node=node, nodes=len(nodes))
-            elsewhere = next(card for card in cards if card["host"] != hosts[0])
-            use_interface(cards[self.world.rank]["ours"] if node else elsewhere["theirs"])
+            elsewhere = next(rank for rank in registered if rank["host"] != hosts[0])
+            use_interface(registered[self.world.rank]["local_ip"] if node else elsewhere["rank_0_ip"])
         try:
-            self._open(2 * patience(timeout_s))
+            self._init_process_group(2 * meeting_timeout(timeout_s))
         except RuntimeError as error:
+            backend = self.backend
             raise MeetingError(
-                f"{self.world}: all are here, but {self.backend} cannot connect them ({_first_line(error)}); nodes "
-                f"must let in each other's connections; {self.backend.upper()}_SOCKET_IFNAME chooses the network"
+                f"{self.world}: all ranks joined, but {backend} cannot connect them ({_first_line(error)}); nodes must "
+                f"accept connections from each other; {backend.upper()}_SOCKET_IFNAME chooses the network"
             ) from error
 
     def connect_alone(self) -> None:
-        """Set up collectives in a world of one rank too, for code that asks torch for them."""
+        """Set up collectives in a world of one rank too, for code that uses torch.distributed directly."""
         if self.world.size == 1:
-            self._open(patience(0.0))
+            self._init_process_group(meeting_timeout(0.0))
 
-    def _open(self, timeout: timedelta) -> None:
+    def _init_process_group(self, timeout: timedelta) -> None:
         dist.init_process_group(
             self.backend,
             store=dist.PrefixStore("collectives", self.store),
@@ -110,28 +121,28 @@ class Group:
             device_id=self.device if self.backend == "nccl" else None,
         )
 
-    def _await_cards(self, patience: timedelta) -> list[dict[str, str]]:
-        """What each rank said of itself when it signed in."""
-        keys = [_card(rank) for rank in range(self.world.size)]
-        aside = self.store.clone()  # a client serves one caller at a time
+    def _wait_for_all_ranks(self, timeout: timedelta) -> list[Registration]:
+        """What each rank registered, in rank order. Raises MeetingError, which names the ranks that are missing."""
+        keys = [_registration_key(rank) for rank in range(self.world.size)]
+        second_client = self.store.clone()  # a client serves one caller at a time
 
-        def absent() -> str:
-            ranks = [rank for rank, key in enumerate(keys) if not aside.check([key])]
+        def missing() -> str:
+            ranks = [rank for rank, key in enumerate(keys) if not second_client.check([key])]
             return ", ".join(f"rank {rank} on {self.world.host_of(rank)}" for rank in ranks)
 
         try:
-            with _told_when_late(absent) if self.world.rank == 0 else contextlib.nullcontext():
-                self.store.wait(keys, patience)
-            return [json.loads(card) for card in self.store.multi_get(keys)]
+            with _log_if_slow(missing) if self.world.rank == 0 else contextlib.nullcontext():
+                self.store.wait(keys, timeout)
+            return [json.loads(registration) for registration in self.store.multi_get(keys)]
         except dist.DistError as error:
             why = f"rank 0 on {self.world.host_of(0)} is gone: {_first_line(error)}"
         with contextlib.suppress(dist.DistError):
-            if names := absent():
-                why = f"{names} did not come within {patience.seconds} s"
+            if names := missing():
+                why = f"{names} did not join within {timeout.seconds} s"
         raise MeetingError(f"{self.world}: {why}")
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """`tensor` of every rank, in rank order."""
+        """The `tensor` of every rank, in rank order. A collective; the shapes must be equal."""
         if self.world.size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.world.size)]
@@ -139,39 +150,43 @@ class Group:
         return parts
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, on every rank, added in rank order.
+        """The sum over the ranks, on every rank, added in rank order. A collective.
 
-        An all-reduce may add in an order that depends on an element's place in the buffer, so the last bits of a
+        An all-reduce may add in an order that depends on an element's place in the buffer. Then the last bits of a
         metric would depend on how many steps were reduced together; here they do not.
         """
         return reduce(torch.add, self.gather(tensor))
 
     def broadcast(self, tensors: list[Tensor]) -> None:
-        """Give every rank the values that rank 0 holds, in place."""
+        """Copy rank 0's values into the tensors of every rank, in place. A collective."""
         if self.world.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def tell(self, what: str, number: int | None) -> int | None:
-        """The number that rank 0 has of `what`, on every rank."""
+    def broadcast_bool(self, value: bool) -> bool:
+        """Rank 0's value, on every rank. A collective."""
+        flag = torch.tensor(value, dtype=torch.uint8, device=self.device)
+        self.broadcast([flag])
+        return bool(flag)
+
+    def broadcast_int(self, name: str, value: int | None) -> int | None:
+        """Rank 0's value, on every rank. Runs over the store; use each `name` only once per attempt."""
+        key = f"broadcast/{name}"
         if self.world.rank == 0:
-            self.store.set(f"told/{what}", "" if number is None else str(number))
-        told = self.store.get(f"told/{what}").decode()
-        return int(told) if told else None
+            self.store.set(key, "" if value is None else str(value))
+        text = self.store.get(key).decode()
+        return int(text) if text else None
 
     def barrier(self, timeout_s: float) -> None:
-        """Wait until every rank is here. Runs over the store, so it may last longer than a collective is allowed to."""
+        """Wait until every rank is here. Runs over the store, so it may last longer than a collective may.
+
+        Raises torch.distributed.DistError after the timeout.
+        """
         self._barriers += 1
         key = f"barrier/{self._barriers}"
         if self.store.add(key, 1) == self.world.size:
             self.store.set(f"{key}/open", "")
         self.store.wait([f"{key}/open"], timedelta(seconds=timeout_s))
-
-    def broadcast_bool(self, answer: bool) -> bool:
-        """Rank 0's answer, on every rank. A collective."""
-        flag = torch.tensor(answer, dtype=torch.uint8, device=self.device)
-        self.broadcast([flag])
-        return bool(flag)
 
     def node_by_node(self, work: Callable[[], None]) -> None:
         """Call `work` on one rank of each node, one node after another: downloads never race, even on a shared disk."""
@@ -181,61 +196,68 @@ class Group:
             self.barrier(timeout_s=24 * 3600)
 
     def close(self) -> None:
-        """Part, once every rank is through its last collective, though nobody waits long for one that may be dead.
+        """Disconnect once every rank has finished its last collective; wait only CLOSE_S, as a rank may be dead.
 
-        A rank that closed its connections sooner could cut off a peer that still reads from them.
+        A rank that disconnected earlier could cut off a peer that is still reading from it.
         """
         with contextlib.suppress(dist.DistError):
-            if self.store.add("parted", 1) == self.world.size:
-                self.store.set("parted/all", "")
-            self.store.wait(["parted/all"], timedelta(seconds=FAREWELL_S))
+            if self.store.add("closing", 1) == self.world.size:
+                self.store.set("closing/all", "")
+            self.store.wait(["closing/all"], timedelta(seconds=CLOSE_S))
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def sign_in(
-    world: World, device: torch.device, backend: str, meeting: Path, timeout_s: float, init_method: str | None = None
+def register_rank(
+    world: World,
+    device: torch.device,
+    backend: str,
+    address_file: Path,
+    timeout_s: float,
+    init_method: str | None = None,
 ) -> Group:
-    """Reach the store at which the ranks meet, and leave this one's card there. Collectives will run over `backend`,
-    nccl or gloo.
+    """Connect to the store at which the ranks meet, and register this rank there. Does not wait for the other ranks:
+    `Group.connect` does. Collectives will run over `backend`, nccl or gloo.
 
     As in `torch.distributed.init_process_group`, `init_method` says where rank 0 is found: `tcp://HOST:PORT`, `env://`
-    (MASTER_ADDR and MASTER_PORT), or `file://PATH`, in which rank 0 publishes the free port that it took, and every
-    address of its host. The default is env:// where those two are set, else the file `meeting`, of this attempt alone.
+    (MASTER_ADDR and MASTER_PORT), or `file://PATH`, a file in which rank 0 publishes the free port that it took and
+    every address of its host. The default is env:// where both variables are set, else file:// with `address_file`,
+    which belongs to this attempt alone.
 
-    Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right.
+    Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right, or when
+    another job or another process with the same rank is there.
     """
     if world.size == 1:
         return Group(world, dist.HashStore(), device, backend)
-    _allow_open_files()
-    _shorten_lookups()
-    purpose = f"{meeting.parent.parent.name}, attempt {meeting.stem}, {world.size} ranks"
-    with _told_when_late(lambda: f"rank 0 on {world.host_of(0)}"):
-        met = contact(world, purpose, meeting, init_method, patience(timeout_s))
-    me = {"host": hostname(), "pid": str(os.getpid()), "ours": met.ours, "theirs": met.theirs}
+    _raise_open_files_limit()
+    _shorten_name_lookups()
+    purpose = f"{address_file.parent.parent.name}, attempt {address_file.stem}, {world.size} ranks"
+    with _log_if_slow(lambda: f"rank 0 on {world.host_of(0)}"):
+        met = connect_to_store(world, purpose, address_file, init_method, meeting_timeout(timeout_s))
+    me = Registration(host=hostname(), pid=str(os.getpid()), local_ip=met.local_ip, rank_0_ip=met.rank_0_ip)
     try:
         if world.rank == 0:
             met.store.set("purpose", purpose)
         if (other := met.store.get("purpose").decode()) != purpose:
             raise ConfigError(
-                f"{world}: two jobs meet at {met.address}, this one ({purpose}) and another ({other}); give each its "
-                "own port, or leave the address out"
+                f"{world}: two jobs use {met.address}: this one ({purpose}) and another ({other}); give each its own "
+                "port, or none"
             )
-        card = json.dumps(me)
-        if (first := met.store.compare_set(_card(world.rank), "", card).decode()) != card:
+        mine = json.dumps(me)
+        if (first := met.store.compare_set(_registration_key(world.rank), "", mine).decode()) != mine:
             places = " and ".join(f"process {one['pid']} on {one['host']}" for one in (json.loads(first), me))
             raise ConfigError(
-                f"{world}: there are two of rank {world.rank}, {places}; give each process its own number"
+                f"{world}: two processes claim rank {world.rank}: {places}; give each process its own rank"
             )
     except dist.DistError as error:
         raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} is gone: {_first_line(error)}") from error
-    return Group(world, met.store, device, backend, met.address, met.published)
+    return Group(world, met.store, device, backend, met.address, met.address_file)
 
 
 @contextlib.contextmanager
-def _told_when_late(who: Callable[[], str]) -> Iterator[None]:
-    """Say whom this rank waits for, long before it gives up."""
-    timer = threading.Timer(LATE_S, lambda: say(f"has waited {LATE_S:.0f} s for {who()}, and waits on"))
+def _log_if_slow(missing: Callable[[], str]) -> Iterator[None]:
+    """Log which ranks this one is waiting for, long before it gives up."""
+    timer = threading.Timer(SLOW_MEETING_S, lambda: say(f"still waiting for {missing()} after {SLOW_MEETING_S:.0f} s"))
     timer.daemon = True
     timer.start()
     try:
@@ -244,25 +266,31 @@ def _told_when_late(who: Callable[[], str]) -> Iterator[None]:
         timer.cancel()
 
 
-def _allow_open_files() -> None:
-    """As many as the system does. Each rank costs rank 0 seven connections, and every other rank one of gloo's; the
-    usual limit of a shell, 1,024, would be too low for 150 ranks."""
+def _raise_open_files_limit() -> None:
+    """Allow as many open files as the system does.
+
+    Each rank costs rank 0 seven connections, and every other rank one of gloo's. A shell's usual limit of 1,024 would
+    be too low for 150 ranks.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _shorten_lookups() -> None:
-    """Torch's store asks the name server, in its only thread, what each address that connects to it is called. A query
-    that gets lost would hold up all ranks for 5 s, a name server that is down for half a minute (resolv.conf(5))."""
+def _shorten_name_lookups() -> None:
+    """Limit each name server query to 1 s.
+
+    Torch's store looks up the name of each address that connects to it, in its only thread. A lost query would delay
+    all ranks by 5 s, a name server that is down by half a minute (resolv.conf(5)).
+    """
     os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
-def patience(timeout_s: float) -> timedelta:
-    """How long a rank waits for the others to come."""
+def meeting_timeout(timeout_s: float) -> timedelta:
+    """How long a rank waits for the others to join."""
     return timedelta(seconds=max(MEETING_S, timeout_s))
 
 
-def _card(rank: int) -> str:
+def _registration_key(rank: int) -> str:
     return f"met/{rank}"
 
 

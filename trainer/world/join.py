@@ -1,4 +1,4 @@
-"""join: a rank takes its device and goes where the ranks meet, as the configuration says."""
+"""join: set up this rank's device and register it with the other ranks, as the configuration says."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from pathlib import Path
 
 from trainer.config.config import Config
 from trainer.world.device import choose_backend, set_up_device
-from trainer.world.group import Group, sign_in
+from trainer.world.group import Group, register_rank
 from trainer.world.world import World
 
 
-def join(config: Config, world: World, meeting: Path, timeout_s: float) -> Group:
-    """This rank among the others, to `Group.connect` next; the rest is as in `trainer.world.group.sign_in`."""
+def join(config: Config, world: World, address_file: Path, timeout_s: float) -> Group:
+    """The group that this rank now belongs to; call `Group.connect` next. Raises as `register_rank` does."""
     device = set_up_device(config, world)
-    return sign_in(world, device, choose_backend(config, device), meeting, timeout_s, config.launch.init_method)
+    return register_rank(
+        world, device, choose_backend(config, device), address_file, timeout_s, config.launch.init_method
+    )

@@ -1,7 +1,7 @@
-"""Which process of an attempt this is, as its launcher says.
+"""detect_world: which rank of an attempt this process is, from the environment variables that its launcher set.
 
-Each launcher leaves its ranks variables in their environment, and a small class for each reads them. The innermost one
-is right (torchrun within srun: torchrun); what the others say must agree with it.
+There is a small class for each launcher. Where launchers are nested (torchrun within srun), the innermost is right, and
+the others' variables must agree with it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import ClassVar
 from submitit import JobEnvironment
 
 from trainer.config.errors import ConfigError
-from trainer.world.slurm_environment import Env, number, slurm_job, step_hosts, step_shares
+from trainer.world.slurm_environment import Env, read_int, slurm_job, step_task_hosts, step_tasks_per_node
 from trainer.world.world import World, hostname
 
-STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the pid, names a process for good
+STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the process id, a name that is unique to this process
 
 
 class Launcher(ABC):
-    """A way in which ranks are started."""
+    """One way of starting ranks."""
 
     name: ClassVar[str]
-    variables: ClassVar[tuple[str, ...]] = ()  # which hold rank, size and local rank
+    variables: ClassVar[tuple[str, ...]] = ()  # that hold rank, size and local rank; none: one rank
 
     @classmethod
     @abstractmethod
-    def answers(cls, env: Env) -> bool:
-        """Whether it started the process that has this environment."""
+    def started(cls, env: Env) -> bool:
+        """Whether this launcher started the process that has this environment."""
 
     @classmethod
     @abstractmethod
     def world(cls, env: Env) -> World:
-        """What it says. Raises ConfigError when it does not say all."""
+        """The process's place among the ranks. Raises ConfigError when a variable is missing or not a number."""
 
     @classmethod
-    def _world(
+    def _build_world(
         cls,
         env: Env,
         job: str,
@@ -49,11 +49,14 @@ class Launcher(ABC):
         hosts: tuple[str, ...] | None = None,
         restart: int = 0,
     ) -> World:
-        """Put together what all launchers have in common. `job` names this use of the launcher, alike in all ranks, and
-        `restart` says how often it has started all ranks again."""
-        rank, size, local_rank = (number(env, name) for name in cls.variables) if cls.variables else (0, 1, 0)
+        """The parts that all launchers have in common.
+
+        `job` names this use of the launcher, the same in all ranks; `restart` is how often the launcher itself has
+        started all ranks again.
+        """
+        rank, size, local_rank = (read_int(env, name) for name in cls.variables) if cls.variables else (0, 1, 0)
         job = re.sub(r"[^A-Za-z0-9.]+", "-", f"{cls.name}-{job}")
-        own = f"{job}-{restart}"
+        launch = f"{job}-{restart}"
         on_slurm = "SLURM_JOB_ID" in env
         if on_slurm:
             job, restart = slurm_job(env)
@@ -67,7 +70,7 @@ class Launcher(ABC):
             hosts=tuple(hostname() if other == rank else host for other, host in enumerate(hosts or [""] * size)),
             job_id=job,
             restart=restart,
-            attempt=f"{job}-{restart}-{own}" if on_slurm else own,
+            attempt=f"{job}-{restart}-{launch}" if on_slurm else launch,
             launcher=cls.name,
             on_slurm=on_slurm,
             variables=cls.variables,
@@ -75,20 +78,20 @@ class Launcher(ABC):
 
 
 class Spawn(Launcher):
-    """`python -m trainer --spawn N`, see trainer.cluster.spawn."""
+    """Our own: `python -m trainer --spawn N`, see trainer.cluster.spawn."""
 
     name = "spawn"
     variables = ("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_RANK")
 
     @classmethod
-    def answers(cls, env: Env) -> bool:
+    def started(cls, env: Env) -> bool:
         return "LASTSTEP_RANK" in env
 
     @classmethod
     def world(cls, env: Env) -> World:
-        size = number(env, "LASTSTEP_WORLD_SIZE")
+        size = read_int(env, "LASTSTEP_WORLD_SIZE")
         hosts = (hostname(),) * size
-        return cls._world(env, env["LASTSTEP_JOB"], local_size=size, node=0, nodes=1, hosts=hosts)
+        return cls._build_world(env, env["LASTSTEP_JOB"], local_size=size, node=0, nodes=1, hosts=hosts)
 
 
 class Torchrun(Launcher):
@@ -98,50 +101,50 @@ class Torchrun(Launcher):
     variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
     @classmethod
-    def answers(cls, env: Env) -> bool:
+    def started(cls, env: Env) -> bool:
         return "TORCHELASTIC_RUN_ID" in env
 
     @classmethod
     def world(cls, env: Env) -> World:
         places = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-        local_size, node, nodes = (number(env, name) for name in places)
-        # Without --rdzv-id it is a UUID, of which the first part will do.
+        local_size, node, nodes = (read_int(env, name) for name in places)
+        # Without --rdzv-id this is a UUID; its first part is unique enough.
         job = re.sub(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}$", r"\1", env["TORCHELASTIC_RUN_ID"])
-        restart, restarts = (number(env, f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-        world = cls._world(env, job, local_size, node, nodes, restart=restart)
-        return replace(world, starts_again=restart < restarts)
+        restart, restarts = (read_int(env, f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+        world = cls._build_world(env, job, local_size, node, nodes, restart=restart)
+        return replace(world, launcher_restarts=restart < restarts)
 
 
 class Mpirun(Launcher):
-    """Open MPI's mpirun. Within Slurm its ranks inherit the SLURM_ variables of its daemon, one on each node."""
+    """Open MPI's mpirun. In a Slurm job it runs a daemon on each node; the ranks inherit its SLURM_ variables."""
 
     name = "mpirun"
     variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 
     @classmethod
-    def answers(cls, env: Env) -> bool:
+    def started(cls, env: Env) -> bool:
         return "OMPI_COMM_WORLD_RANK" in env
 
     @classmethod
     def world(cls, env: Env) -> World:
-        rank, size, local_rank = (number(env, name) for name in cls.variables)
-        local_size = number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
-        # It numbers no nodes. With as many ranks on each, and filled one after the other, this is right; the ranks tell
-        # each other their hosts when they meet.
+        rank, size, local_rank = (read_int(env, name) for name in cls.variables)
+        local_size = read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+        # mpirun does not number the nodes. This is right when every node has the same number of ranks and they are
+        # filled one after the other. The ranks exchange their real hosts when they meet.
         node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
-        return cls._world(env, env.get("PMIX_NAMESPACE", "unnamed"), local_size, node, nodes)
+        return cls._build_world(env, env.get("PMIX_NAMESPACE", "unnamed"), local_size, node, nodes)
 
 
 class Submitit(Launcher):
-    """submitit's Slurm, local and debug executors, and our own local launcher, which speaks as the local one."""
+    """submitit's Slurm, local and debug executors, and our own local launcher, which sets the local one's variables."""
 
     name = "submitit"
 
     @classmethod
-    def answers(cls, env: Env) -> bool:
+    def started(cls, env: Env) -> bool:
         try:
             return bool(JobEnvironment())
-        except RuntimeError:  # submitit's word for "not inside a job of mine"
+        except RuntimeError:  # not in a submitit job
             return False
 
     @classmethod
@@ -153,16 +156,16 @@ class Submitit(Launcher):
             rank, size, local_rank = job.global_rank, job.num_tasks, job.local_rank
             node, nodes = job.node, job.num_nodes
         except ValueError as error:
-            raise ConfigError(f"submitit-{job.name()} left a variable that should be a number: {error}") from None
-        share, hosts = -(-size // nodes), job.hostnames
+            raise ConfigError(f"submitit-{job.name()} set a variable that should be a number: {error}") from None
+        per_node, hosts = -(-size // nodes), job.hostnames
         return World(
             rank=rank,
             size=size,
             local_rank=local_rank,
-            local_size=share,
+            local_size=per_node,
             node=node,
             nodes=nodes,
-            hosts=tuple(hosts[min(other // share, len(hosts) - 1)] for other in range(size)),
+            hosts=tuple(hosts[min(other // per_node, len(hosts) - 1)] for other in range(size)),
             job_id=job.job_id,
             restart=restart,
             attempt=f"{job.job_id}-{restart}",
@@ -172,90 +175,98 @@ class Submitit(Launcher):
 
 
 class Srun(Launcher):
-    """srun, within sbatch or salloc."""
+    """Slurm's srun, within sbatch or salloc."""
 
     name = "srun"
     variables = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 
     @classmethod
-    def answers(cls, env: Env) -> bool:
-        return "SLURM_STEP_ID" in env  # the script of an sbatch has a SLURM_PROCID too
+    def started(cls, env: Env) -> bool:
+        return "SLURM_STEP_ID" in env  # SLURM_PROCID is set in the script of an sbatch too
 
     @classmethod
     def world(cls, env: Env) -> World:
-        node, shares = number(env, "SLURM_NODEID"), step_shares(env)
-        if node >= len(shares):
+        node, tasks_per_node = read_int(env, "SLURM_NODEID"), step_tasks_per_node(env)
+        if node >= len(tasks_per_node):
             text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
             raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text}: srun should have set it for each node")
-        hosts = step_hosts(env, shares)
-        return cls._world(env, f"step{env['SLURM_STEP_ID']}", shares[node], node, len(shares), hosts)
+        hosts = step_task_hosts(env, tasks_per_node)
+        return cls._build_world(
+            env, f"step{env['SLURM_STEP_ID']}", tasks_per_node[node], node, len(tasks_per_node), hosts
+        )
 
 
-class Variables(Launcher):
-    """Whatever sets torch's own variables (init_method env://), as the operators of Kubernetes do."""
+class TorchVariables(Launcher):
+    """Anything else that sets torch's own variables (init_method env://), such as the operators of Kubernetes."""
 
     name = "env"
     variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
     @classmethod
-    def answers(cls, env: Env) -> bool:
+    def started(cls, env: Env) -> bool:
         return "RANK" in env and "WORLD_SIZE" in env
 
     @classmethod
     def world(cls, env: Env) -> World:
         env = {"LOCAL_RANK": env["RANK"], **env}
-        rank, size, local_rank = (number(env, name) for name in cls.variables)
-        local_size = number({"LOCAL_WORLD_SIZE": str(size), **env}, "LOCAL_WORLD_SIZE")
+        rank, size, local_rank = (read_int(env, name) for name in cls.variables)
+        local_size = read_int({"LOCAL_WORLD_SIZE": str(size), **env}, "LOCAL_WORLD_SIZE")
         node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
-        return cls._world(env, f"{env.get('MASTER_ADDR', '')}-{env.get('MASTER_PORT', '')}", local_size, node, nodes)
+        return cls._build_world(
+            env, f"{env.get('MASTER_ADDR', '')}-{env.get('MASTER_PORT', '')}", local_size, node, nodes
+        )
 
 
-class Python(Launcher):
-    """Plain python: no launcher."""
+class PlainPython(Launcher):
+    """Plain python: no launcher, one rank."""
 
     name = "python"
 
     @classmethod
-    def answers(cls, env: Env) -> bool:
+    def started(cls, env: Env) -> bool:
         return True
 
     @classmethod
     def world(cls, env: Env) -> World:
-        return cls._world(env, f"{STARTED}-{os.getpid()}", local_size=1, node=0, nodes=1)
+        return cls._build_world(env, f"{STARTED}-{os.getpid()}", local_size=1, node=0, nodes=1)
 
 
-# The innermost first. What has started a process may itself have been started by any that stands below it.
-LAUNCHERS: tuple[type[Launcher], ...] = (Spawn, Torchrun, Mpirun, Submitit, Srun, Variables, Python)
+# The innermost first: each of these may itself have been started by any that follows it.
+LAUNCHERS: tuple[type[Launcher], ...] = (Spawn, Torchrun, Mpirun, Submitit, Srun, TorchVariables, PlainPython)
 
 
 def detect_world() -> World:
-    """What the launcher of this process says; without one, a world of this process alone.
+    """This process's place among the ranks, from its environment; without a launcher, a world of one rank.
 
-    Raises ConfigError when two launchers disagree, or one does not say all.
+    Raises ConfigError when two launchers disagree, or when a variable is missing or not a number.
     """
-    launcher = next(launcher for launcher in LAUNCHERS if launcher.answers(os.environ))
+    launcher = next(launcher for launcher in LAUNCHERS if launcher.started(os.environ))
     world = launcher.world(os.environ)
     if world.rank >= world.size:
         raise ConfigError(f"{launcher.name} says rank {world.rank} of {world.size}: ranks count from 0")
-    _check_claims(world, os.environ)
+    _check_agreement(world, os.environ)
     return world
 
 
-def _check_claims(world: World, env: Env) -> None:
-    """Raise ConfigError when a variable of the environment names another number of ranks than the launcher."""
-    if world.launcher == "spawn" or world.by_submitit:  # these are started from within anything
+def _check_agreement(world: World, env: Env) -> None:
+    """Raise ConfigError when a variable of another launcher gives a different number of ranks."""
+    if world.launcher == "spawn" or world.by_submitit:  # they may run inside any other launcher
         return
     claims = {"Slurm": "SLURM_NTASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "PMI": "PMI_SIZE", "env": "WORLD_SIZE"}
     if world.launcher == "mpirun" and "SLURM_STEP_ID" in env:
-        del claims["Slurm"]  # what it says there is the number of mpirun's daemons
+        del claims["Slurm"]  # there it is the number of mpirun's daemons
     for who, variable in claims.items():
-        said = env.get(variable, str(world.size))
-        once_per_node = world.launcher == "torchrun" and said == str(world.nodes)
-        if said == str(world.size) or once_per_node:
+        claim = env.get(variable, str(world.size))
+        once_per_node = world.launcher == "torchrun" and claim == str(world.nodes)
+        if claim == str(world.size) or once_per_node:
             continue
-        ours = f"{world.launcher} says {world.variables[1]}={world.size}" if world.variables else "this is one process"
+        ours = (
+            f"{world.launcher} says {world.variables[1]}={world.size}"
+            if world.variables
+            else "this is a single process"
+        )
         fix = {
             "torchrun": "start torchrun once per node",
-            "python": "put srun, torchrun or mpirun before it, or unset that",
+            "python": f"start it with srun, torchrun or mpirun, or unset {variable}",
         }.get(world.launcher, "make them agree")
-        raise ConfigError(f"{ours}, but {who} says {variable}={said}: {fix}")
+        raise ConfigError(f"{ours}, but {who} says {variable}={claim}: {fix}")

@@ -1,8 +1,8 @@
-"""Signals that ask for a stop. The handler itself does nothing: a thread reads the signal's number from a pipe.
+"""Catching the signals that ask for a stop. The handler does nothing; a thread reads the signal's number from a pipe.
 
-Python runs a handler between two bytecodes of the main thread, which may be deep in a collective or a compiler for
-minutes, and whatever a handler does may find that thread holding a lock. The C half of Python's signal handling,
-though, writes each number to a wake-up file descriptor at once (signal.set_wakeup_fd), and a thread can wait on that.
+Python runs a handler between two bytecodes of the main thread. That thread may be inside a collective or a compiler for
+minutes, and it may hold a lock that the handler would need. But the C half of Python's signal handling writes each
+number to a wake-up file descriptor at once (signal.set_wakeup_fd), and a thread can wait on that descriptor.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-# USR2 is submitit's "requeue me", USR1 some sites' word for it; TERM is Slurm's word on preemption, requeue and cancel.
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-STOPS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+# submitit asks for a requeue with USR2, some sites with USR1. Slurm sends TERM on preemption, requeue and cancel.
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 class Signals:
-    """Catches the signals that ask for a stop, until `release`: a second SIGTERM, late or from an impatient user, must
-    not cut short what the process still has to write."""
+    """Catches the signals that ask for a stop, until `release`.
+
+    It catches the later ones too: a second SIGTERM, late or from an impatient user, must not kill the process while it
+    is still writing.
+    """
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -36,9 +39,9 @@ class Signals:
 
     @classmethod
     def catch(cls) -> Signals:
-        """Begin to catch. Call in the main thread, as early as can be."""
+        """Start catching. Call this in the main thread, as early as possible."""
         signals = cls()
-        signals._before = {number: signal.getsignal(number) for number in STOPS}
+        signals._before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         requeue = signals._before[signal.SIGUSR2]
         if callable(requeue):
             signals.requeue = lambda: requeue(signal.SIGUSR2, None)
@@ -46,22 +49,25 @@ class Signals:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=signals._read, args=(reader,), name="signals", daemon=True).start()
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             signal.signal(number, _do_nothing)
-        # The local launcher starts its ranks with these blocked, so that none comes before it can be caught.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        # The local launcher starts its ranks with these signals blocked, so that none arrives before it can be caught.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return signals
 
     def release(self, process_ends: bool) -> None:
-        """The attempt is over. A process that now ends ignores late signals: on its way out Python would reset its
-        handlers, so that a SIGTERM turned a finished rank into a failed one; any other gets back what it had."""
+        """Stop catching, at the end of the attempt.
+
+        A process that is about to end ignores late signals: Python resets its handlers on exit, and a SIGTERM would
+        then turn a finished rank into a failed one. Any other process gets back the handlers that it had before.
+        """
         for number, before in self._before.items():
-            # None stands for a handler that was not set from Python and cannot be put back from it.
+            # None: the handler was not installed from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_IGN if process_ends else before or signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
 
-    def tell(self, listener: Callable[[signal.Signals], None]) -> None:
-        """Call `listener` with the first stop signal, in another thread; at once when it has come already."""
+    def on_first(self, listener: Callable[[signal.Signals], None]) -> None:
+        """Call `listener` with the first stop signal, in another thread; at once if that signal has already arrived."""
         with self._lock:
             self._listener = listener
             if self.first is not None:
@@ -70,10 +76,10 @@ class Signals:
     def _read(self, reader: int) -> None:
         while True:
             for number in os.read(reader, 64):
-                if number in STOPS:
-                    self._note(signal.Signals(number))
+                if number in STOP_SIGNALS:
+                    self._record(signal.Signals(number))
 
-    def _note(self, number: signal.Signals) -> None:
+    def _record(self, number: signal.Signals) -> None:
         with self._lock:
             if self.first is None:
                 self.first, self.first_at = number, time.monotonic()
@@ -82,19 +88,21 @@ class Signals:
 
 
 def set_up_worker(_: Any = None) -> None:
-    """For a loader's worker process: a stop is the rank's business, which ends its workers itself. One that outlived a
-    killed rank would hold its connections open, and its peers would not hear of its death."""
+    """Set up a loader's worker process: ignore stop signals, and die with the rank, which ends its workers itself.
+
+    A worker that outlived a killed rank would keep its connections open, and its peers would not notice the death.
+    """
     signal.set_wakeup_fd(-1)
-    for number in STOPS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL)
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Send this process a signal when its parent dies (Linux)."""
+    """Have the kernel send this process a signal when its parent dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Python must have a handler for its C half to write to the wake-up descriptor."""
+    """A handler must be installed, or Python's C half does not write to the wake-up descriptor."""

@@ -1,4 +1,4 @@
-"""Asking Slurm: its commands, and what they say of the job that this process is in."""
+"""Running Slurm's commands, and reading what they print."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Job = Mapping[str, str]  # the fields of `scontrol show job`
 
 
 class SlurmError(RuntimeError):
-    """Slurm refuses, or does not answer."""
+    """A Slurm command failed, is missing, or did not answer."""
 
 
 def show_job(job_id: str) -> Job | None:
-    """The fields of `scontrol show job`, or None when there is no answer."""
+    """The fields of `scontrol show job`; None when Slurm does not answer."""
     with contextlib.suppress(SlurmError):
         shown = scontrol("show", "job", "--oneliner", job_id)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
@@ -25,7 +25,7 @@ def show_job(job_id: str) -> Job | None:
 
 
 def kill_wait_s() -> int | None:
-    """Seconds that this cluster gives a job between SIGTERM and SIGKILL; None when Slurm does not answer."""
+    """KillWait: the seconds this cluster gives a job between SIGTERM and SIGKILL. None when Slurm does not answer."""
     with contextlib.suppress(SlurmError):
         found = re.search(r"^KillWait\s*=\s*(\d+) sec", scontrol("show", "config"), re.MULTILINE)
         return int(found[1]) if found else None
@@ -33,33 +33,34 @@ def kill_wait_s() -> int | None:
 
 
 def is_job_id(text: str) -> bool:
-    """Whether this is an id of Slurm's, perhaps of one job of an array, rather than another launcher's name."""
+    """Whether this is a Slurm job id, such as 12 or (in an array) 12_3, not another launcher's name for a job."""
     return re.fullmatch(r"\d+(_\d+)?", text) is not None
 
 
 def scontrol(*words: str) -> str:
-    """What scontrol prints. Raises SlurmError as `command` does."""
+    """The output of scontrol. Raises SlurmError as `command` does."""
     return command("scontrol", *words)
 
 
 def command(*words: str) -> str:
-    """What one of Slurm's commands prints. Raises SlurmError when it fails, is not here, or has no answer in 10 s."""
+    """The output of a Slurm command. Raises SlurmError when it fails, is missing, or does not answer within 10 s."""
     for _ in range(3):
         try:
-            asked = subprocess.run(words, capture_output=True, text=True, timeout=10)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=10)
         except FileNotFoundError:
             raise SlurmError(f"no {words[0]} on this machine") from None
         except subprocess.TimeoutExpired:
             raise SlurmError("no answer within 10 s") from None
-        if asked.returncode >= 0:  # Slurm signals every process of the job, so a second SIGTERM may end this one too
+        if done.returncode >= 0:
             break
-    if asked.returncode:
-        raise SlurmError(" ".join(asked.stderr.split()) or f"{words[0]} exited with {asked.returncode}")
-    return asked.stdout
+        # Else a signal killed it: Slurm signals every process of the job, so a second SIGTERM may hit this one too.
+    if done.returncode:
+        raise SlurmError(" ".join(done.stderr.split()) or f"{words[0]} exited with {done.returncode}")
+    return done.stdout
 
 
 def unix_time(text: str) -> float:
-    """Seconds since 1970 of Slurm's local time; NEVER for Unknown, None and N/A."""
+    """Seconds since 1970 from Slurm's local time, such as 2026-11-22T05:17:24; NEVER for Unknown, None and N/A."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:

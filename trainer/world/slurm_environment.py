@@ -1,21 +1,21 @@
-"""What Slurm leaves in the environment of a job and of a step."""
+"""Reading the environment variables that Slurm sets in a job and in a step."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
-from submitit.slurm.slurm import SlurmJobEnvironment, SlurmParseException
+from submitit.slurm.slurm import SlurmParseException
 
+from trainer import compat
 from trainer.config.errors import ConfigError
 
 Env = Mapping[str, str]
 
 
-def number(env: Env, variable: str) -> int:
-    """What a launcher should have set to a number. Raises ConfigError."""
+def read_int(env: Env, variable: str) -> int:
+    """A number that the launcher should have set. Raises ConfigError when it is missing or not a number."""
     value = env.get(variable, "")
     if not value.isdecimal():
         raise ConfigError(f"{variable}={value or '(not set)'}: the launcher should have set it to a number")
@@ -23,32 +23,26 @@ def number(env: Env, variable: str) -> int:
 
 
 def slurm_job(env: Env) -> tuple[str, int]:
-    """Slurm's id of the job that a process is in, that of an array as 12_3, and how often it has been requeued."""
+    """The Slurm id of this process's job, such as 12, or 12_3 in an array, and how often the job was requeued."""
     job_id = env["SLURM_JOB_ID"]
     if "SLURM_ARRAY_TASK_ID" in env:
         job_id = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    return job_id, number({"SLURM_RESTART_COUNT": "0", **env}, "SLURM_RESTART_COUNT")
+    return job_id, read_int({"SLURM_RESTART_COUNT": "0", **env}, "SLURM_RESTART_COUNT")
 
 
-def step_shares(env: Env) -> list[int]:
-    """How many tasks each node of the step has, from 2(x3),1 for instance."""
+def step_tasks_per_node(env: Env) -> list[int]:
+    """The number of tasks on each node of the step: [2, 2, 2, 1] for SLURM_STEP_TASKS_PER_NODE=2(x3),1."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return [int(share) for share, times in found for _ in range(int(times or 1))]
+    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
-def step_hosts(env: Env, shares: Sequence[int]) -> tuple[str, ...] | None:
-    """The node of each task, where srun has dealt them out block by block, or in turn."""
+def step_task_hosts(env: Env, tasks_per_node: Sequence[int]) -> tuple[str, ...] | None:
+    """The node of each task of the step. None when srun distributed them neither block by block nor in turn."""
     names: list[str] = []
     with contextlib.suppress(SlurmParseException):
-        names = _Step().hostnames
-    how = env.get("SLURM_DISTRIBUTION", "block").partition(":")[0]
-    if how not in ("block", "cyclic") or len(names) != len(shares):
+        names = compat.step_hostnames()
+    distribution = env.get("SLURM_DISTRIBUTION", "block").partition(":")[0]
+    if distribution not in ("block", "cyclic") or len(names) != len(tasks_per_node):
         return None
-    tasks = [(turn, node) for node, share in enumerate(shares) for turn in range(share)]
-    return tuple(names[node] for _, node in (sorted(tasks) if how == "cyclic" else tasks))
-
-
-class _Step(SlurmJobEnvironment):
-    """A step need not have all nodes of its job."""
-
-    _env: ClassVar[dict[str, str]] = {**SlurmJobEnvironment._env, "nodes": "SLURM_STEP_NODELIST"}
+    tasks = [(turn, node) for node, count in enumerate(tasks_per_node) for turn in range(count)]
+    return tuple(names[node] for _, node in (sorted(tasks) if distribution == "cyclic" else tasks))

@@ -48,7 +48,7 @@ class Stop:
         self._store = store
         self._thread = threading.Thread(target=self._agree, name="stop", daemon=True)
         self._thread.start()
-        signals.tell(self._notify)
+        signals.on_first(self._notify)
 
     def begin_tick(self) -> bool:
         """Count one more unit of work; False when the ranks agreed to stop before it."""

@@ -9,42 +9,38 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the processes of one attempt.
+    """This process's place among the ranks of one attempt, as its launcher describes it."""
 
-    `rank` counts over all nodes, `local_rank` on this node. `hosts` has the node of each rank, "" where the launcher
-    does not tell and the ranks have not met yet. `job_id` is Slurm's where there is one. `attempt` names the attempt in
-    files: it differs between two jobs, two starts of a requeued one, and two steps of the same.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: int
-    nodes: int
-    hosts: tuple[str, ...]
-    job_id: str
-    restart: int
+    rank: int  # from 0, over all nodes
+    size: int  # number of ranks
+    local_rank: int  # from 0, on this node
+    local_size: int  # number of ranks on this node
+    node: int  # this node, from 0
+    nodes: int  # number of nodes
+    hosts: tuple[str, ...]  # the node of each rank; "" where the launcher does not say, until the ranks have met
+    job_id: str  # Slurm's, or a name for this use of another launcher
+    restart: int  # how often this job was started again: by a requeue, or by torchrun
+    # Names the attempt in files. It differs between two jobs, two starts of one job, and two steps of one start.
     attempt: str
     launcher: str
-    on_slurm: bool  # a requeue can be asked for, and Slurm answers for the end of the job
-    starts_again: bool = False  # the launcher does, by itself, all ranks when one has failed
-    variables: tuple[str, ...] = ()  # of the environment, that said so
-    number: int | None = None  # of the attempt among those of its run, once rank 0 has told it
+    on_slurm: bool  # in a Slurm job: it can be requeued, and Slurm knows when it ends
+    launcher_restarts: bool = False  # the launcher itself starts all ranks again when one fails
+    variables: tuple[str, ...] = ()  # the environment variables that rank, size and local_rank come from
+    number: int | None = None  # the attempt's number in its run; None until rank 0 has broadcast it
 
     def host_of(self, rank: int) -> str:
-        """The node of a rank."""
+        """The node of a rank, for messages."""
         return self.hosts[rank] or "an unknown host"
 
     @property
     def by_submitit(self) -> bool:
-        """Whether submitit started it, so that its files are there, and in a job of Slurm's its way to requeue."""
+        """Whether submitit started this process: then its files exist, and in a Slurm job it can requeue the job."""
         return self.launcher.startswith("submitit")
 
     def __str__(self) -> str:
         job = f"slurm job {self.job_id}, restart {self.restart}" if self.on_slurm else self.job_id
-        said = f"{self.launcher}, by {' and '.join(self.variables)}" if self.variables else self.launcher
-        return f"rank {self.rank} of {self.size} on {self.host_of(self.rank)} ({job}; {said})"
+        source = f"{self.launcher}, by {' and '.join(self.variables)}" if self.variables else self.launcher
+        return f"rank {self.rank} of {self.size} on {self.host_of(self.rank)} ({job}; {source})"
 
 
 class MeetingError(RuntimeError):
@@ -52,5 +48,5 @@ class MeetingError(RuntimeError):
 
 
 def hostname() -> str:
-    """This node, as Slurm calls it where Slurm has started this process."""
+    """The name of this node: Slurm's name for it in a Slurm step, else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

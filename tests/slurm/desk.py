@@ -1,0 +1,126 @@
+"""A user who starts ranks by every launcher there is, each in a terminal or a notebook of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.processes import processes
+from tests.support.project import PROJECT
+from tests.support.waiting import DEADLINE_S
+from trainer.records.metrics import read_lines
+from trainer.rundir import RunDir
+
+CELL = """\
+from trainer import Config, submit
+job = submit(Config.load("mnist", {words}))
+print("its result is of step", job.result()["step"])
+"""
+
+
+class Desk:
+    """Where a user sits: a folder with all runs in it, and terminals."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.terminals: list[subprocess.Popen[bytes]] = []
+        self.env = cluster.env | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(PROJECT),
+            "OMP_NUM_THREADS": "1",
+            # Open MPI minds root, and more ranks than cores.
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        }
+
+    def types(self, run: str, *commands: tuple[str, ...], words: tuple[str, ...] = ()) -> None:
+        """Type commands, each in a terminal of its own, and do not wait for them."""
+        with socket.create_server(("", 0)) as probe:
+            filled = {"run": run, "port": probe.getsockname()[1], "project": PROJECT, "examples": PROJECT / "examples"}
+        source = CELL.format(words=["launch.nodes=2", f"launch.name={run}", *words])
+        cell: dict[str, Any] = {
+            "cell_type": "code",
+            "source": source,
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+        }
+        notebook = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 4}
+        (self.folder / f"{run}.ipynb").write_text(json.dumps(notebook))
+        for command in commands:
+            with (self.folder / f"{run}.log").open("ab") as log:
+                typed = [*(word.format(**filled) for word in command), *words]
+                quiet = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                self.terminals.append(subprocess.Popen(typed, cwd=self.folder, env=self.env, **quiet))  # type: ignore
+
+    def run(self, name: str) -> RunDir:
+        return RunDir(self.folder / "runs" / name)
+
+    def attempts(self, name: str) -> list[dict[str, Any]]:
+        return read_lines(self.run(name).attempts)
+
+    def job(self, name: str) -> str:
+        """The id of the job in which the run trains."""
+        (attempt,) = read_lines(self.run(name).attempt_now)
+        return str(attempt["job_id"])
+
+    def log(self, run: str) -> str:
+        """Whatever the launcher and the ranks of a run have printed."""
+        files = [*self.folder.glob(f"{run}*.*"), *self.run(run).logs.glob("*.out")]
+        return "\n".join(file.read_text(errors="replace") for file in files)
+
+    def waits_for(self, run: str, text: str, times: int = 1) -> None:
+        """Until the log has `text`, so many times."""
+        with self.log_on_failure(run):
+            said = lambda: self.log(run).count(text) >= times  # noqa: E731
+            self.cluster.wait_for(said, DEADLINE_S, f"the log of {run} lacks {text!r}")
+
+    def waits_for_attempts(self, run: str, count: int) -> None:
+        """Until so many attempts of the run have ended."""
+        with self.log_on_failure(run):
+            self.cluster.wait_for(lambda: len(self.attempts(run)) >= count, DEADLINE_S, f"{run} has not ended")
+
+    def waits_for_terminals(self) -> list[int]:
+        """Until whatever was typed has ended; returns the exit statuses."""
+        statuses = [terminal.wait(DEADLINE_S) for terminal in self.terminals]
+        self.terminals.clear()
+        return statuses
+
+    @contextlib.contextmanager
+    def log_on_failure(self, run: str) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.log(run)}") from None
+
+    def stops(self, run: str, how: str) -> None:
+        """By the name of a signal to what was typed, or to the ranks; or by a Slurm command."""
+        program, *words = how.split()
+        if f"SIG{program}" in signal.Signals.__members__:
+            for terminal in self.terminals:
+                terminal.send_signal(signal.Signals[f"SIG{program}"])
+        elif program == "ranks":
+            for pid, command, environ in processes():
+                if environ.get("SUBMITIT_LOCAL_JOB_ID") == self.job(run) and "submitit.core._submit" in command:
+                    os.kill(pid, signal.Signals[f"SIG{words[0]}"])
+        else:
+            self.cluster.run(program, *words, self.job(run))
+
+    def tidies_up(self) -> None:
+        """End what a test has left, after a failure."""
+        for terminal in self.terminals:
+            terminal.kill()
+            terminal.wait()
+        self.terminals.clear()
+        self.cluster.run("scancel", "--me")

@@ -1,0 +1,112 @@
+"""A user of a throwaway Slurm, who types `launch.py` commands in the project's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.processes import parent, processes
+from tests.support.project import PROJECT
+from tests.support.waiting import DEADLINE_S
+from trainer.records.metrics import read_lines
+from trainer.rundir import RunDir
+
+
+class User:
+    """Someone in the project's folder, at a terminal of that cluster."""
+
+    def __init__(self, cluster: Cluster, root: Path) -> None:
+        self.cluster = cluster
+        self.root = root
+        # Threads are set for the jobs too: they inherit the environment that sbatch is called in.
+        self.env = {**cluster.env, "OMP_NUM_THREADS": "1"}
+
+    def types(self, *words: str, status: int = 0) -> str:
+        """`python launch.py WORDS`; returns what it printed. Any other exit status fails the test."""
+        command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
+        done = subprocess.run(command, cwd=PROJECT, env=self.env, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert done.returncode == status, f"{command} exited {done.returncode}:\n{done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def begins(self, *words: str) -> subprocess.Popen[str]:
+        """`python launch.py WORDS`, left running."""
+        command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
+        return subprocess.Popen(
+            command, cwd=PROJECT, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def run(self, name: str) -> RunDir:
+        """The folder of the run of that name."""
+        return RunDir(self.root / name)
+
+    def attempts(self, name: str) -> list[dict[str, Any]]:
+        """The records of its ended attempts."""
+        return read_lines(self.run(name).attempts)
+
+    def verify(self, name: str) -> list[dict[str, Any]]:
+        """What `launch.py verify --json` says."""
+        found: list[dict[str, Any]] = json.loads(self.types("verify", name, "--json"))
+        return found
+
+    def job_of(self, name: str) -> str:
+        """The job id of the run, once it is submitted."""
+        pickles = self.cluster.wait_for(
+            lambda: list(self.run(name).logs.glob("*_submitted.pkl")), DEADLINE_S, f"run {name} was not submitted"
+        )
+        return pickles[0].name.split("_")[0]
+
+    def waits_for(self, name: str, text: str) -> None:
+        """Until rank 0's log of the run has `text`."""
+        logs = self.run(name).logs
+
+        def said() -> bool:
+            return any(text in log.read_text() for log in logs.glob("*_0_log.out"))
+
+        self.cluster.wait_for(said, DEADLINE_S, f"rank 0 of {name} did not print {text!r}")
+
+    def waits_for_end(self, name: str, reason: str) -> list[dict[str, Any]]:
+        """Until an attempt of the run ended for `reason`; returns all attempts."""
+
+        def ended() -> bool:
+            return any(attempt["reason"] == reason for attempt in self.attempts(name))
+
+        self.cluster.wait_for(ended, DEADLINE_S, f"no attempt of {name} ended as {reason}")
+        return self.attempts(name)
+
+    def kills(self, name: str, *ranks: int) -> None:
+        """SIGKILL to these ranks of the run, in this order and at once."""
+        pids = {
+            int(environ["SLURM_PROCID"]): pid
+            for pid, command, environ in processes()
+            if "submitit.core._submit" in command and str(self.run(name).logs) in command and command[0] != "srun"
+        }
+        for number in ranks:
+            os.kill(pids[number], signal.SIGKILL)
+
+    def kills_srun(self, name: str) -> None:
+        """SIGKILL to the run's srun, but first to its child, which would have the ranks killed too."""
+        found = [pid for pid, command, _ in processes() if command[0] == "srun" and str(self.run(name).logs) in command]
+        assert found, f"no srun of {name}"
+        for pid in sorted(found, key=lambda pid: parent(pid) not in found):
+            os.kill(pid, signal.SIGKILL)
+
+    def kills_node(self, node: str) -> None:
+        """As a power cut would: slurmd, and all that it has started."""
+        self.cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
+        ours = {"SLURM_CONF": str(self.cluster.conf), "SLURMD_NODENAME": node}
+        tasks = {pid for pid, _, environ in processes() if ours.items() <= environ.items()}
+        keepers = {pid for pid, command, _ in processes() if command[0].startswith("slurmstepd")}
+        for pid in tasks | keepers & {parent(pid) for pid in tasks}:
+            os.kill(pid, signal.SIGKILL)
+
+    def waits_until_gone(self, job: str, deadline_s: float = DEADLINE_S) -> None:
+        """Until the job has left the queue."""
+        self.cluster.wait_for(
+            lambda: not self.cluster.run("squeue", "-h", "-j", job, check=False), deadline_s, f"job {job} did not end"
+        )

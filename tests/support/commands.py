@@ -1,0 +1,73 @@
+"""The command as a user types it, in this process or in one of its own; and a fake Slurm that takes its jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support.project import PROJECT
+from tests.support.waiting import DEADLINE_S
+from trainer.commands.main import main
+
+NO_SLURM = "/nonexistent"
+
+# A fake Slurm, up to the call of sbatch; tests/slurm/ tests what a real one does.
+FAKE_SBATCH = """#!/bin/sh
+cp "$1" "$(dirname "$0")/submitted.sh"
+echo "Submitted batch job 4711"
+"""
+FAKE_SQUEUE = "#!/bin/sh\necho '4711|RUNNING|N/A|None'\n"
+REFUSING_SBATCH = """#!/bin/sh
+echo "sbatch: error: invalid partition specified: nope" >&2
+echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
+exit 1
+"""
+
+
+def files(folder: Path) -> list[str]:
+    """The relative paths of everything under a folder, sorted."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def launch(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run `python launch.py WORDS` in the current folder."""
+    return subprocess.run(
+        [sys.executable, str(PROJECT / "launch.py"), *words],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def refusal(words: list[str], capfd: pytest.CaptureFixture[str], folder: Path) -> str:
+    """The error that a wrong command prints: one line and nothing else, exit status 2, and no file left behind."""
+    before = files(folder)
+    status = main(words)
+    out, err = capfd.readouterr()
+    assert status == 2
+    assert out == ""
+    assert re.fullmatch(r"error: .+\n", err), err
+    assert files(folder) == before
+    return err.removeprefix("error: ").strip()
+
+
+def begin(folder: Path, command: list[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start a command in `folder`, as on a machine without GPUs."""
+    alone = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        command, cwd=folder, env={**alone, **(env or {})}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def end(process: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
+    """What the process printed on stdout and stderr, at its end. Any other exit status fails the test."""
+    said, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == status, said + errors
+    return said, errors

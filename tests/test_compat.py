@@ -1,0 +1,171 @@
+"""The private names of other libraries still mean what Laststep takes them to mean.
+
+A release that renames one of them must fail here, with the name, and not in the middle of somebody's training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from tests.support.project import PROJECT
+from trainer import compat
+from trainer.cluster.submission import make_executor
+from trainer.config.config import Config
+from trainer.rundir import RunDir
+
+
+def test_it_imports_nothing() -> None:
+    """The command answers at once only as long as torch stays away."""
+    code = "import sys, trainer.compat; print([n for n in ('torch', 'submitit', 'tensorboard') if n in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT, check=True).stdout
+    assert said == "[]\n"
+
+
+def test_no_private_name_elsewhere() -> None:
+    """One place to look when a library changes. (attempt/compiler.py stands in for torch._dynamo.)"""
+    private = re.compile(
+        r"\btorch(\.\w+)*\._(?!_)|tensorboard\.compat|JobEnvironment\._|\._(orig_mod|shutdown_w|option_s)"
+    )
+    allowed = {"compat.py", "compiler.py"}
+    sources = [path for path in (PROJECT / "trainer").rglob("*.py") if path.name not in allowed]
+    found = [(path.name, use[0]) for path in sources for use in private.finditer(path.read_text())]
+    assert not found
+
+
+def test_argparse() -> None:
+    """Completion offers what the parser knows, so it must see all of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-f", "--follow", action="store_true")
+    parser.add_argument("run")
+    assert {"-f", "--follow", "--help"} <= compat.options_of(parser).keys()
+    assert [action.dest for action in compat.positionals_of(parser)] == ["run"]
+
+
+def test_submitits_script(tmp_path: Path) -> None:
+    """`--dry-run` shows the script that a submission would hand over."""
+    config = Config.load(None, [f"launch.root={tmp_path}", "launch.name=first"])
+    script = compat.sbatch_script(make_executor(config, RunDir(tmp_path / "first")))
+    assert script.startswith("#!/bin/bash") and "submitit.core._submit" in script and "srun" in script
+
+
+def test_submitits_node_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes of the step, not those of the job."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-4]")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[2-3]")
+    assert compat.step_hostnames() == ["n2", "n3"]
+
+
+def test_tensorboards_records() -> None:
+    """An event goes into a framed record of the file format (length, checksum, data, checksum)."""
+    parts, buffer = compat.event_file_parts(), io.BytesIO()
+    value = parts.Summary.Value(tag="train/loss", simple_value=0.5)
+    event = parts.Event(wall_time=1.0, step=3, summary=parts.Summary(value=[value]))
+    parts.RecordWriter(buffer).write(event.SerializeToString())
+    read = parts.Event.FromString(buffer.getvalue()[12:-4])
+    assert (read.step, read.summary.value[0].tag) == (3, "train/loss")
+    assert parts.SessionLog.START
+
+
+def test_copying_and_versions() -> None:
+    """The custom loop takes a tensor whose version has not moved as unchanged."""
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    before = [compat.version_of(target) for target in targets]
+    compat.copy_each(targets, sources)
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources))
+    assert [compat.version_of(target) for target in targets] != before
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
+def test_finding_what_is_not_finite(value: float) -> None:
+    """The guard against NaN reads this flag; the gradients themselves must stay as they are."""
+    gradients, found = [torch.ones(3), torch.tensor([value])], torch.zeros(())
+    compat.note_nonfinite(gradients, found, torch.ones(()))
+    assert bool(found) == (value != 1.0)
+    assert torch.equal(gradients[0], torch.ones(3))
+
+
+def test_trees() -> None:
+    """A model may return any nest of tensors."""
+    tree = {"a": [1, (2, 3)]}
+    assert compat.tree_leaves(tree) == [1, 2, 3]
+    assert compat.tree_map(lambda leaf: 2 * leaf, tree) == {"a": [2, (4, 6)]}
+
+
+def test_batch_norm() -> None:
+    """A recomputed forward pass must not count a batch twice, in any kind of batch norm."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    assert all(compat.is_batch_norm(kind(3)) for kind in kinds)
+    assert not compat.is_batch_norm(nn.LayerNorm(3))
+
+
+def test_compiled_modules() -> None:
+    """A checkpoint names tensors as the plain model does."""
+    model = nn.Linear(2, 1)
+    assert compat.compiled_original(torch.compile(model)) is model
+    assert compat.compiled_original(model) is None
+
+
+def test_checkpointed_activations() -> None:
+    """Blocks are recomputed in the backward pass, within the context given for that."""
+    model, entered = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), []
+
+    @contextlib.contextmanager
+    def note(what: str) -> Iterator[None]:
+        entered.append(what)
+        yield
+
+    first = model[0]
+    compat.checkpoint_activations(model, lambda module: module is first, lambda: (note("forward"), note("again")))
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert entered == ["forward", "again"]
+
+
+def test_ddp_leaves_buffers_alone() -> None:
+    """Otherwise it would broadcast them before each forward pass, over those that we have given out."""
+    (switch,) = compat.no_buffer_sync()
+    assert switch in ("forward_sync_buffers", "broadcast_buffers")
+
+
+def test_ddp_attributes() -> None:
+    """The custom loop sets these on a DistributedDataParallel that the user has made."""
+    source = Path(sys.modules["torch.nn.parallel.distributed"].__file__ or "").read_text()
+    assert "self.require_backward_grad_sync = " in source
+    assert "self.broadcast_buffers = " in source or "def broadcast_buffers(self, value" in source
+
+
+def test_loader_workers() -> None:
+    """Workers ignore SIGTERM, so the rank must find and end them itself: else it waits at its exit."""
+    loader = DataLoader(TensorDataset(torch.ones(4)), num_workers=1, persistent_workers=True)
+    assert compat.kept_iterator(loader) is None
+    next(iter(loader))
+    iterator = compat.kept_iterator(loader)
+    (worker,) = compat.worker_processes(iterator)
+    assert worker.is_alive()
+    compat.shut_down_workers(iterator)
+    worker.join(30)
+    assert not worker.is_alive()
+    assert compat.worker_processes(iter([])) == []
+
+
+def test_collating() -> None:
+    """A batch of encoded images is a list; torch would refuse their type."""
+
+    class Sample:
+        pass
+
+    compat.collate_as_list(Sample)
+    samples: list[Any] = [Sample(), Sample()]
+    assert default_collate(samples) == samples

@@ -1,0 +1,181 @@
+"""Every private name of another library that Laststep uses, in one place.
+
+Such a name may change in any release, so each has a contract test in tests/test_compat.py that fails with the name in
+its message. Importing this module imports none of these libraries: each function imports what it needs. The one
+exception is torch's compiler, whose stand-in (attempt/compiler.py) has contract tests of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+if TYPE_CHECKING:
+    import argparse
+    from contextlib import AbstractContextManager
+
+    from submitit import SlurmExecutor
+    from torch import Tensor, nn
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+# --- argparse
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The options of a parser, each by every name it can be typed as."""
+    return parser._option_string_actions
+
+
+def positionals_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The positional arguments of a parser, in order."""
+    return parser._get_positional_actions()
+
+
+# --- submitit
+
+
+def sbatch_script(executor: SlurmExecutor) -> str:
+    """The sbatch script that a submission by this executor would hand over."""
+    return executor._make_submission_file_text(executor._submitit_command_str, uid="dry-run")
+
+
+def step_hostnames() -> list[str]:
+    """The nodes of the Slurm step that this process is in; a step need not have all nodes of its job.
+
+    Raises submitit's SlurmParseException when the environment does not say.
+    """
+    from submitit.slurm.slurm import SlurmJobEnvironment
+
+    class Step(SlurmJobEnvironment):
+        _env = {**SlurmJobEnvironment._env, "nodes": "SLURM_STEP_NODELIST"}  # noqa: RUF012
+
+    return Step().hostnames
+
+
+# --- TensorBoard
+
+
+class EventFileParts(NamedTuple):
+    """What writes TensorBoard's event files without tensorflow. EventFileWriter imports tensorflow where it exists."""
+
+    Event: Any
+    SessionLog: Any
+    Summary: Any
+    RecordWriter: Any
+
+
+def event_file_parts() -> EventFileParts:
+    """Import TensorBoard's protocol buffers and its record writer."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    return EventFileParts(Event, SessionLog, Summary, RecordWriter)
+
+
+# --- torch: tensors
+
+
+def copy_each(targets: list[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, in one call."""
+    import torch
+
+    torch._foreach_copy_(targets, tuple(sources))
+
+
+def note_nonfinite(gradients: list[Tensor], found: Tensor, scale: Tensor) -> None:
+    """Set `found`, a scalar, to 1.0 if a gradient holds an infinity or a NaN; all are multiplied by `scale`, a scalar.
+
+    It is what GradScaler uses: one kernel, in a tenth of the time of a norm.
+    """
+    import torch
+
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often torch has seen the tensor change in place."""
+    return tensor._version
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of nested lists, tuples and dictionaries."""
+    from torch.utils._pytree import tree_leaves
+
+    return tree_leaves(tree)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A copy of nested lists, tuples and dictionaries with each leaf replaced."""
+    from torch.utils._pytree import tree_map
+
+    return tree_map(function, tree)
+
+
+# --- torch: modules
+
+
+def is_batch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Whether a module is batch norm of any dimension, or synchronised batch norm."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return isinstance(module, _BatchNorm)
+
+
+def compiled_original(module: Any) -> Any:
+    """The module inside one that torch.compile returned; None for any other."""
+    return getattr(module, "_orig_mod", None)
+
+
+def checkpoint_activations(
+    model: nn.Module,
+    chosen: Callable[[nn.Module], bool],
+    contexts: Callable[[], tuple[AbstractContextManager[None], ...]] | None,
+) -> None:
+    """Recompute the chosen modules in the backward pass.
+
+    `contexts` gives a context for the forward pass and one for the recomputation.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return checkpoint_wrapper(module, **({} if contexts is None else {"context_fn": contexts}))
+
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=chosen)
+
+
+def no_buffer_sync() -> dict[str, Any]:
+    """The argument with which DistributedDataParallel leaves buffers alone: torch 2.15 renamed it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
+# --- torch: loading
+
+
+def kept_iterator(loader: Any) -> Any:
+    """The iterator that a DataLoader with persistent workers keeps; None where there is none."""
+    return getattr(loader, "_iterator", None)
+
+
+def worker_processes(iterator: Any) -> list[Any]:
+    """The worker processes of an iteration over a DataLoader; none where it has no workers."""
+    return getattr(iterator, "_workers", [])
+
+
+def shut_down_workers(iterator: Any) -> None:
+    """End the workers of an iteration over a DataLoader, as torch does when it drops the iterator."""
+    iterator._shutdown_workers()
+
+
+def collate_as_list(kind: type) -> None:
+    """From now on torch's default collate makes a list of samples of this type."""
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    default_collate_fn_map[kind] = lambda batch, **_: list(batch)
