@@ -19,10 +19,12 @@ def test_scale_page_is_current() -> None:
     assert scale.TARGET.read_text() == scale.page()
 
 
-def test_the_difference_that_an_own_loop_makes() -> None:
-    """README promises how little of a loop must change, and shows all of it."""
-    plain, own = ((PROJECT / "examples" / f"{name}_loop.py").read_text().splitlines() for name in ("plain", "own"))
-    _, _, *difference = difflib.unified_diff(plain, own, lineterm="", n=0)
+def test_readme_shows_what_a_custom_loop_changes() -> None:
+    """README promises that little of a loop must change, and shows all of the difference."""
+    plain, custom = (
+        (PROJECT / "examples" / f"{name}_loop.py").read_text().splitlines() for name in ("plain", "custom")
+    )
+    _, _, *difference = difflib.unified_diff(plain, custom, lineterm="", n=0)
     assert "\n".join(difference) in (PROJECT / "README.md").read_text()
     assert sum(line.startswith("+") for line in difference) <= 20
 

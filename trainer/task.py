@@ -1,4 +1,4 @@
-"""Task: what to train. The model, the data sets, and the loss and metrics of one batch."""
+"""Task: what a user subclasses to say what to train: data sets, model, and the loss and metrics of one batch."""
 
 from __future__ import annotations
 
@@ -17,45 +17,65 @@ READY_MADE = {"classification": "trainer.tasks.classification.Classification"}
 
 
 class Task:
-    """Subclass this to train something of your own, and name it in the configuration: `task: my_module.MyTask`.
+    """What to train. Subclass this and name the class in the configuration: `task: my_module.MyTask`.
 
-    Everything random in it may use Python's, NumPy's and torch's global generators: they are seeded from (seed, step,
-    rank) before a step and from (seed, epoch, sample index) before a sample, so a resumed run draws the same numbers.
+        class MyTask(Task):
+            def datasets(self):
+                return train_set, val_set
+
+            def model(self):
+                return MyModel()
+
+            def step(self, model, batch):
+                x, y = batch
+                logits = model(x)
+                return {"loss": cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
+
+    The ready-made loop does the rest: batches, optimiser, schedule, validation after each epoch, metrics, checkpoints.
+    `datasets`, `model` and `step` must be defined; `prepare`, `on_device` and `collate` may be.
+
+    All of these may draw random numbers from the global generators of Python, NumPy and torch. Those are seeded from
+    (seed, step, rank) before each step and from (seed, epoch, sample index) before each sample, so a resumed run draws
+    the same numbers.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def prepare(self) -> None:
-        """Download or unpack the data. Called on one rank of each node, one after another, before `datasets`."""
+        """Download or unpack the data. Called before `datasets`, on one rank of each node, one node after another."""
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """The training and the validation set; each has `__len__` and `__getitem__`."""
+        """The training set and the validation set. Both have `__len__` and `__getitem__`, and neither is empty."""
         raise NotImplementedError(f"{type(self).__name__} must define datasets()")
 
     def model(self) -> nn.Module:
-        """The model, on the CPU, freshly initialised. Called after `datasets`."""
+        """The model, on the CPU, with its initial weights. Called after `datasets`."""
         raise NotImplementedError(f"{type(self).__name__} must define model()")
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """The batch's mean "loss" to minimise and any metrics, each a scalar tensor that is a mean over its samples.
+        """The "loss" to minimise and any further metrics of one batch. Each is a scalar tensor, the mean over the
+        samples of the batch.
 
-        `model` must be called (not a part of it), so that gradients are averaged over the ranks. Training and
-        validation both come here; `model.training` tells which.
+        Called for training and for validation; `model.training` says which. Call `model(...)` itself, not a part of it:
+        only then are gradients averaged over the ranks.
         """
         raise NotImplementedError(f"{type(self).__name__} must define step()")
 
     def on_device(self, batch: Any) -> Any:
-        """What is left to do to a batch on the device, before `step`: nothing by default."""
+        """Finish a batch once it is on the device, before `step`. By default the batch stays as it is."""
         return batch
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Make a batch of samples. By default torch's own way."""
+        """Make a batch from samples. By default torch's default_collate."""
         return default_collate(list(samples))
 
 
 def find_task(config: Config) -> type[Task] | Callable[[Any], Any]:
-    """What `config.task` names: a Task, or a function that trains by itself. Raises ConfigError for anything else."""
+    """What `config.task` names: a subclass of Task, or a function with its own training loop.
+
+    Raises ConfigError when it cannot be imported or is anything else.
+    """
     path = READY_MADE.get(config.task, config.task)
     module, _, name = path.rpartition(".")
     try:

@@ -1,5 +1,5 @@
-"""A loop of one's own is as preemption-proof as the ready-made one: it ends with the weights and metrics of a run that
-nobody touched, wherever it was stopped, and whoever died."""
+"""A custom training loop is as preemption-proof as the ready-made one: wherever it was stopped, and whichever rank
+died, it ends with the weights and metrics of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ KILLED = -signal.SIGKILL
 def config(root: Path, name: str, ranks: int, task: str, *options: str) -> Config:
     """A small run of a function in tests/support/custom_loops.py."""
     place = [f"launch.root={root}", f"launch.name={name}", f"launch.tasks_per_node={ranks}"]
-    often = ["device=cpu", "train.log_every=3", "launch.max_failures=9", "launch.hang_timeout_s=20"]
-    often += [f"checkpoint.every_{what}=null" for what in ("epochs", "minutes")]  # a stop or a rescue keeps
-    return Config.load(None, [f"task=tests.support.custom_loops.{task}", *often, *options, *place])
+    options_for_all = ["device=cpu", "train.log_every=3", "launch.max_failures=9", "launch.hang_timeout_s=20"]
+    options_for_all += [f"checkpoint.every_{what}=null" for what in ("epochs", "minutes")]  # saves at stops and rescues
+    return Config.load(None, [f"task=tests.support.custom_loops.{task}", *options_for_all, *options, *place])
 
 
 def undisturbed(ranks: int, task: str) -> dict[str, Any]:
@@ -31,15 +31,15 @@ def undisturbed(ranks: int, task: str) -> dict[str, Any]:
 
 
 def strike(root: Path, ranks: int, task: str, place: str, *options: str) -> Attempt:
-    """One attempt that is struck at that place, and has ended."""
+    """One attempt that received the signal at that place, and has ended."""
     name = f"{task}-{ranks}-{place}".replace(" ", "-").replace(",", "-")
     attempt = Attempt(config(root, name, ranks, task, *options), {"LASTSTEP_TEST_SIGNAL": place})
     attempt.wait()
     return attempt
 
 
-def go_on(root: Path, ranks: int, task: str, attempt: Attempt, *options: str) -> list[dict[str, Any]]:
-    """The next attempt, which must finish as if nothing had been; returns the records of both."""
+def resume(root: Path, ranks: int, task: str, attempt: Attempt, *options: str) -> list[dict[str, Any]]:
+    """The next attempt, which must finish like an undisturbed run; returns the records of both attempts."""
     run = train(config(root, attempt.run.name, ranks, task, *options))
     assert fingerprint(run) == undisturbed(ranks, task), attempt.output()
     records = read_lines(run.attempts)
@@ -47,11 +47,11 @@ def go_on(root: Path, ranks: int, task: str, attempt: Attempt, *options: str) ->
     return records
 
 
-def stop_and_go_on(root: Path, ranks: int, task: str, place: str, step: int) -> None:
-    """A stop at that place keeps `step` steps."""
+def stop_and_resume(root: Path, ranks: int, task: str, place: str, step: int) -> None:
+    """A stop at that place saves `step` steps."""
     attempt = strike(root, ranks, task, place)
     assert [rank.exitcode for rank in attempt.ranks] == [128 + signal.SIGTERM] * ranks, attempt.output()
-    first, second = go_on(root, ranks, task, attempt)
+    first, second = resume(root, ranks, task, attempt)
     assert (first["lost_steps"], first["end_step"], second["start_step"]) == (0, step, step)
 
 
@@ -70,25 +70,25 @@ def stop_and_go_on(root: Path, ranks: int, task: str, place: str, step: int) -> 
     ],
 )
 def test_stop_anywhere(root: Path, ranks: int, place: str, step: int) -> None:
-    """The example, whose network has dropout, batch norm and momentum, and whose data is augmented. From three ranks on
-    the order of a sum depends on DDP's buckets, of which this network has several."""
-    stop_and_go_on(root, ranks, "example", f"SIGTERM {place}", step)
+    """The example has dropout, batch norm, momentum and augmented data. With three ranks or more the order of a sum
+    depends on DDP's buckets, and this network has several."""
+    stop_and_resume(root, ranks, "example", f"SIGTERM {place}", step)
 
 
 @pytest.mark.parametrize(
     ("ranks", "place", "step"),
     [
         (2, "step 5 rank 1", 5),
-        (2, "step 6 rank 0", 6),  # which ends an epoch with a break
+        (2, "step 6 rank 0", 6),  # a break ends the epoch in this step
         (2, "step 7 rank 0", 7),
-        (2, "validation 3 rank 1", 6),  # the state is another one then: the ranks stop when it is that of a step again
+        (2, "validation 3 rank 1", 6),  # the state differs from the steps' here: the ranks stop once it is back
         (4, "step 8 rank 3", 8),
     ],
 )
 def test_an_awkward_loop(root: Path, ranks: int, place: str, step: int) -> None:
-    """What a hand-written loop does beside its steps is done once, whichever attempt it falls to: a schedule that moved
-    on twice, or an averaged model taken for the other, would be another experiment."""
-    stop_and_go_on(root, ranks, "awkward", f"SIGTERM {place}", step)
+    """Whatever a loop does besides its steps takes effect once, in one attempt or the other. A schedule that advances
+    twice, or an averaged model that is taken for the trained one, would be another experiment."""
+    stop_and_resume(root, ranks, "awkward", f"SIGTERM {place}", step)
 
 
 @pytest.mark.parametrize(
@@ -98,38 +98,38 @@ def test_an_awkward_loop(root: Path, ranks: int, place: str, step: int) -> None:
         (2, "example", "step 10 rank 0", 9),
         (4, "example", "step 5 rank 0,2,3", 4),
         (2, "example", "validation 2 rank 0", 7),
-        (2, "awkward", "step 4 rank 0", 3),  # which logs after the update
-        (2, "awkward", "step 7 rank 1", 6),  # the first of an epoch, at whose head something has changed
+        (2, "awkward", "step 4 rank 0", 3),  # this loop logs after the update
+        (2, "awkward", "step 7 rank 1", 6),  # the first step of an epoch; something has changed just before it
     ],
 )
 def test_killed(root: Path, ranks: int, task: str, place: str, step: int) -> None:
-    """Who is left saves the last whole step, even where rank 0 alone knew of its batch norm and its losses."""
+    """The surviving ranks save the last finished step, even though its batch norm and losses are those of rank 0."""
     attempt = strike(root, ranks, task, f"SIGKILL {place}")
     hit = [int(rank) for rank in place.split()[-1].split(",")]
     codes = [KILLED if rank in hit else 1 for rank in range(ranks)]
     assert [rank.exitcode for rank in attempt.ranks] == codes, attempt.output()
-    first, second = go_on(root, ranks, task, attempt)
+    first, second = resume(root, ranks, task, attempt)
     assert (first["lost_steps"], second["start_step"]) == (0, step)
 
 
 def test_all_are_killed(root: Path) -> None:
-    """Then the steps since the last save are done again, and stand in metrics.jsonl once."""
-    often = ("checkpoint.every_steps=4", "checkpoint.asynchronous=false")
-    attempt = strike(root, 2, "example", "SIGKILL step 7 rank 0,1", *often)
+    """The steps since the last save are repeated, and metrics.jsonl has each of them once."""
+    saves = ("checkpoint.every_steps=4", "checkpoint.asynchronous=false")
+    attempt = strike(root, 2, "example", "SIGKILL step 7 rank 0,1", *saves)
     assert [rank.exitcode for rank in attempt.ranks] == [KILLED, KILLED]
-    first, second = go_on(root, 2, "example", attempt, *often)
+    first, second = resume(root, 2, "example", attempt, *saves)
     assert (first["reason"], first["lost_steps"], second["start_step"]) == ("lost", 2, 4)
 
 
 def careless(root: Path, name: str, ranks: int, wrong: str) -> Attempt:
-    """One attempt at a run that does something wrong."""
+    """One attempt at a run whose loop makes a mistake."""
     attempt = Attempt(config(root, name, ranks, "careless"), {"LASTSTEP_TEST_WRONG": wrong})
     attempt.wait()
     return attempt
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ("no restore", "call run.restore(...) before run.steps(...)"),
         ("no optimizer", "run.restore(): register the optimizer too"),
@@ -144,40 +144,40 @@ def careless(root: Path, name: str, ranks: int, wrong: str) -> Attempt:
         ("nan", "step 1: the loss is not finite"),
     ],
 )
-def test_what_is_wrong_is_said(root: Path, wrong: str, said: str) -> None:
-    """One line that names the call and what to do; the job is not tried again, since it would fail the same way."""
+def test_misuse_is_reported(root: Path, wrong: str, message: str) -> None:
+    """One line names the call and what to do. The job is not requeued: a retry would fail the same way."""
     attempt = careless(root, f"wrong-{wrong}".replace(" ", "-"), 2, wrong)
     (record,) = read_lines(attempt.run.attempts)
-    assert said in record["error"] and record["requeue"] is False
+    assert message in record["error"] and record["requeue"] is False
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ("names", "this run's checkpoints hold model, optimizer; register these, not model, optimizer, teacher"),
         ("shapes", "run.restore(): model does not take what the checkpoint holds: "),
     ],
 )
-def test_another_state_is_not_put_in(root: Path, wrong: str, said: str) -> None:
-    """A run that went on with a part of its state fresh would be another experiment. What crashed before that is an
-    error like any other: its steps are kept."""
+def test_a_checkpoint_that_does_not_fit_is_refused(root: Path, wrong: str, message: str) -> None:
+    """A run that continued with part of its state fresh would be another experiment. A crash in the user's function
+    before that keeps its steps, like any other error."""
     name = f"other-{wrong}"
     attempt = careless(root, name, 2, "crash")
     (first,) = read_lines(attempt.run.attempts)
     assert (first["end_step"], first["lost_steps"]) == (2, 0) and "a bug of the user's" in first["error"]
-    assert said in read_lines(careless(root, name, 2, wrong).run.attempts)[1]["error"]
+    assert message in read_lines(careless(root, name, 2, wrong).run.attempts)[1]["error"]
     assert careless(root, name, 2, "").output().count('result {"loss": ') == 2
 
 
 def test_a_finished_run_has_its_result(root: Path) -> None:
-    """A job that is requeued after its run was done must not train, or fail, a second time."""
+    """A job that is requeued after its run has finished must neither train nor fail a second time."""
     first, second = (careless(root, "done", 1, wrong) for wrong in ("", "crash"))
     results = [line for line in (first.output() + second.output()).splitlines() if line.startswith("result ")]
     assert len(results) == 2 and results[0] == results[1]
 
 
 def test_metrics() -> None:
-    """What the example logs stands there once for each step and epoch, with the learning rate of the step."""
+    """metrics.jsonl has one line for each step and each epoch, and the learning rate of each step."""
     lines = undisturbed(2, "example")["metrics"]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 15))
@@ -186,7 +186,7 @@ def test_metrics() -> None:
 
 
 def test_another_number_of_ranks(root: Path) -> None:
-    """A run goes on with what the cluster has: the same order of samples, another share for each rank."""
+    """A run continues with more ranks: the same order of samples, another share for each rank."""
     attempt = strike(root, 2, "example", "SIGTERM step 3 rank 0")
     run = train(config(root, attempt.run.name, 4, "example"))
     assert [line["step"] for line in read_lines(run.metrics) if "loss" in line] == list(range(1, 15))

@@ -1,7 +1,7 @@
-"""A run that was stopped and resumed ends with the very weights and metrics of one that was not.
+"""A run that was stopped and resumed ends with exactly the weights and metrics of one that was not.
 
 This is what the project exists for. A difference in the last bit means that something a step depends on was neither
-saved nor a pure function of the seed: a user could not tell an interrupted run from another experiment.
+saved nor a pure function of the seed, and an interrupted run would be another experiment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STOP_AT_2 = "SIGTERM step 2 rank 1"
     ],
 )
 def test_stop_anywhere(root: Path, place: str, request: pytest.FixtureRequest) -> None:
-    """Wherever in an epoch the signal comes, on one rank or on all, with everything on that carries state."""
+    """A signal anywhere in an epoch, on one rank or on all, with every option on that carries state."""
     stop_and_resume(root, request.node.callspec.id, 2, tuple(EVERYTHING), place)
 
 
@@ -51,14 +51,14 @@ def test_stop_anywhere(root: Path, place: str, request: pytest.FixtureRequest) -
     ],
 )
 def test_each_option(root: Path, option: str, request: pytest.FixtureRequest) -> None:
-    """Each way to train has state of its own: a scaler, a schedule, a compiled graph, a memory layout."""
+    """Each of these options adds state: a scaler, a schedule, a memory layout."""
     stop_and_resume(root, f"option-{abs(hash(option))}", 2, tuple(option.split()), "SIGTERM step 4 rank 1")
 
 
 def test_compiled(root: Path) -> None:
-    """A compiled graph is exact too; and what the ranks compiled lies in the run's folder, so that a requeue does not
-    cost once more the minutes that the first start took. All batches are alike here: what a resume may still compile is
-    the validation, which the stopped attempt did not come to."""
+    """A compiled graph is exact too. The ranks keep compiled code in the run's folder, so a requeue does not spend the
+    minutes of the first start again. All batches have the same size here. A resume may still compile the validation,
+    which the stopped attempt did not reach."""
     options = ("train.compile=true", "data.args.samples=48", "train.epochs=1")
     stop_and_resume(root, "compiled", 2, options, "SIGTERM step 4 rank 1")
     run = RunDir(root / "compiled")
@@ -72,23 +72,24 @@ def test_compiled(root: Path) -> None:
     "place", ["step 1 rank 3", "step 3 rank 2", "step 7 rank 1", "validation 2 rank 0", "step 8 rank 1,2"]
 )
 def test_four_ranks(root: Path, place: str) -> None:
-    """From three ranks on the order of a sum depends on DDP's bucket layout, which changes after its first backward."""
+    """With three ranks or more the order of a sum depends on DDP's bucket layout, which changes after the first
+    backward pass."""
     stop_and_resume(root, f"four-{place.replace(' ', '-').replace(',', '-')}", 4, tuple(EVERYTHING), f"SIGTERM {place}")
 
 
 def test_four_ranks_plain(root: Path) -> None:
-    """The same without accumulation, averaging and clipping: each of them could hide a difference, or make one."""
+    """The same without accumulation, averaging and clipping: each of them could hide or cause a difference."""
     stop_and_resume(root, "four-plain", 4, (), "SIGTERM step 3 rank 2")
 
 
 def test_digits_in_memory(root: Path) -> None:
-    """Batches that are taken from memory at once draw their augmentation in a way of their own."""
+    """Batches taken from memory at once draw their augmentation by other code."""
     options = ("data.name=mnist-5k", "train.max_steps=6", "train.batch_size=32", "model.args.width=16")
     stop_and_resume(root, "digits", 2, options, "SIGTERM step 3 rank 0")
 
 
 def test_image_files_and_any_workers(root: Path) -> None:
-    """Photos, augmented, by two workers a rank, by one until the stop, and by none after it."""
+    """Augmented photos. One run has two workers per rank; the other has one until its stop, and none after it."""
     photos = make_folder(root / "photos", train=24, val=8, classes=3)
     options = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "model.args.width=32")
     expected = undisturbed(2, (*options, "data.workers=2"))
@@ -98,7 +99,7 @@ def test_image_files_and_any_workers(root: Path) -> None:
 
 
 def test_image_files_that_are_decoded_on_the_device(root: Path) -> None:
-    """Of a batch that passes from worker to rank in the images' own bytes, with what is drawn for each."""
+    """Workers hand over the JPEGs' bytes and the random draws of each; the rank decodes the batch."""
     photos = make_folder(root / "late", train=24, val=8, classes=3)
     options = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "model.args.width=32")
     late = (*options, "data.args.decode_on_device=true", "data.args.augment=true", "data.workers=1")
@@ -106,15 +107,15 @@ def test_image_files_that_are_decoded_on_the_device(root: Path) -> None:
 
 
 def test_image_files_that_are_decoded_once(root: Path, tmp_path: Path) -> None:
-    """Whichever rank or worker has decoded an image, both ranks have it from then on, in all epochs; the next attempt
-    begins anew. So do ranks that share no disk, and it makes no difference to any bit."""
+    """Once any rank or worker has decoded an image, both ranks use it in all epochs. The next attempt starts with an
+    empty cache, and so does each rank when they share no disk. No bit differs."""
     photos = make_folder(root / "kept", train=24, val=8, classes=3)
     options = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "model.args.width=32")
     cached = (*options, "data.args.cache=true", "train.epochs=3")
     notes = {"LASTSTEP_TEST_NOTES": str(tmp_path / "decoded"), "TMPDIR": str(tmp_path / "node")}
     Path(notes["TMPDIR"]).mkdir()
     calm = train(config(root, "kept-calm", 2, (*cached, "data.workers=1")), notes, before=note_decoding)
-    assert 32 <= Path(notes["LASTSTEP_TEST_NOTES"]).stat().st_size < 40, "32 images, each once but by a rare accident"
+    assert 32 <= Path(notes["LASTSTEP_TEST_NOTES"]).stat().st_size < 40, "32 images, each once except in a rare race"
     assert not list(Path(notes["TMPDIR"]).iterdir())
     stopped = Attempt(config(root, "kept-stopped", 2, cached), {"LASTSTEP_TEST_SIGNAL": STOP_AT_2})
     assert stopped.wait() == [128 + signal.SIGTERM] * 2, stopped.output()
@@ -123,14 +124,14 @@ def test_image_files_that_are_decoded_once(root: Path, tmp_path: Path) -> None:
 
 
 def test_torchvision_model(root: Path) -> None:
-    """A network with many buckets' worth of batch norms and residual blocks, not just our own small one."""
+    """A network with many buckets, batch norms and residual blocks, not only the small one."""
     options = ("model.name=resnet18", "data.args.image_size=32", "train.epochs=1", "train.max_steps=5")
     stop_and_resume(root, "resnet", 2, options, "SIGTERM step 2 rank 0")
 
 
-def test_other_arithmetic_is_told(root: Path) -> None:
-    """Sums are split up among threads, and another torch may add up in another order: a run that such a resume has
-    changed in the last bits must say so, and one that goes on as it was must not cry wolf."""
+def test_other_arithmetic_is_reported(root: Path) -> None:
+    """Threads split sums, and another version of torch may add in another order. A resume that may change the last
+    bits must say so, and one that does not must not."""
     small, again = config(root, "threads", 2, ()), {"LASTSTEP_TEST_SIGNAL": STOP_AT_2}
     for threads in (1, 1, 2):
         attempt = Attempt(small, again, before=partial(torch.set_num_threads, threads))
@@ -152,7 +153,7 @@ def test_other_arithmetic_is_told(root: Path) -> None:
 
 
 def test_stop_after_the_last_step_is_no_stop(root: Path) -> None:
-    """A signal in the last unit of work comes too late to stop anything: the run must finish, not wait for a tick."""
+    """A signal during the last unit of work is too late to stop the run: it must finish, not wait for another tick."""
     small = config(root, "late", 2, ())
     late = Attempt(small, {"LASTSTEP_TEST_SIGNAL": "SIGTERM validation 14 rank 1"})
     assert late.wait() == [0, 0], late.output()

@@ -1,6 +1,6 @@
 """What one step does to the model: the gradient is that of the global batch, and no option changes it unasked.
 
-A wrong gradient still learns, only worse: no error and no crash would tell.
+A model with a wrong gradient still learns, only worse, without any error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Optim
 from trainer.data.order import Order
-from trainer.loops.learner import Learner, learning_rate
+from trainer.loops import learner as learner_module
+from trainer.loops.learner import Learner
+from trainer.loops.optim import learning_rate
 from trainer.tasks.models import build_model
 from trainer.world.group import Group
 
@@ -31,7 +33,7 @@ PLAIN = ["optim.lr=1", "optim.momentum=0", "optim.schedule=constant"]  # a step 
 
 
 def plain() -> nn.Module:
-    """Nothing in it depends on the other samples of a batch, or on chance."""
+    """No layer depends on the other samples of a batch, or on random draws."""
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 5))
 
 
@@ -53,14 +55,14 @@ class Block(nn.Module):
 
 
 def blocks() -> nn.Module:
-    """Blocks that repeat, one of them used twice, with a norm whose average is over all batches."""
+    """Repeated blocks, one of them used twice, one with a norm whose average is over all batches."""
     block, slow = Block(), Block()
     slow.norm = nn.BatchNorm2d(6, momentum=None)
     return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), block, slow, block, nn.Flatten(), nn.Linear(216, 5))
 
 
 def learner(build: Callable[[], nn.Module] = plain, *words: str, rank: int = 0, size: int = 1) -> Learner:
-    """A learner on the CPU; with a size above 1, one rank of a world whose reduction the test does by hand."""
+    """A learner on the CPU. With `size` above 1, one rank of several; the test averages their gradients by hand."""
     config = Config.load(None, ["device=cpu", *words])
     group = Group(a_world(rank, size), torch.distributed.HashStore(), torch.device("cpu"))
     return Learner(config, Images(config, build), group, total_steps=10)
@@ -100,7 +102,7 @@ def rates(total: int = 90, **fields: Any) -> list[float]:
 
 
 def test_schedules() -> None:
-    """Each schedule has the shape that its name promises: another one is another experiment."""
+    """Each schedule has the shape that its name promises."""
     assert rates(schedule="constant") == [1.0] * 90
     assert rates(schedule="step") == pytest.approx([1.0] * 30 + [0.1] * 30 + [0.01] * 30)
     cosine = rates(schedule="cosine")
@@ -109,7 +111,7 @@ def test_schedules() -> None:
 
 
 def test_warm_up() -> None:
-    """It rises linearly, never from 0 (a first step that does nothing) and reaches the peak when it is over."""
+    """The rate rises linearly, not from 0 (a first step without effect), and reaches the peak when the warm-up ends."""
     warm = rates(schedule="constant", warmup_steps=9)
     assert warm[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
     assert rates(schedule="cosine", warmup_steps=9)[9] == 1.0
@@ -140,7 +142,7 @@ def test_step_uses_the_schedule() -> None:
 
 @pytest.mark.parametrize("cuts", [[6, 6], [4, 4, 4], [5, 4, 3], [11, 1], [7, 5]], ids=str)
 def test_accumulation_gives_the_gradient_of_the_whole_batch(cuts: list[int]) -> None:
-    """Micro-batches, equal or not, save memory and change nothing else."""
+    """Micro-batches, of equal size or not, save memory and change nothing else."""
     before = learner().model.state_dict()
     whole = train(learner(plain, *PLAIN), 1)
     parts = train(learner(plain, *PLAIN), 1, torch.arange(12).split(cuts))
@@ -150,11 +152,11 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(cuts: list[int]) -> 
 @pytest.mark.parametrize("count", [12, 11, 7, 3, 1], ids="batch-of-{}".format)
 @pytest.mark.parametrize(("size", "accumulate"), [(1, 2), (2, 1), (2, 2), (3, 1), (4, 1)])
 def test_short_last_batch(count: int, size: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that have unequal shares of a short batch, or none, still give the mean over all of its samples.
+    """Ranks with unequal shares of a short batch, or none, still give the mean over all of its samples.
 
     Each rank's gradient is averaged by hand, as DDP does.
     """
-    monkeypatch.setattr(Learner, "_parallel", lambda self: self.model)
+    monkeypatch.setattr(learner_module, "data_parallel", lambda model, *_: model)
     order = Order(count, 12, 0)
     before = {name: tensor.clone() for name, tensor in learner().model.state_dict().items()}
     taken = torch.tensor(order.batch(0))
@@ -210,7 +212,7 @@ def test_activation_checkpointing_changes_nothing(build: Callable[[], nn.Module]
 
 
 def test_checkpointing_can_be_turned_off_for_a_resume() -> None:
-    """A checkpoint of the one loads into the other: memory needs differ from machine to machine."""
+    """A checkpoint made with activation checkpointing loads without it: machines differ in memory."""
     source = learner(blocks, "train.activation_checkpointing=true", "train.ema_decay=0.9")
     train(source, 2)
     target = learner(blocks, "train.ema_decay=0.9")
@@ -224,7 +226,7 @@ def test_checkpointing_can_be_turned_off_for_a_resume() -> None:
     ids=lambda words: words[0],
 )
 def test_options_of_speed(words: list[str]) -> None:
-    """To float tolerance where the order of a sum changes, these only change how fast it goes."""
+    """These options change only the speed, up to the order of sums."""
     with_them, without = train(learner(convnet, *words), 3), train(learner(convnet), 3)
     for name, tensor in without.items():
         torch.testing.assert_close(with_them[name], tensor, rtol=1e-3, atol=1e-5)
@@ -245,7 +247,7 @@ EVERY_STATE = [
 
 @pytest.mark.parametrize("words", EVERY_STATE, ids=" ".join)
 def test_state_holds_everything(words: list[str]) -> None:
-    """Into another process, and on: the same weights as without the detour, the optimiser's state included."""
+    """A learner that loads the state continues with the same weights and the same optimiser state."""
     words = [*words, "optim.weight_decay=0.01", "optim.clip_norm=1"]
     source = learner(convnet, *words)
     train(source, 3)
@@ -259,7 +261,7 @@ def test_state_holds_everything(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", EVERY_STATE, ids=" ".join)
 def test_the_warm_up_leaves_no_trace(words: list[str]) -> None:
-    """A new run goes on from there: what the throwaway step did to batch norm would be in every model."""
+    """A new run continues from there: what the throwaway step did to batch norm would be in every model."""
     learning = learner(convnet, *words)
     before = copy.deepcopy(learning.state_dict())
     live = copy.deepcopy(dict(learning.model.named_buffers()))
@@ -280,7 +282,7 @@ def test_learns(words: list[str]) -> None:
 
 
 def test_optimisers_get_their_settings() -> None:
-    """A weight decay or momentum that does not arrive changes the result and says nothing."""
+    """A weight decay or momentum that is lost on the way changes the result without any error."""
     sgd = learner(plain, "optim.momentum=0.7", "optim.weight_decay=0.3").optimizer
     assert isinstance(sgd, torch.optim.SGD)
     assert (sgd.defaults["momentum"], sgd.defaults["weight_decay"]) == (0.7, 0.3)
@@ -317,7 +319,7 @@ def test_initial_weights_follow_the_seed() -> None:
 
 
 class Poisoned(nn.Module):
-    """A convnet whose loss, or only whose gradient, is not finite in a step of the test's choosing."""
+    """A convnet whose loss, or only its gradient, is not finite in chosen steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,20 +339,20 @@ class Poisoned(nn.Module):
 @pytest.mark.parametrize(
     "words", [[], ["optim.name=adamw"], ["optim.clip_norm=1"], ["train.ema_decay=0.5"]], ids=" ".join
 )
-def test_a_step_that_is_not_finite_is_left_out(words: list[str], poison: str) -> None:
-    """NaN in one weight is NaN in all a few steps later, and in the averages for good. The step must change nothing:
-    not the weights, not the optimiser, not batch norm's statistics; not even if it is the very first."""
+def test_a_nonfinite_step_is_skipped(words: list[str], poison: str) -> None:
+    """A NaN in one weight is in all weights a few steps later, and in the averages for good. Such a step must change
+    nothing: neither weights nor optimiser nor batch norm's statistics, even if it is the very first."""
     learning = learner(Poisoned, "train.nonfinite=skip", *words)
     batch = [((IMAGES, LABELS), 12)]
-    for bad in (0, 3):
-        for step in range(bad, bad + 3):
+    for poisoned in (0, 3):
+        for step in range(poisoned, poisoned + 3):
             assert isinstance(learning.model, Poisoned)
-            learning.model.poison = poison if step == bad else ""
+            learning.model.poison = poison if step == poisoned else ""
             before = copy.deepcopy(learning.model.state_dict())
             learning.learn(step, batch, 12)
             _, found = learning.update()
-            assert bool(found) == (step == bad)
-            assert same(learning.model.state_dict(), before) == (step == bad)
+            assert bool(found) == (step == poisoned)
+            assert same(learning.model.state_dict(), before) == (step == poisoned)
     state = learning.state_dict()
     tensors = [*state["model"].values(), *(state["average"] or {}).values()]
     tensors += [t for slot in state["optimizer"]["state"].values() for t in slot.values() if isinstance(t, Tensor)]
@@ -358,8 +360,8 @@ def test_a_step_that_is_not_finite_is_left_out(words: list[str], poison: str) ->
 
 
 @pytest.mark.parametrize("poison", ["", "loss", "gradient"])
-def test_a_step_that_is_not_finite_is_found(poison: str) -> None:
-    """By the run that is to fail of it, too, and in the very step: an hour later every loss is NaN."""
+def test_a_nonfinite_step_is_found(poison: str) -> None:
+    """With train.nonfinite=fail too, and in that very step: an hour later every loss would be NaN."""
     learning = learner(Poisoned)
     assert isinstance(learning.model, Poisoned)
     learning.model.poison = poison
@@ -367,9 +369,9 @@ def test_a_step_that_is_not_finite_is_found(poison: str) -> None:
     assert bool(learning.update()[1]) == bool(poison)
 
 
-def test_the_state_is_that_of_the_last_whole_step() -> None:
-    """A rank may have to save while its main thread is in the middle of a step, waiting for a rank that is dead: batch
-    norm has counted that step's samples by then, and they will come again."""
+def test_the_state_is_that_of_the_last_finished_step() -> None:
+    """A rank may have to save while its main thread is in the middle of a step, waiting for a dead rank. Batch norm has
+    counted that step's samples already, and will count them again after the resume."""
     learning = learner(convnet)
     train(learning, 2)
     before = copy.deepcopy(learning.state_dict()["model"])
@@ -381,8 +383,8 @@ def test_the_state_is_that_of_the_last_whole_step() -> None:
 # --- validation
 
 
-def test_evaluate_weighs_by_the_samples_that_count() -> None:
-    """A rank's share of a short batch counts for what it has, an empty one for nothing, and nothing is learned."""
+def test_evaluate_weights_by_samples() -> None:
+    """A rank's share of a batch counts by its number of samples, so an empty one for nothing. Nothing is learned."""
     learning = learner(convnet)
     learning.warm_up((IMAGES, LABELS))
     assert learning.names == ["loss", "accuracy"]
@@ -398,7 +400,7 @@ def test_evaluate_weighs_by_the_samples_that_count() -> None:
 
 
 def test_a_task_without_a_loss() -> None:
-    """A user's own Task that forgets it is told so, before the first step."""
+    """A Task whose step() returns no loss gets an error before the first step."""
     learning = learner()
     learning.task.step = lambda model, batch: {"los": model(batch[0]).sum()}  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match=r"step\(\) must return a dict with a 'loss', not \['los'\]"):

@@ -1,7 +1,7 @@
-"""A run that changes its size again and again learns from the same samples, in the same steps, as one that does not.
+"""A run that changes its number of ranks again and again learns from the same samples, in the same steps, as any other.
 
 A sample that is seen twice or never, or in another batch, makes it another experiment, and nobody would notice.
-tests/data/test_order.py has the arithmetic; here real ranks are stopped in mid-epoch and go on as more or fewer.
+tests/data/test_order.py tests the arithmetic. Here real ranks are stopped in mid-epoch, and more or fewer continue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZES = ((1, "SIGUSR2 step 7 rank 0"), (4, "SIGUSR2 step 5 rank 2"), (3, "SIGUSR
 
 
 def config(root: Path, name: str, ranks: int, workers: int) -> Config:
-    """A run without batch norm and dropout, which depend on how a batch is shared out."""
+    """A run without batch norm and dropout, which depend on how a batch is divided among the ranks."""
     words = [
         "task=tests.support.tasks.RecordedLinear", "device=cpu", "data.name=fake", f"data.args.samples={SAMPLES}",
         "data.args.classes=3", "data.args.image_size=8", "data.args.augment=true", f"data.workers={workers}",
@@ -36,7 +36,7 @@ def config(root: Path, name: str, ranks: int, workers: int) -> Config:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_one_four_three_two_ranks(tmp_path: Path, workers: int) -> None:
-    """Stopped in mid-epoch each time. What loader workers had prefetched for the old size must not count as seen."""
+    """Stopped in mid-epoch each time. Samples that workers had prefetched for the old size must not count as seen."""
     calm = train(config(tmp_path, "calm", 1, workers), {"LASTSTEP_TEST_NOTES": str(tmp_path / "calm.jsonl")})
     for ranks, place in SIZES:
         environment = {"LASTSTEP_TEST_NOTES": str(tmp_path / "notes.jsonl"), "LASTSTEP_TEST_SIGNAL": place}
@@ -58,7 +58,7 @@ def test_one_four_three_two_ranks(tmp_path: Path, workers: int) -> None:
 
 
 def metrics(run: RunDir) -> list[dict[str, float]]:
-    """All lines of metrics.jsonl but for their times: each step once, each epoch once."""
+    """All lines of metrics.jsonl without their times: each step once, each epoch once."""
     return [
         {key: value for key, value in line.items() if key not in ("time", "samples_per_s")}
         for line in read_lines(run.metrics)

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 from torchvision import datasets
 
-from examples import own_loop
+from examples import custom_loop
 from tests.support.tasks import await_agreement
 from trainer import Run
 
@@ -44,7 +44,7 @@ class Struck:
 
 
 def example(run: Run) -> Any:
-    """examples/own_loop.py, on 104 samples in batches of 16: 7 steps an epoch, the last of them short."""
+    """examples/custom_loop.py, on 104 samples in batches of 16: 7 steps an epoch, the last of them short."""
     struck, loss = Struck(run), nn.functional.cross_entropy
 
     def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -63,14 +63,14 @@ def example(run: Run) -> Any:
 
     nn.functional.cross_entropy = cross_entropy  # type: ignore[assignment]
     run.validation = validation  # type: ignore[method-assign,assignment]
-    vars(own_loop).update(datasets=Few, EPOCHS=2, BATCH_SIZE=16)
-    return own_loop.main(run)
+    vars(custom_loop).update(datasets=Few, EPOCHS=2, BATCH_SIZE=16)
+    return custom_loop.main(run)
 
 
 def short(run: Run) -> Any:
-    """examples/own_loop.py as it is, but for 2 epochs of 63 steps."""
-    vars(own_loop).update(EPOCHS=2)
-    return own_loop.main(run)
+    """examples/custom_loop.py as it is, but for 2 epochs of 63 steps."""
+    vars(custom_loop).update(EPOCHS=2)
+    return custom_loop.main(run)
 
 
 class Meter:

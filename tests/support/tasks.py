@@ -116,7 +116,7 @@ class SignalledElsewhere(Classification):
         self.where = os.environ.get("LASTSTEP_TEST_WHERE", "nowhere")
         self.steps = -1
         if self.where == "restoring" and self.rank == 1:
-            self.before(Loop, "_begin")
+            self.before(Loop, "_finish_restore")
         if self.where == "ending" and self.rank == 1:
             self.before(Loop, "_save_last")
         if self.where == "saving" and self.rank == 0:

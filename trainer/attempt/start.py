@@ -9,7 +9,7 @@ import contextlib
 
 from trainer.attempt.state import AttemptState
 from trainer.loops.loop import AttemptContext, Loop
-from trainer.loops.run import loop_of
+from trainer.loops.run import make_custom_loop
 from trainer.loops.task_loop import TaskLoop
 from trainer.observe.startup import StartupTimer
 from trainer.task import find_task
@@ -54,5 +54,5 @@ def create_loop(
     """The loop around the configured Task or function."""
     context = AttemptContext(state.config, state.run_dir, group, stop, watchdog, phases, closing)
     task = find_task(state.config)
-    state.loop = TaskLoop(task, context) if isinstance(task, type) else loop_of(task, context)
+    state.loop = TaskLoop(task, context) if isinstance(task, type) else make_custom_loop(task, context)
     return state.loop

@@ -1,4 +1,4 @@
-"""What a function logs: of a step, scalars that stay on the device, so that nothing waits; of an epoch, numbers."""
+"""The values that a training function logs: a step's are scalars on the device, an epoch's are numbers."""
 
 from __future__ import annotations
 
@@ -12,49 +12,53 @@ from trainer.config.errors import ConfigError
 from trainer.loops.loop import finite
 from trainer.world.group import Group
 
-NAMES = 32  # of a step's values at most: the ranks hand all of them around, whatever each of them has logged
+MAX_NAMES = 32  # of a step's values: ranks broadcast a row with a place for each name, whether it is in use or not
 
 
-class Log:
-    """Values by name. Those of rank 0 count: of a step the other ranks hear them before its update, as far as they are
-    logged by then, and the rest before metrics.jsonl is written to."""
+class LoggedValues:
+    """Values by name. Rank 0's count.
+
+    A step's values stay on the device, so that logging them waits for nothing. The other ranks receive those logged
+    before the step's update with that update, and the rest before metrics.jsonl is written.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.row = torch.zeros(NAMES, dtype=torch.float64, device=group.device)  # of the step under way
+        self.row = torch.zeros(MAX_NAMES, dtype=torch.float64, device=group.device)  # of the step under way
         self._places = {"lr": 0}
         self._names: list[str] = []  # that this step has logged
-        self._rows: list[Tensor] = []  # of steps before
+        self._rows: list[Tensor] = []  # of finished steps, not synced yet
         self._epoch: dict[str, Any] = {}
-        self._ended: dict[str, Any] = {}  # of the epoch that has just ended
+        self._ended_epoch: dict[str, Any] = {}  # of the epoch that has just ended
 
-    def of_step(self, values: Mapping[str, Any]) -> None:
-        """Enter values of this step, numbers or tensors of one element. Raises ConfigError."""
+    def log_step(self, values: Mapping[str, Any]) -> None:
+        """Log values of this step, numbers or tensors of one element. Raises ConfigError."""
         for name, value in values.items():
             place = self._places.setdefault(name, len(self._places))
-            if place >= NAMES:
-                raise ConfigError(f"run.log({name}=...): a run logs at most {NAMES} different values per step")
+            if place >= MAX_NAMES:
+                raise ConfigError(f"run.log({name}=...): a run logs at most {MAX_NAMES} different values per step")
             try:
                 self.row[place] = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
             except (TypeError, ValueError, RuntimeError):
                 raise ConfigError(f"run.log({name}=...): must be a number, or a tensor of one element") from None
             self._names.append(name)
 
-    def rate(self, lr: float | Tensor) -> None:
-        """The learning rate of this step, unless the function has logged one itself."""
+    def log_learning_rate(self, lr: float | Tensor) -> None:
+        """Log the learning rate of this step, unless the function has logged one itself."""
         if "lr" not in self._names:
-            self.of_step({"lr": lr})
+            self.log_step({"lr": lr})
 
     def end_step(self) -> dict[str, Tensor]:
-        """What the step has logged."""
+        """The values that the step has logged; what is logged next belongs to the next step."""
         row = self.row.clone()
         self._rows.append(row)
         logged = {name: row[self._places[name]] for name in self._names}
         self._names.clear()
         return logged
 
-    def level(self) -> None:
-        """Make what `end_step` gave rank 0's on every rank. A collective."""
+    def sync_steps(self) -> None:
+        """Give every rank rank 0's values of finished steps: overwrites in place what `end_step` returned. A
+        collective."""
         if self._rows:
             rows = torch.stack(self._rows)
             self._group.broadcast([rows])
@@ -62,25 +66,26 @@ class Log:
                 old.copy_(new)
             self._rows.clear()
 
-    def of_epoch(self, values: Mapping[str, Any]) -> None:
-        """Enter values of this epoch."""
+    def log_epoch(self, values: Mapping[str, Any]) -> None:
+        """Log values of this epoch."""
         self._epoch.update(values)
 
     def end_epoch(self) -> None:
-        """What is entered from now on is of the next."""
-        self._ended, self._epoch = self._epoch, {}
+        """What is logged next belongs to the next epoch."""
+        self._ended_epoch, self._epoch = self._epoch, {}
 
-    def epoch(self, open_too: bool) -> dict[str, Any]:
-        """What the epoch has logged that has ended, or (`open_too`) was left without that."""
-        return numbers("run.log", {**self._ended, **(self._epoch if open_too else {})})
+    def epoch_values(self, include_open: bool) -> dict[str, Any]:
+        """The values of the epoch that has ended. With `include_open` also those logged since: the function may have
+        left its loop over epochs by a break."""
+        return as_numbers("run.log", {**self._ended_epoch, **(self._epoch if include_open else {})})
 
 
-def numbers(said_by: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers, and tensors of one element, as JSON has them. Raises ConfigError for anything else."""
+def as_numbers(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers, and tensors of one element, as JSON has them. Raises ConfigError, which names `source`, for others."""
     found = {}
     for name, value in values.items():
         try:
             found[str(name)] = value if isinstance(value, int) else finite(float(value))
         except (TypeError, ValueError, RuntimeError):
-            raise ConfigError(f"{said_by}: {name} must be a number, or a tensor of one element") from None
+            raise ConfigError(f"{source}: {name} must be a number, or a tensor of one element") from None
     return found

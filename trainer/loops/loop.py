@@ -1,4 +1,4 @@
-"""What any loop of one attempt has: a position, a whole state, the agreed stop, metrics and saves."""
+"""What every training loop has: a position, a state, the agreed stop, metrics and saves."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from trainer.checkpoint.manager import RETRY_LAST_S, CheckpointManager
 from trainer.checkpoint.pack import load
@@ -23,27 +21,25 @@ from trainer.checkpoint.position import Position
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, save_alone
 from trainer.config.config import Config
+from trainer.loops.readback import Measured, Readback
 from trainer.observe.progress import Progress
 from trainer.observe.startup import StartupTimer
 from trainer.observe.tensorboard import TensorBoard
 from trainer.records.metrics import MetricsFile
-from trainer.records.plan import Plan
 from trainer.rundir import RunDir
-from trainer.world.device import LastUpdate, changed_numerics, describe_numerics, start_copy_to_host
+from trainer.world.device import LastUpdate, changed_numerics, describe_numerics
 from trainer.world.group import Group
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Watchdog
 
-WORD_S = 1.0  # how often rank 0 says whether it is time for a save
-
 
 class NotFinite(ArithmeticError):
-    """A loss or a gradient is NaN or infinite, and train.nonfinite says that the run is to fail of it."""
+    """A loss or a gradient is NaN or infinite, and train.nonfinite=fail."""
 
 
 @dataclass(frozen=True)
 class AttemptContext:
-    """What an attempt gives to its loop."""
+    """What an attempt hands to its loop."""
 
     config: Config
     run: RunDir
@@ -51,48 +47,44 @@ class AttemptContext:
     stop: Stop
     watch: Watchdog
     phases: StartupTimer
-    closing: contextlib.ExitStack  # is closed when no rank works or saves any more
+    closing: contextlib.ExitStack  # closed once no rank trains or saves any more
 
 
 class Loop(ABC):
     """Trains. Every rank runs one, in step with the others.
 
-    Between two updates the state is whole, and the same on every rank. `whole` is held while it changes: who takes it
-    and keeps it, in another thread, has the state of the last whole step for good.
+    Between two updates the state is consistent, and the same on every rank. The loop holds `state_lock` while it
+    changes the state. So a thread that takes this lock and keeps it has the state of the last finished step for good.
     """
 
-    def __init__(self, means: AttemptContext) -> None:
-        self.config, self.group, self.watch, self.phases = means.config, means.group, means.watch, means.phases
-        run, world, watch = means.run, means.group.world, means.watch
+    def __init__(self, context: AttemptContext) -> None:
+        self.config, self.group, self.stop, self.watch = context.config, context.group, context.stop, context.watch
+        self.startup = context.phases
+        run, world = context.run, context.group.world
         self.rank, self.size = world.rank, world.size
-        self.stop = means.stop
         self.store = CheckpointStore(run.checkpoints)
         self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)
         self.progress = Progress(prints=self.rank == 0)
         self.tensorboard = TensorBoard(run, self.config.train.log_every, writes=self.rank == 0)
         stopping = lambda: self.stop.signal is not None  # noqa: E731
         self.saves = CheckpointManager(
-            self.config.checkpoint, run, self.store, self.group, self.metrics, self.progress, watch, stopping
+            self.config.checkpoint, run, self.store, self.group, self.metrics, self.progress, self.watch, stopping
         )
-        means.closing.callback(self.saves.close)
+        context.closing.callback(self.saves.close)
+        self.readback = Readback(self.group, self.saves, self.progress)
+        # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
+        self.reads_one_step_late = self.group.device.type == "cuda"
         self.numerics = describe_numerics(self.group.device)
         self.position = Position()
-        self.whole = threading.Lock()
+        self.state_lock = threading.Lock()
         self.last_update = LastUpdate(self.group.device)
         self.restored = False
-        # What finished steps measured and is not yet in metrics.jsonl, by step (from 0): scalars on the device.
-        self.pending: list[tuple[int, Mapping[str, Tensor]]] = []
-        # For so many of them, and whether for rank 0's word too, see `_ask`.
-        self._asked: tuple[int, bool, Callable[[], list[float]]] | None = None
-        self._next_word = 0  # step from which on that is asked for
-        # A step later a GPU has it, and is at work on that step: to wait at once would be to let it run dry.
-        self.reads_one_step_late = self.group.device.type == "cuda"
-        self._first = 1  # step to be done by this attempt
+        self._first_step = 1  # the first step of this attempt, from 1
         self._plan = run.plan
 
     @abstractmethod
     def restore(self, step: int | None) -> None:
-        """Put in the checkpoint of `step`, or the initial state when there is none."""
+        """Load the checkpoint of `step`; None: start from the initial state."""
 
     @abstractmethod
     def _train(self) -> bool:
@@ -100,19 +92,22 @@ class Loop(ABC):
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds, besides the position: references, the same on every rank."""
+        """What a checkpoint holds besides the position: references, the same on every rank."""
 
     @abstractmethod
     def _epoch(self) -> int:
-        """The epoch, from 1, that the last finished step belongs to."""
+        """The epoch of the last finished step, from 1."""
 
     @abstractmethod
     def _record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
-        """What metrics.jsonl shall say of a finished step (from 0). Raises NotFinite."""
+        """The fields of a finished step (from 0) in metrics.jsonl. Raises NotFinite."""
+
+    def _sync_measured(self) -> None:  # noqa: B027
+        """Hook: every rank calls this before it requests measured values, so it may run collectives."""
 
     def run(self) -> bool:
         """Train and save. True when the run is finished, False when the ranks agreed to stop."""
-        # See Trainer.__call__. What there is by now is there to stay, and is never walked over again.
+        # Trainer.__call__ turned the garbage collector off. Objects that exist now stay, so it never has to visit them.
         gc.freeze()
         gc.enable()
         finished = False
@@ -125,20 +120,20 @@ class Loop(ABC):
         return finished
 
     def save(self) -> None:
-        """Begin to save this position, see `CheckpointManager.start_save`. All ranks call it together."""
+        """Start a save of this position, see `CheckpointManager.start_save`. A collective."""
         self.flush()
         self.position.records = self.metrics.count
-        self.saves.start_save(self.position, self._about(), self._saved())
+        self.saves.start_save(self.position, self._checkpoint_info(), self._checkpoint_state())
         self.progress.restart_clock()
 
     def freeze(self, timeout_s: float) -> bool:
-        """Keep the state as it is from now on, and enter the steps that it has in the metrics. For another thread than
-        the one that trains. False when there is no whole state."""
-        if not (self.whole.acquire(timeout=timeout_s) and self.restored):
+        """Stop all changes to the state for good, and write its steps to the metrics. For threads other than the one
+        that trains. False when there is no consistent state."""
+        if not (self.state_lock.acquire(timeout=timeout_s) and self.restored):
             return False
         try:
             with self.last_update.beside():
-                self._enter(len(self.pending), torch.cat(self._measured()).tolist() if self.pending else [])
+                self._write_steps(self.readback.read_all())
         except (NotFinite, TimeoutError):
             return False
         return True
@@ -147,51 +142,36 @@ class Loop(ABC):
         """Save a frozen state without the other ranks. Raises CheckpointError."""
         self.position.records = self.metrics.count
         with self.last_update.beside():
-            save_alone(self.store, self._about(), self._saved(), self.size, self.metrics.rewrite_tail, tag)
+            info, state = self._checkpoint_info(), self._checkpoint_state()
+            save_alone(self.store, info, state, self.size, self.metrics.rewrite_tail, tag)
 
     def flush(self) -> None:
-        """Enter all finished steps in metrics.jsonl; here the CPU waits for the device. Raises NotFinite."""
-        if self._asked is not None:
-            self._hear()
-        self._ask()
-        self._hear()
+        """Write all finished steps to metrics.jsonl; the CPU waits for the device. A collective. Raises NotFinite."""
+        if self.readback.requested:
+            self._collect_measured()
+        self._request_measured()
+        self._collect_measured()
 
-    def _ask(self) -> None:
-        """Have the device send what the steps so far have measured; until then it stays there, and a step waits for
-        nothing. About once a second it sends rank 0's word too, since the ranks' clocks differ: in how many steps the
-        next is to be asked for, 0 when a save is due. A collective."""
-        sent = self._measured()
-        if asks := self.position.step >= self._next_word:
-            left_s = self.saves.due_in_s()
-            steps = 0 if left_s <= 0 else max(1, min(left_s, WORD_S) // self.progress.step_s())
-            word = torch.full((1,), steps, dtype=torch.float64, device=self.group.device)
-            self.group.broadcast([word])
-            sent.append(word)
-        self._asked = len(self.pending), asks, start_copy_to_host(torch.cat(sent)) if sent else list
+    def _request_measured(self) -> None:
+        self._sync_measured()
+        self.readback.request(self.position.step)
 
-    def _hear(self) -> None:
-        """Enter in metrics.jsonl what was asked for. Raises NotFinite."""
-        assert self._asked is not None
-        (count, asks, answer), self._asked = self._asked, None
-        values = answer()
-        if asks:
-            self.saves.due |= values[-1] == 0
-            self._next_word = self.position.step + int(values[-1])
-        with self.whole:
-            self._enter(count, values)
+    def _collect_measured(self) -> None:
+        """Write the requested steps to metrics.jsonl. Raises NotFinite."""
+        measured = self.readback.collect(self.position.step)
+        with self.state_lock:
+            self._write_steps(measured)
         self.saves.poll()
         self.progress.restart_clock()
 
-    def _planned(self, total_steps: int, batch_size: int) -> None:
-        """It is known how long the run is; `launch.py status` wants to know it too."""
+    def _announce_length(self, total_steps: int, batch_size: int) -> None:
+        """Publish the run's length: for the progress lines, and in the run folder for `launch.py status`."""
         self.progress.total_steps = total_steps
         if self.rank == 0:
-            plan: Plan = {"total_steps": total_steps, "batch_size": batch_size}
-            with contextlib.suppress(OSError):  # who asks for the run's status will see less
-                self._plan.write_text(json.dumps(plan) + "\n")
+            _write_plan(self._plan, total_steps, batch_size)
 
-    def _load(self, step: int) -> dict[str, Any]:
-        """The state in the checkpoint of `step`, whose position becomes that of the loop."""
+    def _load_checkpoint(self, step: int) -> dict[str, Any]:
+        """The state in the checkpoint of `step`; the loop takes over its position."""
         manifest = self.store.manifest(step)
         state = load(self.store.path(step), manifest)
         self.position = Position(**state.pop("position"))
@@ -199,89 +179,85 @@ class Loop(ABC):
             self.progress.say(f"WARNING: {changed}")
         return state
 
-    def _begin(self) -> None:
-        """The state is put in: what metrics.jsonl has beyond it goes."""
+    def _finish_restore(self) -> None:
+        """The state is in place: cut the lines of metrics.jsonl beyond it, and allow rescues."""
         self.saves.saved = copy.copy(self.position)
         self.metrics.rewind(self.position.records)
-        self._first = self.position.step + 1
+        self._first_step = self.position.step + 1
         self.restored = True
-        self.phases.done("restore")
+        self.startup.done("restore")
 
     def _step_done(self, samples: int, ends_epoch: bool) -> None:
-        """What comes after each step, once `whole` is free."""
+        """What follows each step, once `state_lock` is free."""
         step = self.position.step
         self.progress.count(samples)
-        every = self.config.checkpoint.every_steps
-        self.saves.due |= every is not None and step % every == 0
-        if self._asked is not None:
-            self._hear()
+        self.saves.due |= _is_due(step, self.config.checkpoint.every_steps)
+        if self.readback.requested:
+            self._collect_measured()
         if ends_epoch:
             self.flush()
         elif step % self.config.train.log_every == 0:
-            self._ask()
+            self._request_measured()
             if not self.reads_one_step_late:
-                self._hear()
-        if step == self._first:
-            self.phases.done("first step")
-            self.progress.say(f"first step after {self.phases}")
+                self._collect_measured()
+        if step == self._first_step:
+            self.startup.done("first step")
+            self.progress.say(f"first step after {self.startup}")
             self.tensorboard.start()
 
     def _end_epoch(self, record: dict[str, Any]) -> None:
-        """An epoch ends after the last finished step; `record` is its line of metrics.jsonl."""
-        with self.whole:
-            self._enter_epoch(record)
-        every = self.config.checkpoint.every_epochs
-        self.saves.due |= every is not None and record["epoch"] % every == 0
+        """End the epoch after the last finished step; `record` is its line of metrics.jsonl."""
+        with self.state_lock:
+            self._write_epoch(record)
+        self.saves.due |= _is_due(record["epoch"], self.config.checkpoint.every_epochs)
         self.progress.print_epoch(record)
         self.progress.restart_clock()
 
-    def _enter_epoch(self, record: dict[str, Any]) -> None:
+    def _write_epoch(self, record: dict[str, Any]) -> None:
+        """Write the epoch's line of metrics.jsonl. The caller holds `state_lock`."""
         self.position.end_epoch(record)
         self.metrics.append([record])
 
-    def _about(self) -> CheckpointInfo:
+    def _checkpoint_info(self) -> CheckpointInfo:
         position = self.position
-        measured = {name: value for name, value in position.metrics.items() if value is not None}
         current = position.validated == position.step
-        return CheckpointInfo(
-            position.step, self._epoch(), position.samples, measured if current else {}, self.numerics
-        )
+        metrics = {name: value for name, value in position.metrics.items() if current and value is not None}
+        return CheckpointInfo(position.step, self._epoch(), position.samples, metrics, self.numerics)
 
-    def _saved(self) -> dict[str, Any]:
+    def _checkpoint_state(self) -> dict[str, Any]:
         return {"position": asdict(self.position), **self._state()}
 
     def _save_last(self) -> None:
-        """The save at a stop or at the end, which the ranks wait for."""
+        """Save at a stop or at the end of the run, and wait until the checkpoint is committed."""
         self.watch.enter("saving")
         self.saves.last = True
-        self.save()
-        self.saves.wait()
-        while not self.saves.saved.same_place(self.position):
-            time.sleep(RETRY_LAST_S)
+        while True:
             self.save()
             self.saves.wait()
+            if self.saves.saved.same_place(self.position):
+                return
+            time.sleep(RETRY_LAST_S)
 
-    def _measured(self) -> list[Tensor]:
-        """In one tensor of one dimension, if there is any."""
-        measured = [tensor for _, measured in self.pending for tensor in measured.values()]
-        return [torch.stack(measured).double()] if measured else []
-
-    def _enter(self, count: int, values: Iterable[float]) -> None:
-        """Enter the first `count` pending steps, given what they measured, in metrics.jsonl."""
-        rate, now, each = round(self.progress.throughput(), 1), time.time(), iter(values)
+    def _write_steps(self, measured: list[Measured]) -> None:
+        """Write the oldest pending steps to metrics.jsonl. The caller holds `state_lock`. Raises NotFinite."""
+        rate, now = round(self.progress.throughput(), 1), time.time()
         records = [
-            {
-                "step": step + 1,
-                **self._record(step, {k: next(each) for k in measured}),
-                "samples_per_s": rate,
-                "time": now,
-            }
-            for step, measured in self.pending[:count]
+            {"step": each.step + 1, **self._record(each.step, each.values), "samples_per_s": rate, "time": now}
+            for each in measured
         ]
-        del self.pending[:count]
+        self.readback.remove(len(measured))
         if records:
             self.metrics.append(records)
             self.progress.print_step(records[-1])
+
+
+def _is_due(count: int, every: int | None) -> bool:
+    return every is not None and count % every == 0
+
+
+def _write_plan(path: Path, total_steps: int, batch_size: int) -> None:
+    with contextlib.suppress(OSError):  # `status` then shows less
+        path.write_text(json.dumps({"total_steps": total_steps, "batch_size": batch_size}) + "\n")
 
 
 def finite(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""What a function has registered: the objects whose state a checkpoint holds."""
+"""The objects that a training function registered with run.restore(...): a checkpoint holds their state."""
 
 from __future__ import annotations
 
@@ -20,83 +20,86 @@ from trainer.loops.rehearsal import rehearse
 from trainer.world.group import Group
 
 State = dict[str, Any]
-# Their state changes with the update of a step or after it. Of anything else a copy is kept at the end of each step.
-OF_TORCH = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+# Their state changes in the update of a step or after it, buffers excepted. All other objects may change earlier, so
+# their state is copied at the end of each step.
+TORCH_TYPES = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 
 
 class Registered:
     """The registered objects, by name. Each has state_dict() and load_state_dict(), or is a dict."""
 
     def __init__(self, objects: Mapping[str, Any], group: Group, row: Tensor) -> None:
+        """`row` is one more tensor to broadcast with the buffers. Raises ConfigError for what cannot be registered."""
         self._objects = objects
-        for name, thing in objects.items():
-            _check(name, thing)
-        self.optimizers = [thing for thing in objects.values() if isinstance(thing, Optimizer)]
+        for name, registered in objects.items():
+            _check(name, registered)
+        self.optimizers = [registered for registered in objects.values() if isinstance(registered, Optimizer)]
         if not self.optimizers:
             raise ConfigError("run.restore(): register the optimizer too, as in restore(model=..., optimizer=...)")
-        modules = [thing for thing in objects.values() if isinstance(thing, nn.Module)]
-        self._others = [name for name, thing in objects.items() if not isinstance(thing, OF_TORCH)]
+        modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
+        self._copied = [name for name, registered in objects.items() if not isinstance(registered, TORCH_TYPES)]
         self._copies: State = {}
         parallel = [(module, ddp) for module in modules if (ddp := _ddp_of(module))]
         for module, ddp in parallel:
-            ddp.broadcast_buffers = False  # `share` does it, at the end of a step instead of its begin
+            ddp.broadcast_buffers = False  # `sync_buffers` does it, at the end of a step instead of its beginning
             rehearse(module, ddp, group.device)
-        self.parallel = bool(parallel)  # gradients are averaged by DistributedDataParallel
-        self._buffers = Buffers(nn.ModuleList(map(_bare, modules)), group, row)
-        self.keep()
+        self.parallel = bool(parallel)  # whether DistributedDataParallel averages the gradients
+        self._buffers = Buffers(nn.ModuleList(map(_unwrapped, modules)), group, row)
+        self.snapshot()
 
-    def share(self) -> None:
-        """Give every rank the buffers of rank 0, and its row of what the step has logged. A collective."""
-        self._buffers.share()
+    def sync_buffers(self) -> None:
+        """Receive rank 0's buffers, and its row of the values that the step has logged. A collective."""
+        self._buffers.broadcast()
 
-    def keep_shared(self) -> None:
-        """Put in what `share` brought."""
-        self._buffers.keep()
+    def apply_synced(self) -> None:
+        """Put in place what `sync_buffers` received."""
+        self._buffers.commit()
 
-    def keep(self) -> None:
-        """The state is whole now: keep what the next step changes before its update."""
-        self._buffers.restart()
-        self._copies = {name: copy.deepcopy(_state_of(self._objects[name])) for name in self._others}
+    def snapshot(self) -> None:
+        """The state is consistent now: copy the part of it that the next step may change before its update."""
+        self._buffers.snapshot()
+        self._copies = {name: copy.deepcopy(_state_of(self._objects[name])) for name in self._copied}
 
-    def settle(self) -> None:
-        """`share` and keep, between two steps: after a forward pass that came later than the update, buffers differ."""
-        self.share()
-        self.keep_shared()
-        self.keep()
+    def sync_and_snapshot(self) -> None:
+        """Make the state the same on every rank again, between two steps, and snapshot it: a forward pass after the
+        update has made the buffers differ. A collective."""
+        self.sync_buffers()
+        self.apply_synced()
+        self.snapshot()
 
     def state(self) -> State:
-        """The state of the last whole step, but for what changes with an update. References."""
-        return {name: self._state(name, thing) for name, thing in self._objects.items()}
+        """The state of the last finished step; after the first update of a step, a mixture. References."""
+        return {name: self._state(name, registered) for name, registered in self._objects.items()}
 
-    def put_in(self, state: State) -> None:
-        """Put in what `state` gave. Raises ConfigError when it does not fit."""
+    def restore(self, state: State) -> None:
+        """Load what `state` returned. Raises ConfigError when it does not fit."""
         if state.keys() != self._objects.keys():
             raise ConfigError(
                 f"run.restore(): this run's checkpoints hold {', '.join(state)}; register these, "
                 f"not {', '.join(self._objects)}"
             )
-        for name, thing in self._objects.items():
+        for name, registered in self._objects.items():
             try:
-                if isinstance(thing, dict):
-                    thing.clear()
-                    thing.update(state[name])
+                if isinstance(registered, dict):
+                    registered.clear()
+                    registered.update(state[name])
                 else:
-                    _bare(thing).load_state_dict(state[name])
-            except Exception as error:  # whatever an object makes of a state that is not its own
-                said = " ".join(str(error).split())[:500]
-                raise ConfigError(f"run.restore(): {name} does not take what the checkpoint holds: {said}") from error
-        self.keep()
+                    _unwrapped(registered).load_state_dict(state[name])
+            except Exception as error:  # an object may raise anything when the state is not its own
+                reason = " ".join(str(error).split())[:500]
+                raise ConfigError(f"run.restore(): {name} does not take what the checkpoint holds: {reason}") from error
+        self.snapshot()
 
-    def _state(self, name: str, thing: Any) -> Any:
+    def _state(self, name: str, registered: Any) -> Any:
         if name in self._copies:
             return self._copies[name]
-        if isinstance(thing, nn.Module):
-            return self._buffers.kept_in(_bare(thing).state_dict(keep_vars=True))
-        return _state_of(thing)
+        if isinstance(registered, nn.Module):
+            return self._buffers.in_state_dict(_unwrapped(registered).state_dict(keep_vars=True))
+        return _state_of(registered)
 
 
-class Kept:
-    """The state as it is now, held by references to its tensors, for as long as nobody changes those."""
+class FingerprintedState:
+    """A state held by references to its tensors, with a fingerprint that shows whether they have changed since."""
 
     def __init__(self, state: State) -> None:
         self._tensors: list[Tensor] = []
@@ -113,14 +116,14 @@ class Kept:
         return self._tensors[-1]
 
     def _fingerprint(self) -> tuple[list[int], Tensor]:
-        """The versions that torch counts, and for changes past it (`.data`) hashes of the values, on the device."""
+        """Torch's version counters, and hashes of the values on the device: writes through `.data` count no version."""
         hashed = [t for t in self._tensors if t.is_floating_point() and t.itemsize > 1 and t.numel()]
         hashes = [torch.hash_tensor(tensor).view(torch.int64) for tensor in hashed]
         return [compat.version_of(t) for t in self._tensors], torch.stack(hashes)
 
 
 def _ddp_of(module: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that a module is, or that it wraps as torch.compile does."""
+    """The DistributedDataParallel that `module` is, or that torch.compile has wrapped."""
     while not isinstance(module, DistributedDataParallel):
         inner = compat.compiled_original(module)
         if inner is None:
@@ -129,28 +132,30 @@ def _ddp_of(module: nn.Module) -> DistributedDataParallel | None:
     return module
 
 
-def _bare(thing: Any) -> Any:
-    """What DistributedDataParallel and torch.compile wrap: its tensors' names are the same without them."""
+def _unwrapped(thing: Any) -> Any:
+    """The object inside DistributedDataParallel and torch.compile: a checkpoint's names must not depend on these."""
     while isinstance(thing, DistributedDataParallel) or compat.compiled_original(thing) is not None:
         thing = thing.module if isinstance(thing, DistributedDataParallel) else compat.compiled_original(thing)
     return thing
 
 
-def _state_of(thing: Any) -> Any:
-    return thing if isinstance(thing, dict) else _bare(thing).state_dict()
+def _state_of(registered: Any) -> Any:
+    return registered if isinstance(registered, dict) else _unwrapped(registered).state_dict()
 
 
-def _check(name: str, thing: Any) -> None:
-    """Raise ConfigError for what a checkpoint cannot hold."""
+def _check(name: str, registered: Any) -> None:
+    """Raise ConfigError for an object that a checkpoint cannot hold."""
     if name == "position":
-        raise ConfigError("run.restore(position=...): a checkpoint has one of its own; choose another name")
-    if not isinstance(thing, dict) and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+        raise ConfigError("run.restore(position=...): every checkpoint has a position already; choose another name")
+    if not isinstance(registered, dict) and not (
+        hasattr(registered, "state_dict") and hasattr(registered, "load_state_dict")
+    ):
         raise ConfigError(
-            f"run.restore({name}=...): a {type(thing).__name__} has no state_dict() and load_state_dict(), "
+            f"run.restore({name}=...): a {type(registered).__name__} has no state_dict() and load_state_dict(), "
             "and is no dict"
         )
     try:
-        serialized_structure(Packed(_state_of(thing)).structure)
-    except Exception as error:  # whatever pickle or torch.load has to say
-        said = " ".join(str(error).split())[:300]
-        raise ConfigError(f"run.restore({name}=...): its state cannot be stored: {said}") from error
+        serialized_structure(Packed(_state_of(registered)).structure)
+    except Exception as error:  # pickle and torch.load raise many kinds
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"run.restore({name}=...): its state cannot be stored: {reason}") from error

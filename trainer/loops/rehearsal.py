@@ -1,8 +1,10 @@
-"""A rehearsal before a model's first step: DistributedDataParallel shall add up gradients alike in every attempt.
+"""A rehearsal before a model's first step, so that DistributedDataParallel adds gradients in the same order in every
+attempt.
 
-After its first backward pass it lays out its gradient buckets anew, and from three ranks on the order of a sum depends
-on the layout. A resumed run would so take one step with the first layout that the undisturbed run took with the second.
-So the first forward pass of every attempt is preceded by one, on the same batch, whose backward pass sends zeros.
+DDP changes the layout of its gradient buckets after its first backward pass, and with three ranks or more the order of
+a sum depends on the layout. A resumed run would take one step with the first layout that the undisturbed run took with
+the second. So in every attempt the first forward pass is preceded by one on the same batch, whose backward pass sends
+zeros.
 """
 
 from __future__ import annotations
@@ -19,29 +21,29 @@ from trainer.compat import tree_leaves, tree_map
 
 
 def rehearse(module: nn.Module, ddp: DistributedDataParallel, device: torch.device) -> None:
-    """Have the first forward pass of training rehearsed. `module` is what is called, `ddp` itself or around it."""
+    """Rehearse the first forward pass of training. `module` is `ddp` itself or wraps it, and is what the user calls."""
 
-    def before(_: nn.Module, words: tuple[Any, ...], more: dict[str, Any]) -> None:
+    def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
             hook.remove()
-            _rehearse(module, ddp, device, words, more)
+            _rehearse(module, ddp, device, args, kwargs)
 
-    hook = module.register_forward_pre_hook(before, with_kwargs=True)
+    hook = module.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
 def _rehearse(
-    module: nn.Module, ddp: DistributedDataParallel, device: torch.device, words: tuple[Any, ...], more: dict[str, Any]
+    module: nn.Module, ddp: DistributedDataParallel, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """A forward and a backward pass that leave nothing but the layout of the buckets."""
+    """A forward and a backward pass that change nothing but the layout of the buckets."""
     gradients = [parameter.grad for parameter in module.parameters()]
     buffers = [buffer.clone() for buffer in module.buffers()]
     generators = random.getstate(), numpy.random.get_state()
     syncs, ddp.require_backward_grad_sync = ddp.require_backward_grad_sync, True  # off within no_sync()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        words, more = tree_map(_copy, (words, more))
-        outputs = [leaf for leaf in tree_leaves(module(*words, **more)) if isinstance(leaf, Tensor)]
-        learned = [output for output in outputs if output.requires_grad]
-        torch.autograd.backward(learned, [torch.zeros_like(output) for output in learned])
+        args, kwargs = tree_map(_copy, (args, kwargs))
+        outputs = [leaf for leaf in tree_leaves(module(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        differentiable = [output for output in outputs if output.requires_grad]
+        torch.autograd.backward(differentiable, [torch.zeros_like(output) for output in differentiable])
     ddp.require_backward_grad_sync = syncs
     random.setstate(generators[0])
     numpy.random.set_state(generators[1])
@@ -52,6 +54,6 @@ def _rehearse(
         parameter.grad = gradient
 
 
-def _copy(word: Any) -> Any:
-    """Of a tensor, one that the real pass will not see changed, and whose gradient ends here."""
-    return word.detach().clone().requires_grad_(word.requires_grad) if isinstance(word, Tensor) else word
+def _copy(value: Any) -> Any:
+    """A copy of a tensor, for the rehearsal to change and to receive its gradient; any other value unchanged."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Run: what a hand-written training function is given."""
+"""Run: the object that a custom training loop is called with."""
 
 from __future__ import annotations
 
@@ -13,22 +13,31 @@ from trainer.loops.loop import AttemptContext
 
 
 class Run:
-    """A run, as the function that `task: package.module.function` names sees it. Every rank calls that function:
+    """A run, as your own training loop sees it.
+
+    Write the loop as a function of one argument and name it in the configuration: `task: package.module.main`. Every
+    rank calls it, with the process group set up (also when there is only one rank):
 
         def main(run):
             loader = run.loader(train_set, batch_size=64)
             run.restore(model=model, optimizer=optimizer, scheduler=scheduler)
             for epoch in run.epochs(5):
-                for x, y in run.steps(loader):
+                for x, y in run.steps(loader):      # one turn of this loop is one step: one update
                     ...
                 for x, y in run.validation(val_loader):
                     ...
 
-    The process group is set up. Each step and each batch of the validation begins with every generator seeded from
-    (seed, step, rank), so a resumed run draws the same numbers. A stop leaves the function from within one of the two
-    inner loops, with everything saved; the next attempt calls it again, and these loops go on where the run was.
+    At a stop all ranks leave the function after the same step, from one of the two inner loops, and everything is
+    saved. The next attempt calls the function again: code before the loops runs again, and the loops continue where the
+    run was. When a rank dies, the surviving ranks save the last finished step.
 
-    The function returns the run's result, a dict of numbers, or nothing: then that is what the last epoch has logged.
+    All random generators are seeded from (seed, step, rank) before each step, and likewise before each batch of a
+    validation, so a resumed run draws the same random numbers.
+
+    The function returns the run's result, a dict of numbers. If it returns nothing, the result is what the last epoch
+    has logged. docs/parts.md lists the rules that such a loop must follow.
+
+    Attributes: `rank`, `size` (number of ranks), `local_rank`, `device` (this rank's torch.device), `config`.
     """
 
     def __init__(self, loop: CustomLoop) -> None:
@@ -40,7 +49,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Steps done so far, from the start of the run."""
+        """Finished steps, counted from the start of the run."""
         return self._loop.position.step
 
     def loader(
@@ -50,10 +59,15 @@ class Run:
         num_workers: int = 0,
         collate_fn: Callable[[Any], Any] | None = None,
     ) -> StepLoader:
-        """For `steps`: this rank's shares of batches of `batch_size` samples over all ranks, shuffled in each epoch
-        anew, and the same whichever attempt loads them. An epoch's last batch may be short.
+        """Make a loader for `steps`: it gives this rank its share of each batch, on the device.
 
-        A sample may draw random numbers: generators are seeded from (seed, epoch, sample index) before it.
+        `batch_size` counts the samples of all ranks together. Samples are shuffled anew in each epoch, in an order that
+        depends only on the seed. The last batch of an epoch may be short. `dataset` has `__len__` and `__getitem__`; a
+        sample may draw random numbers, since generators are seeded from (seed, epoch, sample index) before it is made.
+
+        `num_workers` processes load samples, 0: this process. `collate_fn` makes a batch from a list of samples, None:
+        torch's default_collate. Raises ConfigError when the data set is empty, or `batch_size` is not divisible by the
+        number of ranks.
         """
         if not len(dataset):
             raise ConfigError("run.loader(): the data set is empty")
@@ -62,42 +76,50 @@ class Run:
         loading = LoaderFactory(collate_fn, num_workers, self.device, self.config.launch.hang_timeout_s)
         order = Order(len(dataset), batch_size, self.config.seed)
         loader = StepLoader(loading, dataset, order, self.rank, self.size)
-        self._loop.loaders.append(loader)
+        self._loop.loaders.add(loader)
         return loader
 
     def restore(self, **objects: Any) -> None:
-        """Register whatever a checkpoint is to hold, and put in what the newest one has of it. Call it once, before
-        the first step.
+        """Register everything that a checkpoint should hold, and restore it from the newest checkpoint if there is one.
 
-        The model is registered as the DistributedDataParallel that it is wrapped in. Each object has state_dict() and
-        load_state_dict(), or is a dict, and is the same on every rank.
+        Call this once, before the first step. Each object has state_dict() and load_state_dict(), or is a dict, and its
+        state must be the same on every rank. At least one is an optimizer. Register the DistributedDataParallel, not
+        the model inside it. Raises ConfigError for an object that cannot be stored, and for a checkpoint that does not
+        fit the objects.
         """
         self._loop.register(objects)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs, from 0, that are left of `count`; the first of them may be half done."""
+        """The epochs, from 0, that are left of `count`. The first of them may be half done."""
         return self._loop.epochs(count)
 
     def steps(self, loader: StepLoader, count: int | None = None) -> Iterator[Any]:
-        """The batches of the steps that are left of this epoch. A turn of the loop over them is a step: it ends with
-        one whole update of what is registered.
+        """The batches of the steps that are left of this epoch.
 
-        An epoch has `count` steps; by default it goes once over the data.
+        Each turn of the loop over them is one step. A step makes one update of the registered objects: they may change
+        from the first `optimizer.step()` to the end of the turn. An epoch has `count` steps, by default once over the
+        data. `loader` comes from `run.loader(...)`.
         """
         return self._loop.steps(loader, count)
 
     def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a loader that has as many on every rank. Before each the ranks can stop: then what comes after
-        the steps of this epoch is done again as a whole."""
+        """The batches of a loader, any iterable with the same number of batches on every rank.
+
+        The ranks can stop before each batch. The next attempt then repeats everything that follows the steps of this
+        epoch, from the state that these steps have left.
+        """
         return self._loop.validation(loader)
 
     def log(self, **values: Any) -> None:
-        """Enter numbers, or tensors of one element, in metrics.jsonl: within a step in that step's line, else in the
-        epoch's. Those of rank 0 count. A step's are best logged before its update: then every rank has them, to write
-        them down should rank 0 die; of later ones the others hear every `train.log_every` steps."""
+        """Write numbers, or tensors of one element, to metrics.jsonl: within a step to that step's line, elsewhere to
+        the line of the epoch.
+
+        Rank 0's values count. Log a step's values before its update: then all ranks have them, and can write them even
+        if rank 0 dies. Values logged after the update reach the other ranks only every `train.log_every` steps.
+        """
         self._loop.log(values)
 
 
-def loop_of(function: Callable[[Run], Any], means: AttemptContext) -> CustomLoop:
-    """The loop around a function."""
-    return CustomLoop(lambda loop: function(Run(loop)), means)
+def make_custom_loop(function: Callable[[Run], Any], context: AttemptContext) -> CustomLoop:
+    """The loop around a function that has its own training loop."""
+    return CustomLoop(lambda loop: function(Run(loop)), context)

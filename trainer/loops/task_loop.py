@@ -1,4 +1,4 @@
-"""The ready-made loop: trains a Task, from the newest checkpoint to the end of the run, or to a stop."""
+"""The ready-made loop: trains a Task from its newest checkpoint to the end of the run, or to a stop."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from trainer.config.errors import ConfigError
 from trainer.data.decoded_cache import DecodedCache
 from trainer.data.loader import LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from trainer.data.order import Order
-from trainer.loops.learner import Learner, learning_rate
+from trainer.loops.learner import Learner
 from trainer.loops.loop import AttemptContext, Loop, NotFinite, finite
+from trainer.loops.optim import learning_rate
 from trainer.task import Task
 
 
 class TaskLoop(Loop):
-    """Trains a Task."""
+    """Trains a Task: steps and, after each epoch, a validation."""
 
-    def __init__(self, task: type[Task], means: AttemptContext) -> None:
-        super().__init__(means)
+    def __init__(self, task: type[Task], context: AttemptContext) -> None:
+        super().__init__(context)
         config, group = self.config, self.group
         check_batch(config.train.batch_size, [self.size], config.train.accumulate)
 
@@ -43,7 +44,7 @@ class TaskLoop(Loop):
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
-        self._planned(self.total_steps, config.train.batch_size)
+        self._announce_length(self.total_steps, config.train.batch_size)
 
         self.learner = Learner(config, self.task, group, self.total_steps)
         collate = None if task.collate is Task.collate else self.task.collate
@@ -51,19 +52,19 @@ class TaskLoop(Loop):
         self.validation = ValidationBatchKeys(counts[1], config.train.batch_size, self.rank, self.size)
         self.validation_loader = self.loading.loader(val_set, config.seed, self.validation)
         self.watch.measure(lambda: self.learner.busy_s)
-        self.phases.done("data and model")
+        self.startup.done("data and model")
 
     def restore(self, step: int | None) -> None:
-        """Warm up, and put in the checkpoint of `step`; when there is none, the initial state stands."""
+        """Warm up, then load the checkpoint of `step`; None: keep the initial state."""
         train = self.config.train
         self.watch.enter("warming up")
         micro_batch = train.batch_size // (self.size * train.accumulate)
         self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
-        self.phases.done("warm-up")
+        self.startup.done("warm-up")
         self.watch.enter("restoring")
         if step is not None:
-            self.learner.load_state_dict(self._load(step))
-        self._begin()
+            self.learner.load_state_dict(self._load_checkpoint(step))
+        self._finish_restore()
         self.progress.say(
             f"{'starting' if step is None else f'resuming after step {step}'}: {self.total_steps} steps, "
             f"{self.order.steps_per_epoch} per epoch, {self.size} ranks on {self.group.device.type}"
@@ -100,10 +101,10 @@ class TaskLoop(Loop):
         self.progress.add_data_wait(waited_s)
         samples = self.order.count(step)
         self.learner.learn(step, micro_batches, samples)
-        with self.whole:
-            loss, bad = self.learner.update()
+        with self.state_lock:
+            loss, nonfinite = self.learner.update()
             self.last_update.mark()
-            self.pending.append((step, {"loss": loss, "bad": bad}))
+            self.readback.add(step, {"loss": loss, "nonfinite": nonfinite})
             position.step += 1
             position.samples += samples
         self._step_done(samples, self._validation_due())
@@ -121,7 +122,7 @@ class TaskLoop(Loop):
             "loss": finite(loss),
             "lr": learning_rate(self.config.optim, step, self.total_steps),
         }
-        if measured["bad"]:
+        if measured["nonfinite"]:
             self._not_finite(step, "gradient" if math.isfinite(loss) else "loss")
             record["skipped"] = True
         else:
@@ -130,10 +131,11 @@ class TaskLoop(Loop):
         return record
 
     def _not_finite(self, step: int, what: str) -> None:
-        """Raise NotFinite, unless such a step (from 0) is to be left out."""
+        """The loss or the gradient (`what`) of `step` (from 0) is not finite: raise NotFinite, unless
+        train.nonfinite=skip."""
         what = f"step {step + 1}: the {what} is not finite"
         if self.config.train.nonfinite == "fail":
-            self.restored = False  # what came after that step is nothing to keep
+            self.restored = False  # the state since that step is not worth a checkpoint
             raise NotFinite(f"{what}; train.nonfinite=skip would leave such steps out")
         self.position.skipped += 1
         self.progress.say(f"WARNING: {what}, its update was left out ({self.position.skipped} so far)")
@@ -144,7 +146,7 @@ class TaskLoop(Loop):
         return ends_epoch and self.position.validated != step
 
     def _validate(self) -> bool:
-        """Measure the model and end the epoch. False when the ranks agreed to stop: a resumed run measures anew."""
+        """Validate the model and end the epoch. False when the ranks agreed to stop: a resumed run validates again."""
         position = self.position
         self.learner.train(False)
         sums = torch.zeros(len(self.learner.names), dtype=torch.float64, device=self.group.device)
@@ -154,13 +156,13 @@ class TaskLoop(Loop):
             sums += self.learner.evaluate(position.step, number, batch, len(self.validation.indices(number)))
         self.learner.train(True)
 
-        means = [total / self.validation.samples for total in self.group.sum(sums).tolist()]
+        averages = [total / self.validation.samples for total in self.group.sum(sums).tolist()]
         train_loss = position.loss_sum / position.loss_samples if position.loss_samples else math.nan
         record = {
             "epoch": self._epoch(),
             "step": position.step,
             "train_loss": finite(train_loss),
-            **{f"val_{name}": finite(mean) for name, mean in zip(self.learner.names, means)},
+            **{f"val_{name}": finite(mean) for name, mean in zip(self.learner.names, averages)},
         }
         self._end_epoch(record)
         return True

@@ -17,13 +17,15 @@ from trainer.data.pixels import normalized
 from trainer.task import Task
 from trainer.tasks.models import build_model
 
-# What GoogLeNet and Inception add of their auxiliary classifiers' losses (Szegedy et al. 2015, arXiv:1409.4842).
+# Weight of the auxiliary classifiers' losses in GoogLeNet and Inception (Szegedy et al. 2015, arXiv:1409.4842).
 AUXILIARY_WEIGHT = 0.3
 
 
 class Classification(Task):
-    """Any data set of `data.name` with any model of `model.name`. A batch is (images (N, C, H, W), labels (N,)), which
-    `on_device` makes of samples' pixels (H, W, C), uint8."""
+    """Any data set of `data.name` with any model of `model.name`.
+
+    A sample is (pixels (H, W, C) as uint8, label). `on_device` makes batches of (images (N, C, H, W), labels (N,)).
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -45,7 +47,7 @@ class Classification(Task):
 
     def on_device(self, batch: Any) -> Any:
         images, *rest = batch
-        if isinstance(images, list):  # some are not decoded yet
+        if isinstance(images, list):  # some samples are JPEGs, not decoded yet
             images = decode_batch(rest[0].device, images, self.image_size)
         if images.dtype == torch.uint8:
             layout = torch.channels_last if self.config.train.channels_last else torch.contiguous_format

@@ -1,4 +1,4 @@
-"""Image classification models by name: a small one of our own, and torchvision's."""
+"""Image classification models by name: a small convolutional network, and torchvision's models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from trainer.config.errors import ConfigError, nearest
 
 
 def model_names() -> list[str]:
-    """Every valid `model.name`, found without importing torch: torchvision marks its own with a decorator."""
+    """Every valid `model.name`, sorted. Reads torchvision's source, where a decorator marks each model: importing it
+    would import torch."""
     names = {"convnet"}
     spec = importlib.util.find_spec("torchvision")
     for folder in spec.submodule_search_locations or [] if spec else []:
@@ -21,9 +22,9 @@ def model_names() -> list[str]:
 
 
 def check_model_name(name: str) -> None:
-    """Raise ConfigError with the nearest name when there is no such model."""
+    """Raise ConfigError, which suggests the nearest name, when there is no such model."""
     names = model_names()
-    # Without torchvision, as on a login node that submits ranks into an image, only they can tell.
+    # A login node that submits ranks into a container image may lack torchvision. Then only the ranks can check.
     if name not in names and importlib.util.find_spec("torchvision"):
         raise ConfigError(f"model.name={name}: no such model; {nearest(name, names)}")
 
@@ -31,7 +32,8 @@ def check_model_name(name: str) -> None:
 def build_model(name: str, channels: int, classes: int, image_size: int, args: dict[str, Any]) -> Any:
     """An `nn.Module` from images (N, channels, image_size, image_size) to logits (N, classes).
 
-    torchvision's models take 3 channels whatever `channels` says. Raises ConfigError.
+    torchvision's models always take 3 channels. `args` are passed to the model. Raises ConfigError when the model does
+    not take them.
     """
     check_model_name(name)
     try:
@@ -39,14 +41,14 @@ def build_model(name: str, channels: int, classes: int, image_size: int, args: d
             return _convnet(channels, classes, image_size, **args)
         from torchvision import models
 
-        size = {"image_size": image_size} if name.startswith("vit_") else {}  # the one family that is built for a size
+        size = {"image_size": image_size} if name.startswith("vit_") else {}  # only this family is built for one size
         return models.get_model(name, num_classes=classes, **({"weights": None} | size | args))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.args={args}: {name} does not take them: {error}") from error
 
 
 def _convnet(channels: int, classes: int, image_size: int, width: int = 32, dropout: float = 0.25) -> Any:
-    """Two convolutions with batch norm, two linear layers, dropout: learns digits in seconds on a CPU."""
+    """Two convolutions with batch norm, two linear layers, dropout. Learns digits in seconds on a CPU."""
     from torch import nn
 
     if not 0 <= dropout < 1:

@@ -1,4 +1,4 @@
-"""plain_loop.py made preemption-proof: python launch.py --nodes 2 task=examples.own_loop.main"""
+"""plain_loop.py made preemption-proof: python launch.py --nodes 2 task=examples.custom_loop.main"""
 
 import torch
 import torch.distributed as dist

@@ -1,0 +1,86 @@
+"""The state of a custom training loop, as a checkpoint made at this moment would hold it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from trainer.loops.registered import FingerprintedState, Registered, State
+from trainer.world.group import Group
+
+
+class CustomState:
+    """What a checkpoint of a custom training loop holds.
+
+    Until the function has registered its objects, that is what the last checkpoint held. From then on it is the state
+    of these objects at the end of the last step. When an epoch has no more steps, it stays the state that these steps
+    have left, until everything that follows them in the epoch is done: a resumed run does all of that again.
+    """
+
+    def __init__(self, group: Group, row: Tensor) -> None:
+        """`row` is broadcast with the buffers, see `Registered`."""
+        self._group = group
+        self._row = row
+        self.loaded: State | None = None  # from the checkpoint, until the first step
+        self.registered: Registered | None = None
+        self._after_steps: FingerprintedState | None = None  # at the end of the epoch's steps
+        self._at_break: FingerprintedState | None = None  # the same, where a break has ended them
+
+    def register(self, objects: Mapping[str, Any]) -> Registered:
+        """Hold the state of these objects from now on. Raises ConfigError."""
+        self.registered = Registered(objects, self._group, self._row)
+        return self.registered
+
+    def restore(self) -> None:
+        """Load a copy of the checkpoint into the registered objects, if there is one. Raises ConfigError."""
+        if self.loaded is not None:
+            self._known().restore(copy.deepcopy(self.loaded))
+
+    def restore_for_first_step(self) -> None:
+        """Load the checkpoint again: it already holds every change that the function makes before its first step."""
+        if self.loaded is not None:
+            self._known().restore(self.loaded)
+            self.loaded = None
+
+    def current(self) -> State:
+        """The state for a checkpoint. References."""
+        if self._after_steps is not None:
+            return self._after_steps.state
+        return self.loaded or {} if self.registered is None else self.registered.state()
+
+    @property
+    def steps_over(self) -> bool:
+        """Whether this is the state that the steps of an epoch have left."""
+        return self._after_steps is not None
+
+    def unchanged(self) -> bool:
+        """Whether what follows the steps of an epoch has left the state alone. True when no epoch's steps are over."""
+        return self._after_steps is None or self._after_steps.unchanged()
+
+    def sync(self) -> None:
+        """Make the state the same on every rank, for a save between two steps. A collective."""
+        if self.registered is not None and self._after_steps is None:
+            self.registered.sync_and_snapshot()
+
+    def break_off(self) -> None:
+        """A break has left the loop over steps after the update of a step: hold the state as it is now."""
+        self._known().snapshot()
+        self._at_break = FingerprintedState(self._known().state())
+
+    def end_steps(self) -> None:
+        """The epoch has no more steps: hold the state that they have left. A collective, except after `break_off`."""
+        if self._at_break is None:
+            self._known().sync_and_snapshot()
+        self._after_steps = self._at_break or FingerprintedState(self._known().state())
+        self._at_break = None
+
+    def end_epoch(self) -> None:
+        """What follows the steps is done too: the state of the registered objects counts again."""
+        self._after_steps = None
+
+    def _known(self) -> Registered:
+        assert self.registered is not None
+        return self.registered

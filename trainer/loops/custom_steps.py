@@ -1,0 +1,171 @@
+"""The steps of a custom training loop: when each begins and ends, and what a checkpoint holds meanwhile.
+
+`Phase` and `NEXT` show the order of events.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from trainer.data.order import seed_generators, seed_of
+from trainer.loops.custom_state import CustomState
+from trainer.loops.logged import LoggedValues
+from trainer.loops.loop import AttemptContext, Loop, NotFinite, finite
+from trainer.loops.registered import State
+
+
+class Phase(Enum):
+    """Where the function is."""
+
+    SETUP = "before run.restore(...)"
+    READY = "objects are registered; no step in this attempt yet"
+    BETWEEN_STEPS = "within run.steps(...)"
+    IN_STEP = "in the body of the loop over run.steps(...), before the first update of this step"
+    UPDATING = "in the body of that loop, since the first update of this step; state_lock is held"
+    BROKEN_OFF = "a break or an error left the body before an update; the step is still open"
+    BROKEN_OFF_UPDATING = "a break or an error left the body after an update; the step is open, state_lock is held"
+    AFTER_STEPS = "the epoch has no more steps: a validation, a schedule"
+
+
+class Event(Enum):
+    """What moves the function from one phase to the next."""
+
+    RESTORE = "run.restore(...) has registered the objects"
+    FIRST_BATCH = "run.steps(...) is asked for its first batch, and ends the epoch before"
+    BATCH = "run.steps(...) hands out a batch"
+    UPDATE = "an optimizer's step() begins"
+    STEP_ENDS = "the body of the loop over run.steps(...) is done, or a step that was broken off is closed"
+    BROKEN_OFF = "a break or an error leaves the body of that loop"
+    STEPS_END = "run.steps(...) is exhausted; after a break: at run.validation(...), run.steps(...) or the return"
+
+
+# A step that ends without an update (a gradient scaler has skipped it) passes through UPDATING all the same.
+NEXT = {
+    (Phase.SETUP, Event.RESTORE): Phase.READY,
+    (Phase.READY, Event.FIRST_BATCH): Phase.BETWEEN_STEPS,
+    (Phase.BETWEEN_STEPS, Event.BATCH): Phase.IN_STEP,
+    (Phase.IN_STEP, Event.UPDATE): Phase.UPDATING,
+    (Phase.UPDATING, Event.STEP_ENDS): Phase.BETWEEN_STEPS,
+    (Phase.IN_STEP, Event.BROKEN_OFF): Phase.BROKEN_OFF,
+    (Phase.UPDATING, Event.BROKEN_OFF): Phase.BROKEN_OFF_UPDATING,
+    (Phase.BROKEN_OFF, Event.UPDATE): Phase.BROKEN_OFF_UPDATING,
+    (Phase.BROKEN_OFF_UPDATING, Event.STEP_ENDS): Phase.BETWEEN_STEPS,
+    (Phase.BETWEEN_STEPS, Event.STEPS_END): Phase.AFTER_STEPS,
+    (Phase.AFTER_STEPS, Event.FIRST_BATCH): Phase.BETWEEN_STEPS,
+}
+IN_BODY = {Phase.IN_STEP, Phase.UPDATING}
+LOCKED = {Phase.UPDATING, Phase.BROKEN_OFF_UPDATING}
+STEP_OPEN = {*IN_BODY, *LOCKED, Phase.BROKEN_OFF}
+
+
+class CustomSteps(Loop):
+    """Follows a function through its steps, so that its state can be saved and rescued.
+
+    A run can resume at two kinds of places: between two steps, and at the end of an epoch's steps. The state at such an
+    end is held until what follows the steps, for example a validation, is done. If an attempt ends before that, the
+    next one does all of it again.
+
+    Within a step the state changes from the first update on. Before that, forward and backward passes change only
+    buffers, and those are snapshotted.
+    """
+
+    def __init__(self, context: AttemptContext) -> None:
+        super().__init__(context)
+        self.phase = Phase.SETUP
+        self._logged = LoggedValues(self.group)
+        self._held = CustomState(self.group, self._logged.row)
+        self._samples = 0  # of the open step, over all ranks
+
+    def restore(self, step: int | None) -> None:
+        """Read the checkpoint of `step`, if there is one. The objects take it over when the function registers them."""
+        if step is not None:
+            self._held.loaded = self._load_checkpoint(step)
+
+    def save(self) -> None:
+        """Start a save of this position. A collective."""
+        self._held.sync()
+        super().save()
+
+    def freeze(self, timeout_s: float) -> bool:
+        """See Loop. False also when what follows the steps of an epoch has changed the state."""
+        if not super().freeze(timeout_s):
+            return False
+        with self.last_update.beside():
+            return self._held.unchanged()
+
+    def _move(self, event: Event) -> None:
+        self.phase = NEXT[self.phase, event]
+
+    def _before_update(self, *_: Any) -> None:
+        """An optimiser is about to change the state: until the end of the step it is not consistent."""
+        if self.phase not in STEP_OPEN:
+            return
+        registered = self._held.registered
+        assert registered is not None
+        if self.phase not in LOCKED:
+            self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
+        registered.sync_buffers()  # before the lock is taken: it waits for ranks that may be dead
+        if self.phase not in LOCKED:
+            self.state_lock.acquire()
+            self._move(Event.UPDATE)
+        registered.apply_synced()
+
+    def _end_step(self, ends_epoch: bool) -> None:
+        """Close the open step."""
+        registered, position = self._held.registered, self.position
+        assert registered is not None and self.phase in STEP_OPEN
+        if self.phase not in LOCKED:  # a gradient scaler has skipped the update
+            self._before_update()
+        registered.snapshot()
+        self.last_update.mark()
+        self.readback.add(position.step, self._logged.end_step())
+        position.step += 1
+        position.batches += 1
+        position.samples += self._samples
+        self._move(Event.STEP_ENDS)
+        self.state_lock.release()
+        self._step_done(self._samples, ends_epoch)
+
+    def _end_steps(self) -> None:
+        """The steps of this epoch are over, if it has begun any."""
+        if self.phase in (Phase.SETUP, Phase.READY, Phase.AFTER_STEPS):
+            return
+        if self.phase in STEP_OPEN:  # a break
+            self._end_step(ends_epoch=True)
+        self._held.end_steps()
+        self.position.over = True
+        self._move(Event.STEPS_END)
+        self._seed("after", self.position.epoch)
+        if self.saves.due:
+            self.save()
+
+    def _write_epoch(self, record: dict[str, Any]) -> None:
+        super()._write_epoch(record)
+        self._held.end_epoch()
+
+    def _sync_measured(self) -> None:
+        self._logged.sync_steps()
+
+    def _state(self) -> State:
+        return self._held.current()
+
+    def _epoch(self) -> int:
+        within = self.position.over or self.position.batches > 0
+        return max(1, self.position.epoch + within)
+
+    def _record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
+        if self.config.train.nonfinite == "fail" and not math.isfinite(measured.get("loss", 0.0)):
+            self.restored = False  # the state since that step is not worth a checkpoint
+            raise NotFinite(f"step {step + 1}: the loss is not finite; train.nonfinite=skip would ignore that")
+        return {"epoch": self._epoch(), **{name: finite(value) for name, value in measured.items()}}
+
+    def _epoch_record(self, include_open: bool) -> dict[str, Any]:
+        values = self._logged.epoch_values(include_open)
+        return {"epoch": self.position.epoch + 1, "step": self.position.step, **values}
+
+    def _seed(self, *parts: int | str) -> None:
+        """Seed all generators: from here on, every attempt draws the same random numbers."""
+        seed_generators(seed_of(*parts, self.config.seed, self.rank), self.group.device)

@@ -1,0 +1,98 @@
+"""Prepares a Task's model for training: memory format, averaged copy, activation checkpointing, torch.compile, DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from trainer import compat
+from trainer.config.schema import Train
+from trainer.world.group import Group
+
+
+def prepare_model(model: nn.Module, train: Train, device: torch.device) -> tuple[nn.Module, AveragedModel | None]:
+    """The model on its device, as `train` asks for it, and its moving average if there is one."""
+    model = model.to(device)
+    if train.channels_last:
+        model.to(memory_format=torch.channels_last)
+    average = _average(model, train.ema_decay)
+    if train.activation_checkpointing:
+        _checkpoint_activations(model, train.compile)
+    if train.compile:
+        # Static shapes: dynamic ones depend on the shapes seen before, and so on where the run was resumed.
+        model.compile(dynamic=False)
+    return model, average
+
+
+def data_parallel(model: nn.Module, loss_tap: nn.Parameter, group: Group) -> nn.Module:
+    """The model in DistributedDataParallel, which also sums the gradient of `loss_tap`; one rank: the model itself."""
+    if group.world.size == 1:
+        return model
+    return DistributedDataParallel(
+        _WithLossTap(model, loss_tap),
+        device_ids=[group.device] if group.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **compat.no_buffer_sync(),  # `Buffers` broadcasts them instead
+    )
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """An image (4 dimensions) as NHWC in memory; any other tensor unchanged."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+class _WithLossTap(nn.Module):
+    """What DDP wraps: the model and the loss tap, see Learner._backward."""
+
+    def __init__(self, model: nn.Module, loss_tap: nn.Parameter) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_tap = loss_tap
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def _average(model: nn.Module, decay: float) -> AveragedModel | None:
+    """An exponential moving average of weights and buffers; None when `decay` is 0."""
+    if not decay:
+        return None
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    return average.requires_grad_(False)
+
+
+def _checkpoint_activations(model: nn.Module, compiled: bool) -> None:
+    """Recompute the repeated blocks (residual blocks, encoder layers) in the backward pass; a model without repeated
+    blocks recomputes its children."""
+    kinds = Counter(type(m) for m in model.modules() if not type(m).__module__.startswith("torch.nn."))
+    blocks = [m for m in model.modules() if kinds[type(m)] > 1]
+    inner = {id(m) for block in blocks for m in block.modules() if m is not block}
+    chosen = {id(m) for m in blocks or model.children() if id(m) not in inner}
+    # torch.compile does its own recomputation, which does not repeat such side effects.
+    contexts = None if compiled else lambda: _statistics_once(model)
+    compat.checkpoint_activations(model, lambda m: id(m) in chosen, contexts)
+
+
+def _statistics_once(model: nn.Module) -> tuple[contextlib.AbstractContextManager[None], ...]:
+    """Contexts for the forward pass and for its recomputation, in which batch norm must not count the batch again."""
+
+    @contextlib.contextmanager
+    def recomputation() -> Iterator[None]:
+        norms = [m for m in model.modules() if compat.is_batch_norm(m)]
+        before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+        for norm in norms:
+            norm.momentum, norm.num_batches_tracked = 0.0, None
+        try:
+            yield
+        finally:
+            for norm, (momentum, batches) in zip(norms, before):
+                norm.momentum, norm.num_batches_tracked = momentum, batches
+
+    return contextlib.nullcontext(), recomputation()

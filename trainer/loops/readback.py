@@ -1,0 +1,108 @@
+"""Brings the values that steps measure from the device to the host, without making the device wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.observe.progress import Progress
+from trainer.world.device import start_copy_to_host
+from trainer.world.group import Group
+
+COUNTDOWN_S = 1.0  # how often rank 0 announces how far away the next save is
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one finished step measured."""
+
+    step: int  # from 0
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A copy to the host under way."""
+
+    steps: int  # how many of the pending steps it covers
+    has_countdown: bool  # whether its last value is rank 0's countdown to the next save
+    values: Callable[[], list[float]]  # waits for the copy
+
+
+class Readback:
+    """The values of finished steps that are not in metrics.jsonl yet.
+
+    They stay on the device, where no step waits for them. `request` starts to copy the values of all steps so far to
+    the host; `collect` waits for that copy. `add` and `remove` need the loop's `state_lock`, since the rescue of
+    another thread reads these values too.
+
+    Ranks must agree on when to save, and their clocks differ. So about once a second a request also carries a countdown
+    from rank 0: how many steps later to ask it again, or 0 when a save is due now.
+    """
+
+    def __init__(self, group: Group, saves: CheckpointManager, progress: Progress) -> None:
+        self._group = group
+        self._saves = saves
+        self._progress = progress
+        self._pending: list[tuple[int, Mapping[str, Tensor]]] = []  # step (from 0), its scalars on the device
+        self._request: _Request | None = None
+        self._countdown_at = 0  # the step after which rank 0 is asked again
+
+    @property
+    def requested(self) -> bool:
+        """Whether a request is waiting to be collected."""
+        return self._request is not None
+
+    def add(self, step: int, measured: Mapping[str, Tensor]) -> None:
+        """Hold what `step` (from 0) measured: scalars on the device."""
+        self._pending.append((step, measured))
+
+    def request(self, steps_done: int) -> None:
+        """Start to copy the values of all steps so far to the host. A collective."""
+        parts = self._stacked()
+        if has_countdown := steps_done >= self._countdown_at:
+            parts.append(self._countdown())
+        self._request = _Request(
+            len(self._pending), has_countdown, start_copy_to_host(torch.cat(parts)) if parts else list
+        )
+
+    def collect(self, steps_done: int) -> list[Measured]:
+        """Wait for the requested values. They stay pending until `remove`."""
+        assert self._request is not None
+        request, self._request = self._request, None
+        values = request.values()
+        if request.has_countdown:
+            self._saves.due |= values[-1] == 0
+            self._countdown_at = steps_done + int(values[-1])
+        return self._by_step(request.steps, values)
+
+    def read_all(self) -> list[Measured]:
+        """The values of all pending steps, copied and waited for at once. Not a collective."""
+        parts = self._stacked()
+        return self._by_step(len(self._pending), torch.cat(parts).tolist() if parts else [])
+
+    def remove(self, count: int) -> None:
+        """Forget the oldest `count` pending steps: they are in metrics.jsonl."""
+        del self._pending[:count]
+
+    def _stacked(self) -> list[Tensor]:
+        """All pending values in one float64 tensor of one dimension; an empty list when there are none."""
+        tensors = [tensor for _, measured in self._pending for tensor in measured.values()]
+        return [torch.stack(tensors).double()] if tensors else []
+
+    def _countdown(self) -> Tensor:
+        """Steps until rank 0 is to be asked again, 0 when a save is due; shape (1,), the same on every rank."""
+        left_s = self._saves.due_in_s()
+        steps = 0 if left_s <= 0 else max(1, min(left_s, COUNTDOWN_S) // self._progress.step_s())
+        countdown = torch.full((1,), steps, dtype=torch.float64, device=self._group.device)
+        self._group.broadcast([countdown])
+        return countdown
+
+    def _by_step(self, steps: int, values: list[float]) -> list[Measured]:
+        remaining = iter(values)
+        pending = self._pending[:steps]
+        return [Measured(step, {name: next(remaining) for name in measured}) for step, measured in pending]
