@@ -72,11 +72,11 @@ def measure(repeats: int) -> list[Times]:
 def _rank(rank: int, meeting: Path, repeats: int, results: multiprocessing.queues.Queue[tuple[int, Times]]) -> None:
     """The body of a rank's process."""
     import torch
-    from trainer.world.world import World
 
     from trainer.world.group import sign_in
     from trainer.world.signals import Signals
     from trainer.world.stop import Stop
+    from trainer.world.world import World
 
     signals = Signals.catch()
     world = World(rank, 2, rank, 2, 0, 1, ("localhost",) * 2, "benchmark", 0, "benchmark-0", "benchmark", False)

@@ -106,11 +106,11 @@ def _rank(
 ) -> None:
     """The body of a rank's process."""
     import torch
-    from trainer.world.world import World
 
     from trainer.world.group import sign_in
     from trainer.world.signals import Signals
     from trainer.world.stop import Stop
+    from trainer.world.world import World
 
     torch.set_num_threads(1)
     signals = Signals.catch()

@@ -32,19 +32,19 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from trainer.world.world import World
 
 from benchmarks._measure import DEADLINE_S, write_results
 from trainer.attempt.rescue import Survivor, gather
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from trainer.cluster.merged_logs import Logs
+from trainer.cluster.merged_logs import MergedLogs
 from trainer.rundir import RunDir
 from trainer.world.group import sign_in
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Beat, Watchdog
+from trainer.world.world import World
 
 SIZES = (2, 8, 32, 128, 512, 1024)
 REAL = (2, 4, 8)  # ranks whose open files are counted
@@ -225,7 +225,7 @@ def _logs(run: RunDir, size: int) -> float:
     for rank in range(size):
         (run.logs / f"7_{rank}_log.out").write_text(text)
     began = time.perf_counter()
-    lines = list(Logs(run).read(all_of_it=True))
+    lines = list(MergedLogs(run).read(whole=True))
     taken = time.perf_counter() - began
     if len(lines) != size * LINES:
         raise RuntimeError(f"{len(lines)} lines of {size} logs")

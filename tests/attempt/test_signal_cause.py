@@ -12,11 +12,11 @@ from signal import SIGINT, SIGTERM, SIGUSR1, SIGUSR2, Signals
 from typing import Any
 
 import pytest
-from trainer.attempt.signal_cause import EARLY_S, Ending, ending, judge
-from trainer.world.world import World
 
 from tests.support.worlds import a_world
+from trainer.attempt.signal_cause import EARLY_S, Ending, ending, judge
 from trainer.world.slurm import kill_wait_s
+from trainer.world.world import World
 
 NOW = 1_800_000_000.0
 DELAY_S = 90

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer.world.world import World
 
 from tests.support.worlds import a_world
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, shard_name
@@ -25,6 +24,7 @@ from trainer.config.schema import Launch
 from trainer.records.attempts import begin_attempt, end_attempt
 from trainer.records.metrics import MetricsFile, read_lines
 from trainer.rundir import RunDir
+from trainer.world.world import World
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n2"), local_size=1, nodes=2)
 LAUNCH = Launch(max_failures=1)

@@ -42,16 +42,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def keep(run: RunDir, task: str = "my_task.Mine") -> set[str]:
+def copied(run: RunDir, task: str = "my_task.Mine") -> set[str]:
     """Copy the code; returns the user's files in the copy."""
-    code_copy.keep(run, Config.load(None, [f"task={task}", f"launch.root={run.path.parent}"]))
+    code_copy.copy_code(run, Config.load(None, [f"task={task}", f"launch.root={run.path.parent}"]))
     names = ("my_task.py", "parts", "data.bin", "__pycache__", ".secret", "env", "kept", "dropped.py", "gone.py")
     return {name for name in names if (run.code / name).exists()}
 
 
 def test_a_folder_without_git(run: RunDir, here: Path) -> None:
     """All of it, but what is no code in anybody's folder."""
-    assert keep(run) == {"my_task.py", "parts", "data.bin"}
+    assert copied(run) == {"my_task.py", "parts", "data.bin"}
     assert (run.code / "parts" / "model.py").read_text() == TASK
     assert (run.code / "launch.py").exists() and (run.code / "trainer" / "data" / "mnist-5k").is_dir()
     assert not list(run.code.rglob("*.pyc"))
@@ -67,13 +67,13 @@ def test_a_folder_with_git(run: RunDir, here: Path) -> None:
         subprocess.run([*git, *words], check=True)
     (here / "gone.py").unlink()
     (here / "my_task.py").write_text(TASK + "# edited\n")
-    assert keep(run) == {"my_task.py", "parts"}
+    assert copied(run) == {"my_task.py", "parts"}
     assert (run.code / "my_task.py").read_text().endswith("# edited\n")
 
 
 def test_only_what_the_task_needs(run: RunDir, here: Path) -> None:
     """A home folder from which a ready-made task is submitted is nobody's code."""
-    assert keep(run, "classification") == set()
+    assert copied(run, "classification") == set()
 
 
 def test_runs_are_not_code(here: Path) -> None:
@@ -82,15 +82,15 @@ def test_runs_are_not_code(here: Path) -> None:
     (run.path.parent / "other").mkdir(parents=True)
     (run.path.parent / "other" / "log.txt").write_text("x")
     run.path.mkdir()
-    assert "parts" in keep(run)
+    assert "parts" in copied(run)
     assert not (run.code / "parts" / "results").exists()
 
 
 def test_too_many_to_be_code(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, rather than an hour of copying a data set."""
     monkeypatch.setattr(code_copy, "MOST_FILES", 2)
-    with pytest.raises(ConfigError, match="has over 2 files: submit from a folder that holds code alone"):
-        keep(run)
+    with pytest.raises(ConfigError, match="has over 2 files: submit from a folder that holds only code"):
+        copied(run)
 
 
 def test_a_disk_that_refuses(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_a_disk_that_refuses(run: RunDir, here: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("shutil.copy2", full)
     with pytest.raises(ConfigError, match=r"the code could not be copied to .*No space left on device"):
-        keep(run)
+        copied(run)
     assert not list(run.path.iterdir())
 
 

@@ -139,7 +139,7 @@ def test_cancel(terminal: Terminal) -> None:
     launcher = terminal.starts("--local", "--name", "mine", "--tasks-per-node", "2", *LONG)
     terminal.waits_for_step("mine")
     said = terminal.types("cancel", "mine")
-    assert re.search(r"mine: stopped after step \d+, every step is kept; go on: python launch.py resume mine", said)
+    assert re.search(r"mine: stopped after step \d+, every step is kept; to continue: .* resume mine", said)
     launcher.communicate(timeout=DEADLINE_S)
     run = terminal.run("mine")
     assert reasons(run) == ["cancelled"] and read_lines(run.attempts)[0]["lost_steps"] == 0
@@ -208,7 +208,7 @@ def test_a_killed_rank_ends_the_run(terminal: Terminal) -> None:
     os.kill(ranks_of(launcher)[1], signal.SIGKILL)
     said, _ = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 1
-    assert "rank 1 was ended by SIGKILL" in said
+    assert "rank 1 was killed by SIGKILL" in said
     assert reasons(terminal.run("oom")) == ["failed"]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from trainer.cluster.queue import Job, Queue
-from trainer.cluster.run_folders import find
+from trainer.cluster.run_folders import find_run
 from trainer.cluster.run_status import status_of
 from trainer.commands.main import main
 from trainer.config.errors import ConfigError
@@ -73,18 +73,18 @@ def run(tmp_path: Path) -> RunDir:
             [attempt(0, "preempted", requeue=True)],
             None,
             "cancelled",
-            "its job left the queue before it came back",
+            "job left the queue before it restarted",
         ),
         (EMPTY, [attempt(0, "lost")], None, "lost", ""),
-        (EMPTY, [], attempt(), "lost", "its job is gone and left no word"),
-        (EMPTY, [], None, "cancelled", "its job left the queue before it began"),
+        (EMPTY, [], attempt(), "lost", "job disappeared without recording why"),
+        (EMPTY, [], None, "cancelled", "job left the queue before it started"),
         (SILENT, [], None, "unknown", "squeue does not answer"),
         (SILENT, [], attempt(), "unknown", "squeue does not answer"),
         (SILENT, [attempt(0, "preempted", requeue=True)], None, "unknown", "squeue does not answer"),
         (SILENT, [attempt(0, "finished")], None, "finished", ""),
         (SILENT, [attempt(0, "cancelled")], None, "cancelled", ""),
         # An attempt of an older job says nothing of the one that was submitted to go on.
-        (EMPTY, [attempt(0, "failed", job_id="3")], None, "cancelled", "its job left the queue before it began"),
+        (EMPTY, [attempt(0, "failed", job_id="3")], None, "cancelled", "job left the queue before it started"),
         (SILENT, [attempt(0, "failed", job_id="3")], None, "unknown", "squeue does not answer"),
         (queued("PENDING", "Priority"), [attempt(0, "failed", job_id="3")], None, "queued", "Priority"),
     ],
@@ -139,8 +139,8 @@ def test_a_run_that_a_crash_has_damaged(run: RunDir, capfd: pytest.CaptureFixtur
     assert main(["status", str(run.path)]) == 0
     said = capfd.readouterr().out
     assert re.search(r"^run +finished +20 ", said, re.MULTILINE)
-    assert "attempts.jsonl: damaged, 1 of its lines passed over" in said
-    assert "metrics.jsonl: damaged, 1 of its lines passed over" in said
+    assert "attempts.jsonl: damaged, 1 lines skipped" in said
+    assert "metrics.jsonl: damaged, 1 lines skipped" in said
 
 
 def test_a_run_of_an_older_version(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
@@ -170,9 +170,9 @@ def test_a_run_of_somebody_else(run: RunDir) -> None:
     if not pid:
         os.setuid(65534)
         try:
-            find(run.name, str(run.path.parent))
+            find_run(run.name, str(run.path.parent))
         except ConfigError as error:
-            os._exit(int("may not be read by you; ask root" not in str(error)))
+            os._exit(int("you may not read" not in str(error)))
         os._exit(2)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0

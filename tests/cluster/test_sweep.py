@@ -106,7 +106,7 @@ def test_again_only_what_is_missing(slurm: Path, here: Path, capfd: pytest.Captu
     assert main(["sweep", "--name", "scan", "seed=0..3"]) == 0
     assert "sweep  scan: 4 runs\njob    4711: 2 runs, scan-seed_2 to scan-seed_3" in capfd.readouterr().out
     assert main(["sweep", "--name", "scan", "seed=0..1"]) == 0
-    assert "all of them have finished, or are in the queue" in capfd.readouterr().out
+    assert "all of them have finished or are in the queue" in capfd.readouterr().out
     assert main(["sweep", "--name", "scan", "seed=0..3", "optim.lr=7"]) == 2
     assert "scan-seed_0: this run exists with another configuration" in capfd.readouterr().err
 

@@ -18,7 +18,7 @@ from tests.doctor.test_hello import begin, end
 from tests.loops.test_exact import config
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
-from trainer.commands.parsers import PARSERS
+from trainer.commands.verbs import VERBS
 from trainer.config.config import Config
 from trainer.config.keys import fields_of
 
@@ -125,7 +125,7 @@ def test_every_quoted_line_is_provoked() -> None:
 def test_what_the_page_tells_to_type() -> None:
     """Nobody forgives a typing error in the line that was to help."""
     page = PAGE.read_text()
-    assert set(re.findall(r"launch\.py (\w+)", page)) <= set(PARSERS)
+    assert set(re.findall(r"launch\.py (\w+)", page)) <= set(VERBS)
     keys = {key for key, _, _ in fields_of(Config)}
     named = set(re.findall(r"\b(?:launch|train|data|optim|checkpoint)\.[a-z_]+", page)) - {"launch.py"}
     assert named <= keys, named - keys

@@ -12,7 +12,7 @@ from tests.support.ranks import read_until
 def test_dangers(user: User) -> None:
     """Those of this cluster, by name; what is well is not among them."""
     said = user.types("doctor", status=1)
-    _, _, dangers = said.partition("\ndangers\n")
+    _, _, dangers = said.partition("\ncould break a run\n")
     assert dangers.count("\n") == 2
     assert "KillWait=15 s" in dangers and "PreemptMode=CANCEL (partition cancel)" in dangers
     assert re.search(r"^  grace +4 +UNLIMITED +1 +REQUEUE +15$", said, re.MULTILINE)

@@ -6,10 +6,10 @@ import os
 import socket
 
 import pytest
-from trainer.world.world import World
 
 from trainer.config.errors import ConfigError
 from trainer.world.launchers import detect_world
+from trainer.world.world import World
 
 # As recorded in a rank, but for variables that say nothing of ranks.
 SRUN = """\

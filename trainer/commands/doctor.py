@@ -1,7 +1,8 @@
-"""doctor: what is here, what of it endangers a run, and how well the nodes get on with each other."""
+"""doctor: check this machine, this cluster and its nodes for anything that could break a run."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -13,20 +14,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cluster import machine_checks, run_folders
+from trainer.commands.parsers import JOB_OPTIONS, KeyOptions, Parser, add_key_options, add_overrides, overrides_of
 from trainer.config.checks import check_values
 from trainer.config.config import Config
 from trainer.doctor.file_system import Place
-from trainer.doctor.hello import report, wrong_sums
-from trainer.doctor.roll_call import LIMIT_MIN, RollCall
 from trainer.doctor.slurm_settings import Danger, Slurm, of_gpus, of_place, of_slurm
 from trainer.world.slurm import SlurmError
 
 Facts = Sequence[tuple[str, object]]
+OPTIONS: KeyOptions = {
+    "--nodes": ("launch.nodes", "N", "number of nodes to test; of a range, the maximum"),
+    **{option: JOB_OPTIONS[option] for option in ("--gpus-per-node", "--tasks-per-node", "--partition")},
+}
+DESCRIPTION = """Check this machine, this cluster and the folder of all runs for anything that
+could break a run. With --nodes: submit a short job in which every rank meets
+the others, says hello and measures all-reduces."""
+EPILOG = """Exit status: 0 no problem found, or every rank said hello; 1 a problem found, or
+a rank did not say hello; 2 wrong input.
+"""
 
 
-def doctor(overrides: Sequence[str]) -> int:
-    """Print what is here and what endangers a run; returns the exit status, 1 when something does."""
-    config = _config(overrides)
+def add_arguments(parser: Parser) -> None:
+    """Declare what doctor takes."""
+    add_key_options(parser, OPTIONS)
+    add_overrides(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check this machine and cluster, or with --nodes the nodes; returns the exit status."""
+    # Any number of ranks will do: nothing is trained, so no batch must be divisible by it.
+    config = Config.read(None, overrides_of(args, OPTIONS), run_folders.site())
+    check_values(config)
+    return _check_here(config) if args.nodes is None else _check_nodes(config)
+
+
+def _check_here(config: Config) -> int:
+    """Print what is here and what could break a run; returns 1 if anything could."""
     launch = config.launch
     machine_checks.check_writable(Path(launch.root).expanduser().absolute())
     dangers: list[Danger] = []
@@ -36,11 +59,11 @@ def doctor(overrides: Sequence[str]) -> int:
             slurm = Slurm.ask().chosen(launch.partition)
             dangers += of_slurm(slurm, launch)
         except SlurmError as error:
-            dangers.append(Danger(f"Slurm does not answer: {error}", "`scontrol ping` tells whether it is up"))
+            dangers.append(Danger(f"Slurm does not answer: {error}", "check it with `scontrol ping`"))
     place = Place.look(Path(launch.root))
     dangers += of_place(place, slurm, launch, socket.gethostname().split(".")[0])
     _show("this machine", _machine())
-    _show("launch.root", _of(place))
+    _show("launch.root", _file_system(place))
     if slurm:
         _show("Slurm", _cluster(slurm))
         _show_partitions(slurm)
@@ -49,17 +72,19 @@ def doctor(overrides: Sequence[str]) -> int:
     import torch
 
     dangers += of_gpus(machine_checks.count_gpus(), torch.cuda.device_count())
-    print("dangers" if dangers else "nothing found that endangers a run")
+    print("could break a run" if dangers else "nothing found that could break a run")
     for danger in dangers:
         print(f"  {danger}")
     return int(bool(dangers))
 
 
-def hello(overrides: Sequence[str]) -> int:
-    """Have every rank of a short job say hello, and print what they measured; returns the exit status."""
-    config = _config(overrides)
+def _check_nodes(config: Config) -> int:
+    """Let every rank of a short job say hello, and print what they measured; returns the exit status."""
+    from trainer.doctor.hello import report, wrong_sums
+    from trainer.doctor.roll_call import LIMIT_MIN, RollCall
+
     launch = config.launch
-    launch.nodes = launch.node_counts[-1]  # of a range, all that a run may get
+    launch.nodes = launch.node_counts[-1]  # of a range, as many as a run may get
     machine_checks.check_submission(config)
     machine_checks.check_writable(Path(launch.root).expanduser().absolute())
     machine_checks.check_slurm()
@@ -67,7 +92,7 @@ def hello(overrides: Sequence[str]) -> int:
     job = f"job {call.job.job_id}"
     print(f"{job}: {launch.nodes} nodes x {launch.ranks_per_node} ranks, at most {LIMIT_MIN} min; Ctrl-C cancels it")
     try:
-        call.wait(lambda stands: print(f"{job}: {stands}", flush=True))
+        call.wait(lambda state: print(f"{job}: {state}", flush=True))
     except KeyboardInterrupt:
         call.cancel()
         call.remove()
@@ -89,13 +114,6 @@ def hello(overrides: Sequence[str]) -> int:
     print(*["", *report(greetings)], sep="\n")
     call.remove()
     return int(bool(wrong_sums(greetings)))
-
-
-def _config(overrides: Sequence[str]) -> Config:
-    """The configuration, for any number of ranks: nothing is trained, so no batch must divide by it."""
-    config = Config.read(None, overrides, run_folders.site())
-    check_values(config)
-    return config
 
 
 def _show(title: str, facts: Facts) -> None:
@@ -128,13 +146,13 @@ def _machine() -> Facts:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver."""
+    """The version of NVIDIA's driver; None if there is none."""
     file = Path("/proc/driver/nvidia/version")
     found = re.search(r"\d{3,}\.\d+(\.\d+)?", file.read_text()) if file.exists() else None
     return found[0] if found else None
 
 
-def _of(place: Place) -> Facts:
+def _file_system(place: Place) -> Facts:
     return [
         ("folder", place.path),
         ("file system", f"{place.kind}, {place.free_bytes / 1e9:.0f} GB free"),
@@ -149,8 +167,8 @@ def _cluster(slurm: Slurm) -> Facts:
         ("version", f"{config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}"),
         ("KillWait", f"{slurm.kill_wait_s} s"),
         ("preemption", f"{config.get('PreemptType', 'none')}, {config.get('PreemptMode')}; user signal {signal}"),
-        ("JobRequeue", f"{config.get('JobRequeue')} (Laststep asks for --requeue, whatever this is)"),
-        ("requeued", f"waits {slurm.cred_expire_s} s before it starts again (AuthInfo's cred_expire)"),
+        ("JobRequeue", f"{config.get('JobRequeue')} (no matter: Laststep submits with --requeue)"),
+        ("requeued", f"a job waits {slurm.cred_expire_s} s before it restarts (AuthInfo's cred_expire)"),
         ("RequeueExit", config.get("RequeueExit", "none")),
         ("accounting", f"{config.get('AccountingStorageType', 'none')}; sacct: {slurm.no_sacct or 'answers'}"),
         ("plugins", f"{config.get('TaskPlugin')}, {config.get('ProctrackType')}"),
@@ -161,9 +179,10 @@ def _cluster(slurm: Slurm) -> Facts:
 def _show_partitions(slurm: Slurm) -> None:
     titles = ("partition", "nodes", "time limit", "tier", "PreemptMode", "GraceTime", "")
     keys = ("PartitionName", "TotalNodes", "MaxTime", "PriorityTier", "PreemptMode", "GraceTime")
-    rows = [[one.get(key, "") for key in keys] for one in slurm.partitions]
-    rows = [[*row, "default" if one.get("Default") == "YES" else ""] for row, one in zip(rows, slurm.partitions)]
+    rows: list[list[str]] = [[partition.get(key, "") for key in keys] for partition in slurm.partitions]
+    for row, partition in zip(rows, slurm.partitions):
+        row.append("default" if partition.get("Default") == "YES" else "")
     widths = [max(map(len, column)) for column in zip(titles, *rows)]
-    for row in [titles, *rows]:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    for line in [list(titles), *rows]:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
     print()

@@ -1,4 +1,4 @@
-"""hello: the smallest distributed program, under any launcher. `python -m trainer hello` ends up here."""
+"""`python -m trainer hello`: the smallest distributed program, under any launcher."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from trainer.world.launchers import detect_world
 from trainer.world.signals import Signals
 from trainer.world.world import MeetingError, World
 
-DESCRIPTION = "Every rank meets the others as in a training, says who it is, and adds up a one from each of them."
+DESCRIPTION = """\
+Every rank meets the others as in a training, says who it is, and adds up a one
+from each of them."""
 EPILOG = """\
-Start it as a training would be:
+Start it as you would start a training:
   python -m trainer hello --spawn 4
   torchrun --nproc-per-node 4 -m trainer hello
   srun python -m trainer hello
   mpirun python -m trainer hello
-Exit status: 0 every rank came and has the right sum; 1 one did not, or has not; 2 wrong input.
+Exit status: 0 every rank arrived and has the right sum; 1 a rank did not arrive
+or has a wrong sum; 2 wrong input.
 """
 SHOWN = ("NCCL_", "GLOO_", "TORCH_", "MASTER_", "CUDA_VISIBLE_DEVICES")
 
@@ -36,18 +39,18 @@ def main(words: Sequence[str]) -> int:
     parser = Parser("python -m trainer hello", DESCRIPTION, EPILOG)
     parser.add_argument("--spawn", type=int, metavar="N", help="start N ranks on this machine")
     parser.add_argument("--backend", metavar="B", help="auto, nccl or gloo (launch.backend)")
-    parser.add_argument("--env", action="store_true", help="show each rank's variables of NCCL, gloo and torch")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
-    given = parser.parse_intermixed_args(words)
-    overrides = [*given.overrides, *([f"launch.backend={given.backend}"] if given.backend else [])]
+    parser.add_argument("--env", action="store_true", help="print the variables of NCCL, gloo and torch on each rank")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a configuration key")
+    args = parser.parse_intermixed_args(words)
+    overrides = [*args.overrides, *([f"launch.backend={args.backend}"] if args.backend else [])]
     config = Config.load(None, overrides, run_folders.site())
     machine_checks.check_writable(Path(config.launch.root).expanduser().absolute())
-    hello = functools.partial(_hello, config, given.env)
-    return hello() if given.spawn is None else spawn(given.spawn, hello)
+    hello = functools.partial(_hello, config, args.env)
+    return hello() if args.spawn is None else spawn(args.spawn, hello)
 
 
 def _hello(config: Config, show_variables: bool) -> int:
-    """One rank of it, which leaves nothing behind."""
+    """One rank of it; leaves no file behind."""
     signals = Signals.catch()
     world = detect_world()
     root = Path(config.launch.root).expanduser().absolute()
@@ -57,7 +60,7 @@ def _hello(config: Config, show_variables: bool) -> int:
         if world.rank == 0:
             meeting.unlink(missing_ok=True)
             if made_root:
-                with contextlib.suppress(OSError):  # it has been put to use meanwhile
+                with contextlib.suppress(OSError):  # somebody uses it meanwhile
                     root.rmdir()
 
     def stop(number: signal.Signals) -> None:
@@ -79,19 +82,19 @@ def _hello(config: Config, show_variables: bool) -> int:
 
 
 def _meet_and_greet(config: Config, world: World, meeting: Path, show_variables: bool) -> int:
-    """Rank 0 prints what all of them say; a wrong sum is exit status 1."""
+    """Rank 0 prints the greetings of all ranks; returns 1 if a sum is wrong."""
     from trainer.world.join import join
 
     group = join(config, world, meeting, timeout_s=0)
     group.connect(timeout_s=0)
     greeting = greet(group)
-    said = at_rank_0(group, greeting, _variables())
+    answers = at_rank_0(group, greeting, _variables())
     group.close()
-    wrong = wrong_sums([greeting for greeting, _ in said] or [greeting])
+    wrong = wrong_sums([greeting for greeting, _ in answers] or [greeting])
     if world.rank == 0:
-        print(*(greeting for greeting, _ in said), sep="\n")
+        print(*(greeting for greeting, _ in answers), sep="\n")
         if show_variables:
-            print(*_by_rank([variables for _, variables in said]) or ["none of those variables is set"], sep="\n")
+            print(*_by_rank([variables for _, variables in answers]) or ["none of those variables is set"], sep="\n")
         if not wrong:
             print(f"sum of ones: {world.size} on every rank")
         for line in wrong:
@@ -100,15 +103,15 @@ def _meet_and_greet(config: Config, world: World, meeting: Path, show_variables:
 
 
 def _variables() -> dict[str, str]:
-    """What of this rank's environment, as it is after the meeting, matters to collectives."""
+    """This rank's environment variables that affect collectives, as they are after the meeting."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SHOWN)}
 
 
 def _by_rank(variables: Sequence[Mapping[str, str]]) -> list[str]:
-    """Each variable of each rank; once, where it is alike on all."""
+    """A line per variable and rank; one line where all ranks have the same value."""
     lines = []
     for name in sorted(set().union(*variables)):
-        values = [of_rank.get(name) for of_rank in variables]
+        values = [of_one_rank.get(name) for of_one_rank in variables]
         if len(set(values)) == 1:
             lines.append(f"every rank: {name}={values[0]}")
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from submitit.core.utils import pickle_load
 
-from trainer.cluster import code_copy, submission
+from trainer.cluster import code_copy, sbatch, submission
 from trainer.cluster.queue import Queue
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
@@ -45,10 +45,10 @@ class RollCall:
             raise ConfigError(f"launch.root={root}: cannot be written: {error.strerror}") from None
         run = RunDir(self.folder)
         try:
-            code_copy.keep(run, config)  # as every run does: its nodes must see it, and run it
-            executor = submission.executor_of(launch, run, [], [], {"no-requeue": True})
+            code_copy.copy_code(run, config)  # as every run does: its nodes must see it, and run it
+            executor = sbatch.job_executor(launch, run, [], [], {"no-requeue": True})
             executor.update_parameters(job_name="doctor")
-            (self.job,) = submission.hand_over(executor, [Hello(config, self.folder)])
+            (self.job,) = submission.submit_jobs(executor, [Hello(config, self.folder)])
         except ConfigError:
             self.remove()
             raise
