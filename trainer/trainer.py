@@ -52,7 +52,7 @@ class Trainer:
             self.config.save(self.run.config)
         _clear_unfinished(world)
         if world.launcher == "submitit-slurm":
-            # srun starts the ranks in the code's copy, so that Python finds that first, see trainer.cluster.submission.
+            # srun starts the ranks in the code's copy, so that Python finds that first, see trainer.cluster.sbatch.
             with contextlib.suppress(KeyError, OSError):
                 os.chdir(os.environ["SLURM_SUBMIT_DIR"])
         # Importing torch makes a million objects that live as long as the process. The garbage collector would walk

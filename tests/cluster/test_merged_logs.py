@@ -1,4 +1,4 @@
-"""`launch.py logs`: all ranks in one stream, in time order, through restarts and past midnight."""
+"""`launch.py logs`: all ranks in one stream, merged by time, across restarts and midnight."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def texts(logs: MergedLogs, whole: bool = True) -> list[tuple[int, str]]:
 
 
 def test_merged_in_time_order(run: RunDir) -> None:
-    """What a rank prints without a time stays behind the line that it followed."""
+    """A line without a time stays behind the line that it followed."""
     says(
         run,
         0,
@@ -66,7 +66,7 @@ def test_past_midnight_and_submitits_own_lines(run: RunDir) -> None:
 
 
 def test_read_on_and_on(run: RunDir) -> None:
-    """Each line once, no half ones, and new files as they come."""
+    """Each line is read once and whole, and new files are found."""
     logs = MergedLogs(run)
     assert texts(logs, whole=False) == []
     says(run, 0, "[laststep 10:00:00] a", "[laststep 10:0", end="")
@@ -78,7 +78,7 @@ def test_read_on_and_on(run: RunDir) -> None:
 
 
 def test_one_rank_one_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job that came back writes on into the same files; submitit's first line of a start belongs to it already."""
+    """A requeued job appends to the same files; submitit's first line of a start belongs to the new attempt."""
     for restart in range(2):
         for rank in range(2):
             says(run, rank, f"submitit INFO (2026-11-21 1{restart}:00:00,1) - Starting with x")
@@ -99,14 +99,14 @@ def test_one_rank_one_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_nothing_of_that_kind(run: RunDir, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says what there is instead."""
+    """One line says which ranks or attempts there are."""
     says(run, 0, "[laststep 10:00:00] a")
     assert main(["logs", str(run.path), *words]) == 2
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
 def test_a_file_keeps_its_order(run: RunDir) -> None:
-    """A clock that is set back, or a requeue to a host whose clock is behind, tears no rank's story apart."""
+    """The lines of one rank keep their order when a clock is set back, or is slow on the next host."""
     says(run, 0, "submitit INFO (2026-11-21 10:00:09,000) - a", "submitit INFO (2026-11-21 10:00:01,000) - b")
     says(run, 1, "submitit INFO (2026-11-21 10:00:05,000) - c")
     assert [text.rpartition(" - ")[2] for _, text in texts(MergedLogs(run))] == ["c", "a", "b"]
@@ -136,7 +136,7 @@ def test_nobody_reads_on(run: RunDir) -> None:
 
 
 def test_status_is_watched(run: RunDir) -> None:
-    """On a terminal of its own the table stays and is kept up to date; Ctrl-C ends it."""
+    """On a terminal the table is kept up to date until Ctrl-C."""
     screen, typed = os.openpty()
     command = [sys.executable, str(PROJECT / "launch.py"), "status", "--watch", f"launch.root={run.path.parent}"]
     with subprocess.Popen(
@@ -156,6 +156,6 @@ def test_status_is_watched(run: RunDir) -> None:
 
 
 def test_only_a_terminal_is_watched(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """Into a file it would write the table's control characters, for ever."""
+    """In a file it would write control characters without end."""
     assert main(["status", "--watch", f"launch.root={run.path.parent}"]) == 2
     assert capsys.readouterr().err.startswith("error: --watch: keeps a table on a terminal")
