@@ -21,7 +21,7 @@ EPOCH = b"[laststep 10:00:00] epoch 1  step 100  train_loss 0.5000\n"
 
 def numbers(lines: list[bytes]) -> list[int]:
     """The steps of progress lines."""
-    return [int(line.split(b"step ")[1].split(b"/")[0]) for line in lines]
+    return [int(line.split(b"] step ")[1].split(b"/")[0]) for line in lines]
 
 
 def test_a_few_progress_lines_a_second() -> None:
