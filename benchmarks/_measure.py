@@ -61,7 +61,7 @@ def write_results(name: str, results: dict[str, Any]) -> None:
 def new_run(root: Path, *words: str) -> RunDir:
     """A run folder for two ranks on this machine, configured by `key=value` words; nothing is started."""
     config = Config.load("mnist", ["launch.tasks_per_node=2", f"launch.root={root}", *words])
-    return run_folders.create(run_folders.with_name(config, stem="benchmark"))
+    return run_folders.create(run_folders.with_root_and_name(config, stem="benchmark"))
 
 
 class Ranks:

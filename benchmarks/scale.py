@@ -38,7 +38,7 @@ from trainer.attempt.rescue import Survivor, find_survivors
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from trainer.cluster.merged_logs import Logs
+from trainer.cluster.merged_logs import MergedLogs
 from trainer.rundir import RunDir
 from trainer.world.group import register_rank
 from trainer.world.signals import Signals
@@ -225,7 +225,7 @@ def _logs(run: RunDir, size: int) -> float:
     for rank in range(size):
         (run.logs / f"7_{rank}_log.out").write_text(text)
     began = time.perf_counter()
-    lines = list(Logs(run).read(all_of_it=True))
+    lines = list(MergedLogs(run).read(whole=True))
     taken = time.perf_counter() - began
     if len(lines) != size * LINES:
         raise RuntimeError(f"{len(lines)} lines of {size} logs")

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from tests.support.project import PROJECT
 from trainer import compat
-from trainer.cluster.submission import make_executor
+from trainer.cluster.sbatch import run_executor
 from trainer.config.config import Config
 from trainer.rundir import RunDir
 
@@ -57,7 +57,7 @@ def test_argparse() -> None:
 def test_submitits_script(tmp_path: Path) -> None:
     """`--dry-run` shows the script that a submission would hand over."""
     config = Config.load(None, [f"launch.root={tmp_path}", "launch.name=first"])
-    script = compat.sbatch_script(make_executor(config, RunDir(tmp_path / "first")))
+    script = compat.sbatch_script(run_executor(config, RunDir(tmp_path / "first")))
     assert script.startswith("#!/bin/bash") and "submitit.core._submit" in script and "srun" in script
 
 

@@ -50,7 +50,7 @@ class Trainer:
             self.config.save(self.run.config)
         _clear_unfinished(world)
         if world.launcher == "submitit-slurm":
-            # srun starts the ranks in the copy of the code, so that Python finds it first (trainer.cluster.submission).
+            # srun starts the ranks in the code's copy, so that Python finds that first, see trainer.cluster.sbatch.
             with contextlib.suppress(KeyError, OSError):
                 os.chdir(os.environ["SLURM_SUBMIT_DIR"])
         # Importing torch creates a million objects that live as long as the process. Meanwhile the garbage collector

@@ -1,4 +1,4 @@
-"""The code copy: what a job runs is what was there when it was submitted, and no more than code."""
+"""The code copy: a job runs the code as it was at submission, and the copy holds nothing but code."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def keep(run: RunDir, task: str = "my_task.Mine") -> set[str]:
+def copied(run: RunDir, task: str = "my_task.Mine") -> set[str]:
     """Copy the code; returns the user's files in the copy."""
-    code_copy.keep(run, Config.load(None, [f"task={task}", f"launch.root={run.path.parent}"]))
+    code_copy.copy_code(run, Config.load(None, [f"task={task}", f"launch.root={run.path.parent}"]))
     names = ("my_task.py", "parts", "data.bin", "__pycache__", ".secret", "env", "kept", "dropped.py", "gone.py")
     return {name for name in names if (run.code / name).exists()}
 
 
 def test_a_folder_without_git(run: RunDir, here: Path) -> None:
-    """All of it, but what is no code in anybody's folder."""
-    assert keep(run) == {"my_task.py", "parts", "data.bin"}
+    """All files are copied, except what is never code: caches, environments, hidden folders."""
+    assert copied(run) == {"my_task.py", "parts", "data.bin"}
     assert (run.code / "parts" / "model.py").read_text() == TASK
     assert (run.code / "launch.py").exists() and (run.code / "trainer" / "data" / "mnist-5k").is_dir()
     assert not list(run.code.rglob("*.pyc"))
 
 
 def test_a_folder_with_git(run: RunDir, here: Path) -> None:
-    """Tracked and untracked files, as they lie there; not what git ignores, nor what was deleted."""
+    """Tracked and untracked files are copied as they are on disk; ignored and deleted ones are not."""
     (here / ".gitignore").write_text("/data.bin\ndropped.py\nenv/\n__pycache__/\n.secret/\n")
     (here / "dropped.py").write_text(TASK)
     (here / "gone.py").write_text(TASK)
@@ -67,46 +67,46 @@ def test_a_folder_with_git(run: RunDir, here: Path) -> None:
         subprocess.run([*git, *words], check=True)
     (here / "gone.py").unlink()
     (here / "my_task.py").write_text(TASK + "# edited\n")
-    assert keep(run) == {"my_task.py", "parts"}
+    assert copied(run) == {"my_task.py", "parts"}
     assert (run.code / "my_task.py").read_text().endswith("# edited\n")
 
 
 def test_only_what_the_task_needs(run: RunDir, here: Path) -> None:
-    """A home folder from which a ready-made task is submitted is nobody's code."""
-    assert keep(run, "classification") == set()
+    """Submitting a ready-made task from a home folder does not copy that folder."""
+    assert copied(run, "classification") == set()
 
 
 def test_runs_are_not_code(here: Path) -> None:
-    """With the root inside the folder, each run would hold a copy of all before it."""
+    """If the root is inside the folder, each copy would otherwise contain all earlier runs."""
     run = RunDir(here / "parts" / "results" / "run")
     (run.path.parent / "other").mkdir(parents=True)
     (run.path.parent / "other" / "log.txt").write_text("x")
     run.path.mkdir()
-    assert "parts" in keep(run)
+    assert "parts" in copied(run)
     assert not (run.code / "parts" / "results").exists()
 
 
 def test_too_many_to_be_code(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, rather than an hour of copying a data set."""
+    """The user gets one line instead of an hour of copying a data set."""
     monkeypatch.setattr(code_copy, "MOST_FILES", 2)
-    with pytest.raises(ConfigError, match="has over 2 files: submit from a folder that holds code alone"):
-        keep(run)
+    with pytest.raises(ConfigError, match="has over 2 files: submit from a folder that holds only code"):
+        copied(run)
 
 
 def test_a_disk_that_refuses(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing half is left: the next try copies anew."""
+    """No partial copy is left: the next try starts over."""
 
     def full(source: Path, to: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shutil.copy2", full)
     with pytest.raises(ConfigError, match=r"the code could not be copied to .*No space left on device"):
-        keep(run)
+        copied(run)
     assert not list(run.path.iterdir())
 
 
 def test_where_python_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the copy, and in the same folder of it in which the command was typed; then where the user says."""
+    """First the copy, then the current folder inside the copy, then the user's own PYTHONPATH."""
     monkeypatch.setenv("PYTHONPATH", "/own")
     monkeypatch.chdir(run_folders.PROJECT / "tests")
     copy = tmp_path / "code"

@@ -1,4 +1,4 @@
-"""--local: the same Trainer as processes on this machine, and what a user at the terminal sees of it."""
+"""--local: the same Trainer as processes on this machine, and what the user sees on the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def terminal(tmp_path: Path) -> Terminal:
 
 @pytest.mark.parametrize("nodes", ["2", "2-4"])
 def test_two_nodes_on_one_machine(terminal: Terminal, nodes: str) -> None:
-    """The ranks of two nodes run here, of a range those of the least; the terminal shows progress and the result."""
+    """All ranks run here, of a range as many as its minimum asks for; the terminal shows progress and the result."""
     said = terminal.types("--local", "--nodes", nodes, "--name", "two", *TINY, "train.batch_size=24")
     assert "step 3/3" in said
     assert "finished: epoch 1  step 3" in said and "val_accuracy" in said.splitlines()[-1]
@@ -44,7 +44,7 @@ def test_two_nodes_on_one_machine(terminal: Terminal, nodes: str) -> None:
 
 
 def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
-    """Who looks on sees how far it is; log files and pipes get plain lines, where control characters are noise."""
+    """A terminal gets a progress bar; log files and pipes get plain lines without control characters."""
     screen, typed = os.openpty()
     command = [
         sys.executable,
@@ -73,7 +73,7 @@ def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
 
 
 def test_ctrl_c_is_a_stop(terminal: Terminal) -> None:
-    """Ctrl-C keeps every step, exits 130 and says how to go on; resume then does."""
+    """Ctrl-C keeps every step, exits 130 and prints the resume command, which then continues the run."""
     launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "stopped", "data.workers=1", *LONG)
     terminal.waits_for_step("stopped")
     launcher.send_signal(signal.SIGINT)
@@ -88,7 +88,7 @@ def test_ctrl_c_is_a_stop(terminal: Terminal) -> None:
     resumed = terminal.starts("resume", "stopped", "--local")
     deadline = time.monotonic() + DEADLINE_S
     while read_lines(terminal.run("stopped").metrics)[-1]["step"] <= attempt["end_step"]:
-        assert time.monotonic() < deadline and resumed.poll() is None, "the resumed run did not go on"
+        assert time.monotonic() < deadline and resumed.poll() is None, "the resumed run did not continue"
         time.sleep(0.02)
     resumed.send_signal(signal.SIGTERM)
     resumed.communicate(timeout=DEADLINE_S)
@@ -96,11 +96,11 @@ def test_ctrl_c_is_a_stop(terminal: Terminal) -> None:
 
 
 def test_cancel(terminal: Terminal) -> None:
-    """From another terminal: a stop like any other, and it waits until the run has gone."""
+    """From another terminal: an orderly stop, and the command waits until the run has ended."""
     launcher = terminal.starts("--local", "--name", "mine", "--tasks-per-node", "2", *LONG)
     terminal.waits_for_step("mine")
     said = terminal.types("cancel", "mine")
-    assert re.search(r"mine: stopped after step \d+, every step is kept; go on: python launch.py resume mine", said)
+    assert re.search(r"mine: stopped after step \d+, every step is kept; to continue: .* resume mine", said)
     launcher.communicate(timeout=DEADLINE_S)
     run = terminal.run("mine")
     assert reasons(run) == ["cancelled"] and read_lines(run.attempts)[0]["lost_steps"] == 0
@@ -134,7 +134,7 @@ def test_ctrl_c_before_anything_is_up(terminal: Terminal) -> None:
 
 
 def test_a_killed_launcher_stops_its_ranks(terminal: Terminal) -> None:
-    """Ranks that nobody watches any more save and end; they neither train on unseen nor lose their steps."""
+    """Ranks whose launcher was killed save and end; they neither train on unseen nor lose steps."""
     launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "orphans", *LONG)
     terminal.waits_for_step("orphans")
     launcher.kill()
@@ -149,7 +149,7 @@ def test_a_killed_launcher_stops_its_ranks(terminal: Terminal) -> None:
 
 
 def test_nohup(terminal: Terminal) -> None:
-    """Who starts a run with nohup and closes the terminal wants it to go on."""
+    """A run started with nohup survives the closing of its terminal."""
     command = [sys.executable, "launch.py", "--local", "--name", "nohup", f"launch.root={terminal.root}", *TINY]
     launcher = subprocess.Popen(
         ["nohup", *command], cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -169,12 +169,12 @@ def test_a_killed_rank_ends_the_run(terminal: Terminal) -> None:
     os.kill(ranks_of(launcher)[1], signal.SIGKILL)
     said, _ = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 1
-    assert "rank 1 was ended by SIGKILL" in said
+    assert "rank 1 was killed by SIGKILL" in said
     assert reasons(terminal.run("oom")) == ["failed"]
 
 
 def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None:
-    """What a rank finds wrong with the configuration reads like any other wrong input: one line, status 2."""
+    """A configuration that a rank refuses is reported like any other wrong input: one line, status 2."""
     (tmp_path / "empty_task.py").write_text(
         "import trainer\nclass Empty(trainer.Task):\n    def datasets(self):\n        return [], []\n"
     )

@@ -32,7 +32,7 @@ def test_gpus_that_the_environment_grants(visible: str, count: int, monkeypatch:
 
 
 def test_gpus_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a word in the environment the driver is asked; without a driver there is none."""
+    """Without CUDA_VISIBLE_DEVICES the driver is asked; without a driver there are no GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(Path, "is_dir", lambda self: False)
     assert machine_checks.count_gpus() == 0
@@ -51,12 +51,12 @@ def test_local(monkeypatch: pytest.MonkeyPatch) -> None:
     "words", [["launch.gpus_per_node=1"], ["launch.slurm.gres=gpu:1"], ["launch.slurm.gpus=2"], ["device=auto"]]
 )
 def test_a_job_that_gets_a_gpu(words: list[str]) -> None:
-    """However a site wants its GPUs asked for, the submission is not refused."""
+    """However the job asks for GPUs, the submission is accepted."""
     machine_checks.check_submission(config("device=cuda", *words))
 
 
 def test_data_sets() -> None:
-    """Each data set of the catalogue passes by its name, with the options it understands."""
+    """Each data set of the catalogue is accepted, with the options that it understands."""
     for name in DATASETS:
         if name != "imagefolder":
             machine_checks.check_names(config(f"data.name={name}", "data.args.augment=true", "data.args.image_size=32"))
@@ -100,7 +100,7 @@ def test_task_is_found_however_it_is_named(source: str, tmp_path: Path, monkeypa
     ],
 )
 def test_what_cannot_be_trained(source: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be found out on the node, after the job has waited for a day."""
+    """Without this check it would fail on the node, after a day in the queue."""
     (tmp_path / "wrong_task.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=wrong):
@@ -108,7 +108,7 @@ def test_what_cannot_be_trained(source: str, wrong: str, tmp_path: Path, monkeyp
 
 
 def test_writable(tmp_path: Path) -> None:
-    """A folder that is not there yet is made later; asking must not make it."""
+    """A missing folder is created later; the check must not create it."""
     machine_checks.check_writable(tmp_path)
     machine_checks.check_writable(tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""`launch.py logs`: all ranks in one stream, in time order, through restarts and past midnight."""
+"""`launch.py logs`: all ranks in one stream, merged by time, across restarts and midnight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cluster.merged_logs import Logs
+from trainer.cluster.merged_logs import MergedLogs
 from trainer.cluster.run_folders import PROJECT
 from trainer.commands.main import main
 from trainer.rundir import RunDir
@@ -38,12 +38,12 @@ def says(run: RunDir, rank: int, *lines: str, end: str = "\n") -> None:
         file.write("\n".join(lines) + end)
 
 
-def texts(logs: Logs, all_of_it: bool = True) -> list[tuple[int, str]]:
-    return [(line.rank, line.text.rpartition("] ")[2]) for line in logs.read(all_of_it)]
+def texts(logs: MergedLogs, whole: bool = True) -> list[tuple[int, str]]:
+    return [(line.rank, line.text.rpartition("] ")[2]) for line in logs.read(whole)]
 
 
 def test_merged_in_time_order(run: RunDir) -> None:
-    """What a rank prints without a time stays behind the line that it followed."""
+    """A line without a time stays behind the line that it followed."""
     says(
         run,
         0,
@@ -53,7 +53,7 @@ def test_merged_in_time_order(run: RunDir) -> None:
         "[laststep 10:00:09] d",
     )
     says(run, 1, HEAD.format(at="10:00:01", rank=1, restart=0), "[laststep 10:00:07] c", "Traceback")
-    merged = texts(Logs(run))[2:]
+    merged = texts(MergedLogs(run))[2:]
     assert merged == [(0, "a"), (0, "user's"), (1, "c"), (1, "Traceback"), (0, "d")]
 
 
@@ -62,23 +62,23 @@ def test_past_midnight_and_submitits_own_lines(run: RunDir) -> None:
     says(run, 0, "submitit INFO (2026-11-21 23:59:50,120) - Starting with JobEnvironment", "[laststep 23:59:59] a")
     says(run, 0, "[laststep 00:00:03] c")
     says(run, 1, "submitit INFO (2026-11-22 00:00:01,500) - b")
-    assert [text.rpartition(" - ")[2] for _, text in texts(Logs(run))][1:] == ["a", "b", "c"]
+    assert [text.rpartition(" - ")[2] for _, text in texts(MergedLogs(run))][1:] == ["a", "b", "c"]
 
 
 def test_read_on_and_on(run: RunDir) -> None:
-    """Each line once, no half ones, and new files as they come."""
-    logs = Logs(run)
-    assert texts(logs, all_of_it=False) == []
+    """Each line is read once and whole, and new files are found."""
+    logs = MergedLogs(run)
+    assert texts(logs, whole=False) == []
     says(run, 0, "[laststep 10:00:00] a", "[laststep 10:0", end="")
-    assert texts(logs, all_of_it=False) == [(0, "a")]
+    assert texts(logs, whole=False) == [(0, "a")]
     says(run, 0, "0:01] b")
     says(run, 1, "[laststep 10:00:01] c", "half", end="")
-    assert texts(logs, all_of_it=False) == [(0, "b"), (1, "c")]
+    assert texts(logs, whole=False) == [(0, "b"), (1, "c")]
     assert texts(logs) == [(1, "half")]
 
 
 def test_one_rank_one_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job that came back writes on into the same files; submitit's first line of a start belongs to it already."""
+    """A requeued job appends to the same files; submitit's first line of a start belongs to the new attempt."""
     for restart in range(2):
         for rank in range(2):
             says(run, rank, f"submitit INFO (2026-11-21 1{restart}:00:00,1) - Starting with x")
@@ -93,23 +93,23 @@ def test_one_rank_one_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rank", "3"], "--rank 3: no log of it; there are those of rank 0"),
-        (["--attempt", "2"], "--attempt 2: no such attempt; there are none yet"),
+        (["--rank", "3"], "--rank 3: no such log; logs so far: 0"),
+        (["--attempt", "2"], "--attempt 2: no such attempt; attempts so far: none"),
         (["--rank", "x"], "argument --rank: invalid int value: 'x'"),
     ],
 )
 def test_nothing_of_that_kind(run: RunDir, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says what there is instead."""
+    """One line says which ranks or attempts there are."""
     says(run, 0, "[laststep 10:00:00] a")
     assert main(["logs", str(run.path), *words]) == 2
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
 def test_a_file_keeps_its_order(run: RunDir) -> None:
-    """A clock that is set back, or a requeue to a host whose clock is behind, tears no rank's story apart."""
+    """The lines of one rank keep their order when a clock is set back, or is slow on the next host."""
     says(run, 0, "submitit INFO (2026-11-21 10:00:09,000) - a", "submitit INFO (2026-11-21 10:00:01,000) - b")
     says(run, 1, "submitit INFO (2026-11-21 10:00:05,000) - c")
-    assert [text.rpartition(" - ")[2] for _, text in texts(Logs(run))] == ["c", "a", "b"]
+    assert [text.rpartition(" - ")[2] for _, text in texts(MergedLogs(run))] == ["c", "a", "b"]
 
 
 def test_larger_than_memory(run: RunDir) -> None:
@@ -119,7 +119,7 @@ def test_larger_than_memory(run: RunDir) -> None:
     for rank in range(2):
         says(run, rank, *[long] * 60, "bar" * 2_000_000)
     tracemalloc.start()
-    lengths = [len(line.text) for line in Logs(run).read(all_of_it=True)]
+    lengths = [len(line.text) for line in MergedLogs(run).read(whole=True)]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert lengths.count(len(long)) == 2 * 60 and sum(lengths) == 2 * (60 * len(long) + 6_000_000)
@@ -136,7 +136,7 @@ def test_nobody_reads_on(run: RunDir) -> None:
 
 
 def test_status_is_watched(run: RunDir) -> None:
-    """On a terminal of its own the table stays and is kept up to date; Ctrl-C ends it."""
+    """On a terminal the table is kept up to date until Ctrl-C."""
     screen, typed = os.openpty()
     command = [sys.executable, str(PROJECT / "launch.py"), "status", "--watch", f"launch.root={run.path.parent}"]
     with subprocess.Popen(
@@ -156,6 +156,6 @@ def test_status_is_watched(run: RunDir) -> None:
 
 
 def test_only_a_terminal_is_watched(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """Into a file it would write the table's control characters, for ever."""
+    """In a file it would write control characters without end."""
     assert main(["status", "--watch", f"launch.root={run.path.parent}"]) == 2
     assert capsys.readouterr().err.startswith("error: --watch: keeps a table on a terminal")

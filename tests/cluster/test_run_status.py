@@ -1,6 +1,6 @@
-"""How a run stands: told from Slurm's queue and the run's own files, without accounting.
+"""The status of a run, from Slurm's queue and the run's own files, without accounting.
 
-A wrong word here costs a user: a run taken for finished is never looked at again, one taken for lost is started twice.
+A wrong status is expensive: nobody looks again at a run that seems finished, and one that seems lost is started twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.needs import require_root
 from trainer.cluster.queue import Job, Queue
-from trainer.cluster.run_folders import find
+from trainer.cluster.run_folders import find_run
 from trainer.cluster.run_status import status_of
 from trainer.commands.main import main
 from trainer.config.errors import ConfigError
@@ -34,7 +34,7 @@ def queued(state: str, reason: str = "", starts_at: float | None = None) -> Queu
 
 
 def attempt(number: int = 0, reason: str | None = None, job_id: str = "7", **more: Any) -> dict[str, Any]:
-    """A record of attempts.jsonl; of an attempt under way without a reason."""
+    """A record of attempts.jsonl; without a reason, the attempt is under way."""
     record = {"attempt": number, "job_id": job_id, "restart": number, "hosts": ["n1"], "world_size": 1}
     record |= {"start": NOW - 100, "end": NOW if reason else None, "start_step": 0, "end_step": 0, "reason": reason}
     return record | {"lost_steps": 0, "lost_s": 0.0, "step_s": None, "requeue": False, "error": None} | more
@@ -74,18 +74,18 @@ def run(tmp_path: Path) -> RunDir:
             [attempt(0, "preempted", requeue=True)],
             None,
             "cancelled",
-            "its job left the queue before it came back",
+            "job left the queue before it restarted",
         ),
         (EMPTY, [attempt(0, "lost")], None, "lost", ""),
-        (EMPTY, [], attempt(), "lost", "its job is gone and left no word"),
-        (EMPTY, [], None, "cancelled", "its job left the queue before it began"),
+        (EMPTY, [], attempt(), "lost", "job disappeared without recording why"),
+        (EMPTY, [], None, "cancelled", "job left the queue before it started"),
         (SILENT, [], None, "unknown", "squeue does not answer"),
         (SILENT, [], attempt(), "unknown", "squeue does not answer"),
         (SILENT, [attempt(0, "preempted", requeue=True)], None, "unknown", "squeue does not answer"),
         (SILENT, [attempt(0, "finished")], None, "finished", ""),
         (SILENT, [attempt(0, "cancelled")], None, "cancelled", ""),
         # An attempt of an older job says nothing of the one that was submitted to go on.
-        (EMPTY, [attempt(0, "failed", job_id="3")], None, "cancelled", "its job left the queue before it began"),
+        (EMPTY, [attempt(0, "failed", job_id="3")], None, "cancelled", "job left the queue before it started"),
         (SILENT, [attempt(0, "failed", job_id="3")], None, "unknown", "squeue does not answer"),
         (queued("PENDING", "Priority"), [attempt(0, "failed", job_id="3")], None, "queued", "Priority"),
     ],
@@ -93,7 +93,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_state(
     run: RunDir, queue: Queue, ended: list[Any], under_way: dict[str, Any] | None, state: str, why: str
 ) -> None:
-    """Every way in which queue and files can meet."""
+    """Every combination of queue and files."""
     write(run.attempts, *ended)
     if under_way:
         write(run.attempt_now, under_way)
@@ -103,13 +103,13 @@ def test_state(
 
 
 def test_submitted_after_the_queue_was_asked(run: RunDir) -> None:
-    """squeue's answer may be older than the run: that is no reason to call it cancelled."""
+    """squeue's answer may be older than the run, which is then queued, not cancelled."""
     write(run.submissions, {"job_id": "9", "time": NOW + 1})
     assert status_of(run, EMPTY).state == "queued"
 
 
 def test_when_it_is_expected_to_start(run: RunDir) -> None:
-    """Slurm's estimate, for a job that waits; of one that runs the same field is its start."""
+    """Slurm's estimate for a waiting job; for a running one the same field is its start."""
     assert status_of(run, queued("PENDING", "Resources", NOW + 60)).starts_at == NOW + 60
     assert status_of(run, queued("RUNNING", "", NOW - 60)).starts_at is None
 
@@ -130,7 +130,7 @@ def test_how_far_it_is(run: RunDir) -> None:
 
 
 def test_a_run_that_a_crash_has_damaged(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
-    """Half a last line, in either file: what is whole is shown, and what is not is said, or nobody would trust it."""
+    """Half a last line in either file: the intact lines are shown, and the damage is reported."""
     write(run.attempts, attempt(0, "finished", end_step=20))
     write(run.metrics, {"step": 20, "epoch": 1, "loss": 0.5, "samples_per_s": 9.0, "time": NOW})
     for path in (run.attempts, run.metrics):
@@ -140,8 +140,8 @@ def test_a_run_that_a_crash_has_damaged(run: RunDir, capfd: pytest.CaptureFixtur
     assert main(["status", str(run.path)]) == 0
     said = capfd.readouterr().out
     assert re.search(r"^run +finished +20 ", said, re.MULTILINE)
-    assert "attempts.jsonl: damaged, 1 of its lines passed over" in said
-    assert "metrics.jsonl: damaged, 1 of its lines passed over" in said
+    assert "attempts.jsonl: damaged, 1 lines skipped" in said
+    assert "metrics.jsonl: damaged, 1 lines skipped" in said
 
 
 def test_a_run_of_an_older_version(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
@@ -171,16 +171,16 @@ def test_a_run_of_somebody_else(run: RunDir) -> None:
     if not pid:
         os.setuid(65534)
         try:
-            find(run.name, str(run.path.parent))
+            find_run(run.name, str(run.path.parent))
         except ConfigError as error:
-            os._exit(int("may not be read by you; ask root" not in str(error)))
+            os._exit(int("you may not read" not in str(error)))
         os._exit(2)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_what_squeue_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its words, one line a job; a reason may have anything in it."""
+    """One line per job; the reason may contain any character."""
     said = "7|PENDING|2026-11-21T12:00:00|ReqNodeNotAvail, UnavailableNodes:n[1-2]|x\n8_3|RUNNING|N/A|None\n"
 
     def answer(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
@@ -197,7 +197,7 @@ def test_what_squeue_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_squeue_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller that restarts is no sign that every job is gone."""
+    """A restarting controller does not mean that all jobs are gone."""
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", "slurm_load_jobs"))
     assert Queue.ask([]).jobs is None

@@ -1,4 +1,4 @@
-"""`python -m trainer --spawn N`: the process that waits for the ranks, and what reaches them through it."""
+"""`python -m trainer --spawn N`: the process that waits for the ranks, and the signals that it forwards to them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from trainer.rundir import RunDir
 
 
 def test_combinations() -> None:
-    """Each value of one key with each of the other; a comma within brackets or quotes is no end of a value."""
+    """Each value of one key with each value of the other; a comma in brackets or quotes separates nothing."""
     found = combinations(["optim.lr=0.1,0.03", "seed=0..2"])
     assert [(change["optim.lr"], change["seed"]) for change in found] == [
         (lr, seed) for lr in (0.1, 0.03) for seed in (0, 1, 2)
@@ -38,13 +38,13 @@ def test_no_combinations(word: str, said: str) -> None:
 
 
 def test_names() -> None:
-    """Readable, fit for a folder, and apart where two keys end alike."""
+    """Readable, valid as a folder's name, and distinct when two keys end alike."""
     assert name_of("scan", {"optim.lr": 0.1, "seed": 3}) == "scan-lr_0.1-seed_3"
     assert name_of("scan", {"model.name": "vit b/16", "optim.name": "sgd"}) == "scan-model.name_vit_b_16-optim.name_sgd"
 
 
 def test_variants_are_what_loading_gives() -> None:
-    """A sweep of a thousand takes a shorter way to the same configurations."""
+    """The fast path for a thousand runs gives the same configurations."""
     base = Config.load("mnist", ["launch.setup=['echo \\${HOME}']"])
     changes = [{"optim.lr": lr, "model.args.width": width} for lr in (0.5, 1) for width in (8, 16)]
     for change, (config, text) in zip(changes, variants(base, changes)):
@@ -69,7 +69,7 @@ def test_variants_are_what_loading_gives() -> None:
     ],
 )
 def test_refused(words: list[str], said: str, slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One line, and nothing is made: half a sweep is worse than none."""
+    """One line, and nothing is created: half a sweep is worse than none."""
     assert said in refusal(["sweep", *words], capfd, here)
 
 
@@ -92,7 +92,7 @@ def test_submitted_as_one_array(slurm: Path, here: Path, capfd: pytest.CaptureFi
 
 
 def test_again_only_what_is_missing(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What has finished or is in the queue is left alone; what ended before, and what is new, goes in one array."""
+    """Runs that finished or are in the queue are left alone; those that ended early and new ones form one array."""
     assert main(["sweep", "--name", "scan", "seed=0..2"]) == 0
     finished = RunDir(here / "runs" / "scan-seed_0")
     record = {"attempt": 0, "job_id": "4711_0", "restart": 0, "start": 1, "end": 2, "start_step": 0, "end_step": 9}
@@ -106,13 +106,13 @@ def test_again_only_what_is_missing(slurm: Path, here: Path, capfd: pytest.Captu
     assert main(["sweep", "--name", "scan", "seed=0..3"]) == 0
     assert "sweep  scan: 4 runs\njob    4711: 2 runs, scan-seed_2 to scan-seed_3" in capfd.readouterr().out
     assert main(["sweep", "--name", "scan", "seed=0..1"]) == 0
-    assert "all of them have finished, or are in the queue" in capfd.readouterr().out
+    assert "all of them have finished or are in the queue" in capfd.readouterr().out
     assert main(["sweep", "--name", "scan", "seed=0..3", "optim.lr=7"]) == 2
     assert "scan-seed_0: this run exists with another configuration" in capfd.readouterr().err
 
 
 def test_status_ranks_a_sweep(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The best on top: the lowest loss, the highest accuracy; runs without a validation last."""
+    """The best run comes first (lowest loss, highest accuracy), runs without a validation last."""
     assert main(["sweep", "--name", "scan", "seed=0..2"]) == 0
     for seed, (loss, accuracy) in {1: (0.5, 0.7), 2: (0.3, 0.6)}.items():
         line = {"epoch": 1, "step": 5, "train_loss": 1.0, "val_loss": loss, "val_accuracy": accuracy}

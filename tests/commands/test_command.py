@@ -1,4 +1,4 @@
-"""The command as a user types it: what is wrong gets one line and exit status 2, and leaves nothing behind.
+"""The command as a user types it: wrong input gets one line and exit status 2, and leaves nothing behind.
 
 A traceback tells a newcomer that the tool is broken; a folder or a job left behind by a typing error is in the way of
 the next try, or sits in the queue.
@@ -19,6 +19,7 @@ from submitit.core.utils import DelayedSubmission
 from tests.support.commands import REFUSING_SBATCH, files, launch, refusal
 from tests.support.project import PROJECT
 from trainer.commands.main import main
+from trainer.commands.verbs import DEFAULT, VERBS
 from trainer.config.config import Config
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
@@ -66,7 +67,7 @@ WRONG = [
     (["data.name=imagefolder", "data.args.cache=3"], "data.args.cache=3: must be true or false"),
     (
         ["data.name=imagefolder", "data.args.cache=true", "data.args.decode_on_device=true"],
-        "data.args.decode_on_device=true: what data.args.cache keeps is not on the device; leave one out",
+        "data.args.decode_on_device=true: data.args.cache keeps images off the device; leave one of them out",
     ),
     (["data.name=imagefolder"], "data.root=data: data/train is missing; imagefolder reads train/CLASS/*.jpg"),
     (["data.name=mnist", "data.root=/proc/version"], "data.root=/proc/version: is not a folder"),
@@ -112,13 +113,13 @@ def test_wrong_input_of_the_script(words: list[str], here: Path) -> None:
 
 @pytest.mark.parametrize("words", [[], ["--follow"]], ids=["submit", "follow"])
 def test_no_slurm(words: list[str], here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A newcomer without a cluster is told the two ways on."""
+    """A newcomer without a cluster is shown two ways to continue."""
     says = refusal(words, capfd, here)
     assert "no Slurm on this machine" in says and "--local" in says and "`make slurm`" in says
 
 
 def test_run_exists(here: Path, slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A second run of the same name would mix two trainings in one folder; the message says how to go on with it."""
+    """A second run of the same name would mix two trainings in one folder; the message says how to continue it."""
     (here / "runs" / "mine").mkdir(parents=True)
     for way in ([], ["--local"], ["--debug"], ["--dry-run"]):
         says = refusal(["--name", "mine", *way], capfd, here)
@@ -126,7 +127,7 @@ def test_run_exists(here: Path, slurm: Path, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_imagefolder_is_looked_at(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Part missing, part empty: each has its own line, before a job waits in the queue for it."""
+    """A missing and an empty folder each get their own line, before a job waits in the queue."""
     (here / "data" / "train").mkdir(parents=True)
     says = refusal(["data.name=imagefolder", "--local"], capfd, here)
     assert says == "data.root=data: data/train is empty; it must hold one folder of images per class"
@@ -136,7 +137,7 @@ def test_imagefolder_is_looked_at(here: Path, capfd: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("root", ["/proc/nobody", "below/a/file"])
 def test_folder_not_writable(root: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Not even root can write there; found out before anything starts, not by the first checkpoint."""
+    """Not even root can write there; this is found before the start, not at the first checkpoint."""
     (here / "below").mkdir()
     (here / "below" / "a").write_text("")
     says = refusal([f"launch.root={root}", "--local"], capfd, here)
@@ -190,7 +191,7 @@ def test_gpus_that_are_not_there(
 def test_task_that_cannot_be(
     name: str, text: str, says: str, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A user's own Task is looked at before the start: the error is in the user's file, and that is what is said."""
+    """A user's Task is checked before the start, and the message names the user's file."""
     (here / "raising").mkdir()
     (here / "raising" / "__init__.py").write_text("raise NameError('no luck')")
     (here / f"{name}.py").write_text(text)
@@ -200,7 +201,7 @@ def test_task_that_cannot_be(
 
 
 def test_slurm_refuses(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What sbatch said is passed on, and the run's folder is taken back, so that the name is free for the next try."""
+    """sbatch's message is shown, and the run's folder is removed, so that the name is free for the next try."""
     (slurm / "sbatch").write_text(REFUSING_SBATCH)
     (here / "runs").mkdir()
     says = refusal(["--name", "mine", "--partition", "nope"], capfd, here)
@@ -209,7 +210,7 @@ def test_slurm_refuses(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_submit(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A submission says run, job, log and what to type next; and what it hands over is the run's configuration."""
+    """A submission prints run, job, log and the next commands; the job gets the run's configuration."""
     assert main(["--nodes", "2", "--name", "mine", "seed=3"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -224,7 +225,7 @@ def test_submit(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_submit_a_range(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The range is what Slurm is asked for and what is printed; the job's result can be waited for all the same."""
+    """Slurm is asked for the range, and the range is printed."""
     assert main(["--nodes", "1-4", "--tasks-per-node", "2", "--name", "mine", "train.batch_size=48"]) == 0
     assert "job    4711: 1-4 nodes x 2 ranks" in capfd.readouterr().out
     assert "#SBATCH --nodes=1-4\n" in (slurm / "submitted.sh").read_text()
@@ -235,7 +236,7 @@ def test_resume_while_the_job_lives(slurm: Path, here: Path, capfd: pytest.Captu
     """Two jobs of one run would write one folder: the second is refused, with how to end the first."""
     assert main(["--name", "mine"]) == 0
     capfd.readouterr()
-    assert "`python launch.py cancel mine` ends it first" in refusal(["resume", "mine"], capfd, here)
+    assert "end it first: `python launch.py cancel mine`" in refusal(["resume", "mine"], capfd, here)
     (slurm / "squeue").write_text("#!/bin/sh\n")
     assert main(["resume", "mine", "--nodes", "2"]) == 0
     assert Config.load(RunDir(here / "runs" / "mine").config).launch.nodes == 2
@@ -262,7 +263,7 @@ def test_name_from_a_file(here: Path, capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_options_win_over_words(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each option is a shorthand of the key that --help names, and what is typed as an option wins."""
+    """Each option sets the key that --help names, and wins over a key=value word."""
     options = ["--nodes", "2", "--tasks-per-node", "4", "--partition", "high", "--time", "30", "--name", "mine"]
     assert main(["--dry-run", "launch.nodes=8", *options]) == 0
     out = capfd.readouterr().out
@@ -271,17 +272,16 @@ def test_options_win_over_words(here: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_dry_run_leaves_nothing(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """--dry-run is for looking: no folder, no job."""
+    """--dry-run creates no folder and no job."""
     assert main(["--dry-run"]) == 0
     assert files(here) == []
     assert not (slurm / "submitted.sh").exists()
 
 
-VERBS = ("sweep", "resume", "status", "logs", "cancel", "drill", "verify", "report", "doctor", "completion")
 GOLDEN_COMMANDS: dict[str, list[list[str]]] = {
     "help.txt": [
         ["--help"],
-        *([verb, "--help"] for verb in VERBS),
+        *([verb, "--help"] for verb in VERBS if verb != DEFAULT),
     ],
     "sbatch.txt": [
         ["--dry-run", "--name", "small", "--nodes", "2", "--tasks-per-node", "2"],
@@ -302,17 +302,18 @@ GOLDEN_COMMANDS: dict[str, list[list[str]]] = {
 
 @pytest.mark.parametrize("name", GOLDEN_COMMANDS)
 def test_golden(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line and the sbatch script are what users' scripts and clusters depend on: no change unnoticed.
+    """Users' scripts and clusters depend on the command line and the sbatch script: no change goes unnoticed.
 
-    After a change that is meant: LASTSTEP_UPDATE_GOLDEN=1 python -m pytest tests/commands/test_command.py -k golden
+    After an intended change: LASTSTEP_UPDATE_GOLDEN=1 python -m pytest tests/commands/test_command.py -k golden
     """
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     text = ""
     for words in GOLDEN_COMMANDS[name]:
         done = launch(*words)
         assert (done.returncode, done.stderr) == (0, "")
         said = done.stdout.split("# sbatch script\n")[-1]
+        assert "--help" not in words or all(len(line) <= 80 for line in said.splitlines())
         for path, label in ((sys.executable, "<python>"), (str(PROJECT), "<project>"), (str(here), "<here>")):
             said = said.replace(path, label)
         text += f"$ python launch.py {' '.join(words)}\n{said}\n"
@@ -320,6 +321,28 @@ def test_golden(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("LASTSTEP_UPDATE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text()
+
+
+def test_table_of_verbs() -> None:
+    """Each verb is the module of its name, which says so in its first line and describes itself in --help."""
+    for name, verb in VERBS.items():
+        module = verb.module()
+        assert str(module.__doc__).startswith(f"{name}: ") and verb.usage.split()[0] == name
+        assert module.DESCRIPTION in verb.parser().format_help()
+
+
+def test_parsers_are_cheap() -> None:
+    """--help and the Tab key wait for a verb's module: what takes long to import must wait until the verb runs."""
+    code = (
+        "import sys\n"
+        "from trainer.commands.verbs import VERBS\n"
+        "VERBS['submit'].parser()\n"
+        "assert 'omegaconf' not in sys.modules\n"
+        "for verb in VERBS.values(): verb.parser()\n"
+        "sys.exit(str({name.split('.')[0] for name in sys.modules} & {'torch', 'numpy', 'submitit', 'rich'} or ''))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    assert done.stderr.strip() == ""
 
 
 @pytest.mark.parametrize(
@@ -380,7 +403,7 @@ def test_debug_opens_the_debugger(here: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_refused_by_the_rank(here: Path) -> None:
-    """What only torch can tell is refused by the rank: the same one line and status, and the name is free again. From
+    """The rank refuses what only torch can check: with the same one line and status, and the name is free again. From
     another folder than the project's, too."""
     done = launch("--local", "--name", "mine", "model.args.depth=3")
     assert done.returncode == 2
@@ -389,18 +412,18 @@ def test_refused_by_the_rank(here: Path) -> None:
 
 
 def test_interrupted(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C ends the command with a shell's status for it, not with a traceback."""
+    """Ctrl-C ends the command with the shell's status for it, not with a traceback."""
 
     def interrupted(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("trainer.commands.submit.submit", interrupted)
+    monkeypatch.setattr("trainer.commands.submit.run", interrupted)
     assert main(["--local"]) == 130
     assert capfd.readouterr().err == ""
 
 
 def test_site_profile(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Named once in the environment it serves every verb: runs are found in the site's root, too."""
+    """A site named in the environment applies to every verb: runs are found in the site's root too."""
     (here / "lab.yaml").write_text(f"launch: {{partition: gpu, root: {here}/scratch}}\n")
     assert main(["--site", "lab.yaml", "--dry-run", "--name", "x"]) == 0
     assert "#SBATCH --partition=gpu" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""The Tab key, in a real bash and a real zsh on a terminal: what stands on the line after it is what a user sees."""
+"""The Tab key, in a real bash and a real zsh on a terminal, checked by the line that the user then sees."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def shell(name: str, home: Path) -> Iterator[Shell]:
     ],
 )
 def test_one_fits(shell: Shell, typed: str, becomes: str) -> None:
-    """The Tab key completes the word: with a space where it is whole, without one where it goes on."""
+    """The Tab key completes the word: with a space if it is complete, without one if more follows."""
     assert shell.line_after(typed, "\t") == becomes
 
 
@@ -153,7 +153,7 @@ def test_one_fits(shell: Shell, typed: str, becomes: str) -> None:
     ],
 )
 def test_several_fit(shell: Shell, typed: str, candidates: str) -> None:
-    """All that the verb takes at this place, and nothing else."""
+    """All that the verb accepts in this place, and nothing else."""
     before, _, _ = typed.rpartition(" ")
     inserted = shell.line_after(typed, ALL).removeprefix(before).split()
     # bash replaces what stands behind the =, zsh the whole word.
@@ -171,7 +171,7 @@ OWN = {  # how else the words of python may be completed: by whom -> (what an rc
 
 @pytest.mark.parametrize("whose", OWN)
 def test_others_go_on(whose: str, home: Path) -> None:
-    """Whoever completed `python other.py` before goes on doing so, also after ~/.bashrc was read again."""
+    """The earlier completion of `python other.py` keeps working, also after ~/.bashrc was read again."""
     name = whose.split()[0]
     require_program(name, f"apt-get install {name}")
     own, becomes = OWN[whose]
@@ -184,7 +184,7 @@ def test_others_go_on(whose: str, home: Path) -> None:
 
 
 def test_starts_no_other_program(shell: Shell, home: Path) -> None:
-    """Many a project has a launch.py, which may delete data as soon as it is started."""
+    """Other projects have a launch.py too, which may do harm as soon as it is started."""
     folder = home / "theirs"
     folder.mkdir(exist_ok=True)
     program = folder / "launch.py"
@@ -196,7 +196,7 @@ def test_starts_no_other_program(shell: Shell, home: Path) -> None:
 
 
 def test_answers_at_once(home: Path) -> None:
-    """At each Tab the command starts anew: torch or submitit would make the shell stand still."""
+    """Each Tab starts the command: importing torch or submitit would freeze the shell."""
     code = (
         "import sys\n"
         "from trainer.commands.main import main\n"

@@ -17,7 +17,7 @@ from tests.support.commands import begin, end
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
 from tests.support.runs import FAULTY, befall, config
-from trainer.commands.parsers import PARSERS
+from trainer.commands.verbs import VERBS
 from trainer.config.config import Config
 from trainer.config.keys import fields_of
 
@@ -125,7 +125,7 @@ def test_every_quoting_section_is_tested() -> None:
 def test_commands_and_keys_of_the_page_exist() -> None:
     """A typing error in a command that should help costs the user's trust."""
     page = PAGE.read_text()
-    assert set(re.findall(r"launch\.py (\w+)", page)) <= set(PARSERS)
+    assert set(re.findall(r"launch\.py (\w+)", page)) <= set(VERBS)
     keys = {key for key, _, _ in fields_of(Config)}
     named = set(re.findall(r"\b(?:launch|train|data|optim|checkpoint)\.[a-z_]+", page)) - {"launch.py"}
     assert named <= keys, named - keys

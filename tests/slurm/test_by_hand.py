@@ -103,7 +103,7 @@ def test_what_is_wrong_is_not_requeued(desk: Desk) -> None:
     desk.types("wrong", TRAIN, words=(*SMALL, "train.max_steps=1"))
     assert desk.waits_for_terminals() == [0]
     desk.types("wrong", (*SRUN, "seed=7"), words=(*SMALL, "train.max_steps=1"))
-    desk.waits_for("wrong", "error: seed=7: wrong was started with 0, which a run keeps")
+    desk.waits_for("wrong", "error: seed=7: wrong was started with 0, and a run keeps its values")
     name = ("squeue", "--noheader", "--states=all", "--name=wrong", "--Format=exit_code,state,restartcnt")
     desk.cluster.wait_for(lambda: "FAILED" in desk.cluster.run(*name), 30, "the job did not end")
     assert desk.cluster.run(*name).split() == [str(2 << 8), "FAILED", "0"]

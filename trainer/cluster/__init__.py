@@ -1,2 +1,3 @@
-"""Around the job: submission, the batch shell, ranks on this machine, run folders, the code copy, the queue, and how
-a run stands. Not here: what happens within a rank (attempt), and the command line (commands)."""
+"""Everything around the job: preparing and submitting a run, the sbatch script and its batch shell, ranks on this
+machine, run folders, the code copy, the queue, the status and the logs of a run. Not here: what happens inside a rank
+(attempt), and the command line (commands)."""

@@ -1,4 +1,4 @@
-"""--follow: stream rank 0's log until the run ends, through every requeue."""
+"""--follow: print rank 0's log until the run ends, through every requeue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from submitit import SlurmJob
 
-from trainer.cluster.live_log import Screen
+from trainer.cluster.live_log import LiveLog
 from trainer.cluster.run_status import RunStatus, StatusReader
 from trainer.rundir import RunDir
 
@@ -16,27 +16,32 @@ POLL_S = 0.5
 
 def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
     """Stay until the run ends; returns the exit status. Ctrl-C leaves the job alone."""
-    lookout = StatusReader()
+    reader = StatusReader()
     try:
-        with Screen(run, job.paths.stdout) as screen:
+        with LiveLog(run, job.paths.stdout) as log:
             while True:
-                # First look for the end, then read: so the last lines are in what is read.
-                (now,) = lookout.look([run])
-                screen.update()
-                if not now.alive:
+                # Status before log: once the run has ended, this update prints its last lines.
+                (status,) = reader.read([run])
+                log.update()
+                if not status.alive:
                     break
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
-        print(f"\n[laststep] {run.name} goes on; `python launch.py cancel {run.path}` ends it", file=sys.stderr)
+        print(
+            f"\n[laststep] {run.name} is still running; to end it: python launch.py cancel {run.path}", file=sys.stderr
+        )
         return 130
-    if now.state == "finished":
+    if status.state == "finished":
         return 0
-    print(f"[laststep] {_ended(run, now)}", file=sys.stderr)
+    print(f"[laststep] {_how_it_ended(run, status)}", file=sys.stderr)
     return 1
 
 
-def _ended(run: RunDir, now: RunStatus) -> str:
-    why = f" ({now.why})" if now.why else ""
-    if now.state in ("failed", "lost"):
-        return f"the run ended: {now.state}{why}; each rank's log is in {run.logs}"
-    return f"job {now.job_id} left the queue unfinished{why}; go on: python launch.py resume {run.path}"
+def _how_it_ended(run: RunDir, status: RunStatus) -> str:
+    why = f" ({status.why})" if status.why else ""
+    if status.state in ("failed", "lost"):
+        return f"the run ended: {status.state}{why}; the ranks' logs are in {run.logs}"
+    return (
+        f"job {status.job_id} left the queue before the run finished{why}; "
+        f"to continue: python launch.py resume {run.path}"
+    )

@@ -1,4 +1,7 @@
-"""Running a run's ranks on this machine, as processes that are told who they are as submitit's local executor would."""
+"""--local and --debug: a run's ranks on this machine.
+
+The processes of --local learn their ranks from the variables that submitit's local executor would set.
+"""
 
 from __future__ import annotations
 
@@ -13,47 +16,45 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.cluster import run_folders
-from trainer.cluster.live_log import Screen
+from trainer.cluster.live_log import LiveLog
+from trainer.cluster.spawn import GRACE_S
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 from trainer.world.signals import STOP_SIGNALS
 
-# How long the ranks that are left have, after one has ended, to notice, to save what they hold, and to leave.
-GRACE_S = 60.0
-# The same when it refused the configuration: then nothing has begun.
-REFUSED_S = 5.0
+REFUSED_S = 5.0  # instead of GRACE_S after a rank has refused the configuration: nothing has started then
 POLL_S = 0.05
 
 
 def run_local(config: Config, run: RunDir) -> int:
-    """Run all ranks here, rank 0's output on the terminal and every rank's in `logs/`; returns the exit status.
+    """Run all ranks here, with rank 0's output on the terminal and each rank's in `logs/`; returns the exit status.
 
-    Ctrl-C, SIGTERM, SIGUSR2 and a closed terminal are passed on to the ranks as a stop; a second Ctrl-C kills them.
-    The ranks write to their logs themselves, so that they need neither this process nor its terminal.
+    Ctrl-C, SIGTERM, SIGUSR2 and a closed terminal are forwarded to the ranks as a stop; a second Ctrl-C kills them.
+    The ranks write their logs themselves, so they survive this process and its terminal.
     """
     job_id = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_folders.note_submission(run, job_id)
+    run_folders.record_submission(run, job_id)
     logs = [run.logs / f"{job_id}_{rank}_log.out" for rank in range(config.launch.world_size)]
-    with _forwarded_signals() as received, Screen(run, logs[0]) as screen:
+    with _forwarded_signals() as received, LiveLog(run, logs[0]) as log:
         ranks = _start(config, run, job_id, logs)
         sent = 0
         ended, ended_at = 0, time.monotonic()
         while (living := sum(rank.poll() is None for rank in ranks)) > 0:
-            screen.update()
+            log.update()
             if len(received) > sent:
                 sent = len(received)
                 kill = received.count(signal.SIGINT) > 1
                 _send(ranks, signal.SIGKILL if kill else received[-1])
-                _say("killed" if kill else "stopping after this step; Ctrl-C again to kill")
+                _say("killed" if kill else "stopping after this step; press Ctrl-C again to kill")
             if ended != len(ranks) - living:
                 ended, ended_at = len(ranks) - living, time.monotonic()
             grace_s = REFUSED_S if any(rank.returncode == 2 for rank in ranks) else GRACE_S
             if ended and time.monotonic() > ended_at + grace_s:
                 _send(ranks, signal.SIGKILL)
             time.sleep(POLL_S)
-        screen.update()
+        log.update()
     codes = [rank.returncode for rank in ranks]
     if received.count(signal.SIGINT) > 1:
         return 130
@@ -70,23 +71,22 @@ def run_debug(config: Config) -> int:
     except ConfigError:
         raise
     except Exception:
-        import pdb  # not above: it would slow down every command, and this one is in no hurry
+        import pdb  # here, because it would slow down every other command
 
         traceback.print_exc()
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C is the debugger's now
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C belongs to the debugger from here on
         pdb.post_mortem()
         return 1
     return 0
 
 
 def _start(config: Config, run: RunDir, job_id: str, logs: Sequence[Path]) -> list[subprocess.Popen[bytes]]:
-    """A process per rank, each leading a session of its own, so that a Ctrl-C at the terminal reaches it once.
+    """Start one process per rank, each in its own session, so that it gets a Ctrl-C at the terminal only once.
 
-    The signals that ask for a stop stay blocked in them until they are caught there, see Signals.catch: one that came
-    sooner would kill the rank.
+    The signals that ask for a stop stay blocked in the ranks until Signals.catch: an earlier one would kill the rank.
     """
     launch = config.launch
-    place = {
+    common = {
         **os.environ,
         "PYTHONPATH": run_folders.python_path(),
         **launch.env,
@@ -101,7 +101,7 @@ def _start(config: Config, run: RunDir, job_id: str, logs: Sequence[Path]) -> li
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         for rank, log in enumerate(logs):
-            environment = {**place, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
+            environment = {**common, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
             with log.open("ab") as output:
                 ranks.append(
                     subprocess.Popen(
@@ -120,7 +120,7 @@ def _start(config: Config, run: RunDir, job_id: str, logs: Sequence[Path]) -> li
 
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[list[signal.Signals]]:
-    """Collect the signals that ask for a stop, instead of dying of them; those ignored (nohup) stay so."""
+    """Collect the signals that ask for a stop instead of dying of them. Ignored ones (nohup) stay ignored."""
     received: list[signal.Signals] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
     before = {n: handler for n in numbers if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
@@ -135,7 +135,7 @@ def _forwarded_signals() -> Iterator[list[signal.Signals]]:
 
 
 def _send(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    """To every rank that lives; SIGKILL to all that it started too."""
+    """Signal every living rank; SIGKILL goes to its child processes too."""
     for rank in ranks:
         if rank.poll() is None:
             if number == signal.SIGKILL:
@@ -150,21 +150,21 @@ def _failed(code: int | None) -> bool:
 
 
 def _status(codes: list[int]) -> int:
-    """The command's exit status: what is wrong with the configuration wins over what followed from it."""
+    """The command's exit status: a refused configuration (2) wins over the failures that followed from it."""
     if 2 in codes:
         return 2
     return 1 if any(map(_failed, codes)) else max(codes)
 
 
 def _show_failure(codes: list[int], logs: list[Path]) -> None:
-    """Rank 0's words are on the terminal already; show those of the others that failed."""
+    """Print the ends of the failed ranks' logs, unless rank 0 failed too: its log is on the terminal already."""
     for rank, code in enumerate(codes):
         if rank and code and not codes[0]:
             print(logs[rank].read_text(errors="replace")[-4000:], file=sys.stderr)
         if code < 0:
-            _say(f"rank {rank} was ended by {signal.Signals(-code).name}")
-    if 2 not in codes:  # what is wrong with the configuration is on one line already
-        _say(f"failed; each rank's log is in {logs[0].parent}")
+            _say(f"rank {rank} was killed by {signal.Signals(-code).name}")
+    if 2 not in codes:  # else the one line about the configuration is enough
+        _say(f"failed; the ranks' logs are in {logs[0].parent}")
 
 
 def _say(text: str) -> None:

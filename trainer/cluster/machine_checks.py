@@ -1,4 +1,4 @@
-"""Refuse, before anything starts or is submitted, what this machine can already tell will fail. Imports no torch."""
+"""Checks before a start or a submission: refuse what this machine can already tell will fail. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WITHOUT_SLURM = "add --local to train here, or try a throwaway Slurm with `make 
 
 
 def check_names(config: Config) -> None:
-    """The task, and for the ready-made one the model and the data set, exist."""
+    """Check that the task exists; for the ready-made one, the model and the data set too. Raises ConfigError."""
     if config.task != "classification":
         return _check_task(config.task)
     check_model_name(config.model.name)
@@ -36,19 +36,19 @@ def check_names(config: Config) -> None:
             raise ConfigError(f"data.args.{name}={value}: must be a positive integer")
     if data.args.get("cache") and data.args.get("decode_on_device"):
         raise ConfigError(
-            "data.args.decode_on_device=true: what data.args.cache keeps is not on the device; leave one out"
+            "data.args.decode_on_device=true: data.args.cache keeps images off the device; leave one of them out"
         )
     _check_data_root(data)
 
 
 def check_slurm() -> None:
-    """Slurm's commands are here."""
+    """Check that Slurm's commands are installed here. Raises ConfigError."""
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise ConfigError(f"no Slurm on this machine (sbatch not found): {WITHOUT_SLURM}")
 
 
 def check_local(config: Config) -> None:
-    """This machine has the GPUs that a local run asks for."""
+    """Check that this machine has the GPUs that a local run asks for. Raises ConfigError."""
     wanted, here = config.launch.gpus_per_node, count_gpus()
     if wanted > here:
         fix = f"use --gpus-per-node {here}" if here else "leave it out to train on the CPU"
@@ -58,14 +58,14 @@ def check_local(config: Config) -> None:
 
 
 def check_submission(config: Config) -> None:
-    """A job that must have GPUs asks for some."""
-    asks = config.launch.gpus_per_node or any("gpu" in f"{k} {v}" for k, v in config.launch.slurm.items())
-    if config.device == "cuda" and not asks:
+    """Check that a job that needs GPUs asks for some. Raises ConfigError."""
+    asks_for_gpus = config.launch.gpus_per_node or any("gpu" in f"{k} {v}" for k, v in config.launch.slurm.items())
+    if config.device == "cuda" and not asks_for_gpus:
         raise ConfigError("device=cuda: the job asks for no GPU; add --gpus-per-node N")
 
 
 def check_writable(root: Path) -> None:
-    """The folder of all runs exists or can be made, and can be written to."""
+    """Check that the folder of all runs exists or can be created, and is writable. Raises ConfigError."""
     existing = root
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -76,7 +76,7 @@ def check_writable(root: Path) -> None:
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that a process started here would see."""
+    """The number of NVIDIA GPUs that a process started here would see."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([v for v in visible.split(",") if v.strip() and v.strip() != "-1"])
@@ -102,8 +102,10 @@ def _check_data_root(data: Data) -> None:
 
 
 def _check_task(path: str) -> None:
-    """The module of a user's own Task or function is there and names it: read, not imported, since it may import
-    torch."""
+    """Check that the module of a user's Task or function exists and defines it.
+
+    The module is parsed, not imported, because it may import torch. Raises ConfigError.
+    """
     module, _, name = path.rpartition(".")
     if not module:
         raise ConfigError(f"task={path}: {nearest(path, ['classification'])} or give package.module.Name")
@@ -116,7 +118,7 @@ def _check_task(path: str) -> None:
     if spec is None:
         raise ConfigError(f"task={path}: no module {module} on the Python path ({sys.path[0] or os.getcwd()}, ...)")
     if spec.origin is None or not spec.origin.endswith(".py"):
-        return  # a package without source or a compiled module: the rank will tell
+        return  # a package without source, or a compiled module: the rank finds out
     try:
         tree = ast.parse(Path(spec.origin).read_bytes())
     except SyntaxError as error:
@@ -141,10 +143,9 @@ def _check_task(path: str) -> None:
 
 
 def _takes_one(function: ast.FunctionDef) -> bool:
-    """Whether a function can be called with one argument. One that is decorated may be another in the end."""
-    words = function.args
-    names = len(words.posonlyargs) + len(words.args)
-    fits = (
-        (names >= 1 or words.vararg is not None) and names - len(words.defaults) <= 1 and None not in words.kw_defaults
-    )
-    return fits or bool(function.decorator_list)
+    """Whether a function can be called with one argument. A decorated one passes: the decorator may change that."""
+    arguments = function.args
+    positional = len(arguments.posonlyargs) + len(arguments.args)
+    takes_any = positional >= 1 or arguments.vararg is not None
+    needs_more = positional - len(arguments.defaults) > 1 or None in arguments.kw_defaults
+    return (takes_any and not needs_more) or bool(function.decorator_list)

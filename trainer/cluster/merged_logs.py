@@ -1,8 +1,8 @@
-"""The logs of all ranks of a run, merged in time order.
+"""The logs of all ranks of a run, merged by time.
 
-Each rank writes to a file of its own, through all restarts of a job. Laststep's and submitit's own lines carry a time;
-any other line is taken to be as old as the last of these before it. The files may be larger than the memory, and more
-than a process may have open: each is read by the block, and open only meanwhile.
+Each rank writes its own file, through all restarts of a job. The lines of Laststep and submitit carry a time; any other
+line gets the time of the last such line before it. The files may be larger than memory, and there may be more of them
+than a process may open. So each is read in blocks, and is open only while a block is read.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ STARTS = re.compile(SUBMITITS.pattern + rb"Starting with ")
 DAY_S = 86400.0
 NAME = re.compile(r"(.+)_(\d+)_log\.out")
 BLOCK = 1 << 16  # bytes
-LONGEST = 1 << 18  # bytes of a line; what has no end, such as a progress bar, is cut
+LONGEST_LINE = 1 << 18  # bytes; a longer one, such as a progress bar without line ends, is cut
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of one rank's log, at a moment in Unix seconds; `attempt` is (job id, restart)."""
+    """One line of one rank's log. `at` is in Unix seconds, `attempt` is (job id, restart)."""
 
     at: float
     rank: int
@@ -38,8 +38,8 @@ class Line:
     text: str
 
 
-class _Tail:
-    """What has been read of one rank's log."""
+class _RankLog:
+    """One rank's log, and how far it has been read."""
 
     def __init__(self, path: Path, job_id: str, rank: int) -> None:
         self._path, self._rank = path, rank
@@ -48,28 +48,28 @@ class _Tail:
         self._starts = 0
         self._attempt = (job_id, 0)
 
-    def read(self, all_of_it: bool) -> Iterator[Line]:
-        """The lines that are whole by now; with `all_of_it` what is left of a last one too."""
-        return self._lines(self._path.stat().st_size, all_of_it)
+    def read(self, whole: bool) -> Iterator[Line]:
+        """The new complete lines; if the log is `whole`, an unterminated last line too."""
+        return self._lines(self._path.stat().st_size, whole)
 
-    def _lines(self, end: int, all_of_it: bool) -> Iterator[Line]:
-        while self._offset < end and (block := self._block(all_of_it)):
+    def _lines(self, end: int, whole: bool) -> Iterator[Line]:
+        while self._offset < end and (block := self._block(whole)):
             yield from map(self._line, block.removesuffix(b"\n").split(b"\n"))
 
-    def _block(self, all_of_it: bool) -> bytes:
+    def _block(self, whole: bool) -> bytes:
         """The next lines."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read(BLOCK)
-            rest = file.readline(LONGEST)
+            rest = file.readline(LONGEST_LINE)
         data += rest
-        if not all_of_it and len(rest) < LONGEST:
-            data = data[: data.rfind(b"\n") + 1]  # a half-written line is read again, when it is whole
+        if not whole and len(rest) < LONGEST_LINE:
+            data = data[: data.rfind(b"\n") + 1]  # a half-written line is read again once it is complete
         self._offset += len(data)
         return data
 
     def _line(self, raw: bytes) -> Line:
-        if STARTS.match(raw):  # once in each start of the job, before a word of ours
+        if STARTS.match(raw):  # once per start of the job, before any line of ours
             self._attempt = (self._attempt[0], self._starts)
             self._starts += 1
         self._clock(raw)
@@ -92,30 +92,31 @@ class _Tail:
             self._at = max(self._at, at)
 
 
-class Logs:
-    """The logs of a run, read on and on: new files are found as they come, by polling, which works over NFS."""
+class MergedLogs:
+    """The logs of a run, to be read repeatedly. New files are found by polling, which works over NFS."""
 
     def __init__(self, run: RunDir, rank: int | None = None) -> None:
         self._run = run
         self._rank = rank
-        self._tails: dict[Path, _Tail] = {}
+        self._logs: dict[Path, _RankLog] = {}
 
     def ranks(self) -> set[int]:
-        """Ranks that have written anything."""
+        """The ranks that have a log."""
         return {rank for _, _, rank in self._files()}
 
-    def read(self, all_of_it: bool) -> Iterator[Line]:
-        """What is new since the last call, merged by time, each file's lines in their order; with `all_of_it` a
-        half-written last line too. To be read to its end before the next call."""
+    def read(self, whole: bool) -> Iterator[Line]:
+        """The lines that are new since the last call, merged by time; each file's lines keep their order.
+
+        `whole` says that nothing more will be written, so that an unterminated last line is included. Exhaust the
+        iterator before the next call.
+        """
         for path, job_id, rank in self._files():
-            if path not in self._tails and self._rank in (None, rank):
-                self._tails[path] = _Tail(path, job_id, rank)
-        return heapq.merge(
-            *[tail.read(all_of_it) for tail in self._tails.values()], key=lambda line: (line.at, line.rank)
-        )
+            if path not in self._logs and self._rank in (None, rank):
+                self._logs[path] = _RankLog(path, job_id, rank)
+        return heapq.merge(*[log.read(whole) for log in self._logs.values()], key=lambda line: (line.at, line.rank))
 
     def _files(self) -> Iterator[tuple[Path, str, int]]:
-        """Path, job and rank of each log of this run: the runs of a sweep have theirs in one folder."""
+        """Path, job and rank of each log of this run. The runs of a sweep share one folder of logs."""
         jobs = set(jobs_of(self._run))
         for path in self._run.logs.glob("*_log.out"):
             found = NAME.fullmatch(path.name)

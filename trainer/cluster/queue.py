@@ -1,4 +1,4 @@
-"""What is in Slurm's queue: one question for all runs, since every user asks the same controller."""
+"""The jobs in Slurm's queue: one squeue for all runs, since every user asks the same controller."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from dataclasses import dataclass
 from trainer.rundir import RunDir
 from trainer.world.slurm import NEVER, unix_time
 
-PATIENCE_S = 30
-FIELDS = "%i|%T|%S|%r"
+TIMEOUT_S = 30
+FORMAT = "%i|%T|%S|%r"  # job id, state, start time, reason
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job in the queue, or one of an array: its state in Slurm's words, e.g. PENDING, and why it waits."""
+    """A job in the queue, or one of an array: its state as Slurm names it, e.g. PENDING, and why it waits."""
 
     state: str
     reason: str
-    starts_at: float | None  # Unix seconds; expected, for one that waits
+    starts_at: float | None  # Unix seconds; Slurm's estimate for a job that waits
 
 
 @dataclass(frozen=True)
 class Queue:
-    """Jobs by id (an array's as 12_3) at a moment, in Unix seconds; None when Slurm did not answer."""
+    """The jobs in the queue by id (an array's as 12_3); None when Slurm did not answer. `at` is in Unix seconds."""
 
     at: float
     jobs: dict[str, Job] | None
 
     @classmethod
     def ask(cls, runs: Iterable[RunDir]) -> Queue:
-        """Ask squeue once, for the jobs of those who own these runs; without Slurm nothing is queued."""
+        """Ask squeue once, for the jobs of this user and of the owners of these runs; without Slurm there are none."""
         at = time.time()
         users = {os.getuid(), *(run.path.stat().st_uid for run in runs if run.path.exists())}
         if shutil.which("squeue") is None:
@@ -44,10 +44,10 @@ class Queue:
             "--noheader",
             "--array",
             f"--user={','.join(map(str, sorted(users)))}",
-            f"--format={FIELDS}",
+            f"--format={FORMAT}",
         ]
         try:
-            asked = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+            asked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return cls(at, None)
         if asked.returncode:

@@ -1,7 +1,7 @@
-"""How a run stands: what Slurm's queue says of its job, and what its own files say of the rest.
+"""The status of a run: from Slurm's queue, and from the run's own files once its job has left the queue.
 
-No accounting is asked. The queue must be asked before the files are read: a run that ends in between is then found to
-have ended, while the other way round it would look lost.
+Slurm's accounting is not used. Ask the queue before reading the files: a run that ends in between is then found to have
+ended. In the other order it would look lost.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from trainer.cluster.queue import Job, Queue
+from trainer.config.errors import ConfigError
 from trainer.records.attempt_record import AttemptRecord, Reason, read_attempts
 from trainer.records.metrics import newest_step
 from trainer.records.plan import read_plan
@@ -20,11 +21,11 @@ from trainer.rundir import RunDir
 from trainer.world import run_lock
 from trainer.world.slurm import is_job_id
 
-READ_AT_ONCE = 16  # runs: on a network file system each waits for its files
-JUST_SUBMITTED_S = 10.0  # a job may be younger than what the queue says
+READ_THREADS = 16  # on a network file system each waits for its run's files
+JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
 ALIVE = ("queued", "requeued", "running", "stopping", "unknown")
-# A reason in attempts.jsonl, and how a run of which nothing more comes stands after it.
-AFTER: dict[Reason, str] = {
+# The state of a run without a job, by the reason of its last attempt in attempts.jsonl.
+FINAL_STATE: dict[Reason, str] = {
     "finished": "finished",
     "failed": "failed",
     "hung": "failed",
@@ -37,9 +38,12 @@ AFTER: dict[Reason, str] = {
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run stands. `state` is queued, requeued, running, stopping, finished, failed, lost, cancelled, stopped, or
-    unknown while Slurm does not answer; `why` says more, e.g. what a queued job waits for. Times are in seconds,
-    `goodput` is the share of the allocated time that went into steps which were kept."""
+    """The status of a run.
+
+    `state` is queued, requeued, running, stopping, finished, failed, lost, cancelled, stopped, or unknown while Slurm
+    does not answer. `why` explains it, e.g. what a queued job is waiting for. Times are in seconds. `goodput` is the
+    share of the allocated time that was spent on steps that were kept.
+    """
 
     run: str
     job_id: str | None
@@ -58,32 +62,32 @@ class RunStatus:
 
     @property
     def alive(self) -> bool:
-        """Whether its job waits or runs, or may for all we know."""
+        """Whether its job waits or runs, or may do so (unknown)."""
         return self.state in ALIVE
 
 
 class StatusReader:
-    """Looks at runs again and again: at their files each time, at the queue, which all users share, now and then."""
+    """Reads the status of runs repeatedly: their files each time, the queue, which all users share, less often."""
 
     def __init__(self, queue_every_s: float = 10.0) -> None:
         self._every_s = queue_every_s
         self._queue: Queue | None = None
 
-    def look(self, runs: Sequence[RunDir]) -> list[RunStatus]:
-        """How these runs stand, in their order."""
+    def read(self, runs: Sequence[RunDir]) -> list[RunStatus]:
+        """The status of each of these runs, in their order."""
         if self._queue is None or time.time() > self._queue.at + self._every_s:
             self._queue = Queue.ask(runs)
         return statuses_of(runs, self._queue)
 
 
 def statuses_of(runs: Sequence[RunDir], queue: Queue) -> list[RunStatus]:
-    """How these runs stand, in their order."""
-    with ThreadPoolExecutor(READ_AT_ONCE) as pool:
+    """The status of each of these runs, in their order."""
+    with ThreadPoolExecutor(READ_THREADS) as pool:
         return list(pool.map(lambda run: status_of(run, queue), runs))
 
 
 def status_of(run: RunDir, queue: Queue) -> RunStatus:
-    """How one run stands."""
+    """The status of one run."""
     submissions = read_submissions(run.submissions)
     records = records_of(run)
     job_id = _job_of(submissions, records, queue)
@@ -115,8 +119,8 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
 
 
 def records_of(run: RunDir) -> list[AttemptRecord]:
-    """Every attempt so far, oldest first; that of one under way has no reason yet."""
-    # In the order in which a record moves on when an attempt ends, so that it is not missed on its way.
+    """Every attempt so far, oldest first. The record of an attempt under way has no reason yet."""
+    # In the order in which a record is moved when an attempt ends, so that it is not missed on its way.
     left = [record for path in (run.attempt_now, run.attempt_ended) for record in read_attempts(path)]
     records = read_attempts(run.attempts)
     for record in reversed(left):
@@ -126,16 +130,27 @@ def records_of(run: RunDir) -> list[AttemptRecord]:
 
 
 def jobs_of(run: RunDir) -> list[str]:
-    """Ids of all jobs that were ever started for the run, oldest first."""
+    """The ids of all jobs that were ever started for the run, oldest first."""
     known = [line["job_id"] for line in (*read_submissions(run.submissions), *records_of(run))]
     return list(dict.fromkeys(known))
 
 
+def jobs_in_queue(run: RunDir) -> list[str]:
+    """The ids of the run's jobs that wait or run. Raises ConfigError when squeue fails."""
+    jobs = [job_id for job_id in jobs_of(run) if is_job_id(job_id)]
+    if not jobs:
+        return []
+    queue = Queue.ask([run])
+    if queue.jobs is None:
+        raise ConfigError(f"{run.name}: squeue does not answer, so a job of this run may still be alive; try again")
+    return [job_id for job_id in jobs if job_id in queue.jobs]
+
+
 def _job_of(submissions: Sequence[SubmissionRecord], records: Sequence[AttemptRecord], queue: Queue) -> str | None:
-    """The job that is in the queue, else the newest."""
+    """The newest job that is in the queue, else the newest of all."""
     known = [line["job_id"] for line in (*records, *submissions)]
-    waiting = [job_id for job_id in known if job_id in (queue.jobs or {})]
-    return next(reversed(waiting or known), None)
+    in_queue = [job_id for job_id in known if job_id in (queue.jobs or {})]
+    return next(reversed(in_queue or known), None)
 
 
 def _state(
@@ -149,20 +164,20 @@ def _state(
     if last and last["reason"] == "finished":
         return "finished", ""
     if job_id is None:
-        return "stopped", "was never submitted"
+        return "stopped", "never submitted"
     if not is_job_id(job_id):
         if at_work := run_lock.current_holder(run.lock):
             return "running", f"on {at_work.rpartition(' on ')[2]}"
-        return _afterwards(last if last and last["job_id"] == job_id else None)
+        return _without_job(last if last and last["job_id"] == job_id else None)
     if queue.jobs is None:
         if last and last["job_id"] == job_id and last["reason"] and not last["requeue"]:
-            return _afterwards(last)
+            return _without_job(last)
         return "unknown", "squeue does not answer"
     if job := queue.jobs.get(job_id):
         return _in_queue(job, came_back=any(record["job_id"] == job_id for record in records))
     if submissions and submissions[-1]["job_id"] == job_id and submissions[-1]["time"] > queue.at - JUST_SUBMITTED_S:
         return "queued", ""
-    return _afterwards(last if last and last["job_id"] == job_id else None)
+    return _without_job(last if last and last["job_id"] == job_id else None)
 
 
 def _in_queue(job: Job, came_back: bool) -> tuple[str, str]:
@@ -173,21 +188,24 @@ def _in_queue(job: Job, came_back: bool) -> tuple[str, str]:
     return "stopping", job.state.lower()
 
 
-def _afterwards(last: AttemptRecord | None) -> tuple[str, str]:
-    """The job is gone; `last` is the record of its last attempt."""
+def _without_job(last: AttemptRecord | None) -> tuple[str, str]:
+    """State and reason of a run whose job has left the queue; `last` is the record of that job's last attempt."""
     if last is None:
-        return "cancelled", "its job left the queue before it began"
+        return "cancelled", "job left the queue before it started"
     if last["reason"] is None:
-        return "lost", "its job is gone and left no word"
+        return "lost", "job disappeared without recording why"
     if last["requeue"]:
-        return "cancelled", "its job left the queue before it came back"
+        return "cancelled", "job left the queue before it restarted"
     why = (last["error"] or "").strip().splitlines()
     text = why[-1] if why else {"hung": "a rank was stuck", "timeout": "time limit"}.get(last["reason"], "")
-    return AFTER[last["reason"]], text
+    return FINAL_STATE[last["reason"]], text
 
 
 def _goodput(records: Iterable[AttemptRecord], step: int | None, step_s: float | None) -> float | None:
-    """Seconds in steps that were kept over seconds allocated; `step` and `step_s` are those of an attempt under way."""
+    """Seconds spent on steps that were kept, divided by the seconds allocated.
+
+    `step` (the last one done) and `step_s` (mean seconds per step) belong to the attempt under way.
+    """
     allocated = kept = 0.0
     for record in records:
         allocated += (record["end"] if record["reason"] else time.time()) - record["start"]

@@ -1,4 +1,4 @@
-"""`python -m trainer --spawn N`: N ranks on this machine by torch.multiprocessing, and a process that waits."""
+"""`python -m trainer --spawn N`: N ranks on this machine, started by torch.multiprocessing."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from types import FrameType
 from trainer.config.errors import ConfigError
 from trainer.world.signals import STOP_SIGNALS
 
-# How long the ranks that are left have, after one has ended, to notice, to save what they hold, and to leave.
+# After one rank has ended, the others have this long to notice, to save their state and to exit.
 GRACE_S = 60.0
 
 
 def spawn(ranks: int, work: Callable[[], int]) -> int:
-    """Call `work`, which can be pickled, in so many processes, and tell each who it is, see
+    """Call `work`, which must be picklable, in this many processes, each with its rank in the environment, see
     trainer.world.launchers.Spawn.
 
-    Signals that ask for a stop are passed on. Returns 0, or the exit status of the first that failed. Raises the
+    Signals that ask for a stop are forwarded. Returns 0, or the exit status of the first rank that failed. Raises the
     ConfigError that `work` raised.
     """
     if ranks < 1:
         raise ConfigError(f"--spawn {ranks}: must be at least 1")
-    # Not above: who only hears what is wrong with the words waits for no torch.
+    # Imported here, so that wrong words are refused without waiting for torch.
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
     job = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     pids: list[int] = []
-    early: list[int] = []  # signals that came before there were ranks
+    early: list[int] = []  # signals that arrived before there were ranks
 
     def forward(number: int, frame: FrameType | None = None) -> None:
         for pid in pids:
@@ -43,8 +43,8 @@ def spawn(ranks: int, work: Callable[[], int]) -> int:
 
     for number in STOP_SIGNALS:
         signal.signal(number, forward)
-    resource_tracker.ensure_running()  # now: it lets SIGINT and SIGTERM through when it starts
-    # The signals stay blocked in the ranks until they are caught there, see Signals.catch.
+    resource_tracker.ensure_running()  # now, before blocking: its start unblocks SIGINT and SIGTERM
+    # The signals stay blocked in the ranks until Signals.catch.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     context = start_processes(_rank, (ranks, job, work), nprocs=ranks, join=False)
     assert context is not None

@@ -1,6 +1,6 @@
 """A sweep: many runs that differ in a few keys, as one Slurm array.
 
-runs/NAME/                   the logs and the code that its runs share, and sweep.jsonl: each run with what it varies
+runs/NAME/                   logs and code, which its runs share, and sweep.jsonl: each run with its varied keys
 runs/NAME-lr_0.1-seed_3/     one of its runs, a run like any other
 """
 
@@ -42,14 +42,14 @@ def combinations(words: Iterable[str]) -> list[Change]:
     return [{key: value for change in chosen for key, value in change.items()} for chosen in itertools.product(*parsed)]
 
 
-def varies(word: str) -> bool:
-    """Whether a `key=value` word has several values."""
+def has_several_values(word: str) -> bool:
+    """Whether a `key=value` word gives several values."""
     text = word.partition("=")[2]
     return len(_split(text)) > 1 or RANGE.fullmatch(text) is not None
 
 
 def name_of(sweep: str, change: Mapping[str, Any]) -> str:
-    """The run's name: the sweep's, and what it varies, as in lr-scan-lr_0.1-seed_3."""
+    """The run's name: the sweep's, followed by the varied keys and their values, as in scan-lr_0.1-seed_3."""
     last = [key.rpartition(".")[2] for key in change]
     parts = []
     for key, short in zip(change, last):
@@ -58,10 +58,12 @@ def name_of(sweep: str, change: Mapping[str, Any]) -> str:
     return "-".join([sweep, *parts])[:200]
 
 
-def submit(config: Config, changes: Sequence[Change], parallel: int | None) -> tuple[str | None, list[str], int]:
-    """Submit what is missing of a sweep named `config.launch.name`: runs that were not submitted yet, or that ended
-    before they had finished. Returns the array's job id, the names of its runs, and how many there are in all.
+def submit_missing(
+    config: Config, changes: Sequence[Change], parallel: int | None
+) -> tuple[str | None, list[str], int]:
+    """Submit the missing runs of the sweep `config.launch.name`: those never submitted, or ended before they finished.
 
+    Returns the array's job id (None if nothing is missing), the names of its runs, and the size of the whole sweep.
     Raises ConfigError; then nothing was submitted.
     """
     root = Path(config.launch.root)
@@ -70,32 +72,32 @@ def submit(config: Config, changes: Sequence[Change], parallel: int | None) -> t
     if sweep.config.exists():
         raise ConfigError(f"launch.name={sweep.name}: a run has this name; choose another for the sweep")
     names = [name_of(sweep.name, change) for change in changes]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{twice}: two combinations would have this name; leave one out")
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{duplicate}: two combinations would have this name; leave one out")
     changed = [{**change, "launch.name": name} for change, name in zip(changes, names)]
     planned = dict(zip(names, variants(config, changed)))
     wanted = [RunDir(root / name) for name in names]
-    there = [run.name for run in wanted if run.config.exists()]
-    for name in there:
+    existing = [run.name for run in wanted if run.config.exists()]
+    for name in existing:
         _check_same(RunDir(root / name), *planned[name])
     missing = _missing(wanted)
     if not missing:
         return None, [], len(names)
-    fresh = not sweep.path.exists()
+    sweep_is_new = not sweep.path.exists()
     made: list[RunDir] = []
     try:
         sweep.logs.mkdir(parents=True, exist_ok=True)
         if not sweep.code.exists():
-            code_copy.keep(sweep, config)
+            code_copy.copy_code(sweep, config)
         for run in missing:
-            if run.name not in there:
+            if run.name not in existing:
                 made.append(run)
                 _make(run, sweep, planned[run.name][1])
         jobs = submission.submit_array(config, sweep, [planned[run.name][0] for run in missing], parallel)
     except (ConfigError, OSError) as error:
         for run in made:
             run_folders.remove(run)
-        if fresh:
+        if sweep_is_new:
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise error if isinstance(error, ConfigError) else ConfigError(f"launch.root={root}: {error}") from None
     known = {line["run"] for line in read_lines(sweep.sweep)}
@@ -103,14 +105,15 @@ def submit(config: Config, changes: Sequence[Change], parallel: int | None) -> t
         for name, change in zip(names, changes):
             if name not in known:
                 file.write(json.dumps({"run": name, **change}) + "\n")
-    commit = code_copy.commit()
+    commit = code_copy.current_commit()
     for run, job_id in zip(missing, jobs):
-        run_folders.note_submission(run, job_id, commit=commit)
+        run_folders.record_submission(run, job_id, commit=commit)
     return jobs[0].partition("_")[0], [run.name for run in missing], len(names)
 
 
 def members(sweep: RunDir) -> dict[str, Change]:
-    """What each run of a sweep varies, by its name. Raises ConfigError when there is no such sweep."""
+    """The varied keys and values of each run of a sweep, by the run's name. Raises ConfigError if there is no such
+    sweep."""
     found = {line.pop("run"): line for line in read_lines(sweep.sweep)}
     if not found:
         raise ConfigError(f"--sweep {sweep.name}: no such sweep in {sweep.path.parent}/")
@@ -120,12 +123,13 @@ def members(sweep: RunDir) -> dict[str, Change]:
 def _missing(wanted: Sequence[RunDir]) -> list[RunDir]:
     queue = Queue.ask(wanted)
     if queue.jobs is None:
-        raise ConfigError("squeue does not answer, so what is missing is not known; try again")
-    return [run for run, now in zip(wanted, statuses_of(wanted, queue)) if not now.alive and now.state != "finished"]
+        raise ConfigError("squeue does not answer, so it is unknown which runs are missing; try again")
+    statuses = zip(wanted, statuses_of(wanted, queue))
+    return [run for run, status in statuses if not status.alive and status.state != "finished"]
 
 
 def _check_same(run: RunDir, config: Config, text: str) -> None:
-    """Raise ConfigError when the run is there with another configuration; where it may run does not count."""
+    """Raise ConfigError when the run exists with another configuration; its `launch` section may differ."""
     before = run.config.read_text()
     if before.partition("\nlaunch:")[0] == text.partition("\nlaunch:")[0]:
         return
@@ -134,7 +138,7 @@ def _check_same(run: RunDir, config: Config, text: str) -> None:
 
 
 def _make(run: RunDir, sweep: RunDir, text: str) -> None:
-    """Make the folder of one run."""
+    """Create the folder of one run; it shares the sweep's logs and code."""
     run.path.mkdir(parents=True)
     run.config.write_text(text)
     for shared in (sweep.logs, sweep.code):
@@ -142,7 +146,7 @@ def _make(run: RunDir, sweep: RunDir, text: str) -> None:
 
 
 def _split(text: str) -> list[str]:
-    """Parts between the commas that stand in no brackets or quotes."""
+    """The parts between commas that are outside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -159,7 +163,7 @@ def _split(text: str) -> list[str]:
 
 
 def _range(word: str, text: str) -> Sequence[object]:
-    """The values of one part: those of a range, else itself."""
+    """The values of one part: those of a range such as 0..4, else the part itself."""
     found = RANGE.fullmatch(text)
     if not found:
         if not text:

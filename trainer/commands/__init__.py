@@ -1,2 +1,2 @@
-"""The command line: one file per verb, and the parser. Not here: what a verb does beyond reading words and printing
-(cluster, doctor, observe)."""
+"""The command line: one file per verb, their table (verbs.py), and what their parsers share (parsers.py). Not here: the
+work behind a verb (cluster, doctor, observe)."""

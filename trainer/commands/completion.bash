@@ -1,4 +1,4 @@
-# Laststep's command for bash. In ~/.bashrc: source <(python /path/to/launch.py completion bash)
+# Tab completion of Laststep's command for bash. In ~/.bashrc: source <(python /path/to/launch.py completion bash)
 
 _laststep() {
     local line=${COMP_LINE:0:COMP_POINT} word=${COMP_WORDS[0]} script second REPLY
@@ -7,7 +7,7 @@ _laststep() {
     else
         script=$(type -P -- "${word/#\~/$HOME}")
     fi
-    # The Tab key must start no other project's launch.py.
+    # The Tab key must never start another project's launch.py.
     [[ -f $script ]] && { read -r && read -r second; } <"$script"
     if [[ $second != '"""Laststep: '* ]]; then
         _laststep_otherwise "$@"
@@ -21,17 +21,17 @@ _laststep() {
     fi
     compopt +o bashdefault +o default
     [[ ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
-    # Where = breaks words, what comes before it stays as it is typed.
+    # Where = breaks words, bash replaces only the part after it.
     word=${line##*[[:space:]]}
     [[ $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*=}"}"}")
 }
 
-# Somebody else's words: who completed them before this file was sourced does it, or whom bash-completion loads.
+# Not Laststep's command: use the completion that was there before this file, or the one that bash-completion loads.
 _laststep_otherwise() {
     local name=${1##*/} before option
     if [[ ! ${_laststep_before[$name]} && $(complete -p -D 2>/dev/null) =~ ' -F '([^ ]+) ]]; then
         "${BASH_REMATCH[1]}" "$name" "${@:2}"
-        (( $? == 124 )) || return  # which says: loaded, try again
+        (( $? == 124 )) || return  # 124: a completion was loaded, try again
         _laststep_register
     fi
     before=${_laststep_before[$name]}

@@ -1,14 +1,14 @@
-# Laststep's command for zsh. In ~/.zshrc: source <(python /path/to/launch.py completion zsh)
+# Tab completion of Laststep's command for zsh. In ~/.zshrc: source <(python /path/to/launch.py completion zsh)
 
 _laststep() {
-    local -i at=1  # where launch.py stands among the words
+    local -i at=1  # index of launch.py among the words
     [[ ${words[1]:t} == python* ]] && at=2
     local script=${${(Q)words[at]}/#\~/$HOME} second name REPLY
     (( at == 1 )) && script=$(whence -p -- $script)
-    # The Tab key must start no other project's launch.py.
+    # The Tab key must never start another project's launch.py.
     (( CURRENT > at )) && [[ -f $script ]] && { read -r && read -r second } <$script
     if [[ $second != '"""Laststep: '* ]]; then
-        # Somebody else's words: complete them as if this file had never been sourced.
+        # Not Laststep's command: complete it as if this file had never been sourced.
         for name in $_laststep_names; do
             _comps[$name]=$_laststep_before[$name]
             [[ -n $_comps[$name] ]] || unset "_comps[$name]"

@@ -1,7 +1,8 @@
-"""doctor: print anything that could break a run, or the result of a roll call of the nodes."""
+"""doctor: check this machine, this cluster and its nodes for anything that could break a run."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -11,20 +12,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cluster import machine_checks, run_folders
+from trainer.commands.parsers import JOB_OPTIONS, KeyOptions, Parser, add_key_options, add_overrides, overrides_of
 from trainer.config.checks import check_values
 from trainer.config.config import Config
 from trainer.doctor.diagnosis import diagnose
 from trainer.doctor.file_system import RunRoot
-from trainer.doctor.hello import report, wrong_sums
-from trainer.doctor.roll_call import LIMIT_MIN, RollCall
 from trainer.doctor.slurm_settings import SlurmSettings
 
 Facts = Sequence[tuple[str, object]]
+OPTIONS: KeyOptions = {
+    "--nodes": ("launch.nodes", "N", "number of nodes to test; of a range, the maximum"),
+    **{option: JOB_OPTIONS[option] for option in ("--gpus-per-node", "--tasks-per-node", "--partition")},
+}
+DESCRIPTION = """Check this machine, this cluster and the folder of all runs for anything that
+could break a run. With --nodes: submit a short job in which every rank meets
+the others, says hello and measures all-reduces."""
+EPILOG = """Exit status: 0 no problem found, or every rank said hello; 1 a problem found, or
+a rank did not say hello; 2 wrong input.
+"""
 
 
-def doctor(overrides: Sequence[str]) -> int:
-    """Print this machine, the folder of all runs, the cluster and every problem; returns 1 when there is one."""
-    config = _config(overrides)
+def add_arguments(parser: Parser) -> None:
+    """Declare what doctor takes."""
+    add_key_options(parser, OPTIONS)
+    add_overrides(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check this machine and cluster, or with --nodes the nodes; returns the exit status."""
+    # Any number of ranks will do: nothing is trained, so no batch must be divisible by it.
+    config = Config.read(None, overrides_of(args, OPTIONS), run_folders.site())
+    check_values(config)
+    return _check_here(config) if args.nodes is None else _check_nodes(config)
+
+
+def _check_here(config: Config) -> int:
+    """Print what is here and what could break a run; returns 1 if anything could."""
     machine_checks.check_writable(Path(config.launch.root).expanduser().absolute())
     found = diagnose(config)
     _show("this machine", _machine())
@@ -40,11 +63,13 @@ def doctor(overrides: Sequence[str]) -> int:
     return int(bool(found.problems))
 
 
-def hello(overrides: Sequence[str]) -> int:
-    """Run a short job in which every rank says hello, and print the measurements; returns the exit status."""
-    config = _config(overrides)
+def _check_nodes(config: Config) -> int:
+    """Let every rank of a short job say hello, and print what they measured; returns the exit status."""
+    from trainer.doctor.hello import report, wrong_sums
+    from trainer.doctor.roll_call import LIMIT_MIN, RollCall
+
     launch = config.launch
-    launch.nodes = launch.node_counts[-1]  # of a range: the largest number of nodes a run may get
+    launch.nodes = launch.node_counts[-1]  # of a range, as many as a run may get
     machine_checks.check_submission(config)
     machine_checks.check_writable(Path(launch.root).expanduser().absolute())
     machine_checks.check_slurm()
@@ -74,13 +99,6 @@ def hello(overrides: Sequence[str]) -> int:
     print(*["", *report(greetings)], sep="\n")
     call.remove()
     return int(bool(wrong_sums(greetings)))
-
-
-def _config(overrides: Sequence[str]) -> Config:
-    """The configuration, without the check that the batch divides by the number of ranks: nothing is trained."""
-    config = Config.read(None, overrides, run_folders.site())
-    check_values(config)
-    return config
 
 
 def _show(title: str, facts: Facts) -> None:
@@ -151,6 +169,6 @@ def _show_partitions(slurm: SlurmSettings) -> None:
         for partition in slurm.partitions
     ]
     widths = [max(map(len, column)) for column in zip(titles, *rows)]
-    for row in [titles, *rows]:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    for line in [list(titles), *rows]:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
     print()

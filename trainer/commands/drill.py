@@ -1,14 +1,16 @@
-"""drill: preempt a run on purpose, as the scheduler would, and see it come back."""
+"""drill: preempt a run on purpose, as the scheduler would, and check that it comes back."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from trainer.cluster import run_folders
 from trainer.cluster.run_status import StatusReader, records_of
+from trainer.commands.parsers import Parser, add_run
 from trainer.config.errors import ConfigError
 from trainer.records.attempt_record import AttemptRecord, EndedAttempt
 from trainer.records.metrics import first_step_since
@@ -18,51 +20,58 @@ from trainer.world.slurm import SlurmError, is_job_id, scontrol
 POLL_S = 0.2
 T = TypeVar("T")
 
-
-class _Gone(Exception):
-    """The job left the queue while it was waited for."""
+DESCRIPTION = "Preempt a run as the scheduler would, and print what it cost."
 
 
-def drill(name: str, overrides: Sequence[str]) -> int:
-    """Preempt the run, wait for its next step, print what that cost; 0 when no step was lost."""
-    run = run_folders.find(name, run_folders.root_of(overrides))
-    (now,) = StatusReader().look([run])
-    if now.state != "running" or now.job_id is None or not is_job_id(now.job_id):
-        raise ConfigError(f"{run.name}: is {now.state}; a drill needs a run at work in a Slurm job")
-    before = len(records_of(run))
+class _JobGone(Exception):
+    """The job left the queue during the drill."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what drill takes."""
+    add_run(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Preempt the run, wait for its next step, and print what that cost; returns 0 when no step was lost."""
+    folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
+    (status,) = StatusReader().read([folder])
+    if status.state != "running" or status.job_id is None or not is_job_id(status.job_id):
+        raise ConfigError(f"{folder.name}: is {status.state}; a drill needs a run that is running in a Slurm job")
+    before = len(records_of(folder))
     began = time.time()
     try:
         # Slurm ends the ranks of a requeued job as it does those of a preempted one: SIGTERM, KillWait, SIGKILL.
-        scontrol("requeue", now.job_id)
-        print(f"{run.name}: job {now.job_id} preempted at step {now.step}", flush=True)
-        ended = _until(run, lambda records: _with_end(records[before - 1]))
-        _say(f"stopped ({ended['reason']}) after step {ended['end_step']}", ended["end"] - began)
-        back = _until(run, lambda records: records[before] if len(records) > before else None)
-        _say(f"started again on {', '.join(back['hosts'])}", back["start"] - ended["end"])
-        first = _until(run, lambda records: first_step_since(run.metrics, back["start"]))
-        _say(f"did step {first['step']}", first["time"] - back["start"])
+        scontrol("requeue", status.job_id)
+        print(f"{folder.name}: job {status.job_id} preempted at step {status.step}", flush=True)
+        ended = _wait_for(folder, lambda records: _with_end(records[before - 1]))
+        _print(f"stopped ({ended['reason']}) after step {ended['end_step']}", ended["end"] - began)
+        restarted = _wait_for(folder, lambda records: records[before] if len(records) > before else None)
+        _print(f"restarted on {', '.join(restarted['hosts'])}", restarted["start"] - ended["end"])
+        first = _wait_for(folder, lambda records: first_step_since(folder.metrics, restarted["start"]))
+        _print(f"did step {first['step']}", first["time"] - restarted["start"])
     except SlurmError as error:
-        print(f"error: {run.name}: {error}", file=sys.stderr)
+        print(f"error: {folder.name}: {error}", file=sys.stderr)
         return 1
-    except _Gone:
-        (after,) = StatusReader().look([run])
-        print(f"error: {run.name}: did not come back: {after.state}, {after.why}", file=sys.stderr)
+    except _JobGone:
+        (status,) = StatusReader().read([folder])
+        print(f"error: {folder.name}: did not come back: {status.state}, {status.why}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\n{run.name}: goes on by itself", file=sys.stderr)
+        print(f"\n{folder.name}: continues by itself", file=sys.stderr)
         return 130
     lost = ended["lost_steps"]
-    print(f"{run.name}: {lost} lost steps, {first['time'] - began:.1f} s from the preemption to the next step")
+    print(f"{folder.name}: {lost} lost steps, {first['time'] - began:.1f} s from the preemption to the next step")
     return int(lost > 0)
 
 
-def _until(run: RunDir, look: Callable[[list[AttemptRecord]], T | None]) -> T:
-    """Wait for what `look` finds in the run's attempts. Raises _Gone when nothing more can come."""
-    lookout = StatusReader()
-    while not (found := look(records_of(run))):
+def _wait_for(run: RunDir, find: Callable[[list[AttemptRecord]], T | None]) -> T:
+    """Wait until `find` returns something from the run's attempts. Raises _JobGone if its job ends before that."""
+    reader = StatusReader()
+    while not (found := find(records_of(run))):
         time.sleep(POLL_S)
-        if not lookout.look([run])[0].alive:
-            raise _Gone
+        if not reader.read([run])[0].alive:
+            raise _JobGone
     return found
 
 
@@ -71,5 +80,5 @@ def _with_end(record: AttemptRecord) -> EndedAttempt | None:
     return record if record["reason"] else None
 
 
-def _say(what: str, seconds: float) -> None:
-    print(f"{seconds:>8.1f} s  {what}", flush=True)
+def _print(event: str, seconds: float) -> None:
+    print(f"{seconds:>8.1f} s  {event}", flush=True)

@@ -19,14 +19,17 @@ from trainer.world.launchers import detect_world
 from trainer.world.signals import Signals
 from trainer.world.world import MeetingError, World
 
-DESCRIPTION = "Every rank meets the others as in a run, says who it is, and helps to sum a one from each rank."
+DESCRIPTION = """\
+Every rank meets the others as in a run, says who it is, and helps to sum a one
+from each rank."""
 EPILOG = """\
 Start it the way you start a run:
   python -m trainer hello --spawn 4
   torchrun --nproc-per-node 4 -m trainer hello
   srun python -m trainer hello
   mpirun python -m trainer hello
-Exit status: 0 every rank arrived and has the right sum; 1 a rank did not arrive, or has a wrong sum; 2 wrong input.
+Exit status: 0 every rank arrived and has the right sum; 1 a rank did not arrive
+or has a wrong sum; 2 wrong input.
 """
 SHOWN = ("NCCL_", "GLOO_", "TORCH_", "MASTER_", "CUDA_VISIBLE_DEVICES")
 
@@ -36,14 +39,14 @@ def main(words: Sequence[str]) -> int:
     parser = Parser("python -m trainer hello", DESCRIPTION, EPILOG)
     parser.add_argument("--spawn", type=int, metavar="N", help="start N ranks on this machine")
     parser.add_argument("--backend", metavar="B", help="auto, nccl or gloo (launch.backend)")
-    parser.add_argument("--env", action="store_true", help="show each rank's variables of NCCL, gloo and torch")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
-    given = parser.parse_intermixed_args(words)
-    overrides = [*given.overrides, *([f"launch.backend={given.backend}"] if given.backend else [])]
+    parser.add_argument("--env", action="store_true", help="print the variables of NCCL, gloo and torch on each rank")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a configuration key")
+    args = parser.parse_intermixed_args(words)
+    overrides = [*args.overrides, *([f"launch.backend={args.backend}"] if args.backend else [])]
     config = Config.load(None, overrides, run_folders.site())
     machine_checks.check_writable(Path(config.launch.root).expanduser().absolute())
-    hello = functools.partial(_hello, config, given.env)
-    return hello() if given.spawn is None else spawn(given.spawn, hello)
+    hello = functools.partial(_hello, config, args.env)
+    return hello() if args.spawn is None else spawn(args.spawn, hello)
 
 
 def _hello(config: Config, show_variables: bool) -> int:
@@ -109,7 +112,7 @@ def _variable_lines(variables: Sequence[Mapping[str, str]]) -> list[str]:
     """A line per variable and rank; only one line for a variable that is the same on all ranks."""
     lines = []
     for name in sorted(set().union(*variables)):
-        values = [of_rank.get(name) for of_rank in variables]
+        values = [of_one_rank.get(name) for of_one_rank in variables]
         if len(set(values)) == 1:
             lines.append(f"every rank: {name}={values[0]}")
         else:

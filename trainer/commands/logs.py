@@ -1,56 +1,71 @@
-"""logs: what the ranks of a run printed, merged in time order."""
+"""logs: print the logs of a run's ranks, merged by time."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from trainer.cluster import run_folders
-from trainer.cluster.merged_logs import Line, Logs, attempt_numbers
+from trainer.cluster.merged_logs import Line, MergedLogs, attempt_numbers
 from trainer.cluster.run_status import StatusReader, records_of
+from trainer.commands.parsers import Parser, add_run
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 
 POLL_S = 1.0
 COLOURS = (36, 33, 35, 32, 34, 31)  # of the terminal (ECMA-48, SGR)
 
+DESCRIPTION = "Print the logs of a run's ranks, merged by time, through all attempts."
 
-def logs(name: str, overrides: Sequence[str], rank: int | None, attempt: int | None, follow: bool) -> int:
-    """Print the log of one rank or of all, of one attempt or of all; the exit status.
 
-    Following ends with the run: 0 when it has finished, 1 when it ended otherwise.
+def add_arguments(parser: Parser) -> None:
+    """Declare what logs takes."""
+    parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
+    parser.add_argument("--attempt", type=int, metavar="A", help="only this attempt, by its number in `status RUN`")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="keep printing, through every requeue, until the run ends"
+    )
+    add_run(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the logs of one rank or of all, of one attempt or of all; returns the exit status.
+
+    --follow ends with the run: 0 if it finished, 1 if it ended otherwise.
     """
-    run = run_folders.find(name, run_folders.root_of(overrides))
-    files = Logs(run, rank)
-    if rank is not None and rank not in files.ranks():
-        raise ConfigError(f"--rank {rank}: no log of it; there are those of {_listed(sorted(files.ranks()), 'rank')}")
-    numbers = attempt_numbers(records_of(run))
-    if attempt is not None and attempt not in numbers.values():
-        raise ConfigError(f"--attempt {attempt}: no such attempt; there are {_listed(sorted(numbers.values()), '')}")
-    show = _Printer(run, attempt)
-    if not follow:
-        show(files.read(all_of_it=True))
+    folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
+    logs = MergedLogs(folder, args.rank)
+    ranks = sorted(logs.ranks())
+    if args.rank is not None and args.rank not in ranks:
+        raise ConfigError(f"--rank {args.rank}: no such log; logs so far: {_listed(ranks)}")
+    attempts = sorted(attempt_numbers(records_of(folder)).values())
+    if args.attempt is not None and args.attempt not in attempts:
+        raise ConfigError(f"--attempt {args.attempt}: no such attempt; attempts so far: {_listed(attempts)}")
+    printer = _Printer(folder, args.attempt)
+    if not args.follow:
+        printer.print(logs.read(whole=True))
         return 0
-    lookout = StatusReader()
+    reader = StatusReader()
     while True:
-        over = not (now := lookout.look([run])[0]).alive  # looked at first: what the run said last is read after it
-        show(files.read(all_of_it=over))
-        if over:
-            print(f"[laststep] {run.name}: {now.state}{now.why and f', {now.why}'}", file=sys.stderr)
-            return 0 if now.state == "finished" else 1
+        (status,) = reader.read([folder])  # before the logs, so that the last lines of the run are still printed
+        printer.print(logs.read(whole=not status.alive))
+        if not status.alive:
+            print(f"[laststep] {folder.name}: {status.state}{status.why and f', {status.why}'}", file=sys.stderr)
+            return 0 if status.state == "finished" else 1
         time.sleep(POLL_S)
 
 
 class _Printer:
-    """Prints lines, each with its rank in front."""
+    """Prints lines, each with its rank in front; `attempt` selects those of one attempt."""
 
     def __init__(self, run: RunDir, attempt: int | None) -> None:
         self._run, self._attempt = run, attempt
         self._colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
-    def __call__(self, lines: Iterator[Line]) -> None:
+    def print(self, lines: Iterator[Line]) -> None:
         if self._attempt is not None:
             numbers = attempt_numbers(records_of(self._run))
             lines = (line for line in lines if numbers.get(line.attempt) == self._attempt)
@@ -62,6 +77,6 @@ class _Printer:
         sys.stdout.flush()
 
 
-def _listed(numbers: list[int], what: str) -> str:
-    shown = ", ".join(f"{what} {number}".strip() for number in numbers[:20])
-    return f"{shown}{', ...' if len(numbers) > 20 else ''}" if numbers else "none yet"
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:20])
+    return f"{shown}{', ...' if len(numbers) > 20 else ''}" if numbers else "none"

@@ -1,4 +1,4 @@
-"""train: one rank of a run, under whatever launcher has started it. `python -m trainer` ends up here."""
+"""`python -m trainer`: one rank of a run, under any launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cluster import machine_checks, run_folders
+from trainer.cluster import run_folders
+from trainer.cluster.prepare import Way, prepare
 from trainer.cluster.spawn import spawn
 from trainer.commands import hello
 from trainer.commands.parsers import Parser, add_config, split
@@ -22,16 +23,19 @@ from trainer.world.signals import die_with_parent
 from trainer.world.world import World
 
 EPILOG = """\
-Start it under any launcher, and it finds out its place:
-  python -m trainer --name first                                   one process
-  python -m trainer --spawn 4 --name first                         four, on this machine
+Start it under any launcher; each process finds out which rank it is:
+  python -m trainer --name first                one process
+  python -m trainer --spawn 4 --name first      four processes on this machine
   torchrun --nproc-per-node 4 -m trainer --name first
-  srun python -m trainer --name first                              in an sbatch script, or in a shell of salloc
-  mpirun python -m trainer --name first                            Open MPI
-`python -m trainer hello` instead shows, in seconds, whether the ranks of such a start find each other.
-The same again, with the same name, goes on where the run is. Without a name the job's id makes one.
-Any key=value sets a key of the configuration; docs/configuration.md lists all. launch.nodes and the like are for
-launch.py alone: here the launcher says how many ranks there are.
+  srun python -m trainer --name first           in an sbatch script or salloc
+  mpirun python -m trainer --name first         Open MPI
+To continue a run, repeat the command with the same name. Without --name, the
+name is made from the configuration's name and the job id.
+`python -m trainer hello` tests in seconds whether the ranks find each other.
+
+Any key=value sets a configuration key; docs/configuration.md lists them all.
+launch.nodes and its like are for launch.py only: here the launcher decides how
+many ranks there are.
 """
 
 
@@ -41,32 +45,34 @@ def main(words: Sequence[str]) -> int:
         return hello.main(words[1:])
     parser = Parser("python -m trainer", "One rank of a run, under any launcher.", EPILOG)
     add_config(parser)
-    parser.add_argument("--name", metavar="RUN", help="name of the run, which goes on if it exists (launch.name)")
+    parser.add_argument("--name", metavar="RUN", help="name of the run; an existing one is continued (launch.name)")
     parser.add_argument("--spawn", type=int, metavar="N", help="start N ranks on this machine")
-    parser.add_argument("words", nargs="*", metavar="key=value|FOLDER", help="a key of the configuration, or a run")
-    given = parser.parse_intermixed_args(words)
-    folders, overrides = split(given.words)
+    parser.add_argument(
+        "words", nargs="*", metavar="key=value|FOLDER", help="set a configuration key, or continue a run"
+    )
+    args = parser.parse_intermixed_args(words)
+    folders, overrides = split(args.words)
     if folders:
-        return _go_on(Path(folders[0]), overrides)
-    if given.name is not None:
-        overrides.append(f"launch.name={given.name}")
-    if given.spawn is None:
-        return _train(given.config, overrides, given.site)
-    config = run_folders.with_root(_load(given.config, overrides, given.site), find_config(given.config).stem)
+        return _continue(Path(folders[0]), overrides)
+    if args.name is not None:
+        overrides.append(f"launch.name={args.name}")
+    if args.spawn is None:
+        return _train(args.config, overrides, args.site)
+    config = run_folders.with_root_and_name(_load(args.config, overrides, args.site), find_config(args.config).stem)
     overrides.append(f"launch.name={config.launch.name}")
-    return spawn(given.spawn, functools.partial(_train, given.config, overrides, given.site))
+    return spawn(args.spawn, functools.partial(_train, args.config, overrides, args.site))
 
 
 def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
-    """Start the run, or go on with it, in this rank."""
+    """Start the run, or continue it, in this rank."""
     world = detect_world()
     config = _load(source, overrides, site)
     stem = find_config(source).stem
-    if config.launch.name is None and world.launcher != "python":  # one that all ranks find, and a requeued job again
+    if config.launch.name is None and world.launcher != "python":
+        # All ranks, and the same job after a requeue, arrive at this name.
         named = dataclasses.replace(config.launch, name=f"{stem}-{world.job_id}")
         config = dataclasses.replace(config, launch=named)
-    config = run_folders.with_root(config, stem)
-    machine_checks.check_names(config)
+    config = prepare(config, Way.RANK, stem)
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     new = not run.config.exists()
     if new and world.rank == 0:
@@ -81,19 +87,19 @@ def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
         raise
 
 
-def _go_on(folder: Path, overrides: Sequence[str]) -> int:
-    """Go on with the run in that folder, in this rank."""
+def _continue(folder: Path, overrides: Sequence[str]) -> int:
+    """Continue the run in that folder, in this rank."""
     if overrides:
-        raise ConfigError(f"{overrides[0]}: a run that goes on keeps its configuration")
-    world, run = detect_world(), run_folders.find(str(folder), str(folder.parent))
+        raise ConfigError(f"{overrides[0]}: a continued run keeps its configuration")
+    world, run = detect_world(), run_folders.find_run(str(folder), str(folder.parent))
     return _rank(run_folders.load(run), run, world)
 
 
 def _rank(config: Config, run: RunDir, world: World) -> int:
     if world.launcher == "submitit-local":
-        die_with_parent(signal.SIGTERM)  # when the local launcher is killed its ranks stop, rather than train on unseen
+        die_with_parent(signal.SIGTERM)  # a killed launcher must not leave its ranks training unseen
     elif world.rank == 0:
-        run_folders.note_submission(run, world.job_id)
+        run_folders.record_submission(run, world.job_id)
     Trainer(config)()
     return 0
 
@@ -103,11 +109,11 @@ def _load(source: str, overrides: Sequence[str], site: str | None) -> Config:
 
 
 def _check_same(config: Config, started: Config) -> None:
-    """Raise ConfigError when the run was started with other values: going on with these, it would be neither."""
+    """Raise ConfigError when the run was started with other values: it would be neither that run nor this one."""
     before = {key: value for key, _, value in fields_of(started)}
     for key, _, value in fields_of(config):
         if value != before[key] and not key.startswith("launch."):
             raise ConfigError(
-                f"{key}={value}: {config.launch.name} was started with {before[key]}, which a run keeps; leave it, or "
-                "choose another --name"
+                f"{key}={value}: {config.launch.name} was started with {before[key]}, and a run keeps its "
+                "values; leave this one out, or choose another --name"
             )

@@ -1,12 +1,13 @@
-"""report: one HTML page that shows how runs went."""
+"""report: write one HTML page that shows how runs went."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 from pathlib import Path
 
 from trainer.cluster import run_folders
 from trainer.cluster.run_status import RunStatus, StatusReader, records_of
+from trainer.commands.parsers import NO_RUN, Parser, add_runs, split
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.config.keys import fields_of
@@ -14,13 +15,25 @@ from trainer.observe.report.curves import read_curves
 from trainer.observe.report.page import Run, page
 from trainer.rundir import RunDir
 
+DESCRIPTION = """\
+Write the curves and attempts of one run, or of several side by side, to one
+HTML page: report.html, in the folder of the run, or for several runs here."""
 
-def report(names: Sequence[str], overrides: Sequence[str]) -> int:
-    """Write the page of the named runs, one run's into its folder, that of several into this one; print its path."""
-    root = run_folders.root_of(overrides)
-    found = [run_folders.find(name, root) for name in names]
-    target = found[0].report if len(found) == 1 else Path("report.html").absolute()
-    text = page([_shown(run, stands) for run, stands in zip(found, StatusReader().look(found))])
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what report takes."""
+    add_runs(parser, nargs="+")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page of the named runs and print its path; returns the exit status."""
+    names, overrides = split(args.words)
+    if not names:
+        raise ConfigError(NO_RUN)
+    root = run_folders.runs_root(overrides)
+    runs = [run_folders.find_run(name, root) for name in names]
+    target = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
+    text = page([_contents(run, status) for run, status in zip(runs, StatusReader().read(runs))])
     try:
         target.write_text(text, errors="replace")
     except OSError as error:
@@ -29,16 +42,17 @@ def report(names: Sequence[str], overrides: Sequence[str]) -> int:
     return 0
 
 
-def _shown(run: RunDir, stands: RunStatus) -> Run:
+def _contents(run: RunDir, status: RunStatus) -> Run:
+    """What the page shows of a run."""
     records = records_of(run)
     kept = {record["end_step"] - record["lost_steps"] for record in records}
     return Run(
         name=run.name,
-        state=stands.state,
-        why=stands.why,
-        alive=stands.alive,
-        step=stands.step,
-        total_steps=stands.total_steps,
+        state=status.state,
+        why=status.why,
+        alive=status.alive,
+        step=status.step,
+        total_steps=status.total_steps,
         records=records,
         curves=read_curves(run.metrics, kept),
         config={key: value for key, _, value in fields_of(Config.load(run.config))},

@@ -1,189 +1,127 @@
-"""status: how runs stand, from one look at Slurm's queue and the runs' own files."""
+"""status: show the state of runs, from one squeue and the runs' own files."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from trainer.cluster import run_folders
-from trainer.cluster.run_status import RunStatus, StatusReader, records_of
-from trainer.cluster.sweep import members
+from trainer.cluster.run_status import RunStatus, StatusReader
+from trainer.commands.parsers import Parser, add_runs, split
 from trainer.config.errors import ConfigError
-from trainer.observe.progress import duration
-from trainer.records.attempt_record import AttemptRecord
-from trainer.records.metrics import damaged_lines, is_step, last_lines
+from trainer.records.metrics import is_step, last_lines
 from trainer.rundir import RunDir
 
-WATCH_S = 2.0  # between two looks at the files
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+WATCH_S = 2.0  # between two readings of the files
 WIDE = 250  # columns
-COLOURS = {
-    "running": "green",
-    "stopping": "yellow",
-    "requeued": "yellow",
-    "queued": "cyan",
-    "finished": "bold green",
-    "failed": "bold red",
-    "lost": "bold red",
-    "unknown": "magenta",
-}
+DESCRIPTION = """\
+Show the state of all runs, or of the named ones. A single run is shown with
+its attempts."""
+Read = Callable[[StatusReader], "list[RunStatus]"]
+Draw = Callable[["Sequence[RunStatus]"], "RenderableType"]
 
 
-def status(names: Sequence[str], overrides: Sequence[str], as_json: bool, watch: bool) -> int:
-    """Print how the named runs, or all in the root, stand; one run alone with its attempts too."""
-    root = run_folders.root_of(overrides)
+def add_arguments(parser: Parser) -> None:
+    """Declare what status takes."""
+    parser.add_argument("--sweep", metavar="NAME", help="show the runs of this sweep, best first")
+    parser.add_argument(
+        "--by",
+        metavar="METRIC",
+        help="the metric that ranks them: a key of the epoch lines in metrics.jsonl (default: val_loss)",
+    )
+    parser.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    add_runs(parser, nargs="*")
 
-    def chosen() -> list[RunDir]:
-        return [run_folders.find(name, root) for name in names] if names else run_folders.in_root(root)
+
+def run(args: argparse.Namespace) -> int:
+    """Print the status of runs, once or until Ctrl-C; returns the exit status."""
+    names, overrides = split(args.words)
+    root = run_folders.runs_root(overrides)
+    if args.sweep is None:
+        if args.by is not None:
+            raise ConfigError(f"--by {args.by}: ranks the runs of a sweep; give --sweep NAME too")
+        read, draw = _runs(names, root)
+    else:
+        if names:
+            raise ConfigError(f"{names[0]}: name a sweep or runs, not both")
+        read, draw = _sweep(RunDir(Path(root) / args.sweep), args.by or "val_loss")
+    if args.watch and (args.json or not sys.stdout.isatty()):
+        raise ConfigError("--watch: keeps a table on a terminal; leave it out for a file, a pipe or --json")
+    reader = StatusReader()
+    if args.json:
+        print(json.dumps([vars(status) for status in read(reader)], indent=1))
+    elif args.watch:
+        _watch(lambda: draw(read(reader)))
+    else:
+        from rich.console import Console
+
+        # As wide as the terminal; in a file or a pipe nothing is cut off.
+        console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+        console.print(draw(read(reader)))
+    return 0
+
+
+def _watch(draw: Callable[[], RenderableType]) -> None:
+    """Redraw the terminal until Ctrl-C."""
+    from rich.live import Live
+
+    with Live(draw(), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(WATCH_S)
+            live.update(draw(), refresh=True)
+
+
+def _runs(names: Sequence[str], root: str) -> tuple[Read, Draw]:
+    """How to read and draw the named runs, or all runs in the root; a single named run with its attempts."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from trainer.commands.status_tables import run_details, runs_table
+
+    def selected() -> list[RunDir]:
+        return [run_folders.find_run(name, root) for name in names] if names else run_folders.all_runs(root)
 
     def draw(found: Sequence[RunStatus]) -> RenderableType:
         if not found:
             return Text(f"no run in {root}/ yet")
         if len(names) == 1:
-            return Group(_table(found), *_details(chosen()[0]))
-        return _table(found)
+            return Group(runs_table(found), *run_details(selected()[0]))
+        return runs_table(found)
 
-    return _present(lambda lookout: lookout.look(chosen()), draw, as_json, watch)
+    return lambda reader: reader.read(selected()), draw
 
 
-def status_of_sweep(name: str, metric: str, overrides: Sequence[str], as_json: bool, watch: bool) -> int:
-    """The same of a sweep's runs, the best first: the lowest loss, or the highest of any other metric."""
-    sweep = RunDir(Path(run_folders.root_of(overrides)) / name)
+def _sweep(sweep: RunDir, metric: str) -> tuple[Read, Draw]:
+    """How to read and draw the runs of a sweep, best first: the lowest loss, or the highest of any other metric."""
+    from trainer.cluster.sweep import members
+    from trainer.commands.status_tables import or_dash, runs_table
+
     varied = members(sweep)
 
     def value(run: str) -> float | None:
         lines = last_lines(RunDir(sweep.path.parent / run).metrics)
-        found = (line[metric] for line in reversed(lines) if metric in line and not is_step(line))
-        return next(found, None)
+        return next((line[metric] for line in reversed(lines) if metric in line and not is_step(line)), None)
 
-    def look(lookout: StatusReader) -> list[RunStatus]:
-        found = lookout.look([RunDir(sweep.path.parent / run) for run in varied])
+    def read(reader: StatusReader) -> list[RunStatus]:
+        found = reader.read([RunDir(sweep.path.parent / run) for run in varied])
         sign = 1 if "loss" in metric else -1
-        order = {one.run: value(one.run) for one in found}
-        return sorted(found, key=lambda one: math.inf if (v := order[one.run]) is None else sign * v)
+        values = {status.run: value(status.run) for status in found}
+        return sorted(found, key=lambda status: math.inf if (v := values[status.run]) is None else sign * v)
 
     def draw(found: Sequence[RunStatus]) -> RenderableType:
         keys = list(dict.fromkeys(key for change in varied.values() for key in change))
         columns = {key: {run: str(change.get(key, "")) for run, change in varied.items()} for key in keys}
-        columns[metric] = {run: _or_dash(value(run), "{:.4f}") for run in varied}
-        return _table(found, columns)
+        columns[metric] = {run: or_dash(value(run), "{:.4f}") for run in varied}
+        return runs_table(found, columns)
 
-    return _present(look, draw, as_json, watch)
-
-
-def _present(
-    look: Callable[[StatusReader], list[RunStatus]],
-    draw: Callable[[Sequence[RunStatus]], RenderableType],
-    as_json: bool,
-    watch: bool,
-) -> int:
-    """Print what a look finds, or keep it up to date on the terminal."""
-    if watch and (as_json or not sys.stdout.isatty()):
-        raise ConfigError("--watch: keeps a table on a terminal; leave it out for a file, a pipe or --json")
-    lookout = StatusReader()
-    if as_json:
-        print(json.dumps([vars(one) for one in look(lookout)], indent=1))
-        return 0
-    if not watch:
-        _console().print(draw(look(lookout)))
-        return 0
-    with Live(draw(look(lookout)), screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(WATCH_S)
-            live.update(draw(look(lookout)), refresh=True)
-
-
-def _console() -> Console:
-    """As wide as the terminal; into a file or a pipe nothing is cut off."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDE)
-
-
-def _table(found: Sequence[RunStatus], more: Mapping[str, Mapping[str, str]] | None = None) -> Table:
-    """`more` columns have a cell for each run, by its name."""
-    more = more or {}
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("run", no_wrap=True)
-    for title in more:
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("state")
-    for title in ("step", "epoch", "loss", "samples/s", "left", "attempts", "lost", "goodput"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for one in found:
-        table.add_row(
-            one.run,
-            *(cells[one.run] for cells in more.values()),
-            _state(one),
-            _of(one.step, one.total_steps),
-            _or_dash(one.epoch),
-            _or_dash(one.loss, "{:.4f}"),
-            _or_dash(one.samples_per_s, "{:,.0f}"),
-            "-" if one.eta_s is None else duration(one.eta_s),
-            str(one.attempts),
-            str(one.lost_steps),
-            _or_dash(one.goodput, "{:.0%}"),
-        )
-    return table
-
-
-def _state(one: RunStatus) -> Text:
-    text = Text(one.state, style=COLOURS.get(one.state, ""))
-    said = [one.why] if one.why else []
-    if one.starts_at:
-        said.append(f"expected {_clock(one.starts_at)}")
-    if one.job_id and one.alive:
-        said.insert(0, f"job {one.job_id}")
-    return text.append(f"  {', '.join(said)}" if said else "", style="dim")
-
-
-def _details(run: RunDir) -> list[Table | Text]:
-    """Its attempts, and where to look next."""
-    table = Table(box=None, header_style="bold", pad_edge=False, title="\nattempts", title_justify="left")
-    for title in ("attempt", "job", "began", "lasted", "ranks"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("hosts")
-    for title in ("steps", "lost"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("ended")
-    for record in records_of(run):
-        table.add_row(*_attempt(record))
-    damaged = {path.name: damaged_lines(path) for path in (run.attempts, run.metrics)}
-    notes = [f"\n{name}: damaged, {lines} of its lines passed over" for name, lines in damaged.items() if lines]
-    return [table, *(Text(note, style="yellow") for note in notes), Text(f"\nfolder {run.path}", style="dim")]
-
-
-def _attempt(record: AttemptRecord) -> list[str]:
-    end = record["end"] or time.time()
-    job = f"{record['job_id']} (restart {record['restart']})" if record["restart"] else record["job_id"]
-    return [
-        str(record["attempt"]),
-        job,
-        _clock(record["start"]),
-        duration(end - record["start"]),
-        str(record["world_size"]),
-        ", ".join(record["hosts"]),
-        f"{record['start_step']} to {record['end_step']}" if record["reason"] else f"{record['start_step']} on",
-        str(record["lost_steps"]),
-        record["reason"] or "",
-    ]
-
-
-def _of(step: int | None, total: int | None) -> str:
-    return "-" if step is None else f"{step}/{total}" if total else str(step)
-
-
-def _or_dash(value: float | None, form: str = "{}") -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _clock(at: float) -> str:
-    """A moment in local time, with the day when that is not today."""
-    moment, today = time.localtime(at), time.localtime()
-    return time.strftime("%H:%M:%S" if moment[:3] == today[:3] else "%Y-%m-%d %H:%M", moment)
+    return read, draw

@@ -1,41 +1,57 @@
-"""sweep: a run per combination of values, as one Slurm array."""
+"""sweep: submit one run per combination of values, as a single Slurm array."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import argparse
 
-from trainer.cluster import machine_checks, run_folders, submission
-from trainer.cluster import sweep as sweeps
-from trainer.commands.submit import root_hint
-from trainer.config.config import Config, find_config
+from trainer.commands.parsers import NEW_RUN_OPTIONS, Parser, add_config, add_key_options, add_overrides, overrides_of
 from trainer.config.errors import ConfigError
 
+DESCRIPTION = """\
+Submit one run per combination of values, as a single Slurm array. Repeat the
+command to submit the runs that are missing or have not finished."""
+EPILOG = """\
+key=v1,v2 or key=0..4 gives a key several values. All options and all other
+key=value words apply to every run. For example:
+  python launch.py sweep --name scan --parallel 4 \\
+      optim.lr=0.1,0.03 seed=0..4 train.epochs=20
+"""
 
-def sweep(source: str, overrides: Sequence[str], site: str | None, parallel: int | None) -> int:
-    """Submit what is missing of a sweep; returns the exit status."""
-    several = [word for word in overrides if sweeps.varies(word)]
-    if not several:
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what sweep takes."""
+    add_config(parser)
+    add_key_options(parser, NEW_RUN_OPTIONS)
+    parser.add_argument("--parallel", type=int, metavar="K", help="run at most K at a time (default: all)")
+    add_overrides(parser, help="set a configuration key, or give it several values")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Submit the missing runs of a sweep; returns the exit status."""
+    from trainer.cluster import run_folders, sweep
+    from trainer.cluster.prepare import Way, prepare
+    from trainer.commands.start import root_hint
+    from trainer.config.config import Config, find_config
+
+    overrides = overrides_of(args, NEW_RUN_OPTIONS)
+    varied = [word for word in overrides if sweep.has_several_values(word)]
+    if not varied:
         raise ConfigError("nothing varies: give a key several values, e.g. optim.lr=0.1,0.03 seed=0..4")
-    for word in several:
+    for word in varied:
         if word.startswith("launch."):
             raise ConfigError(f"{word}: all jobs of an array ask for the same; launch.* cannot vary")
-    if parallel is not None and parallel < 1:
-        raise ConfigError(f"--parallel {parallel}: must be at least 1")
-    shared = [word for word in overrides if word not in several]
-    config = submission.with_grace(Config.load(source, shared, site or run_folders.site()))
-    config = run_folders.with_root(config, stem=find_config(source).stem)
-    changes = sweeps.combinations(several)
-    machine_checks.check_names(config)
-    machine_checks.check_submission(config)
-    machine_checks.check_writable(Path(config.launch.root))
-    machine_checks.check_slurm()
-    job_id, submitted, total = sweeps.submit(config, changes, parallel)
+    if args.parallel is not None and args.parallel < 1:
+        raise ConfigError(f"--parallel {args.parallel}: must be at least 1")
+    shared = [word for word in overrides if word not in varied]
+    config = Config.load(args.config, shared, args.site or run_folders.site())
+    changes = sweep.combinations(varied)
+    config = prepare(config, Way.SLURM, stem=find_config(args.config).stem)
+    job_id, submitted, total = sweep.submit_missing(config, changes, args.parallel)
     print(f"sweep  {config.launch.name}: {total} runs")
     if job_id is None:
-        print("       all of them have finished, or are in the queue")
+        print("       all of them have finished or are in the queue")
         return 0
-    limit = f", {parallel} at a time" if parallel else ""
+    limit = f", {args.parallel} at a time" if args.parallel else ""
     print(f"job    {job_id}: {len(submitted)} runs{limit}, {submitted[0]} to {submitted[-1]}")
     print(f"next   python launch.py status --sweep {config.launch.name}{root_hint(config.launch)}", flush=True)
     return 0

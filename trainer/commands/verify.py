@@ -1,29 +1,37 @@
-"""verify: is each checkpoint of a run whole, and what is in it."""
+"""verify: check every checkpoint of a run for damage, and print what is in it."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.store import CheckpointError, CheckpointStore, Manifest
 from trainer.cluster import run_folders
+from trainer.commands.parsers import Parser, add_run
 from trainer.rundir import RunDir
 
+DESCRIPTION = "Read every checkpoint of a run and compare it with its manifest."
 
-def verify(name: str, overrides: Sequence[str], as_json: bool) -> int:
-    """Print what each checkpoint holds; the exit status is 1 when one is damaged."""
-    root = run_folders.root_of(overrides)
-    found = inspect(run_folders.find(name, root))
-    if as_json:
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what verify takes."""
+    parser.add_argument("--json", action="store_true", help="print a JSON list, oldest checkpoint first")
+    add_run(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what each checkpoint holds; returns 1 when one is damaged."""
+    found = inspect(run_folders.find_run(args.run, run_folders.runs_root(args.overrides)))
+    if args.json:
         print(json.dumps(found, indent=1))
     elif not found:
-        print(f"{name}: no checkpoint yet")
+        print(f"{args.run}: no checkpoint yet")
     else:
         print(f"{'step':>9}  {'epoch':>5}  {'ranks':>5}  {'MB':>8}  state")
         for c in found:
-            state = f"whole, weights {c['weights_sha256'][:16]}" if c["ok"] else f"DAMAGED: {c['error']}"
+            state = f"intact, weights {c['weights_sha256'][:16]}" if c["ok"] else f"DAMAGED: {c['error']}"
             size = "?" if c["bytes"] is None else f"{c['bytes'] / 1e6:.1f}"
             print(f"{c['step']:>9}  {c['epoch'] or '?':>5}  {c['world_size'] or '?':>5}  {size:>8}  {state}")
     return 0 if all(c["ok"] for c in found) else 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from submitit.core.utils import pickle_load
 
-from trainer.cluster import code_copy, submission
+from trainer.cluster import code_copy, sbatch, submission
 from trainer.cluster.queue import Queue
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
@@ -45,10 +45,10 @@ class RollCall:
             raise ConfigError(f"launch.root={root}: cannot be written: {error.strerror}") from None
         run = RunDir(self.folder)
         try:
-            code_copy.keep(run, config)  # as for every run, which tests that the nodes can see and import it
-            executor = submission.executor_of(launch, run, [], [], {"no-requeue": True})
+            code_copy.copy_code(run, config)  # as for every run, which tests that the nodes can see and import it
+            executor = sbatch.job_executor(launch, run, [], [], {"no-requeue": True})
             executor.update_parameters(job_name="doctor")
-            (self._job,) = submission.hand_over(executor, [Hello(config, self.folder)])
+            (self._job,) = submission.submit_jobs(executor, [Hello(config, self.folder)])
         except ConfigError:
             self.remove()
             raise

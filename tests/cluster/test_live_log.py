@@ -1,0 +1,93 @@
+"""The live log of --local and --follow: every line for a pipe, a few progress lines a second for a terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.cluster.live_log import LiveLog, ProgressFilter
+from trainer.rundir import RunDir
+
+
+def step(number: int) -> bytes:
+    """A progress line, as rank 0 writes it."""
+    return f"[laststep 10:00:00] step {number}/1000  epoch 1  loss 0.5000  9 samples/s  0:01 left\n".encode()
+
+
+EPOCH = b"[laststep 10:00:00] epoch 1  step 100  train_loss 0.5000\n"
+
+
+def numbers(lines: list[bytes]) -> list[int]:
+    """The steps of progress lines."""
+    return [int(line.split(b"] step ")[1].split(b"/")[0]) for line in lines]
+
+
+def test_a_few_progress_lines_a_second() -> None:
+    """1,000 steps in ten seconds, a line each, read twenty times a second: four a second are shown, the last too."""
+    progress = ProgressFilter()
+    shown: list[bytes] = []
+    for poll in range(200):
+        new = b"".join(step(number) for number in range(5 * poll + 1, 5 * poll + 6))
+        shown += progress.pass_on(new, now=100 + poll / 20)
+    shown += progress.rest()
+    assert 38 <= len(shown) <= 42
+    assert numbers(shown) == sorted(numbers(shown))
+    assert shown[-1] == step(1000)
+    assert progress.rest() == []
+
+
+def test_no_other_line_is_dropped() -> None:
+    """Warnings, epochs and the user's own lines, in the order of the log, each after the newest progress line."""
+    progress = ProgressFilter()
+    assert list(progress.pass_on(step(1), now=100)) == [step(1)]
+    others = [EPOCH, b"loss step 3/4\n", b"[laststep 10:00:00] saved step 7\n", b"Traceback\n", b"error: bad\n"]
+    log = b"".join([step(2), step(3), others[0], step(4), *others[1:], step(5)])
+    shown = [*progress.pass_on(log, now=100.1), *progress.rest()]
+    assert shown == [step(3), others[0], step(4), *others[1:], step(5)]
+
+
+def test_a_slow_run_shows_every_line() -> None:
+    """A line that is due is shown at once, not with the next one."""
+    progress = ProgressFilter()
+    for number in range(5):
+        assert list(progress.pass_on(step(number), now=100.0 + number)) == [step(number)]
+
+
+def test_a_held_line_is_shown_when_it_is_due() -> None:
+    """Also when nothing follows it: the next step may take minutes."""
+    progress = ProgressFilter()
+    assert list(progress.pass_on(step(1) + step(2), now=100)) == [step(2)]
+    assert list(progress.pass_on(step(3), now=100.1)) == []
+    assert list(progress.pass_on(b"", now=100.3)) == [step(3)]
+
+
+def test_half_a_line() -> None:
+    """The log may be read while a line is written; a user's unfinished line is shown at once, ours when it is whole."""
+    progress = ProgressFilter()
+    assert list(progress.pass_on(b"10%", now=100)) == [b"10%"]
+    assert list(progress.pass_on(step(1)[:30], now=101)) == []
+    assert list(progress.pass_on(step(1)[30:], now=102)) == [step(1)]
+    assert [*progress.pass_on(step(2)[:30], now=103), *progress.rest()] == [step(2)[:30]]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_pipe_and_terminal(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe gets the whole log; a terminal misses progress lines only, and sees the last one."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    path = run.logs / "0_log.out"
+    with LiveLog(run, path) as log:
+        log.update()
+        for number in range(1, 101):
+            with path.open("ab") as file:
+                file.write(step(number) + (EPOCH if number == 50 else b""))
+            log.update()
+    shown = capsys.readouterr().out
+    assert "epoch 1  step 100" in shown and "step 100/1000" in shown and "step 50/1000" in shown
+    assert shown.count("/1000") < 60 if terminal else shown.count("/1000") == 100

@@ -1,0 +1,66 @@
+"""Shell lines of the job's batch script: the ranks' environment, the user's setup, what runs after the ranks."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from trainer.cluster import run_folders
+from trainer.config.schema import Launch
+from trainer.rundir import RunDir
+
+
+def after_ranks(run: RunDir) -> list[str]:
+    """Lines that run trainer.cluster.after_ranks once all ranks have ended: outside any container image, because
+    Slurm's commands are there, and therefore with the Python that submits."""
+    python, folder, copy = (shlex.quote(str(word)) for word in (sys.executable, run.path, run.code))
+    return [
+        "# This shell outlives all ranks. If they fail or are killed, it decides whether to requeue the job.",
+        "afterwards() {",
+        "    status=$?",
+        "    trap '' TERM USR1 USR2",
+        "    [ $status = 0 ] && return",
+        f"    cd {copy}",
+        f"    timeout -s KILL 300 {python} -m trainer.cluster.after_ranks {folder} $status",
+        "}",
+        "trap afterwards EXIT",
+        "trap : TERM USR1 USR2",
+    ]
+
+
+def rank_count(ranks_per_node: int) -> str:
+    """A line that tells srun the number of ranks, in a job that may get any number of nodes of a range."""
+    return f"export SLURM_NTASKS_PER_NODE={ranks_per_node} SLURM_NTASKS=$(({ranks_per_node} * SLURM_JOB_NUM_NODES))"
+
+
+def environment(launch: Launch, code: Path) -> list[str]:
+    """Lines that set the ranks' environment."""
+    variables = {
+        "OMP_NUM_THREADS": str(launch.cpus_per_task),
+        "PYTHONPATH": run_folders.python_path(code),
+        **launch.env,
+    }
+    return [f"export {name}={_quote(value)}" for name, value in variables.items()]
+
+
+def user_setup(launch: Launch) -> list[str]:
+    """The lines of `launch.setup`, for this node and for all others.
+
+    The environment that they set here reaches all ranks anyway.
+    """
+    if launch.node_counts[-1] == 1 or not launch.setup:
+        return launch.setup
+    lines = shlex.quote("\n".join(launch.setup))
+    return [
+        *launch.setup,
+        "others=$((SLURM_JOB_NUM_NODES - 1))",
+        "[ $others = 0 ] || srun --relative=1 --nodes=$others --ntasks=$others --ntasks-per-node=1 --cpus-per-task=1"
+        f" bash -c {lines}",
+    ]
+
+
+def _quote(value: str) -> str:
+    """Quote for the shell, but let it expand variables such as $HOME."""
+    return '"' + re.sub(r'([\\"`])', r"\\\1", value) + '"'

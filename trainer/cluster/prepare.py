@@ -1,0 +1,71 @@
+"""From a configuration as it was written to one that can start: its name, its root, its grace, and all checks.
+
+Every start of a run passes here: submit, resume and sweep, `trainer.submit` from Python, and `python -m trainer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+from pathlib import Path
+
+from trainer.cluster import machine_checks, run_folders
+from trainer.config.config import Config
+from trainer.world.slurm import kill_wait_s
+
+
+class Way(enum.Enum):
+    """Where the ranks run, and whether the command stays."""
+
+    SLURM = "slurm"  # in a job; the command returns
+    FOLLOW = "follow"  # in a job; the command prints rank 0's log until the run ends
+    LOCAL = "local"  # all on this machine, as processes of the command
+    DEBUG = "debug"  # one rank, in the process of the command
+    DRY_RUN = "dry_run"  # nowhere: what would be submitted is printed
+    RANK = "rank"  # this process is a rank, started by another launcher (torchrun, srun, mpirun)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Way:
+        """The way that the options of submit and resume ask for; each option has the value of its way."""
+        optional = (cls.FOLLOW, cls.LOCAL, cls.DEBUG, cls.DRY_RUN)
+        return next((way for way in optional if getattr(args, way.value)), cls.SLURM)
+
+
+def prepare(config: Config, way: Way, stem: str = "run") -> Config:
+    """The configuration fitted to this way of running, with an absolute root and a name (made from `stem` where none
+    is given), and checked as far as this machine can tell. Raises ConfigError. Creates nothing."""
+    config = run_folders.with_root_and_name(_fit(config, way), stem)
+    _check(config, way)
+    return config
+
+
+def prepare_new(config: Config, way: Way, stem: str = "run") -> Config:
+    """`prepare` for a new run. Raises ConfigError also when the name is taken."""
+    config = run_folders.with_root_and_name(_fit(config, way), stem)
+    run_folders.check_name_is_free(config)
+    _check(config, way)
+    return config
+
+
+def _fit(config: Config, way: Way) -> Config:
+    """--debug is one process, whatever the configuration says; a job gets its cluster's grace where none is given."""
+    launch = config.launch
+    if way is Way.DEBUG:
+        launch = dataclasses.replace(launch, nodes=1, tasks_per_node=None, gpus_per_node=min(1, launch.gpus_per_node))
+    elif way in (Way.SLURM, Way.FOLLOW, Way.DRY_RUN) and launch.grace_s is None:
+        launch = dataclasses.replace(launch, grace_s=kill_wait_s())
+    return dataclasses.replace(config, launch=launch)
+
+
+def _check(config: Config, way: Way) -> None:
+    machine_checks.check_names(config)
+    if way is Way.RANK:
+        return  # the rank itself finds out about its machine
+    machine_checks.check_writable(Path(config.launch.root))
+    if way in (Way.LOCAL, Way.DEBUG):
+        machine_checks.check_local(config)
+    else:
+        machine_checks.check_submission(config)
+    if way in (Way.SLURM, Way.FOLLOW):
+        machine_checks.check_slurm()

@@ -1,0 +1,79 @@
+"""The sbatch script of a job: submitit's executor, with everything that `launch` says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from submitit import SlurmExecutor
+
+from trainer import compat
+from trainer.cluster import batch_shell
+from trainer.config.config import Config
+from trainer.config.schema import Launch
+from trainer.rundir import RunDir
+
+# Trainer.checkpoint decides how often a run is requeued. submitit's own limit would count every signal within ten
+# minutes of the time limit as a timeout.
+NO_LIMIT = 1_000_000
+
+
+class SbatchExecutor(SlurmExecutor):
+    """submitit's executor, which can also be made where there is no Slurm, to show its script."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Say that Slurm is here, whatever this machine has."""
+        return 2
+
+    def script(self) -> str:
+        """The sbatch script that a submission would hand over."""
+        return compat.sbatch_script(self)
+
+
+def run_executor(config: Config, run: RunDir) -> SbatchExecutor:
+    """The executor for the ranks of a run."""
+    # A rank that fails ends the others, whatever they wait for; at a stop every rank but 0 exits 0, see Stopped.
+    srun_args, options = ["--kill-on-bad-exit=1"], {"requeue": True}
+    return job_executor(config.launch, run, batch_shell.after_ranks(run), srun_args, options)
+
+
+def job_executor(
+    launch: Launch, run: RunDir, setup: Sequence[str], srun_args: Sequence[str], options: Mapping[str, Any]
+) -> SbatchExecutor:
+    """The executor for any job that runs the code in `run.code`.
+
+    `setup` holds the first lines of its batch shell, `options` further options of sbatch.
+    """
+    executor = SbatchExecutor(folder=run.logs, max_num_timeout=NO_LIMIT, python=launch.python)
+    ranks_per_node, is_range = launch.ranks_per_node, len(launch.node_counts) > 1
+    if is_range:
+        # With --ntasks-per-node, Slurm 22.05 would never start the job on fewer nodes again, see docs/design.md. So
+        # the job asks for the CPUs of that many ranks, and its shell tells srun the number of ranks.
+        options = {**options, "nodes": launch.nodes, "mincpus": ranks_per_node * launch.cpus_per_task}
+        setup = [*setup, batch_shell.rank_count(ranks_per_node)]
+    optional: dict[str, Any] = {
+        "partition": launch.partition,
+        "account": launch.account,
+        "qos": launch.qos,
+        "constraint": launch.constraint,
+        "exclude": launch.exclude,
+        "ntasks_per_node": None if is_range else ranks_per_node,
+        "gpus_per_node": launch.gpus_per_node or None,
+        "mem": None if launch.mem_gb is None else f"{max(1, round(1024 * launch.mem_gb))}MB",
+    }
+    executor.update_parameters(
+        job_name=run.name,
+        nodes=launch.node_counts[0],
+        cpus_per_task=launch.cpus_per_task,
+        time=launch.time_min,
+        signal_delay_s=launch.signal_delay_s,
+        setup=[*setup, *batch_shell.environment(launch, run.code), *batch_shell.user_setup(launch)],
+        # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). --chdir: `python -m` searches
+        # the current folder first, see Trainer.
+        srun_args=[f"--cpus-per-task={launch.cpus_per_task}", *srun_args, f"--chdir={run.code}", *launch.srun],
+        stderr_to_stdout=True,
+        additional_parameters={**options, **launch.slurm},
+        **{key: value for key, value in optional.items() if value is not None},
+    )
+    return executor

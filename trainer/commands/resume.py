@@ -1,0 +1,49 @@
+"""resume: continue a run in a new job, perhaps on another number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+
+from trainer.commands.parsers import JOB_OPTIONS, LAUNCH_KEY, Parser, add_key_options, add_ways, overrides_of
+from trainer.config.errors import ConfigError
+
+DESCRIPTION = "Continue a run in a new job, from its newest intact checkpoint."
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what resume takes."""
+    parser.add_argument("run", metavar="RUN", help="name or folder of the run")
+    add_key_options(parser, JOB_OPTIONS)
+    add_ways(parser)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar=LAUNCH_KEY,
+        help="a launch.* key to change; the rest of the run's configuration stays as it is",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continue a run; returns the exit status."""
+    from trainer.cluster import machine_checks, run_folders
+    from trainer.cluster.prepare import Way, prepare
+    from trainer.cluster.run_status import jobs_in_queue
+    from trainer.commands import start
+
+    way, overrides = Way.of(args), overrides_of(args, JOB_OPTIONS)
+    root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
+    folder = run_folders.find_run(args.run, root)
+    for word in overrides:
+        if not word.startswith("launch.") or word.startswith("launch.name="):
+            raise ConfigError(
+                f"{word}: a resumed run keeps its configuration; change only launch.* keys, or start a new run"
+            )
+    config = prepare(run_folders.load(folder, overrides), way)
+    if way is Way.DRY_RUN:
+        return start.dry_run(config)
+    if jobs := jobs_in_queue(folder):
+        cancel = f"python launch.py cancel {folder.name}{start.root_hint(config.launch)}"
+        raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
+    machine_checks.check_writable(folder.path)
+    config.save(folder.config)
+    return start.start(config, folder, way)

@@ -1,0 +1,78 @@
+"""The table of verbs: the dispatch, the parsers, the help's list of verbs and the completion all follow from it.
+
+`launch.py NAME` is trainer/commands/NAME.py, which is imported only when that verb is used. It defines DESCRIPTION,
+`add_arguments`, `run` and, where its help needs one, EPILOG. Importing it must be cheap, since --help and the Tab key
+wait for it: anything that needs torch, submitit or rich is imported inside `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from trainer.commands.parsers import Parser
+
+DEFAULT = "submit"  # when no verb is given
+
+
+class VerbModule(Protocol):
+    """What trainer/commands/NAME.py defines."""
+
+    DESCRIPTION: str
+
+    def add_arguments(self, parser: Parser) -> None:
+        """Declare the options and words that the verb takes."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; returns the exit status. Raises ConfigError."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb: its name, and the two columns of the line that lists it."""
+
+    name: str
+    usage: str
+    help: str
+
+    def module(self) -> VerbModule:
+        """Import the verb's module."""
+        return cast(VerbModule, importlib.import_module(f"trainer.commands.{self.name}"))
+
+    def parser(self) -> Parser:
+        """The parser of the words after the verb."""
+        module = self.module()
+        name = f"[{self.name}]" if self.name == DEFAULT else self.name
+        parser = Parser(f"launch.py {name}", module.DESCRIPTION, getattr(module, "EPILOG", ""))
+        module.add_arguments(parser)
+        return parser
+
+    def run(self, words: Sequence[str]) -> int:
+        """Parse the words after the verb and run it; returns the exit status. Raises ConfigError."""
+        return self.module().run(self.parser().parse_intermixed_args(words))
+
+
+VERBS = {
+    verb.name: verb
+    for verb in (
+        Verb("submit", "submit", "start a new run"),
+        Verb("sweep", "sweep key=v1,v2", "submit one run per combination of values"),
+        Verb("resume", "resume RUN", "continue a run in a new job, on any number of ranks"),
+        Verb("status", "status [RUN ...]", "show the state of all runs, or of these"),
+        Verb("logs", "logs RUN", "print the logs of all ranks, merged by time"),
+        Verb("cancel", "cancel RUN", "stop a run after its current step, keeping every step"),
+        Verb("drill", "drill RUN", "preempt a run on purpose and check that it comes back"),
+        Verb("verify", "verify RUN", "check every checkpoint of a run for damage"),
+        Verb("report", "report RUN [...]", "write the curves and attempts of runs to an HTML page"),
+        Verb("doctor", "doctor", "check this cluster for anything that could break a run"),
+        Verb("completion", "completion SHELL", "print a script that lets the Tab key complete all this"),
+    )
+}
+
+
+def verb_list() -> str:
+    """One line per verb, as the command's help shows them."""
+    return "\n".join(f"  {verb.usage:<18}{verb.help}" for verb in VERBS.values())
