@@ -259,15 +259,18 @@ class Cluster:
             raise RuntimeError(f"{' '.join(words)} exited with {done.returncode}: {done.stderr or done.stdout}")
         return done.stdout
 
-    def wait_for(self, condition: Callable[[], T], deadline_s: float, message: str) -> T:
-        """Poll until `condition` gives something true, and return that; the error shows jobs and their output files."""
+    def wait_for(self, condition: Callable[[], T], deadline_s: float, message: str, poll_s: float = 0.1) -> T:
+        """Poll until `condition` returns something true, and return that.
+
+        Raises TimeoutError with `message` at the deadline, with the jobs and their output files.
+        """
         deadline = time.monotonic() + deadline_s
         while not (value := condition()):
             if time.monotonic() > deadline:
                 columns = "JobID:8,Partition:10,State:12,Reason:25,RestartCnt:5,NodeList:12,STDOUT:200"
                 jobs = re.sub(" +\n", "\n", self.run("squeue", "--states=all", "-O", columns, check=False))
                 raise TimeoutError(f"{message} (waited {deadline_s} s). Daemons' logs: {self.logs}. Jobs:\n{jobs}")
-            time.sleep(0.05)
+            time.sleep(poll_s)
         return value
 
     def answers(self) -> bool:

@@ -61,14 +61,14 @@ class User:
         )
         return pickles[0].name.split("_")[0]
 
-    def waits_for(self, name: str, text: str) -> None:
-        """Until rank 0's log of the run has `text`."""
+    def waits_for(self, name: str, text: str, times: int = 1) -> None:
+        """Wait until the ranks of the run have printed `text` this many times together."""
         logs = self.run(name).logs
 
-        def said() -> bool:
-            return any(text in log.read_text() for log in logs.glob("*_0_log.out"))
+        def printed() -> bool:
+            return sum(log.read_text().count(text) for log in logs.glob("*_log.out")) >= times
 
-        self.cluster.wait_for(said, DEADLINE_S, f"rank 0 of {name} did not print {text!r}")
+        self.cluster.wait_for(printed, DEADLINE_S, f"the ranks of {name} did not print {text!r}")
 
     def waits_for_end(self, name: str, reason: str) -> list[dict[str, Any]]:
         """Until an attempt of the run ended for `reason`; returns all attempts."""
