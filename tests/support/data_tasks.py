@@ -1,0 +1,79 @@
+"""Tasks that tests train to see how ranks get their data, and how fast."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from trainer.config.config import Config
+from trainer.observe import progress
+from trainer.tasks.classification import Classification
+from trainer.world import watchdog
+from trainer.world.launchers import detect_world
+
+
+class Slow(Classification):
+    """Rank 1 takes its time for every step: LASTSTEP_TEST_SLOW is how long, and how often the watchdog looks, in s."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.pause_s, watchdog.SLOW_WINDOW_S = map(float, os.environ["LASTSTEP_TEST_SLOW"].split())
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        if detect_world().rank == 1:
+            time.sleep(self.pause_s)
+        return super().step(model, batch)
+
+
+class SlowData(Classification):
+    """Each sample takes its time, and the rank asks often what that costs."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        progress.WINDOW_S = 0.2
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        training, validation = super().datasets()
+        return Delayed(training), validation
+
+
+class Delayed(Dataset[Any]):
+    """A data set on a slow disk."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.02)
+        return self.dataset[index]
+
+
+class Prepared(Classification):
+    """Writes down who prepares the data and who opens it, in the order of time."""
+
+    def note(self, what: str) -> None:
+        with open(os.environ["LASTSTEP_TEST_NOTES"], "a") as notes:
+            notes.write(f"{what} {detect_world().rank}\n")
+
+    def prepare(self) -> None:
+        self.note("begins")
+        time.sleep(0.2)  # longer than any rank takes to come here: ranks that did not wait would be seen
+        self.note("ends")
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        self.note("opens")
+        return super().datasets()
+
+
+class Linear(Classification):
+    """Without batch norm and dropout, so that how a batch is shared out among the ranks makes no difference at all."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(self.channels * self.image_size**2, self.classes or 0))
