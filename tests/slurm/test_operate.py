@@ -21,7 +21,10 @@ from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
 
 TWO_RANKS = ("--tasks-per-node", "2")
+# Steps that take 80 ms and hardly any CPU time: each sample is read from a slow disk.
+SLOW_STEPS = ("task=tests.support.tasks.SlowData", "train.batch_size=4")
 LONG = ("train.epochs=1000",)
+LONG_AND_SLOW = (*SLOW_STEPS, *LONG)
 QUEUED = 25
 SUBMIT_MANY = """
 import sys
@@ -62,9 +65,9 @@ def test_thirty_runs(bare: User, tmp_path: Path) -> None:
     """One table tells them apart: what waits and why, what runs, came back, failed, was lost, is done."""
     many = [sys.executable, "-c", SUBMIT_MANY, str(bare.root), str(QUEUED)]
     subprocess.run(many, cwd=PROJECT, env=bare.env, check=True, timeout=DEADLINE_S)
-    bare.types("--name", "requeued", *LONG)
-    bare.types("--name", "lost", "launch.max_failures=0", "checkpoint.every_minutes=null", *LONG)
-    bare.types("--name", "running", *LONG)
+    bare.types("--name", "requeued", *LONG_AND_SLOW)
+    bare.types("--name", "lost", "launch.max_failures=0", "checkpoint.every_minutes=null", *LONG_AND_SLOW)
+    bare.types("--name", "running", *LONG_AND_SLOW)
     bare.types("--name", "failed", *TWO_RANKS, "task=tests.support.tasks.Broken", "launch.max_failures=0")
     bare.types("--name", "finished", "train.max_steps=3")
     bare.waits_for("lost", "step 10/")
@@ -84,7 +87,7 @@ def test_thirty_runs(bare: User, tmp_path: Path) -> None:
     for state in ("running", "finished", "failed", "lost", "requeued"):
         assert found[state]["state"] == state
     running = found["running"]
-    assert running["step"] >= 10 and running["total_steps"] == 63_000 and running["eta_s"] > 0
+    assert running["step"] >= 10 and running["total_steps"] == 1_000_000 and running["eta_s"] > 0
     assert 0 < running["goodput"] <= 1 and running["samples_per_s"] > 0
     assert found["lost"]["lost_steps"] >= 10 and found["requeued"]["lost_steps"] == 0
 
@@ -108,7 +111,7 @@ def test_thirty_runs(bare: User, tmp_path: Path) -> None:
 
 def test_cancel_keeps_every_step(user: User) -> None:
     """Unlike scancel, with as much time as the step and its save need; and the run goes on at another size."""
-    user.types("--name", "stopped", *TWO_RANKS, "train.max_steps=200")
+    user.types("--name", "stopped", *TWO_RANKS, *SLOW_STEPS, "train.max_steps=200")
     user.waits_for("stopped", "step 20/200")
     said = user.types("cancel", "stopped")
     (record,) = user.attempts("stopped")
@@ -122,9 +125,9 @@ def test_cancel_keeps_every_step(user: User) -> None:
 
 def test_logs_and_a_drill(bare: User) -> None:
     """`logs -f` goes on through the requeue, and `drill` says that it cost no step."""
-    bare.types("--name", "drilled", *TWO_RANKS, "train.max_steps=150")
+    bare.types("--name", "drilled", *TWO_RANKS, *SLOW_STEPS, "train.max_steps=200")
     following = bare.begins("logs", "drilled", "-f")
-    bare.waits_for("drilled", "step 20/150")
+    bare.waits_for("drilled", "step 20/200")
     said = bare.types("drill", "drilled")
     assert "drilled: 0 lost steps, " in said
     printed, _ = following.communicate(timeout=DEADLINE_S)
