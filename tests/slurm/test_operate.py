@@ -22,7 +22,10 @@ from tests.support.waiting import DEADLINE_S
 
 TWO_RANKS = ("--tasks-per-node", "2")
 # Steps that take 80 ms and hardly any CPU time: each sample is read from a slow disk.
-SLOW_STEPS = ("task=tests.support.tasks.SlowData", "train.batch_size=4")
+SLOW_STEPS = (
+    "task=tests.support.tasks.SlowData", "data.name=fake", "data.args.samples=400", "data.args.image_size=8",
+    "train.batch_size=4",
+)  # fmt: skip
 LONG = ("train.epochs=1000",)
 LONG_AND_SLOW = (*SLOW_STEPS, *LONG)
 QUEUED = 25
@@ -87,7 +90,7 @@ def test_thirty_runs(bare: User, tmp_path: Path) -> None:
     for state in ("running", "finished", "failed", "lost", "requeued"):
         assert found[state]["state"] == state
     running = found["running"]
-    assert running["step"] >= 10 and running["total_steps"] == 1_000_000 and running["eta_s"] > 0
+    assert running["step"] >= 10 and running["total_steps"] == 100_000 and running["eta_s"] > 0
     assert 0 < running["goodput"] <= 1 and running["samples_per_s"] > 0
     assert found["lost"]["lost_steps"] >= 10 and found["requeued"]["lost_steps"] == 0
 
@@ -165,7 +168,7 @@ def test_later_edits_do_not_leak_in(user: User, tmp_path: Path) -> None:
     said = user.types("cancel", "edited") and user.types("logs", "edited")
     assert said.count("the code of monday") == 2 and "tuesday" not in said
     run = user.run("edited")
-    assert (run.code / "mine.py").exists() and (run.code / "trainer" / "loop.py").exists()
+    assert (run.code / "mine.py").exists() and (run.code / "trainer" / "trainer.py").exists()
     assert not (run.code / ".git").exists()
     assert "torch==" in run.packages.read_text()
 
