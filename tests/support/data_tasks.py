@@ -17,7 +17,7 @@ from trainer.world.launchers import detect_world
 
 
 class Slow(Classification):
-    """Rank 1 takes its time for every step: LASTSTEP_TEST_SLOW is how long, and how often the watchdog looks, in s."""
+    """Rank 1 is slow: LASTSTEP_TEST_SLOW is the pause in each of its steps and the watchdog's interval, in seconds."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -30,7 +30,7 @@ class Slow(Classification):
 
 
 class SlowData(Classification):
-    """Each sample takes its time, and the rank asks often what that costs."""
+    """Each sample takes 20 ms to load, and the rank measures often what that costs."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -56,7 +56,7 @@ class Delayed(Dataset[Any]):
 
 
 class Prepared(Classification):
-    """Writes down who prepares the data and who opens it, in the order of time."""
+    """Writes to the file LASTSTEP_TEST_NOTES which ranks prepare the data and which open it, in order of time."""
 
     def note(self, what: str) -> None:
         with open(os.environ["LASTSTEP_TEST_NOTES"], "a") as notes:
@@ -64,7 +64,7 @@ class Prepared(Classification):
 
     def prepare(self) -> None:
         self.note("begins")
-        time.sleep(0.2)  # longer than any rank takes to come here: ranks that did not wait would be seen
+        time.sleep(0.2)  # longer than any rank takes to get here, so that a rank which did not wait would show
         self.note("ends")
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
@@ -73,7 +73,7 @@ class Prepared(Classification):
 
 
 class Linear(Classification):
-    """Without batch norm and dropout, so that how a batch is shared out among the ranks makes no difference at all."""
+    """Without batch norm and dropout, so that it makes no difference how ranks share a batch."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(self.channels * self.image_size**2, self.classes or 0))

@@ -20,7 +20,7 @@ from trainer.world.launchers import detect_world
 
 
 class Poisoned(Classification):
-    """The loss of the 5th step of the run is not a number, on rank 1 alone: a bad sample."""
+    """The loss of the run's 5th step is NaN on rank 1 alone, as of a bad sample."""
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         output = super().step(model, batch)
@@ -29,13 +29,13 @@ class Poisoned(Classification):
         return output
 
     def poisoned(self) -> bool:
-        """Whether this is that step. The warm-up's call comes first."""
+        """Whether this is the 5th step; the first call is the warm-up's."""
         self.calls = getattr(self, "calls", -1) + 1
         return self.calls == 5
 
 
 class PoisonedAndKilled(Poisoned):
-    """And rank 0 dies in the step after that, before anyone has looked at a loss."""
+    """Like Poisoned, and rank 0 dies in the next step, before any rank has checked a loss."""
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         output = super().step(model, batch)
@@ -46,7 +46,7 @@ class PoisonedAndKilled(Poisoned):
 
 
 class FullDisk(Classification):
-    """The disk takes no file of over 100 kB once these steps are done: LASTSTEP_TEST_FULL is "4 7" for 4, 5 and 6."""
+    """After some steps the disk takes no file over 100 kB: LASTSTEP_TEST_FULL is "4 7" for steps 4, 5 and 6."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -61,7 +61,7 @@ class FullDisk(Classification):
 
 
 class Faulty(Classification):
-    """Something befalls some ranks in the middle of one step of the attempt, counted from 1.
+    """Something happens to some ranks in the middle of one step of the attempt, counted from 1.
 
     LASTSTEP_TEST_FAULT is "kill step 5 rank 1,2", or "halt" (SIGSTOP), "sleep" (stuck in user code), "spin" (stuck
     with the interpreter's lock held), "raise" (an error of its own), "worker" (its loader worker is killed),
@@ -77,27 +77,29 @@ class Faulty(Classification):
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         self.steps += model.training
-        output = super().step(model, batch)  # batch norm has counted this step's samples by now
+        output = super().step(model, batch)  # now batch norm has counted this step's samples
         if self.here and model.training and self.steps == self.place:
             self.befall()
         return output
 
     def befall(self) -> None:
-        """What the name says."""
+        """Do what the kind says."""
         print(f"fault: {self.kind}", flush=True)
         if self.kind in ("kill", "halt"):
             os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
         elif self.kind == "sleep":
             threading.Event().wait(600)
         elif self.kind == "spin":
-            re.match(r"(a+)+$", "a" * 60 + "b")  # takes longer than the universe is old
+            re.match(r"(a+)+$", "a" * 60 + "b")  # takes longer than the age of the universe
         elif self.kind == "worker":
             for child in multiprocessing.active_children():
                 os.kill(child.pid or 0, signal.SIGKILL)
         elif self.kind == "raise":
             raise ValueError("a bad sample")
         elif self.kind == "gpu-memory":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")  # as a GPU's allocator
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 MiB."
+            )  # as a GPU's allocator says
         elif self.kind == "memory":
             resource.setrlimit(resource.RLIMIT_AS, (2**20, resource.RLIM_INFINITY))
             try:
@@ -107,7 +109,7 @@ class Faulty(Classification):
 
 
 class Broken(Classification):
-    """Fails in the first step of rank 1, of every attempt: a bug."""
+    """Rank 1 fails in the first step of every attempt, as of a bug."""
 
     fails_at = 1
 
@@ -124,7 +126,7 @@ class Broken(Classification):
 
 
 class FailsOnce(Broken):
-    """Fails in the 80th step of a job's first attempt, as of a bug that shows once in a million steps."""
+    """Rank 1 fails in the 80th step of a job's first attempt, as of a bug that shows once in a million steps."""
 
     fails_at = 80
 
@@ -143,7 +145,7 @@ class Unprepared(Classification):
 
 
 class KilledOnce(Classification):
-    """Rank 1 is killed in its fifth step, unless torchrun has started it again by then."""
+    """Rank 1 is killed in its fifth step, unless torchrun has restarted it."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -28,6 +28,7 @@ from tests.support.faulty_tasks import (
     PoisonedAndKilled,
     Unprepared,
 )
+from tests.support.waiting import DEADLINE_S
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config.config import Config
 from trainer.data import image_files
@@ -68,14 +69,14 @@ __all__ = [
 
 
 def await_agreement() -> None:
-    """Until the ranks have agreed on where to stop."""
+    """Wait until the ranks have agreed where to stop."""
     for agreement in [thread for thread in threading.enumerate() if thread.name == "stop"]:
-        agreement.join(timeout=60)
-        assert not agreement.is_alive(), "the ranks did not agree on a stop within 60 s"
+        agreement.join(timeout=DEADLINE_S)
+        assert not agreement.is_alive(), f"the ranks did not agree on a stop within {DEADLINE_S:.0f} s"
 
 
 def read_one_step_late() -> None:
-    """What a step measured comes a step later, as on a GPU."""
+    """Let a step's measurements arrive one step later, as on a GPU."""
     begin = Loop.__init__
 
     def begin_late(self: Loop, *words: Any, **more: Any) -> None:
@@ -86,7 +87,7 @@ def read_one_step_late() -> None:
 
 
 def note_decoding() -> None:
-    """A byte in LASTSTEP_TEST_NOTES for each image that is decoded."""
+    """Write a byte to the file LASTSTEP_TEST_NOTES for each image that is decoded."""
     decode = image_files.decode
 
     def noted(content: bytes, least: int) -> Any:
@@ -98,7 +99,7 @@ def note_decoding() -> None:
 
 
 def share_nothing() -> None:
-    """As of a container each: no rank finds what another one has on the disk."""
+    """Let no rank find what another one has on the disk, as if each were in a container of its own."""
     opened = os.open
 
     def alone(path: Any, flags: int, *more: Any, **others: Any) -> int:
@@ -110,15 +111,15 @@ def share_nothing() -> None:
 
 
 class Signalled(Classification):
-    """Signals itself in the middle of one unit of work, and holds that until the ranks have agreed on where to stop.
+    """Signals itself in the middle of one unit of work, and waits there until the ranks have agreed where to stop.
 
     LASTSTEP_TEST_SIGNAL is "SIGTERM step 5 rank 1" or "SIGUSR2 validation 2 rank 0": in that step, or in that batch of
-    the attempt's first validation, both counted from 1 in this attempt. A stop is so forced to one exact place.
+    the attempt's first validation, both counted from 1 in this attempt. This puts a stop at one exact place.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.warm = False  # the first call is the warm-up's, which does not count
+        self.warm = False  # the first call, the warm-up's, does not count
         self.done = {"step": 0, "validation": 0}
         name, self.unit, place, _, ranks = (os.environ.get("LASTSTEP_TEST_SIGNAL") or "SIGTERM never 0 rank 0").split()
         self.number = signal.Signals[name]
@@ -141,8 +142,8 @@ class Signalled(Classification):
 
 
 class SignalledElsewhere(Classification):
-    """Rank 1 signals itself where no step is under way: LASTSTEP_TEST_WHERE is "preparing", "warming-up", "restoring",
-    "saving" (a save's files are written, and are not committed before the ranks have agreed to stop), "ending" (the
+    """Rank 1 signals itself outside of steps: LASTSTEP_TEST_WHERE is "preparing", "warming-up", "restoring",
+    "saving" (the files of a save are written, but not committed before the ranks have agreed to stop), "ending" (the
     last save), or "everywhere" (every signal there is, to both ranks and to their loader workers)."""
 
     def __init__(self, config: Config) -> None:
@@ -158,7 +159,7 @@ class SignalledElsewhere(Classification):
             self.before(CheckpointStore, "commit", agree=True)
 
     def before(self, owner: Any, name: str, agree: bool = False) -> None:
-        """Signal before a method runs for the first time."""
+        """Send the signal before a method runs for the first time."""
         method = getattr(owner, name)
 
         def signalled(*words: Any, **more: Any) -> Any:
@@ -186,7 +187,7 @@ class SignalledElsewhere(Classification):
 
 
 class _Numbered(Dataset[Any]):
-    """Tells with each sample its index, and a random draw, which tells the epoch."""
+    """Adds to each sample its index, and a random draw, which depends on the epoch."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
@@ -200,7 +201,7 @@ class _Numbered(Dataset[Any]):
 
 
 class Recorded(Signalled):
-    """Every rank notes in the file LASTSTEP_TEST_NOTES what its steps have learned from: a line of JSON for each."""
+    """Every rank writes to the file LASTSTEP_TEST_NOTES what its steps have learned from: a line of JSON per step."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -214,7 +215,7 @@ class Recorded(Signalled):
                     *_,
                     indices,
                     draws,
-                ), count in micro_batches  # one that counts for nothing holds samples all the same
+                ), count in micro_batches  # a micro-batch with count 0 has samples too
                 for sample in zip(indices.tolist()[:count], draws.tolist())
             ]
             with open(os.environ["LASTSTEP_TEST_NOTES"], "a") as notes:
@@ -236,8 +237,8 @@ class RecordedLinear(Linear, Recorded):
 
 
 class Drawn(Faulty):
-    """Like Faulty, or "stop" (SIGTERM); and the curves are written at once, as in an attempt that lasts. What befalls
-    a rank waits for that."""
+    """Like Faulty, or "stop" (SIGTERM), after the curves have been written, which happens at once, as it would in an
+    attempt that lasts."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -252,19 +253,19 @@ class Drawn(Faulty):
             super().befall()
 
     def await_curves(self) -> None:
-        """Until the newest event file ends with the newest point."""
+        """Wait until the newest event file ends with the newest point."""
         from trainer.observe.events import Points
 
         run = Trainer(self.config).run
         *_, newest = Points(run.metrics, self.config.train.log_every)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + DEADLINE_S
         while not any(path.read_bytes().endswith(newest.record()) for path in run.tensorboard.glob("*")):
-            assert time.monotonic() < deadline, "the curves were not written within 60 s"
+            assert time.monotonic() < deadline, f"the curves were not written within {DEADLINE_S:.0f} s"
             time.sleep(0.01)
 
 
 class DiesInTheSave(Signalled):
-    """Like Signalled; and the ranks that LASTSTEP_TEST_DIES names are killed when the save of the stop begins."""
+    """Like Signalled, but the ranks in LASTSTEP_TEST_DIES are killed when the save of the stop begins."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -273,11 +274,11 @@ class DiesInTheSave(Signalled):
 
 
 class Held(Classification):
-    """Each rank waits in one step, for ever or until it may go on: LASTSTEP_TEST_HOLD is "5 FOLDER" for the 5th step of
-    the attempt. A rank that waits makes the file FOLDER/RANK; the test makes FOLDER/go.
+    """Each rank waits in one step until it may continue: LASTSTEP_TEST_HOLD is "5 FOLDER" for the 5th step of the
+    attempt. A rank that waits creates the file FOLDER/RANK; the test creates FOLDER/go.
 
-    With "5 FOLDER torn" the step is done on some ranks only: rank 0 waits with its gradients, before it changes the
-    weights, and the others in the next step.
+    With "5 FOLDER torn" only some ranks complete the step: rank 0 waits with its gradients, before it changes the
+    weights, and the others wait in the next step.
     """
 
     def __init__(self, config: Config) -> None:
@@ -300,14 +301,14 @@ class Held(Classification):
         return super().step(model, batch)
 
     def hold(self) -> None:
-        """Say so, and wait."""
+        """Create the file, and wait."""
         (self.folder / str(self.rank)).touch()
         deadline = time.monotonic() + 600
         while not (self.folder / "go").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def after_the_gradients_of(self, step: int) -> None:
-        """Hold there."""
+        """Wait after the gradients of this step."""
         learn = Learner.learn
 
         def held(learner: Learner, number: int, micro_batches: Sequence[tuple[Any, int]], samples: int) -> None:
@@ -319,8 +320,8 @@ class Held(Classification):
 
 
 class AwaitsStop(Classification):
-    """Holds each rank in its eighth step of an attempt until the ranks have agreed to stop: whatever sends a signal
-    from outside, however slowly, finds the run there."""
+    """Each rank waits in its eighth step of an attempt until the ranks have agreed to stop: a signal from outside,
+    however late, finds the run there."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -329,7 +330,7 @@ class AwaitsStop(Classification):
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         self.steps += model.training
         if model.training and self.steps == 8:
-            sys.stdout.write("holds in its step 8\n")  # in one piece, where ranks share a terminal
+            sys.stdout.write("holds in its step 8\n")  # in one write, as ranks may share a terminal
             sys.stdout.flush()
             await_agreement()
         return super().step(model, batch)

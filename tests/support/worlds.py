@@ -1,4 +1,4 @@
-"""Worlds for tests of parts that only read theirs."""
+"""Worlds for tests of parts that only read their World."""
 
 from __future__ import annotations
 
