@@ -1,11 +1,11 @@
-# `make train` and `make test` are all that a newcomer needs: each installs what it uses into .venv first.
+# `make train` and `make test` are all that a newcomer needs. Each first installs what it uses into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train check test slurm slurm-down chaos gpu-check bench clean
+.PHONY: train check test test-fast slurm slurm-down chaos gpu-check bench clean
 
-train: $(VENV)/installed  ## the main job: learn 5,000 handwritten digits on this machine
+train: $(VENV)/installed  ## train on 5,000 handwritten digits on this machine
 	$(BIN)/python launch.py --local
 
 check: $(VENV)/installed-dev  ## lint and types
@@ -13,30 +13,38 @@ check: $(VENV)/installed-dev  ## lint and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test: $(VENV)/installed-dev system-packages  ## all tests, those on a real Slurm where one can be started
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+# Test processes that run side by side. Most tests wait for Slurm or for ranks, so four processes suit two cores.
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-slurm: $(VENV)/installed system-packages  ## a real Slurm on this machine, thrown away by slurm-down
+test: $(VENV)/installed-dev system-packages  ## all tests except those that need a GPU; some start a real Slurm
+	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+
+test-fast: $(VENV)/installed-dev  ## after each edit: the quick tests, without Slurm, root or system packages
+	$(PYTEST) -m "not gpu and not slow" $(PYTEST_ARGS)
+
+slurm: $(VENV)/installed system-packages  ## start a real Slurm on this machine; make slurm-down ends it
 	$(BIN)/python -m tests.slurm.cluster up
 
 slurm-down:
 	$(BIN)/python -m tests.slurm.cluster down
 
-# N faults (200 take the better half of an hour), by the plan of SEED; 1 in the exit status when anything went wrong.
+# N faults (200 take about half an hour), planned from SEED. The exit status is 1 if a run broke a promise.
 N ?= 30
 SEED ?= 1
-chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, and one table: docs/chaos.md
+chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, reported in docs/chaos.md
 	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) --report docs/chaos.md
 
-gpu-check: $(VENV)/installed-dev  ## on a machine with a GPU: what needs one is tested, then measured; planned for 20 minutes
+gpu-check: $(VENV)/installed-dev  ## on a machine with a GPU: tests, then benchmarks; about 20 minutes
 	$(BIN)/python -m pytest tests/gpu -W default
 	$(BIN)/python -m benchmarks.gpu
 
-bench: $(VENV)/installed  ## every figure that README quotes
+bench: $(VENV)/installed  ## measure every figure that README quotes
 	$(BIN)/python -m benchmarks
 
-# For the tests of Slurm, of mpirun and of the Tab key. Elsewhere, or without root, those say why they skip.
-PACKAGES := slurmctld slurmd slurm-client slurmdbd munge mariadb-server openmpi-bin iproute2 zsh
+# For tests of Slurm, mpirun, network namespaces, Tab completion and torch.compile. Without root or apt these tests
+# are skipped, with the reason.
+PACKAGES := slurmctld slurmd slurm-client slurmdbd munge mariadb-server openmpi-bin iproute2 zsh g++
 .PHONY: system-packages
 system-packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(PACKAGES) >/dev/null 2>&1; then \

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import FAKE_SBATCH, FAKE_SQUEUE, NO_SLURM
+from tests.support.running_order import arrange
 from tests.support.shared import make_shared_folder, remove_shared_folder
 
 # Two cores and many ranks: more threads than cores would only wait for each other.
@@ -34,6 +35,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         child.kill()
     if not is_worker(config):
         remove_shared_folder()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/slurm/" in item.nodeid:
+            item.add_marker(pytest.mark.slurm)
+    items[:] = arrange(items)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`python -m tests.faults --faults N --seed S`: N random faults on real runs on a throwaway Slurm; `make chaos`."""
+"""`python -m tests.faults --faults N --seed S`: inject N random faults into real runs on a throwaway Slurm."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.faults.run import Run
 from tests.faults.site import MOST_AT_ONCE, Site
 from tests.slurm.cluster import missing
 
-LIVES = 3  # a fault that could not be aimed at a run is tried on fresh ones, but not for ever
+LIVES = 3  # how many runs may try a fault before it is reported as never injected
 
 
 class Harness:
-    """Runs the plan, so many runs at once, and keeps what they say."""
+    """Carries out the plan, several runs at a time, and collects their reports."""
 
     def __init__(self, site: Site, plan: Sequence[RunPlan], report: Report, keep: Path) -> None:
         self.site = site
@@ -39,9 +39,9 @@ class Harness:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """All of it: first the runs that nobody touches, then the others."""
+        """Carry out the whole plan: first the undisturbed runs, then the others."""
         for work in (self._undisturbed, self._under_faults):
-            # Daemons, as an interrupted harness must not wait for runs whose cluster it ends.
+            # Daemon threads: an interrupted harness must not wait for runs whose cluster it stops.
             threads = [threading.Thread(target=self._do, args=(work, slot), daemon=True) for slot in self._slots]
             for thread in threads:
                 thread.start()
@@ -53,7 +53,7 @@ class Harness:
     def _do(self, work: Callable[[int], None], slot: int) -> None:
         try:
             work(slot)
-        except BaseException as error:  # whatever it is, the main thread raises it
+        except BaseException as error:  # the main thread raises it again
             self._errors.append(error)
 
     def _undisturbed(self, slot: int) -> None:
@@ -62,7 +62,7 @@ class Harness:
             run = Run(self.site, slot, RunPlan(f"undisturbed-{setting.layout}", setting, ()), self._tell)
             run.live(None)
             if run.wrong:
-                raise RuntimeError(f"the run that nobody touched, {run.victim.run.path}: {run.wrong}")
+                raise RuntimeError(f"the undisturbed run {run.victim.run.path}: {run.wrong}")
             self.undisturbed[setting.layout] = run.result()
 
     def _under_faults(self, slot: int) -> None:
@@ -71,7 +71,7 @@ class Harness:
             run = Run(self.site, slot, plan, self._tell)
             try:
                 left = run.live(self.undisturbed[plan.setting.layout])
-            except Exception as error:  # whatever it is, the report of the other runs is worth having
+            except Exception as error:  # the reports of the other runs are still worth having
                 run.wrong.append(f"the harness failed: {error!r}")
                 left = []
             run.close(self.keep)
@@ -84,7 +84,7 @@ class Harness:
             if left and int(life or 1) < LIVES:
                 self.plan.append(replace(plan, name=f"{name}.{int(life or 1) + 1}", shots=tuple(left)))
             elif left:
-                self.report.wrong.append(f"{plan.name}: never struck: {', '.join(shot.fault for shot in left)}")
+                self.report.wrong.append(f"{plan.name}: never injected: {', '.join(shot.fault for shot in left)}")
 
     def _tell(self, hit: Hit) -> None:
         with self._lock:
@@ -93,18 +93,20 @@ class Harness:
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns 1 when anything was not as it must be, 2 when nothing could be tried."""
+    """Returns 1 if there was a violation, 2 if no fault could be injected."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--faults", type=int, default=30, metavar="N", help="how many to inject (default: 30)")
-    parser.add_argument("--seed", type=int, default=0, help="of the plan (default: 0)")
-    parser.add_argument("--at-once", type=int, default=3, metavar="K", choices=range(1, MOST_AT_ONCE + 1), help="runs")
-    parser.add_argument("--only", action="append", choices=sorted(FAULTS), help="this kind alone; may be repeated")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the table there, e.g. docs/chaos.md")
+    parser.add_argument("--faults", type=int, default=30, metavar="N", help="faults to inject (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the plan (default: 0)")
+    parser.add_argument(
+        "--at-once", type=int, default=3, metavar="K", choices=range(1, MOST_AT_ONCE + 1), help="runs at a time"
+    )
+    parser.add_argument("--only", action="append", choices=sorted(FAULTS), help="inject this kind only; repeatable")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the report to this file, e.g. docs/chaos.md")
     given = parser.parse_args(words)
     if lack := missing():
         print(lack, file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the cluster ends too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the cluster is stopped too
     folder = Path(tempfile.mkdtemp(prefix="laststep-faults-"))
     site = Site(folder)
     try:
@@ -118,7 +120,7 @@ def main(words: Sequence[str]) -> int:
     if given.report:
         given.report.write_text(report.markdown())
     if report.violations:
-        print(f"what went wrong is kept in {folder / 'kept'}")
+        print(f"the folders of runs with violations are in {folder / 'kept'}")
         return 1
     shutil.rmtree(folder)
     return 0

@@ -1,4 +1,4 @@
-"""Taking aim: bring a run to the moment at which a fault is to strike, and say where it was found."""
+"""Aiming a fault: bring a run to the planned moment, and find out what it is doing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ QUICK_POLL_S = 0.002  # a save and a restore last some tens of milliseconds
 
 
 def aim(victim: Victim, moment: Moment, delay_ms: int) -> None:
-    """Wait for the moment and then the delay, stopping the run by a requeue first where the moment needs it.
+    """Wait for the moment and then for the delay; where the moment needs it, requeue the run first.
 
-    The run is at work, or, for its start and restore, may not have begun yet. Raises Missed when the moment does not
-    come.
+    The run is training, or, for its start and restore, may not have begun yet. Raises Missed if the moment does not
+    occur.
     """
     first = not victim.log.events and moment in (Moment.START, Moment.RESTORE)
     old = set() if first else {rank.attempt for rank in victim.ranks().values()}
@@ -30,13 +30,13 @@ def aim(victim: Victim, moment: Moment, delay_ms: int) -> None:
         elif moment is Moment.RESTORE:
             victim.wait(lambda: set(victim.traces()) - traced, DEADLINE_S, "no attempt began", QUICK_POLL_S)
         elif moment is Moment.STOP:
-            victim.wait(lambda: victim.log.last("stop") is not stopped, DEADLINE_S, "no rank said that it stops")
+            victim.wait(lambda: victim.log.last("stop") is not stopped, DEADLINE_S, "no rank logged a stop")
         elif moment is Moment.HOLD:
             victim.wait(lambda: not victim.ranks() and victim.job.state == "PENDING", DEADLINE_S, "no requeue")
         elif moment is Moment.VALIDATION:
             victim.wait(victim.validates, DEADLINE_S, "no validation")
         elif moment is Moment.SAVE:
-            with contextlib.suppress(NeverCame):  # so fast a save that none is seen: then any moment will do
+            with contextlib.suppress(NeverCame):  # saves may be too fast to be seen: then strike at any moment
                 victim.wait(victim.writing, DEADLINE_S / 3, "no save", QUICK_POLL_S)
         else:
             step = victim.log.last("step")
@@ -47,7 +47,7 @@ def aim(victim: Victim, moment: Moment, delay_ms: int) -> None:
 
 
 def whereabouts(victim: Victim) -> tuple[Attempt | None, Moment]:
-    """The attempt at work, if any, and what it does."""
+    """The attempt that is running, if any, and what it is doing."""
     ranks = victim.ranks()
     if not ranks:
         return None, Moment.HOLD

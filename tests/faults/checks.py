@@ -1,4 +1,4 @@
-"""What must hold after every fault and at the end of every run. A check returns what it found wrong, a line each."""
+"""What must be true after every fault and at the end of every run. A check returns its violations, one line each."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, order=True)
 class Attempt:
-    """One start of a job."""
+    """One start of a job: its id and restart count."""
 
     job_id: str
     restart: int
 
     @classmethod
     def of(cls, record: Record) -> Attempt:
-        """That of a line of attempts.jsonl."""
+        """The attempt that a line of attempts.jsonl is about."""
         return cls(str(record["job_id"]), int(record["restart"]))
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a run that nobody touched gave."""
+    """The result of an undisturbed run."""
 
     weights: str
     metrics: Sequence[Record]
@@ -43,19 +43,19 @@ class Undisturbed:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the harness saw of a run by means of its own."""
+    """What the harness observed of a run, independently of the run's own records."""
 
     begun: Mapping[Attempt, int]  # training batches that each attempt began
-    resumed: Sequence[int]  # steps that the log says its attempts started after
-    damaged: AbstractSet[int]  # steps whose checkpoints, as they stand, it damaged
-    set_back: AbstractSet[Attempt]  # attempts after which it damaged the newest checkpoint
-    unwritten: AbstractSet[Attempt]  # attempts that had no disk to write on what they did
+    resumed: Sequence[int]  # steps after which attempts resumed, according to the log
+    damaged: AbstractSet[int]  # steps of existing checkpoints that the harness damaged
+    set_back: AbstractSet[Attempt]  # attempts after which the harness damaged the newest checkpoint
+    unwritten: AbstractSet[Attempt]  # attempts that could not write their records, as the disk was full
 
 
 def check_run(
     run: RunDir, verified: Sequence[Record], undisturbed: Undisturbed, seen: Seen, log_every: int
 ) -> list[str]:
-    """All that must hold of a finished run's folder; `verified` is what `launch.py verify --json` says of it."""
+    """Check the folder of a finished run; `verified` is the output of `launch.py verify --json`."""
     return [
         *check_metrics(read_lines(run.metrics), undisturbed.metrics),
         *check_checkpoints(verified, seen.damaged, undisturbed.weights),
@@ -64,19 +64,19 @@ def check_run(
 
 
 def check_curves(run: RunDir, log_every: int) -> list[str]:
-    """TensorBoard's event files have each point that metrics.jsonl tells of, once and in order."""
+    """TensorBoard's event files have each point of metrics.jsonl, once and in order."""
     wrong = []
-    told, shown = expected(run, log_every), on_disk(run)
-    for tag in sorted({*told, *shown}):
-        if shown[tag] != told[tag]:
-            lacking = [step for _, step, _ in Counter(told[tag]) - Counter(shown[tag])]
-            excess = [step for _, step, _ in Counter(shown[tag]) - Counter(told[tag])]
-            wrong.append(f"TensorBoard's {tag}: lacking steps ({_some(lacking)}), too many ({_some(excess)})")
+    recorded, shown = expected(run, log_every), on_disk(run)
+    for tag in sorted({*recorded, *shown}):
+        if shown[tag] != recorded[tag]:
+            lacking = [step for _, step, _ in Counter(recorded[tag]) - Counter(shown[tag])]
+            excess = [step for _, step, _ in Counter(shown[tag]) - Counter(recorded[tag])]
+            wrong.append(f"TensorBoard's {tag}: missing steps ({_some(lacking)}), extra steps ({_some(excess)})")
     return wrong
 
 
 def without_clocks(line: Record) -> dict[str, Any]:
-    """A line of metrics.jsonl, but for what no two runs have in common."""
+    """A line of metrics.jsonl without its times, which differ between any two runs."""
     return {key: value for key, value in line.items() if key not in CLOCKS}
 
 
@@ -89,7 +89,7 @@ def check_metrics(lines: Sequence[Record], undisturbed: Sequence[Record]) -> lis
     if missing := sorted({line["step"] for line in undisturbed if "loss" in line} - set(steps)):
         wrong.append(f"metrics.jsonl has no line of steps {_some(missing)}")
     if steps != sorted(steps):
-        wrong.append("metrics.jsonl has its steps out of order")
+        wrong.append("the steps in metrics.jsonl are out of order")
     if wrong:
         return wrong
     pairs = zip(map(without_clocks, lines), map(without_clocks, undisturbed))
@@ -101,14 +101,14 @@ def check_metrics(lines: Sequence[Record], undisturbed: Sequence[Record]) -> lis
 
 
 def check_checkpoints(verified: Sequence[Record], damaged: AbstractSet[int], weights: str) -> list[str]:
-    """What `verify --json` says: every checkpoint is whole but those `damaged` by us, and the last has `weights`."""
+    """`verify --json` says that all checkpoints but those in `damaged` are intact, and that the last has `weights`."""
     wrong = []
     for checkpoint in verified:
         step = checkpoint["step"]
         if not checkpoint["ok"] and step not in damaged:
-            wrong.append(f"the checkpoint of step {step} is damaged, and not by us: {checkpoint['error']}")
+            wrong.append(f"the checkpoint of step {step} is damaged, but not by the harness: {checkpoint['error']}")
         if checkpoint["ok"] and step in damaged:
-            wrong.append(f"the checkpoint of step {step} was damaged by us, and verify takes it for whole")
+            wrong.append(f"the checkpoint of step {step} was damaged by the harness, but verify calls it intact")
     if not verified:
         return ["there is no checkpoint"]
     if verified[-1]["weights_sha256"] != weights:
@@ -117,12 +117,12 @@ def check_checkpoints(verified: Sequence[Record], damaged: AbstractSet[int], wei
 
 
 def check_attempts(records: Sequence[Record], seen: Seen, log_every: int) -> list[str]:
-    """attempts.jsonl tells what happened. What a lost attempt did is known but for its last `log_every` steps."""
+    """attempts.jsonl records what happened. For a lost attempt its last `log_every` steps may be unknown."""
     wrong = []
     numbers = [record["attempt"] for record in records]
     first = numbers[0] if numbers else 0
     if numbers != list(range(first, first + len(numbers))):
-        wrong.append(f"attempts.jsonl counts {numbers}")
+        wrong.append(f"attempts.jsonl numbers its attempts {numbers}")
     known = [Attempt.of(record) for record in records]
     if twice := [str(attempt) for attempt, count in Counter(known).items() if count > 1]:
         wrong.append(f"attempts.jsonl has more than one record of {', '.join(twice)}")
@@ -130,7 +130,7 @@ def check_attempts(records: Sequence[Record], seen: Seen, log_every: int) -> lis
         wrong.append(f"attempts.jsonl has no record of {', '.join(missing)}, which trained")
     reasons = [record["reason"] for record in records]
     if "finished" not in reasons[-1:] or "finished" in reasons[:-1]:
-        wrong.append(f"attempts.jsonl ends as {reasons[-1:]}, finished {reasons.count('finished')} times")
+        wrong.append(f"attempts.jsonl ends with {reasons[-1:]}, and has finished {reasons.count('finished')} times")
     for attempt, record in zip(known, records):
         did, trained = record["end_step"] - record["start_step"], seen.begun.get(attempt, 0)
         least = 0 if attempt in seen.unwritten and record["reason"] == "lost" else trained - 1 - log_every
@@ -143,28 +143,28 @@ def check_attempts(records: Sequence[Record], seen: Seen, log_every: int) -> lis
                 f"attempt {attempt} kept step {kept} by its record, but the next started at {after['start_step']}"
             )
     if unknown := sorted(set(seen.resumed) - {record["start_step"] for record in records}):
-        wrong.append(f"the log says that it resumed after steps {_some(unknown)}, attempts.jsonl does not")
+        wrong.append(f"the log has resumes after steps {_some(unknown)}, attempts.jsonl does not")
     return wrong
 
 
 def lost_steps(start: int, begun: int, resumed: int) -> int:
-    """Whole steps that an attempt surely did after `start` and that are to be done again: a step is whole when the next
-    has begun."""
+    """Steps after `start` that an attempt certainly completed and that must be repeated. A step is certainly complete
+    once the next one has begun."""
     return max(0, start + begun - 1 - resumed)
 
 
 def spares(loss: Loss, nodes: int) -> bool:
-    """Whether no step may be lost in a run on so many nodes."""
+    """Whether the fault may cost no step in a run on this many nodes."""
     return loss is Loss.NOTHING or (loss is Loss.UNLESS_A_NODE_LIVES and nodes > 1)
 
 
 def check_loss(loss: Loss, nodes: int, resumed: int, lost: int, kept: int) -> list[str]:
-    """A fault cost no more than it may. `kept` is the newest good checkpoint when it struck, of NEWEST then after."""
+    """A fault cost no more than allowed. `kept` is the newest intact step before the fault, or for NEWEST after it."""
     if loss is Loss.NEWEST:
-        return [f"resumed after step {resumed}, but {kept} was the newest whole checkpoint"] if resumed != kept else []
+        return [f"resumed after step {resumed}, but {kept} was the newest intact checkpoint"] if resumed != kept else []
     if spares(loss, nodes):
         return [f"{lost} steps lost, 0 allowed"] if lost else []
-    return [f"resumed after step {resumed}, but step {kept} had been saved"] if resumed < kept else []
+    return [f"resumed after step {resumed}, but step {kept} was saved"] if resumed < kept else []
 
 
 def _some(steps: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Faults that announce nothing: processes and nodes that die or stick, daemons that go away."""
+"""Faults without warning: processes and nodes that die or hang, daemons that are away."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from tests.faults.site import SLURMD_TIMEOUT_S
 from tests.faults.victim import Missed, Victim
 
 CONTROLLER = "slurmctld"
-REQUEUE_HOLD_S = 6  # how long Slurm lets a requeued job wait, with the cluster's cred_expire
+REQUEUE_HOLD_S = 6  # how long Slurm holds a requeued job, with this cluster's cred_expire
 
 
 def kill_rank_0(victim: Victim, shot: Shot) -> None:
-    """The rank that writes and serves the store is gone."""
+    """Kill the rank that writes the log and serves the store."""
     victim.signal(signal.SIGKILL, victim.rank(0).pid)
 
 
 def kill_other_rank(victim: Victim, shot: Shot) -> None:
-    """As when a node runs out of memory."""
+    """Kill another rank, as the kernel does when a node runs out of memory."""
     victim.signal(signal.SIGKILL, victim.rank(1 + int(shot.aim * (victim.setting.world_size - 1))).pid)
 
 
 def kill_all(victim: Victim, shot: Shot) -> None:
-    """Nobody is left to save or to say so."""
+    """Kill every rank: none is left to save, or to record why the attempt ended."""
     victim.signal(signal.SIGKILL, *(rank.pid for rank in victim.all_ranks()))
 
 
 def kill_srun(victim: Victim, shot: Shot) -> None:
-    """The ranks lose who started them."""
+    """Kill srun, which started the ranks."""
     found = [p.pid for p in victim.processes() if p.argv[0].endswith("srun")]
     victim.signal(signal.SIGKILL, *found)
 
 
 def kill_worker(victim: Victim, shot: Shot) -> None:
-    """A loader's worker dies, as the first thing that an overfull memory takes."""
+    """Kill a loader worker, as the kernel does first when memory runs out."""
     workers = victim.workers()
     if not workers:
-        raise Missed("no worker is at work")
+        raise Missed("no loader worker is running")
     victim.signal(signal.SIGKILL, workers[int(shot.aim * len(workers))].pid)
 
 
 def freeze_rank(victim: Victim, shot: Shot) -> None:
-    """A rank that neither works nor dies."""
+    """Stop a rank with SIGSTOP: it neither works nor dies."""
     victim.signal(signal.SIGSTOP, victim.rank(victim.pick(shot.aim)).pid)
 
 
 def crash_node(victim: Victim, shot: Shot) -> None:
-    """A node loses its power, and comes back sooner or later than Slurm gives it up."""
+    """A node loses power, and comes back before or after Slurm marks it DOWN."""
     node = victim.node(shot.aim)
     victim.site.cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
     victim.signal(signal.SIGKILL, *victim.on_node(node))
@@ -57,7 +57,7 @@ def crash_node(victim: Victim, shot: Shot) -> None:
 
 
 def restart_slurmd(victim: Victim, shot: Shot) -> None:
-    """A node's daemon is upgraded: its ranks work on."""
+    """Restart a node's slurmd, as an upgrade does; its ranks continue."""
     node = victim.node(shot.aim)
     victim.site.cluster.stop_daemon(f"slurmd.{node}", signal.SIGTERM if shot.aim < 0.5 else signal.SIGKILL)
     time.sleep(1 + 2 * shot.aim)
@@ -65,27 +65,28 @@ def restart_slurmd(victim: Victim, shot: Shot) -> None:
 
 
 def lose_slurmd(victim: Victim, shot: Shot) -> float:
-    """A node is cut off: Slurm gives it up and starts the job anew, while the ranks there work on until it is back."""
+    """A node is cut off: Slurm marks it DOWN and requeues the job, while its ranks continue until it is back."""
     node, cluster = victim.node(shot.aim), victim.site.cluster
     cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
     try:
         victim.wait(
-            lambda: "State=DOWN" in cluster.run("scontrol", "show", "node", node), 60, f"{node} was not given up"
+            lambda: "State=DOWN" in cluster.run("scontrol", "show", "node", node), 60, f"Slurm did not mark {node} DOWN"
         )
         return time.monotonic()
     finally:
-        # Not before the job has started on another node: Slurm 22.05 would kill it here along with what was left of it.
+        # Only after the job has started on another node: Slurm 22.05 would otherwise start it here, and kill it
+        # together with what is left of the earlier attempt.
         _back_later(victim, node, 2 * REQUEUE_HOLD_S)
 
 
 def restart_controller(victim: Victim, shot: Shot) -> None:
-    """slurmctld is upgraded: nobody may notice."""
+    """Restart slurmctld, as an upgrade does; no run may notice."""
     victim.site.cluster.stop_daemon(CONTROLLER, signal.SIGTERM)
     _controller_back(victim, 1 + 4 * shot.aim)
 
 
 def controller_away_at_stop(victim: Victim, shot: Shot) -> None:
-    """The ranks stop for a requeue, and there is nobody yet to ask for it."""
+    """The ranks stop in order to be requeued, while slurmctld is away."""
     victim.slurm("scancel", "--signal", "USR2", victim.job.job_id)
     victim.site.cluster.stop_daemon(CONTROLLER, signal.SIGTERM)
     _controller_back(victim, 1 + 4 * shot.aim)
@@ -95,7 +96,7 @@ def _controller_back(victim: Victim, seconds: float) -> None:
     time.sleep(seconds)
     cluster = victim.site.cluster
     cluster.start_daemon(CONTROLLER)
-    victim.wait(cluster.answers, 60, "slurmctld did not come back")
+    victim.wait(cluster.answers, 60, "slurmctld did not answer again")
 
 
 def _back_later(victim: Victim, node: str, seconds: float) -> None:
@@ -109,13 +110,19 @@ FAULTS = [
     Fault("kill-rank", "SIGKILL of another rank", kill_other_rank, ALWAYS),
     Fault("kill-all", "SIGKILL of every rank", kill_all, ALWAYS, SINCE_SAVE),
     Fault("kill-srun", "SIGKILL of srun", kill_srun, WITH_RANKS, SINCE_SAVE),
-    Fault("kill-worker", "SIGKILL of a loader's worker", kill_worker, STEADY, needs=lambda run: run.workers > 0),
+    Fault("kill-worker", "SIGKILL of a loader worker", kill_worker, STEADY, needs=lambda run: run.workers > 0),
     Fault("freeze-rank", "SIGSTOP of a rank", freeze_rank, AT_WORK),
-    Fault("node-crash", "a node dies", crash_node, STEADY, Loss.UNLESS_A_NODE_LIVES),
+    Fault("node-crash", "a node loses power", crash_node, STEADY, Loss.UNLESS_A_NODE_LIVES),
     Fault("slurmd-restart", "slurmd away for 1 to 3 s", restart_slurmd, STEADY, returns=STAYS, slow=True),
     Fault(
-        "slurmd-lost", "slurmd given up, the ranks alive", lose_slurmd, STEADY, SINCE_SAVE, slow=True, deadline_s=150
+        "slurmd-lost", "a node marked DOWN, its ranks alive", lose_slurmd, STEADY, SINCE_SAVE, slow=True, deadline_s=150
     ),
     Fault("slurmctld-restart", "slurmctld away for 1 to 5 s", restart_controller, AT_WORK, returns=STAYS, alone=True),
-    Fault("slurmctld-at-stop", "USR2, and slurmctld away for 1 to 5 s", controller_away_at_stop, AT_WORK, alone=True),
+    Fault(
+        "slurmctld-at-stop",
+        "SIGUSR2 with slurmctld away for 1 to 5 s",
+        controller_away_at_stop,
+        AT_WORK,
+        alone=True,
+    ),
 ]

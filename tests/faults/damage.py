@@ -1,4 +1,4 @@
-"""Faults of what the ranks stand on: the disk, the checkpoints, the clock, and a second attempt at the same run."""
+"""Faults around the ranks: the disk, the checkpoints, the clock, and a second attempt at the same run."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ MANIFEST = "manifest.json"
 
 
 class Unrefused(Exception):
-    """A second attempt at a run was let in."""
+    """A second attempt at a run was not refused."""
 
 
 def fill_disk(victim: Victim, shot: Shot) -> None:
-    """Somebody fills the disk, and frees it a little later."""
+    """Fill the disk, and free it a little later."""
     ballast = victim.run.path.parent / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 16))
     with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
         while True:
-            file.write(b"\0")  # to the last byte that it takes
+            file.write(b"\0")  # to the last byte
     victim.later(0.5 + 2.5 * shot.aim, ballast.unlink)
 
 
 def fill_disk_at_stop(victim: Victim, shot: Shot) -> None:
-    """The disk is full when the ranks stop, and free again before their grace ends."""
+    """Fill the disk before the ranks stop, and free it before their grace time ends."""
     fill_disk(victim, shot)
     requeue(victim, shot)
 
 
 def damage(how: Callable[[list[Path], float], None]) -> Inject:
-    """What the next attempt would load is spoiled while the job waits in the queue."""
+    """Damage the newest checkpoint while the job waits in the queue."""
 
     def inject(victim: Victim, shot: Shot) -> None:
         checkpoints = victim.checkpoints()
         if victim.ranks() or not checkpoints:
-            raise Missed("the job runs already" if checkpoints else "there is no checkpoint yet")
+            raise Missed("the job is already running" if checkpoints else "there is no checkpoint yet")
         newest = max(checkpoints, key=lambda path: (identity(path) not in victim.own, path.name))
         how(sorted(path for path in newest.iterdir() if path.name != MANIFEST), shot.aim)
         victim.own.add(identity(newest))
@@ -54,13 +54,13 @@ def damage(how: Callable[[list[Path], float], None]) -> Inject:
 
 
 def truncate(files: list[Path], aim: float) -> None:
-    """A file loses its end."""
+    """Cut off the end of a file."""
     path = _one_of(files, aim)
     os.truncate(path, int(path.stat().st_size * aim))
 
 
 def flip(files: list[Path], aim: float) -> None:
-    """One bit is another."""
+    """Flip one bit."""
     path = _one_of(files, aim)
     with path.open("r+b") as file:
         file.seek(int(path.stat().st_size * aim))
@@ -70,13 +70,13 @@ def flip(files: list[Path], aim: float) -> None:
 
 
 def half_delete(files: list[Path], aim: float) -> None:
-    """The first half of the files is gone, at least one."""
+    """Delete the first half of the files, at least one."""
     for path in files[: max(1, len(files) // 2)]:
         path.unlink()
 
 
 def lose_manifest(files: list[Path], aim: float) -> None:
-    """The files are there, and nothing says that they are whole."""
+    """Delete the manifest: the other files are there, but nothing can tell whether they are intact."""
     files[0].with_name(MANIFEST).unlink()
 
 
@@ -85,7 +85,7 @@ def _one_of(files: list[Path], aim: float) -> Path:
 
 
 def step_clock(victim: Victim, shot: Shot) -> None:
-    """The clock jumps by up to a day, forwards or backwards, and back again a few seconds later."""
+    """Set the clock up to a day forwards or backwards, and back a few seconds later."""
     seconds = int((shot.aim - 0.5) * 2 * 86_400)
     victim.set_clock(seconds)
     time.sleep(1 + 3 * shot.aim)
@@ -93,14 +93,14 @@ def step_clock(victim: Victim, shot: Shot) -> None:
 
 
 def resume_twice(victim: Victim, shot: Shot) -> None:
-    """The user resumes a run that is at work: the command must say that it is."""
+    """Resume a run that is running: the command must refuse, and say why."""
     _refused(victim, "resume", victim.run.name)
 
 
 def start_beside(victim: Victim, shot: Shot) -> None:
-    """The user resumes it on a machine that knows nothing of the job: the ranks must find the folder locked."""
+    """Resume a run on a machine without Slurm, which cannot see its job: the ranks must find the folder locked."""
     if run_lock.current_holder(victim.run.lock) is None:  # Slurm has just ended the attempt once more
-        raise Missed("nobody is at work on the run")
+        raise Missed("no rank is running")
     empty = victim.aside / "no-slurm-here"
     empty.mkdir(exist_ok=True)
     _refused(victim, "resume", victim.run.name, "--local", env={"PATH": str(empty)})
@@ -121,7 +121,7 @@ STEADY = (Moment.STEP, Moment.SAVE, Moment.VALIDATION)
 FAULTS = [
     Fault(
         "disk-full",
-        "no space left for 0.5 to 3 s",
+        "disk full for 0.5 to 3 s",
         fill_disk,
         STEADY,
         Loss.SINCE_SAVE,
@@ -129,19 +129,26 @@ FAULTS = [
         lambda run: run.disk,
         saves_again=True,
     ),
-    Fault("disk-full-at-stop", "requeue on a full disk", fill_disk_at_stop, STEADY, needs=lambda run: run.disk),
+    Fault("disk-full-at-stop", "requeue while the disk is full", fill_disk_at_stop, STEADY, needs=lambda run: run.disk),
     Fault("truncated", "newest checkpoint truncated", damage(truncate), HOLD, NEWEST),
     Fault("bit-flipped", "a bit of the newest checkpoint flipped", damage(flip), HOLD, NEWEST),
-    Fault("half-deleted", "newest checkpoint half deleted", damage(half_delete), HOLD, NEWEST),
-    Fault("no-manifest", "newest checkpoint without its manifest", damage(lose_manifest), HOLD, NEWEST),
+    Fault("half-deleted", "half the files of the newest checkpoint deleted", damage(half_delete), HOLD, NEWEST),
+    Fault("no-manifest", "manifest of the newest checkpoint deleted", damage(lose_manifest), HOLD, NEWEST),
     Fault(
         "clock-step",
-        "the clock off by up to a day for 1 to 4 s",
+        "clock wrong by up to a day for 1 to 4 s",
         step_clock,
         AT_WORK,
         returns=STAYS,
         needs=lambda run: run.clock,
     ),
-    Fault("resume-twice", "`launch.py resume` of a run at work", resume_twice, WITH_RANKS, returns=STAYS),
-    Fault("start-beside", "ranks started beside those at work", start_beside, (Moment.STEP,), returns=STAYS, slow=True),
+    Fault("resume-twice", "`launch.py resume` of a running run", resume_twice, WITH_RANKS, returns=STAYS),
+    Fault(
+        "start-beside",
+        "ranks started on a running run",
+        start_beside,
+        (Moment.STEP,),
+        returns=STAYS,
+        slow=True,
+    ),
 ]

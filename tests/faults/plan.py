@@ -1,4 +1,4 @@
-"""The plan: which runs there are, and which faults hit each of them, when and where. A pure function of the seed."""
+"""The plan: which runs there are, and which faults strike each of them, when and where. A pure function of the seed."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from tests.faults.site import BATCH, NOTICE, SCAVENGE
 if TYPE_CHECKING:
     from tests.faults.victim import Victim
 
-FAULTS_PER_RUN = (6, 9)  # at least, at most; half of all, where those are few: some things show with two runs only
+FAULTS_PER_RUN = (6, 9)  # least and most; a short plan is split in half, as some errors need two runs to show
 
 
 class Moment(Enum):
-    """What a fault waits for before its delay: the words for it, and the longest delay in ms."""
+    """What a run is doing when a fault strikes: its name in the report, and the longest random delay after it in ms."""
 
-    START = "start of the ranks", 4000
+    START = "starting ranks", 4000
     RESTORE = "warm-up and restore", 100
     STEP = "steps", 700
     VALIDATION = "validation", 150
     SAVE = "save", 40
     STOP = "stop", 400
-    HOLD = "wait in the queue", 3000
+    HOLD = "waiting in the queue", 3000
 
     @property
     def words(self) -> str:
-        """What the report calls it."""
+        """Its name in the report."""
         return self.value[0]
 
     @property
     def longest_ms(self) -> int:
-        """Upper end of the random delay after it."""
+        """The longest random delay after it, in ms."""
         return self.value[1]
 
 
@@ -45,15 +45,15 @@ class Loss(Enum):
 
     NOTHING = "0"
     SINCE_SAVE = "those since the last save"
-    UNLESS_A_NODE_LIVES = "0; on one node, those since the last save"
-    NEWEST = "those since the save before"
+    UNLESS_A_NODE_LIVES = "0 if another node survives, else those since the last save"
+    NEWEST = "those since the save before the last"
 
 
 class Return(Enum):
-    """Who brings the run back."""
+    """What continues the run after the fault."""
 
     ITSELF = "itself"
-    STAYS = "stays"  # the attempt is not ended at all
+    STAYS = "stays"  # the fault does not end the attempt
     PERHAPS = "itself, if it ended"
     USER = "launch.py resume"
     EITHER = "itself or launch.py resume"
@@ -61,29 +61,29 @@ class Return(Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is: how many ranks, where, with what."""
+    """The settings of a run: its size, its partition and what it runs with."""
 
     nodes: int
     tasks_per_node: int
     partition: str
     workers: int
-    disk: bool  # on a small disk of its own
-    clock: bool  # with a clock that can be set
+    disk: bool  # in a small file system of its own
+    clock: bool  # with a clock that the harness can set
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self.nodes * self.tasks_per_node
 
     @property
     def layout(self) -> str:
-        """Nodes times ranks per node."""
+        """Nodes times ranks per node, such as 2x1."""
         return f"{self.nodes}x{self.tasks_per_node}"
 
 
 @dataclass(frozen=True)
 class Shot:
-    """One planned fault: which, from which moment, how long after, and `aim`, in [0, 1), for all that it chooses."""
+    """One planned fault: its name, its moment, the delay after that, and `aim` in [0, 1), which picks its target."""
 
     fault: str
     moment: Moment
@@ -93,21 +93,21 @@ class Shot:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One run and its faults, in order."""
+    """One run and its faults, in order of time."""
 
     name: str
     setting: Setting
     shots: tuple[Shot, ...]
 
 
-# What a fault does to a run. When what it set off strikes later than it was called, it returns that moment.
+# Injects a fault. One that strikes later than it was called returns the time at which it struck.
 Inject = Callable[["Victim", Shot], "float | None"]
 Needs = Callable[[Setting], bool]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault: what it does, the moments at which it may, and what then must hold."""
+    """A kind of fault: what happens, at which moments it may strike, and what must be true afterwards."""
 
     name: str
     does: str
@@ -116,22 +116,22 @@ class Fault:
     loses: Loss = Loss.NOTHING
     returns: Return = Return.ITSELF
     needs: Needs = lambda setting: True
-    alone: bool = False  # it is felt by every run, so that no other fault is under way meanwhile
-    slow: bool = False  # it takes its time, so the run is to take it easy
-    saves_again: bool = False  # the run has come through only when it has saved again
+    alone: bool = False  # it affects every run, so no other fault may be in progress
+    slow: bool = False  # it takes long, so the run slows down meanwhile
+    saves_again: bool = False  # the run has recovered only after its next save
     deadline_s: float = 120.0  # from the fault to the first new step
 
 
 def make_plan(
     faults: Mapping[str, Fault], count: int, seed: int, lacks: AbstractSet[str] = frozenset()
 ) -> list[RunPlan]:
-    """Runs with `count` faults in all, each kind about as often as the others.
+    """Runs with `count` faults in all, each kind about equally often.
 
-    `lacks` names what runs cannot have here: "disk", "clock".
+    `lacks` names what runs cannot have on this machine: "disk", "clock". Raises ValueError if no fault can be injected.
     """
     draw = random.Random(seed)
     if not any(fault.needs(_draw_setting(draw, lacks)) for _ in range(1000) for fault in faults.values()):
-        raise ValueError(f"this machine can try none of {', '.join(faults)}")
+        raise ValueError(f"this machine can inject none of {', '.join(faults)}")
     sizes = [min(size, -(-count // 2)) for size in FAULTS_PER_RUN]
     planned: Counter[str] = Counter()
     runs: list[RunPlan] = []
@@ -142,7 +142,7 @@ def make_plan(
             continue
         shots = []
         for _ in range(min(count, draw.randint(*sizes))):
-            # What came seldom so far is the likelier.
+            # Prefer kinds that have been rare so far.
             (fault,) = draw.choices(kinds, [(1 + planned[kind.name]) ** -3 for kind in kinds])
             planned[fault.name] += 1
             moment = draw.choice(fault.moments)
@@ -153,7 +153,7 @@ def make_plan(
 
 
 def layouts(plan: Sequence[RunPlan]) -> list[Setting]:
-    """An undisturbed setting per layout of ranks; neither partition nor workers nor disk may change what is learned."""
+    """One undisturbed setting per layout of ranks: partition, workers and disk must not change what a run learns."""
     sizes = sorted({(run.setting.nodes, run.setting.tasks_per_node) for run in plan})
     return [Setting(nodes, tasks, BATCH, 0, disk=False, clock=False) for nodes, tasks in sizes]
 

@@ -1,4 +1,4 @@
-"""What is said of the faults: a line for each as it goes, one table at the end, a page for docs/."""
+"""Reports about the faults: a line for each one as it happens, a table at the end, and a page for docs/."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from tests.faults.plan import Moment
 
 COLUMNS = (
     "fault",
-    "what it does",
-    "times",
-    "came back",
+    "what happens",
+    "count",
+    "recovered",
     "lost steps (allowed)",
-    "worst time to a new step",
+    "longest time to the next step",
     "violations",
 )
 
 
 @dataclass
 class Hit:
-    """One fault that struck, and what came of it."""
+    """One injected fault and its outcome."""
 
     run: str
     fault: str
-    moment: Moment  # where it found the run
+    moment: Moment  # what the run was doing
     after_ms: int  # the planned delay
-    back_s: float = 0.0  # from the fault to the first new step
-    by: str = ""  # who brought the run back: itself, its user; or it stayed
+    back_s: float = 0.0  # from the fault to the first step of the next attempt
+    by: str = ""  # what continued the run: "itself", "launch.py resume", or "stayed" if the attempt did not end
     lost: int = 0
     allowed: int = 0
     recorded: str = ""  # the reason in attempts.jsonl
@@ -44,30 +44,30 @@ class Hit:
 
 @dataclass
 class Report:
-    """What has happened so far."""
+    """The faults injected so far."""
 
     seed: int
     planned: int
     at_once: int
     lacks: dict[str, str]
     hits: list[Hit] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)  # of runs as wholes
+    wrong: list[str] = field(default_factory=list)  # violations of a whole run, not of one fault
     runs: int = 0
     began: float = field(default_factory=time.time)
 
     @property
     def violations(self) -> list[str]:
-        """All that was wrong, a line each."""
+        """All violations, one line each."""
         return [f"{_place(hit)}: {what}" for hit in self.hits for what in hit.wrong] + self.wrong
 
     def line(self, hit: Hit) -> str:
-        """One fault, as it goes."""
+        """The line for one fault."""
         outcome = f"{hit.by or 'lost'} after {hit.back_s:.1f} s".ljust(32) + f"lost {hit.lost}".ljust(10) + hit.recorded
         head = f"{len(self.hits):>3}/{self.planned}  {_minutes(time.time() - self.began)}  {_place(hit):<66}"
         return "".join([head, outcome, *(f"\n         WRONG  {what}" for what in hit.wrong)])
 
     def terminal(self) -> str:
-        """The table, and all that was wrong."""
+        """The table and all violations, as text."""
         rows = [COLUMNS, *self._rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -75,7 +75,7 @@ class Report:
         return "\n".join(["", *lines, "", *self._summary(), *wrong])
 
     def markdown(self) -> str:
-        """The page."""
+        """The table and all violations, as a page."""
         table = [COLUMNS, ["---"] * len(COLUMNS), *self._rows()]
         return "\n".join(
             [
@@ -100,8 +100,8 @@ class Report:
         slurm = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True).stdout.split()[-1]
         lines = [
             f"{len(self.hits)} faults of {self.planned} planned, seed {self.seed}, in {self.runs} runs, "
-            f"{self.at_once} at once; {len(self.violations)} violations",
-            f"where they found the run: {', '.join(f'{moment.words} {moments[moment]}' for moment in Moment)}",
+            f"{self.at_once} at a time; {len(self.violations)} violations",
+            f"what the runs were doing: {', '.join(f'{moment.words} {moments[moment]}' for moment in Moment)}",
             f"torch {versions['torch']}, submitit {versions['submitit']}, Slurm {slurm}, "
             f"Python {platform.python_version()}, {os.cpu_count()} cores",
             f"partitions {site.BATCH}, {site.NOTICE} (GraceTime={site.NOTICE_S}), {site.SCAVENGE} (PreemptMode=CANCEL, "
@@ -109,25 +109,28 @@ class Report:
             f"SlurmdTimeout={site.SLURMD_TIMEOUT_S}",
             f"{time.strftime('%Y-%m-%d', time.localtime(self.began))}, {_minutes(time.time() - self.began)} (min:s)",
         ]
-        return lines + [f"not tried, {what}: {why}" for what, why in self.lacks.items()]
+        return lines + [f"not tested ({what}): {why}" for what, why in self.lacks.items()]
 
 
 HEAD = """\
 # Faults
 
-Random faults at random moments, on real training runs on a throwaway Slurm: written by `python -m tests.faults`, which
-`make chaos` calls. After each fault the run must come back, and may have lost no more steps than are allowed; at its
-end its weights and every line of its metrics must be those of a run that nobody touched.
+`make chaos` injects random faults at random moments into real training runs on a throwaway Slurm, and writes this page.
+After each fault the run must recover, and may lose no more steps than allowed. At the end its weights and every line of
+its metrics must be identical to those of an undisturbed run.
 """
 FOOT = """\
-*Came back*: "itself" needed nobody; "launch.py resume" was typed by the harness, as a user would; "stayed" means that
-the attempt was not ended at all. *Lost steps* are counted by the harness, from what each rank began, not taken from the
-run's word, and are compared with it; allowed are none, or those since the last save (of a damaged checkpoint: since the
-one before). *Time to a new step* is from the fault (of a time limit: from its signal) until the next attempt has done a
-step; Slurm holds a requeued job for 6 s of it.
+*Recovered*: "itself" means without help; "launch.py resume" means that the harness typed this command, as a user would;
+"stayed" means that the fault did not end the attempt.
 
-The plan of runs, faults, delays and targets is a function of the seed alone; where exactly a fault finds a run, and so
-what it costs, depends on the machine's speed too.
+*Lost steps*: the harness counts them from what each rank did, and compares the result with the run's own record. None
+may be lost, or those since the last save, or, after damage to the newest checkpoint, since the one before it.
+
+*Time to the next step*: from the fault (for a time limit, from its signal) until the next attempt has completed a step.
+It includes 6 s for which Slurm holds a requeued job.
+
+The plan of runs, faults, delays and targets depends on the seed alone. What a run is doing when a fault strikes, and so
+what the fault costs, also depends on the speed of the machine.
 """
 
 

@@ -29,30 +29,30 @@ from trainer.rundir import RunDir
 
 CONFIG = Path(__file__).with_name("run.yaml")
 DISK_MB = 64
-FAST_MS, SLOW_MS = 10, 400  # pace of a batch: on its way to a fault; while it waits
-BACK_DEADLINE_S = 120.0  # for a run that a fault is aimed at, or that its user has resumed
-GONE_S = 2.0  # without a job for so long, a run does not come back by itself
-# slurmctld repeats an order to end the ranks of an attempt, after a node has failed, and it hits the next attempt (seen
-# on Slurm 22.05, see trainer.world.slurm). It costs no step, and the fault under way is not to blame.
+FAST_MS, SLOW_MS = 10, 400  # ms per batch: on the way to a fault, and while the run waits for one
+BACK_DEADLINE_S = 120.0  # for a run to train again, before a fault or after launch.py resume
+GONE_S = 2.0  # a run without a job for this long does not continue by itself
+# After a node has failed, slurmctld repeats an order to end the ranks of an attempt, which hits the next attempt (seen
+# on Slurm 22.05, see trainer.world.slurm). It costs no step, and the fault in progress is not to blame.
 OF_SLURM = "though Slurm had not ended the job"
-LAST_STEPS = 30  # a run that has no more to go takes no more faults: a fresh one gets them
-STRAY_S = 15.0  # a loader's worker takes 5 s to see that its rank has died
+LAST_STEPS = 30  # a run with fewer steps left takes no more faults: a new run gets them
+STRAY_S = 15.0  # a loader worker takes 5 s to notice that its rank has died
 POLL_S = 0.05
 
 
 class GaveUp(Exception):
-    """The run cannot go on."""
+    """The run cannot continue."""
 
 
 class Run:
-    """Submits a run, hits it by its plan, waits until it is back each time, and checks it."""
+    """Submits a run, injects its planned faults, waits until it has recovered from each, and checks it."""
 
     def __init__(self, site: Site, slot: int, plan: RunPlan, tell: Callable[[Hit], None]) -> None:
         self.site = site
         self.plan = plan
         self.tell = tell
         self.wrong: list[str] = []
-        self.spoiled = False  # by what a fault did
+        self.spoiled = False  # whether a fault led to a violation
         self.root = site.folder / (f"disk-{plan.name}" if plan.setting.disk else "runs")
         if plan.setting.disk:
             site.mount(self.root, DISK_MB)
@@ -61,10 +61,10 @@ class Run:
         self.log_every = config.train.log_every
         self.total = config.train.epochs * int(config.data.args["samples"]) // config.train.batch_size
         self.words = self._words(slot)
-        self.resumed = 0  # the step after which the attempt at work began
-        self.settled: set[Attempt] = set()  # those whose loss has been judged
-        self.set_back: set[Attempt] = set()  # those whose last checkpoint we damaged
-        self.unwritten: set[Attempt] = set()  # those whose disk was full
+        self.resumed = 0  # the step after which the current attempt began
+        self.settled: set[Attempt] = set()  # attempts whose lost steps have been checked
+        self.set_back: set[Attempt] = set()  # attempts whose last checkpoint the harness damaged
+        self.unwritten: set[Attempt] = set()  # attempts whose disk was full
 
     def _words(self, slot: int) -> list[str]:
         setting, victim = self.plan.setting, self.victim
@@ -80,14 +80,14 @@ class Run:
         if setting.clock:
             words += [f"launch.env.LD_PRELOAD={self.site.clock}", f"launch.env.LASTSTEP_FAULTS_CLOCK={victim.clock}"]
         if "launch.max_failures" in {key for key, _, _ in fields_of(Config)}:
-            words.append("launch.max_failures=20")  # a run that is hit again and again at its start is not to blame
+            words.append("launch.max_failures=20")  # repeated faults at its start are not the run's own failures
         return words
 
     # --- from submission to end
 
     def live(self, undisturbed: Undisturbed | None) -> list[Shot]:
-        """The whole life of the run; returns the shots that it did not take. What was wrong is in `wrong`, and in what
-        `tell` heard of each fault."""
+        """Carry out the run's plan; returns the shots that were not fired. Violations are in `wrong`, and in the Hits
+        that `tell` receives."""
         missed: list[Shot] = []
         shots = list(self.plan.shots)
         try:
@@ -105,11 +105,11 @@ class Run:
         return missed + shots
 
     def result(self) -> Undisturbed:
-        """What the finished run gave."""
+        """The result of the finished run."""
         return Undisturbed(self._verified()[-1]["weights_sha256"], read_lines(self.victim.run.metrics))
 
     def close(self, keep: Path) -> None:
-        """Take away the run's folder; one with anything wrong moves to `keep`."""
+        """Remove the run's folder, after copying it to `keep` if there was a violation."""
         if self.wrong or self.spoiled:
             keep.mkdir(exist_ok=True)
             shutil.copytree(self.victim.run.path, keep / self.plan.name)
@@ -125,7 +125,7 @@ class Run:
             raise GaveUp(f"`launch.py {words[0]}` exited with {done.returncode}: {said[-500:]}")
 
     def _is_ready(self, shot: Shot) -> bool:
-        """Wait until the next fault can be aimed; False when the run has no room for it."""
+        """Wait until the next fault can be aimed; False if the run has too few steps left."""
         victim = self.victim
         if victim.traces() or shot.moment not in (Moment.START, Moment.RESTORE):
             self._gets_to_work()
@@ -133,9 +133,9 @@ class Run:
         return not victim.finished and (last is None or last.number < self.total - LAST_STEPS)
 
     def _gets_to_work(self) -> None:
-        """After a fault's own requeue, or a fault that came too late to strike."""
+        """Wait until the run trains, after a fault's own requeue or a fault that missed."""
         if self._come_back(self._at_work, BACK_DEADLINE_S) != "itself":
-            self.wrong.append("its job left the queue, though no fault had struck")
+            self.wrong.append("its job left the queue without a fault")
 
     def _at_work(self) -> bool:
         attempt, where = whereabouts(self.victim)
@@ -143,7 +143,7 @@ class Run:
         return attempt is not None and working and self.victim.traces()[attempt] > 1
 
     def _take(self, shot: Shot) -> bool:
-        """Let a fault strike and wait until the run is back; False when it could not be aimed."""
+        """Inject a fault and wait until the run has recovered; False if it could not be aimed."""
         fault, victim = FAULTS[shot.fault], self.victim
         again = Moment.STEP if Moment.STEP in fault.moments else shot.moment
         for moment in (shot.moment, again, again):
@@ -162,7 +162,7 @@ class Run:
         return False
 
     def _strike(self, fault: Fault, shot: Shot) -> None:
-        """Raises Missed when the fault found nothing to strike, and GaveUp when the run does not come back."""
+        """Inject the fault now. Raises Missed if its target is gone, and GaveUp if the run does not recover."""
         victim = self.victim
         victim.log.poll()
         attempt, where = whereabouts(victim)
@@ -178,7 +178,7 @@ class Run:
             if later := fault.inject(victim, shot):
                 struck, kept = later, victim.kept()
         except (Unrefused, NeverCame) as error:
-            if victim.finished:  # before the time limit, say, which Slurm looks at twice a minute
+            if victim.finished:  # for example before the time limit, which Slurm checks every 30 s
                 raise Missed("the run has finished") from None
             hit.wrong.append(str(error))
         if fault.saves_again and attempt is not None:
@@ -194,13 +194,13 @@ class Run:
             self._judge(hit, fault, attempt, kept)
         except GaveUp as error:
             hit.wrong.append(str(error))
-            raise GaveUp() from None  # it is told of the fault
+            raise GaveUp() from None  # the violation is in the Hit
         finally:
             self.spoiled |= bool(hit.wrong)
             self.tell(hit)
 
     def _by_whom(self, fault: Fault, attempt: Attempt | None, known: set[Attempt]) -> str:
-        """Wait until the run is back; returns who brought it there."""
+        """Wait until the run has recovered; returns what continued it."""
         victim = self.victim
         may_stay = fault.returns in (Return.STAYS, Return.PERHAPS)
         if may_stay:
@@ -219,9 +219,9 @@ class Run:
         return by if victim.finished or began_anew() else "stayed"
 
     def _come_back(self, back: Callable[[], bool], deadline_s: float) -> str:
-        """Wait until `back`, or until the run has finished. One whose job is gone is resumed, as its user would do.
+        """Wait for `back`, or for the end of the run. If its job is gone, resume it, as its user would.
 
-        Returns who brought it back. Raises GaveUp when it does not come back.
+        Returns what continued the run. Raises GaveUp at the deadline.
         """
         victim, by, gone_at = self.victim, "itself", float("inf")
         deadline = time.monotonic() + deadline_s
@@ -238,34 +238,34 @@ class Run:
             if now > deadline:
                 jobs = ", ".join(f"{job.job_id} {job.state}" for job in victim.jobs) or "none"
                 raise GaveUp(
-                    f"HANGS: not back within {deadline_s:.0f} s; jobs: {jobs}; ranks: {sorted(victim.ranks())}"
+                    f"HANGS: not recovered within {deadline_s:.0f} s; jobs: {jobs}; ranks: {sorted(victim.ranks())}"
                 )
             time.sleep(POLL_S)
             victim.log.poll()
         return by
 
-    # --- what must hold
+    # --- checks
 
     def _judge(self, hit: Hit, fault: Fault, attempt: Attempt | None, kept: int) -> None:
-        """Enter in `hit` what the fault cost, and what is wrong with that."""
+        """Enter in `hit` what the fault cost, and any violations."""
         victim, returns, itself = self.victim, fault.returns, hit.by == "itself"
         record = next((r for r in victim.records() if Attempt.of(r) == attempt), None)
         hit.recorded = record["reason"] if record else ""
         if victim.finished:
-            return  # the fault came too late to cost anything; the last checks look at the whole run
+            return  # too late to cost anything; the last checks cover the whole run
         if returns in (Return.ITSELF, Return.PERHAPS) and hit.by == "launch.py resume":
-            hit.wrong.append("did not come back by itself")
+            hit.wrong.append("did not continue by itself")
         if returns is Return.USER and itself:
-            hit.wrong.append("came back, though it was cancelled")
+            hit.wrong.append("continued although it was cancelled")
         of_slurm = record is not None and OF_SLURM in (record["error"] or "")
-        had_to_end = hit.moment in (Moment.STOP, Moment.HOLD)  # since `aim` had it requeued
+        had_to_end = hit.moment in (Moment.STOP, Moment.HOLD)  # as `aim` requeued it
         if returns is Return.STAYS and hit.by != "stayed" and not (had_to_end or of_slurm):
-            hit.wrong.append("ended, though there was no need")
+            hit.wrong.append("ended although it should have continued")
         if hit.by == "stayed":
             return
         victim.log.poll()
         if (resume := victim.log.last("resume")) is None:
-            hit.wrong.append("its log does not say where it resumed")
+            hit.wrong.append("its log has no line about resuming")
             return
         starts = {Attempt.of(record): int(record["start_step"]) for record in victim.records()}
         begun = {
@@ -287,7 +287,7 @@ class Run:
         self._leaves_nothing()
 
     def _leaves_nothing(self) -> None:
-        """What belongs to earlier attempts ends."""
+        """Check that all processes of earlier attempts end."""
         victim = self.victim
         now, _ = whereabouts(victim)
 
@@ -298,18 +298,18 @@ class Run:
         try:
             victim.wait(lambda: not strays(), STRAY_S, "")
         except NeverCame:
-            self.wrong.append(f"left processes of earlier attempts behind: {'; '.join(strays())}")
+            self.wrong.append(f"processes of earlier attempts are left: {'; '.join(strays())}")
         self.victim.set_pace(FAST_MS)
 
     def _end(self) -> None:
-        """Let the run finish. Nothing of it may be left then, in the queue or on the nodes."""
+        """Let the run finish, and check that it leaves no job and no process."""
         victim = self.victim
         victim.set_pace(0)
         if self._come_back(lambda: False, BACK_DEADLINE_S) != "itself":
-            self.wrong.append("its job left the queue before the run had finished")
+            self.wrong.append("its job left the queue before the run finished")
         try:
-            victim.wait(lambda: not victim.jobs, BACK_DEADLINE_S, "has finished, but has jobs in the queue")
-            victim.wait(lambda: not victim.processes(), STRAY_S, "has finished, but left processes behind")
+            victim.wait(lambda: not victim.jobs, BACK_DEADLINE_S, "finished, but has jobs in the queue")
+            victim.wait(lambda: not victim.processes(), STRAY_S, "finished, but left processes")
         except NeverCame as error:
             left = [f"{p.pid} {' '.join(p.argv)[:80]}" for p in victim.processes()]
             self.wrong.append(f"{error}: {victim.jobs} {left}")
@@ -332,11 +332,11 @@ class Run:
         try:
             found: list[dict[str, Any]] = json.loads(done.stdout)
         except ValueError:
-            raise GaveUp(f"`launch.py verify` said {(done.stdout + done.stderr)[-500:]}") from None
+            raise GaveUp(f"`launch.py verify` printed {(done.stdout + done.stderr)[-500:]}") from None
         return found
 
     def _clear_away(self) -> None:
-        """End what the next run in this place must not meet."""
+        """End the run's jobs and processes, for the next run on these nodes."""
         for job in self.victim.jobs:
             self.site.cluster.run("scancel", job.job_id, check=False)
         for process in self.victim.processes():

@@ -1,5 +1,5 @@
-"""Faults that announce themselves by a signal: requeue, preemption, the time limit, cancelling, and by hand. None may
-cost a step."""
+"""Faults with a warning signal: requeue, preemption, the time limit, scancel, and signals sent by hand. None may cost a
+step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ AT_WORK = (Moment.RESTORE, Moment.STEP, Moment.VALIDATION, Moment.SAVE)
 WITH_RANKS = (Moment.START, *AT_WORK)
 ALWAYS = (*WITH_RANKS, Moment.STOP)
 TIME_MIN = 60  # of run.yaml
-SIGNAL_EARLY_S = 120.0  # a limit of at most a minute more, and Slurm looks at limits twice a minute
+SIGNAL_EARLY_S = 120.0  # the limit is at most a minute away, and Slurm checks limits every 30 s
 
 
 def requeue(victim: Victim, shot: Shot) -> None:
-    """What an administrator types."""
+    """Requeue the job, as an administrator does."""
     victim.slurm("scontrol", "requeue", victim.job.job_id)
 
 
 def preempt(victim: Victim, shot: Shot) -> None:
-    """Someone more important takes the nodes for a second."""
+    """A job with a higher priority takes the nodes for a second."""
     nodes = victim.job.nodes
     if not nodes:
         raise Missed("the job has no nodes")
@@ -33,12 +33,12 @@ def preempt(victim: Victim, shot: Shot) -> None:
 
 
 def user_signal(victim: Victim, shot: Shot) -> None:
-    """What submitit's users type for a requeue."""
+    """Send SIGUSR2 to the job, which is how submitit's users ask for a requeue."""
     victim.slurm("scancel", "--signal", "USR2", victim.job.job_id)
 
 
 def rank_signal(number: signal.Signals, times: int = 1) -> Inject:
-    """`kill` by hand, of one rank alone."""
+    """Send a signal to one rank alone."""
 
     def inject(victim: Victim, shot: Shot) -> None:
         pid = victim.rank(victim.pick(shot.aim)).pid
@@ -50,21 +50,21 @@ def rank_signal(number: signal.Signals, times: int = 1) -> Inject:
 
 
 def two_signals(victim: Victim, shot: Shot) -> None:
-    """USR2 to one rank and TERM to another (or the same), as when a user and Slurm meet."""
+    """Send SIGUSR2 to one rank and SIGTERM to another or the same, as when a user and Slurm act at the same time."""
     first, second = victim.rank(victim.pick(shot.aim)), victim.rank(victim.pick(shot.aim * 7 % 1))
     victim.signal(signal.SIGUSR2, first.pid)
     victim.signal(signal.SIGTERM, second.pid)
 
 
 def cancel(victim: Victim, shot: Shot) -> None:
-    """scancel: the run stays away until its user resumes it."""
+    """Cancel the job: the run must not continue until its user resumes it."""
     victim.slurm("scancel", victim.job.job_id)
 
 
 def time_limit(victim: Victim, shot: Shot) -> float:
-    """The limit is lowered to the next full minute; when it has struck, it is put back."""
+    """Lower the time limit to the next full minute, and restore it after the warning."""
     job_id, attempt = victim.job.job_id, victim.rank(0).attempt
-    # Elapsed time as [[hours:]minutes:]seconds; a run does not take days.
+    # Elapsed time as [[hours:]minutes:]seconds; no run takes days.
     parts = victim.slurm("squeue", "-h", "-j", job_id, "-o", "%M").strip().split(":")
     elapsed_s = sum(int(part) * 60**place for place, part in enumerate(reversed(parts)))
     limit = elapsed_s // 60 + 1
@@ -73,7 +73,7 @@ def time_limit(victim: Victim, shot: Shot) -> float:
     victim.wait(lambda: victim.log.last("stop") is not before, SIGNAL_EARLY_S, "the time limit's signal did not come")
     struck = time.monotonic()
     victim.wait(lambda: all(p.attempt != attempt for p in victim.ranks().values()), 60, "the ranks did not end")
-    with contextlib.suppress(Missed):  # it may go on as another job, which has a limit of its own
+    with contextlib.suppress(Missed):  # it may continue as another job, which has a limit of its own
         victim.slurm("scontrol", "update", f"JobId={job_id}", f"TimeLimit={TIME_MIN}")
     return struck
 
@@ -85,15 +85,15 @@ def _in(partition: str) -> Needs:
 EITHER = Return.EITHER
 FAULTS = [
     Fault("requeue", "`scontrol requeue`", requeue, ALWAYS),
-    Fault("preempt", "preemption that requeues", preempt, ALWAYS, needs=_in(BATCH)),
-    Fault("preempt-notice", "preemption that requeues after a GraceTime", preempt, ALWAYS, needs=_in(NOTICE)),
-    Fault("preempt-cancel", "preemption that cancels after a GraceTime", preempt, WITH_RANKS, needs=_in(SCAVENGE)),
+    Fault("preempt", "preemption with requeue", preempt, ALWAYS, needs=_in(BATCH)),
+    Fault("preempt-notice", "preemption with requeue after a GraceTime", preempt, ALWAYS, needs=_in(NOTICE)),
+    Fault("preempt-cancel", "preemption with cancel after a GraceTime", preempt, WITH_RANKS, needs=_in(SCAVENGE)),
     Fault("usr2", "`scancel --signal USR2`", user_signal, ALWAYS),
-    Fault("usr2-rank", "USR2 to one rank", rank_signal(signal.SIGUSR2), ALWAYS),
-    Fault("term-rank", "TERM to one rank", rank_signal(signal.SIGTERM), ALWAYS, returns=EITHER),
-    Fault("term-twice", "TERM twice to one rank", rank_signal(signal.SIGTERM, 2), ALWAYS, returns=EITHER),
-    Fault("int-rank", "INT (Ctrl-C) to one rank", rank_signal(signal.SIGINT), ALWAYS, returns=EITHER),
-    Fault("usr2-and-term", "USR2 to a rank and TERM to a rank", two_signals, ALWAYS, returns=EITHER),
+    Fault("usr2-rank", "SIGUSR2 to one rank", rank_signal(signal.SIGUSR2), ALWAYS),
+    Fault("term-rank", "SIGTERM to one rank", rank_signal(signal.SIGTERM), ALWAYS, returns=EITHER),
+    Fault("term-twice", "SIGTERM twice to one rank", rank_signal(signal.SIGTERM, 2), ALWAYS, returns=EITHER),
+    Fault("int-rank", "SIGINT (Ctrl-C) to one rank", rank_signal(signal.SIGINT), ALWAYS, returns=EITHER),
+    Fault("usr2-and-term", "SIGUSR2 to one rank and SIGTERM to one", two_signals, ALWAYS, returns=EITHER),
     Fault("scancel", "`scancel`", cancel, (*WITH_RANKS, Moment.HOLD), returns=Return.USER),
     Fault("time-limit", "the time limit", time_limit, (Moment.STEP,), slow=True),
 ]

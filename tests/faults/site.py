@@ -1,4 +1,4 @@
-"""Where the runs under faults live: a throwaway Slurm with partitions and times other than those of the tests."""
+"""The throwaway Slurm of the runs under faults, with partitions and timeouts of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.slurm.cluster import SLURM_CONF, Cluster
 from tests.support.project import PROJECT
 
 NODES = tuple(f"f{number}" for number in range(1, 9))
-MOST_AT_ONCE = len(NODES) // 2  # a pair of nodes for each run: what hits one run leaves the others alone
+MOST_AT_ONCE = len(NODES) // 2  # each run has two nodes of its own, so that a fault of one node affects one run
 KILL_WAIT_S, NOTICE_S, CANCEL_NOTICE_S, SLURMD_TIMEOUT_S = 10, 20, 12, 10
 BATCH, NOTICE, SCAVENGE, URGENT = "batch", "notice", "scavenge", "urgent"
 PARTITIONS = f"""\
@@ -26,7 +26,7 @@ PartitionName={NOTICE} Nodes=ALL PriorityTier=1 GraceTime={NOTICE_S}
 PartitionName={SCAVENGE} Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime={CANCEL_NOTICE_S}
 PartitionName={URGENT} Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
-LOOK_S = 0.3  # between two looks at the queue
+LOOK_S = 0.3  # how old a cached answer of squeue may be
 COMMAND_DEADLINE_S = 60.0
 
 
@@ -41,12 +41,12 @@ class Job:
 
 
 class Site:
-    """A cluster, its users' command, and compiled and mounted things that faults need."""
+    """A cluster, the launch.py command, and the file systems and the clock library that faults need."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.turn = Turn()
-        self.lacks: dict[str, str] = {}  # what this machine cannot do, and why: no run then has it
+        self.lacks: dict[str, str] = {}  # what this machine cannot provide to runs, and why
         self._mounted: set[Path] = set()
         conf = re.sub(r"^PartitionName=.*\n", "", SLURM_CONF, flags=re.MULTILINE)
         conf = re.sub(r"^SlurmdTimeout=.*$", f"SlurmdTimeout={SLURMD_TIMEOUT_S}", conf, flags=re.MULTILINE)
@@ -64,16 +64,16 @@ class Site:
             self.mount(folder / "try", megabytes=1)
             self.unmount(folder / "try")
         except OSError as error:
-            self.lacks["disk"] = f"a small disk cannot be mounted: {error}"
+            self.lacks["disk"] = f"a small file system cannot be mounted: {error}"
 
     def close(self) -> None:
-        """End the cluster, and take away the disks."""
+        """Stop the cluster and unmount the disks."""
         self.cluster.stop()
         for folder in list(self._mounted):
             self.unmount(folder)
 
     def launch(self, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """`python launch.py WORDS`, as a user of this cluster types it."""
+        """Run `python launch.py WORDS` as a user of this cluster."""
         variables = {**self.cluster.env, "OMP_NUM_THREADS": "1", **(env or {})}
         return subprocess.run(
             [sys.executable, "launch.py", *words],
@@ -85,10 +85,10 @@ class Site:
         )
 
     def jobs(self, name: str) -> list[Job]:
-        """Jobs of that name that wait, run or end. As of at most `LOOK_S` ago: one look serves all runs."""
+        """Jobs with this name in the queue, as of at most `LOOK_S` ago: one squeue serves all runs."""
         with self._looking:
             if time.monotonic() > self._looked_at + LOOK_S:
-                # While the controller is away the last answer stands.
+                # While slurmctld is away, the last answer is kept.
                 with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
                     lines = self.cluster.run("squeue", "-h", "-o", "%j|%i|%T|%N").splitlines()
                     self._jobs = [Job(*line.split("|")) for line in lines]
@@ -96,11 +96,11 @@ class Site:
             return [job for job in self._jobs if job.name == name]
 
     def pair(self, slot: int) -> tuple[str, str]:
-        """The nodes of one slot."""
+        """The two nodes of a slot."""
         return NODES[2 * slot], NODES[2 * slot + 1]
 
     def mount(self, folder: Path, megabytes: int) -> None:
-        """A small disk. Raises OSError where this process may not mount."""
+        """Mount a small file system. Raises OSError if this process may not mount."""
         folder.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -109,14 +109,14 @@ class Site:
         self._mounted.add(folder)
 
     def unmount(self, folder: Path) -> None:
-        """The disk and what is on it are gone."""
+        """Unmount the file system and drop what is on it."""
         subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
         self._mounted.remove(folder)
         folder.rmdir()
 
 
 def compile_clock(folder: Path) -> Path:
-    """The library in `folder` that moves the clock of who preloads it. Raises OSError without a compiler."""
+    """Compile the library that shifts the clock of processes which preload it. Raises OSError without a compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise OSError("no C compiler")
@@ -126,7 +126,7 @@ def compile_clock(folder: Path) -> Path:
 
 
 class Turn:
-    """Many faults at once, or one alone: a controller that is away is everybody's affair."""
+    """A lock that many faults share or one holds alone: a fault of slurmctld affects every run."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -134,7 +134,7 @@ class Turn:
 
     @contextlib.contextmanager
     def take(self, alone: bool) -> Iterator[None]:
-        """Wait until nobody else is at it (`alone`), or until nobody is or wants to be alone."""
+        """Hold the lock alone, or share it. Those who want it alone come first."""
         with self._changed:
             if alone:
                 self._waiting += 1

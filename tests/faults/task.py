@@ -1,5 +1,5 @@
-"""What the runs under faults train: everything random in it, at a pace that the harness sets, and with a trace of its
-own of what was done, so that the product's word for its lost steps need not be taken.
+"""What the runs under faults train: full of randomness, at a pace that the harness sets, with a trace of the batches
+done, from which the harness counts lost steps by itself.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from trainer.config.config import Config
 from trainer.task import Task
 from trainer.world.launchers import detect_world
 
-# Where a run's pace, trace and clock are, outside its folder: launch.env brings it to the ranks.
+# The folder of a run's pace, trace and clock, which is not the run's own; launch.env passes it to the ranks.
 ASIDE = "LASTSTEP_FAULTS_ASIDE"
-TRAINED, VALIDATED = b"s", b"v"  # the trace has one byte per batch begun; its first is the warm-up's
+TRAINED, VALIDATED = b"s", b"v"  # the trace has one byte per batch begun; the first is the warm-up's
 SIZE, CLASSES = 8, 10  # pixels across, kinds of image
 
 
 class Blobs(Dataset[Any]):
-    """Noisy pictures of CLASSES patterns, flipped, shifted and noised anew each time that one is taken."""
+    """Noisy images of CLASSES patterns, shifted and with new noise each time that one is read."""
 
     def __init__(self, samples: int, augment: bool) -> None:
         self.augment = augment
@@ -45,7 +45,7 @@ class Blobs(Dataset[Any]):
 
 
 class Traced(Task):
-    """A small network with batch norm and dropout. Each batch takes at least as long as the file `pace` says, in ms."""
+    """A small network with batch norm and dropout. Each batch takes at least as many ms as the file `pace` says."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""A short selection of faults on real runs, and that what the harness checks can fail."""
+"""A short selection of faults on real runs, and tests that each check of the harness can fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIRST, SECOND = Attempt("7", 0), Attempt("7", 1)
 
 @pytest.mark.slurm
 def test_runs_come_back_from_eight_faults() -> None:
-    """The promise of the project. `make chaos N=200` is the long form of this."""
+    """The project's promise, in short: `make chaos N=200` is the long form."""
     require(missing())
     only = [word for kind in KINDS for word in ("--only", kind)]
     command = [sys.executable, "-m", "tests.faults", "--faults", "8", "--seed", "1", "--at-once", "2", *only]
@@ -67,7 +67,7 @@ class Folder:
         self.unwritten: set[Attempt] = set()
 
     def wrong(self, log_every: int = 0) -> str:
-        """What the harness finds wrong with it."""
+        """The violations that the harness finds in it."""
         self.run.path.mkdir(exist_ok=True)
         for path, lines in ((self.run.metrics, self.metrics), (self.run.attempts, self.attempts)):
             path.write_text("".join(json.dumps({**line, "time": 2.0}) + "\n" for line in lines))
@@ -81,30 +81,30 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def test_a_run_as_it_must_be(folder: Folder) -> None:
-    """Nothing is found wrong with it: a check that always fails would be looked away from."""
+    """An intact folder has no violations: people would learn to ignore a check that always fails."""
     assert folder.wrong() == ""
 
 
 def test_a_doubled_step_line_is_found(folder: Folder) -> None:
-    """As a resume that forgot to rewind metrics.jsonl would leave."""
+    """A resume that did not rewind metrics.jsonl would leave this."""
     folder.metrics.insert(3, folder.metrics[2])
     assert folder.wrong() == "metrics.jsonl has more than one line of steps 3"
 
 
 def test_a_missing_step_line_is_found(folder: Folder) -> None:
-    """As a resume that rewound metrics.jsonl too far would leave."""
+    """A resume that rewound metrics.jsonl too far would leave this."""
     del folder.metrics[7]
     assert folder.wrong() == "metrics.jsonl has no line of steps 7"
 
 
 def test_step_lines_out_of_order_are_found(folder: Folder) -> None:
-    """As two attempts that wrote at once would leave."""
+    """Two attempts that wrote at the same time would leave this."""
     folder.metrics[1], folder.metrics[2] = folder.metrics[2], folder.metrics[1]
-    assert folder.wrong() == "metrics.jsonl has its steps out of order"
+    assert folder.wrong() == "the steps in metrics.jsonl are out of order"
 
 
 def test_points_too_many_and_too_few_are_found(tmp_path: Path) -> None:
-    """As an attempt that wrote over what it should have cut, and one that wrote nothing, would leave TensorBoard's."""
+    """An attempt that did not cut off lost points, or wrote none at all, would leave such event files."""
     run = RunDir(tmp_path)
     clock = {"samples_per_s": 9.0, "time": 1.0}
     lines = [{"step": step, "epoch": 1, "loss": 1 / step, "lr": 0.1, **clock} for step in range(1, 8)]
@@ -114,49 +114,49 @@ def test_points_too_many_and_too_few_are_found(tmp_path: Path) -> None:
     (written,) = run.tensorboard.iterdir()
     again = written.with_name("tfevents.2")
     again.write_bytes(written.read_bytes())
-    assert check_curves(run, 3)[0] == "TensorBoard's train/loss: lacking steps (), too many (3, 6)"
+    assert check_curves(run, 3)[0] == "TensorBoard's train/loss: missing steps (), extra steps (3, 6)"
     again.unlink()
     written.unlink()
-    assert check_curves(run, 3)[0] == "TensorBoard's train/loss: lacking steps (3, 6), too many ()"
+    assert check_curves(run, 3)[0] == "TensorBoard's train/loss: missing steps (3, 6), extra steps ()"
 
 
 @pytest.mark.parametrize(("line", "key"), [(0, "loss"), (3, "lr"), (5, "val_loss")])
 def test_a_value_that_differs_is_found(folder: Folder, line: int, key: str) -> None:
-    """The last bit of one number is enough: a resume that is not exact shows there first."""
+    """The last bit of one number is enough: an inexact resume shows there first."""
     folder.metrics[line] = {**folder.metrics[line], key: folder.metrics[line][key] * (1 + 2**-52)}
     assert "metrics.jsonl differs from the undisturbed run's at steps" in folder.wrong()
 
 
 def test_an_epoch_line_too_many_is_found(folder: Folder) -> None:
-    """As a validation that was done again after a stop could leave."""
+    """A validation that was repeated after a stop could leave this."""
     folder.metrics.append(folder.metrics[-1])
     assert folder.wrong() == "metrics.jsonl has 13 lines, the undisturbed run's 12"
 
 
 def test_wrong_weights_are_found(folder: Folder) -> None:
-    """Even where every metric is right."""
+    """Even if every metric is right."""
     folder.verified[-1]["weights_sha256"] = "f0f0"
     assert folder.wrong() == "the final weights differ from the undisturbed run's: f0f0"
 
 
 def test_a_damaged_checkpoint_is_found(folder: Folder) -> None:
-    """Unless the harness damaged it itself; then it must be found out by verify."""
+    """Unless the harness damaged it: then verify must find the damage."""
     folder.verified[0] |= {"ok": False, "error": "state.pt is missing"}
-    assert folder.wrong() == "the checkpoint of step 6 is damaged, and not by us: state.pt is missing"
+    assert folder.wrong() == "the checkpoint of step 6 is damaged, but not by the harness: state.pt is missing"
     folder.damaged = {6}
     assert folder.wrong() == ""
     folder.verified[0] |= {"ok": True, "error": None}
-    assert folder.wrong() == "the checkpoint of step 6 was damaged by us, and verify takes it for whole"
+    assert folder.wrong() == "the checkpoint of step 6 was damaged by the harness, but verify calls it intact"
 
 
 def test_an_attempt_without_a_record_is_found(folder: Folder) -> None:
-    """One that trained, by the harness's own trace, must have a line in attempts.jsonl."""
+    """An attempt that trained, according to the harness's trace, must have a line in attempts.jsonl."""
     folder.begun[Attempt("8", 0)] = 1
     assert folder.wrong() == "attempts.jsonl has no record of 8-0, which trained"
 
 
 def test_attempts_that_do_not_join_are_found(folder: Folder) -> None:
-    """The next attempt starts where the one before says that it left off, or steps are lost and nobody says so."""
+    """Each attempt must start where the record of the one before ends: otherwise steps were lost without a record."""
     folder.attempts[1]["start_step"] = folder.resumed[1] = 5
     folder.begun[SECOND] = 5
     assert folder.wrong() == "attempt 7-0 kept step 6 by its record, but the next started at 5"
@@ -165,36 +165,36 @@ def test_attempts_that_do_not_join_are_found(folder: Folder) -> None:
 
 
 def test_a_record_that_hides_what_was_done_is_found(folder: Folder) -> None:
-    """Lost steps are counted by the harness, so that a run that hid them would be found out."""
+    """The harness counts steps itself, and so finds a run that hides lost ones."""
     folder.begun[FIRST] = 9
     assert folder.wrong() == "attempt 7-0 is recorded with 6 steps, but began 9"
-    assert folder.wrong(log_every=5) == "", "of an attempt that could not say, what metrics.jsonl had is known"
+    assert folder.wrong(log_every=5) == "", "of an attempt without a record of its own, metrics.jsonl shows the rest"
     folder.unwritten = {FIRST}
-    assert folder.wrong(), "a full disk excuses one that could not say, not one that did"
+    assert folder.wrong(), "a full disk excuses a missing record, not a wrong one"
     folder.attempts[0]["reason"] = "lost"
     assert folder.wrong() == ""
 
 
 def test_a_log_that_says_something_else_is_found(folder: Folder) -> None:
-    """The step after which a resume began is told twice."""
+    """The log and attempts.jsonl must name the same steps."""
     folder.resumed = [0, 4]
-    assert folder.wrong() == "the log says that it resumed after steps 4, attempts.jsonl does not"
+    assert folder.wrong() == "the log has resumes after steps 4, attempts.jsonl does not"
 
 
 def test_a_gap_in_the_attempts_is_found(folder: Folder) -> None:
     """Each attempt has one line, in order."""
     folder.attempts[1]["attempt"] = 2
-    assert folder.wrong() == "attempts.jsonl counts [0, 2]"
+    assert folder.wrong() == "attempts.jsonl numbers its attempts [0, 2]"
 
 
 def test_a_run_that_did_not_finish_is_found(folder: Folder) -> None:
-    """Or that finished twice."""
+    """Nor may it have finished twice."""
     folder.attempts[1]["reason"] = "failed"
-    assert "attempts.jsonl ends as ['failed'], finished 0 times" in folder.wrong()
+    assert "attempts.jsonl ends with ['failed'], and has finished 0 times" in folder.wrong()
 
 
 def test_lost_steps_are_counted() -> None:
-    """A step is known to be done when the next has begun: of 11 begun after step 20, 10 are."""
+    """A step is known to be complete once the next has begun: of 11 begun after step 20, 10 are."""
     assert lost_steps(start=20, begun=11, resumed=30) == 0
     assert lost_steps(start=20, begun=11, resumed=31) == 0
     assert lost_steps(start=20, begun=11, resumed=28) == 2
@@ -206,35 +206,35 @@ def test_lost_steps_are_counted() -> None:
         (Loss.NOTHING, 1, 30, 0, ""),
         (Loss.NOTHING, 1, 29, 1, "1 steps lost, 0 allowed"),
         (Loss.SINCE_SAVE, 1, 20, 10, ""),
-        (Loss.SINCE_SAVE, 1, 19, 11, "resumed after step 19, but step 20 had been saved"),
+        (Loss.SINCE_SAVE, 1, 19, 11, "resumed after step 19, but step 20 was saved"),
         (Loss.UNLESS_A_NODE_LIVES, 1, 20, 10, ""),
         (Loss.UNLESS_A_NODE_LIVES, 2, 20, 10, "10 steps lost, 0 allowed"),
         (Loss.NEWEST, 1, 20, 10, ""),
-        (Loss.NEWEST, 1, 30, 0, "resumed after step 30, but 20 was the newest whole checkpoint"),
+        (Loss.NEWEST, 1, 30, 0, "resumed after step 30, but 20 was the newest intact checkpoint"),
     ],
 )
 def test_what_a_fault_may_cost(loss: Loss, nodes: int, resumed: int, lost: int, wrong: str) -> None:
-    """After 30 steps, with a save at 20: one step too many is found, and so is a damaged checkpoint that was loaded."""
+    """After 30 steps, with a save at 20: one lost step too many is found, and a damaged checkpoint that was loaded."""
     assert "; ".join(check_loss(loss, nodes, resumed, lost, kept=20)) == wrong
 
 
 def test_the_plan_is_a_function_of_the_seed() -> None:
-    """Else a violation could not be looked at again."""
+    """Otherwise a violation could not be reproduced."""
     plan = make_plan(FAULTS, 200, seed=1)
     assert plan == make_plan(FAULTS, 200, seed=1) != make_plan(FAULTS, 200, seed=2)
     shots = [shot for run in plan for shot in run.shots]
     assert len(shots) == 200
-    assert set(Counter(shot.fault for shot in shots)) == set(FAULTS), "no kind is left out of a long run"
+    assert set(Counter(shot.fault for shot in shots)) == set(FAULTS), "a long plan has every kind"
     for run in plan:
         for shot in run.shots:
             assert FAULTS[shot.fault].needs(run.setting) and shot.moment in FAULTS[shot.fault].moments
 
 
 def test_the_plan_leaves_out_what_the_machine_lacks() -> None:
-    """Without a compiler there is no clock to set; and where nothing can be tried, that is an error, not a success."""
+    """Without a compiler no clock can be set. A machine that can inject nothing is an error, not a success."""
     plan = make_plan(FAULTS, 200, seed=1, lacks={"clock", "disk"})
     assert not {"clock-step", "disk-full", "disk-full-at-stop"} & {shot.fault for run in plan for shot in run.shots}
-    with pytest.raises(ValueError, match="can try none of clock-step"):
+    with pytest.raises(ValueError, match="can inject none of clock-step"):
         make_plan({"clock-step": FAULTS["clock-step"]}, 8, seed=1, lacks={"clock"})
 
 
@@ -257,7 +257,7 @@ def test_faults_that_everybody_feels_are_alone() -> None:
 
 
 def test_the_clock_can_be_set(tmp_path: Path) -> None:
-    """A clock that did not step would make its fault a fault that does nothing."""
+    """If the clock library had no effect, its fault would test nothing."""
     require_program("cc", "apt-get install gcc libc6-dev")
     offset = tmp_path / "clock"
     offset.write_bytes((-3600).to_bytes(8, "little", signed=True))
@@ -271,4 +271,4 @@ def test_the_clock_can_be_set(tmp_path: Path) -> None:
     )
     (here, _), (there, slept) = (map(float, done.stdout.split()) for done in (now, moved_now))
     assert here - there == pytest.approx(3600, abs=60)
-    assert 0.1 <= slept < 10, "and what measures durations does not step"
+    assert 0.1 <= slept < 10, "monotonic clocks do not change"

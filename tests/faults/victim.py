@@ -1,4 +1,4 @@
-"""A run as the faults see it: its processes, its job, its log, its checkpoints, and a trace of what it really did."""
+"""A run as the faults see it: its processes, its job, its log, its checkpoints, and a trace of the batches it did."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from trainer.rundir import RunDir
 
 T = TypeVar("T")
 POLL_S = 0.02
-# Lines of the log that tell the moment; "resume" and "skip" are compared with the files of the run, too.
+# Log lines that show what the run is doing; "resume" and "skip" are also compared with the run's files.
 MARKS = {
     "resume": re.compile(r"\[laststep[^]]*\] (?:resuming after step (\d+)|starting)"),
     "step": re.compile(r"\[laststep[^]]*\] step (\d+)/"),
     "stop": re.compile(r"\[laststep[^]]*\] .*stopping"),
-    "skip": re.compile(r"\[laststep[^]]*\] .*skipped step_(\d+): ."),  # and why
+    "skip": re.compile(r"\[laststep[^]]*\] .*skipped step_(\d+): ."),  # followed by the reason
 }
 
 
 class Missed(Exception):
-    """What a fault was aimed at is no longer there."""
+    """The target of a fault is gone."""
 
 
 class NeverCame(Exception):
-    """What was waited for did not come within its deadline."""
+    """A condition was not met before its deadline."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Process:
 
     @property
     def attempt(self) -> Attempt:
-        """The start of a job that it belongs to."""
+        """The attempt that it belongs to."""
         return Attempt(self.env.get("SLURM_JOB_ID", "none"), int(self.env.get("SLURM_RESTART_COUNT", 0)))
 
     @property
@@ -62,7 +62,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Event:
-    """A line of rank 0's log that says something of `kind`, and when it was seen."""
+    """A line of rank 0's log of one of the kinds in MARKS, and when it was seen."""
 
     time: float
     kind: str
@@ -71,14 +71,14 @@ class Event:
 
 @dataclass
 class Log:
-    """What rank 0 has said, over all jobs of the run."""
+    """The log of rank 0, over all jobs of the run."""
 
     folder: Path
     events: list[Event] = field(default_factory=list)
     _read: dict[Path, int] = field(default_factory=dict)
 
     def poll(self) -> None:
-        """Take in what is new."""
+        """Read the new lines."""
         for path in sorted(self.folder.glob("*_0_log.out")):
             with contextlib.suppress(OSError), path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -105,32 +105,32 @@ class Victim:
         self.setting = setting
         self.log = Log(run.logs)
         self.clock = aside / "clock"
-        self.own: set[str] = set()  # checkpoints that this harness damaged, by `identity`
+        self.own: set[str] = set()  # the `identity` of each checkpoint that the harness damaged
         self._later: list[threading.Timer] = []
         aside.mkdir(parents=True)
         self.clock.write_bytes(bytes(8))
         self.set_pace(0)
 
     def set_pace(self, milliseconds: int) -> None:
-        """How long each batch takes at least."""
+        """Set the least time per batch."""
         temporary = self.aside / "pace.tmp"
         temporary.write_text(str(milliseconds))
         temporary.replace(self.aside / "pace")
 
     def set_clock(self, seconds: int) -> None:
-        """How far the ranks' wall clock is off."""
+        """Set the error of the ranks' wall clock."""
         with self.clock.open("r+b") as file:
             file.write(struct.pack("q", seconds))
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
-        """Do something while the run goes on."""
+        """Call `act` after this time, in a thread of its own."""
         timer = threading.Timer(seconds, act)
         timer.daemon = True
         timer.start()
         self._later.append(timer)
 
     def settle(self) -> None:
-        """Wait for all that was to be done `later`."""
+        """Wait until all calls of `later` are done."""
         while self._later:
             self._later.pop().join()
 
@@ -138,18 +138,18 @@ class Victim:
 
     @property
     def jobs(self) -> list[Job]:
-        """Its jobs in the queue, the one at work first."""
+        """Its jobs in the queue, running ones first."""
         return sorted(self.site.jobs(self.run.name), key=lambda job: (job.state == "PENDING", job.job_id))
 
     @property
     def job(self) -> Job:
-        """Its job at work, or else waiting."""
+        """Its running job, or else its pending one. Raises Missed if there is none."""
         for job in self.jobs:
             return job
         raise Missed("no job in the queue")
 
     def slurm(self, *words: str) -> str:
-        """The output of a Slurm command. Raises Missed when Slurm refuses: the job is not what it was."""
+        """The output of a Slurm command. Raises Missed if Slurm refuses, as the job's state has changed."""
         try:
             return self.site.cluster.run(*words)
         except RuntimeError as error:
@@ -158,13 +158,13 @@ class Victim:
     # --- the processes
 
     def processes(self) -> list[Process]:
-        """All that belong to the run: its ranks, their workers, srun, the batch script, whatever they left behind."""
+        """All processes of the run: ranks, loader workers, srun, the batch script, and what they left running."""
         marks = (f"{ASIDE}={self.aside}\0".encode(), f"SLURM_JOB_NAME={self.run.name}\0".encode())
         conf = f"SLURM_CONF={self.site.cluster.conf}\0".encode()
         return [p for p in _processes(marks, f"{self.run.path}/".encode()) if _mine(p, conf) and p.pid != os.getpid()]
 
     def ranks(self) -> dict[int, Process]:
-        """The ranks at work, by number."""
+        """The running ranks, by number."""
         training = {p.pid: p for p in self.processes() if p.trains and "SLURM_PROCID" in p.env}
         return {int(p.env["SLURM_PROCID"]): p for p in training.values() if p.parent not in training}
 
@@ -173,37 +173,37 @@ class Victim:
         return int(aim * self.setting.world_size)
 
     def rank(self, number: int) -> Process:
-        """A rank. Raises Missed when there is none."""
+        """A running rank. Raises Missed if there is none with this number."""
         with contextlib.suppress(NeverCame):  # srun may be starting them one after another
             return self.wait(lambda: self.ranks().get(number), 2, f"no rank {number}")
-        raise Missed(f"no rank {number} is at work")
+        raise Missed(f"rank {number} is not running")
 
     def all_ranks(self) -> list[Process]:
-        """Every rank. Raises Missed when one is not there."""
+        """Every rank. Raises Missed if one is not running."""
         with contextlib.suppress(NeverCame):
             self.wait(lambda: len(self.ranks()) == self.setting.world_size, 2, "ranks are missing")
             return list(self.ranks().values())
-        raise Missed("not all ranks are at work")
+        raise Missed("not all ranks are running")
 
     def node(self, aim: float) -> str:
-        """A node that a rank works on, from `aim` in [0, 1). Raises Missed."""
+        """A node that a rank runs on, from `aim` in [0, 1). Raises Missed if no rank is running."""
         nodes = sorted({rank.env["SLURMD_NODENAME"] for rank in self.ranks().values()})
         if not nodes:
-            raise Missed("no rank is at work")
+            raise Missed("no rank is running")
         return nodes[int(aim * len(nodes))]
 
     def on_node(self, node: str) -> list[int]:
-        """All processes of the run on one node, those that started them for Slurm included."""
+        """All processes of the run on one node, and the slurmstepd that started them."""
         found = [p for p in self.processes() if p.env.get("SLURMD_NODENAME") == node]
         return sorted({p.pid for p in found} | {p.parent for p in found if _command(p.parent) == "slurmstepd"})
 
     def workers(self) -> list[Process]:
-        """The loaders' workers."""
+        """The loader workers."""
         training = {p.pid: p for p in self.processes() if p.trains}
         return [p for p in training.values() if p.parent in training]
 
     def signal(self, number: signal.Signals, *pids: int) -> None:
-        """To these processes, at once. Raises Missed when none of them is there any more."""
+        """Send a signal to these processes. Raises Missed if all of them have ended."""
         hit = 0
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -212,10 +212,10 @@ class Victim:
         if not hit:
             raise Missed("the process has ended")
 
-    # --- what it did
+    # --- its work
 
     def traces(self) -> dict[Attempt, int]:
-        """Training batches that each attempt has begun in any rank, the warm-up's not counted."""
+        """The number of training batches that each attempt has begun on any rank, without the warm-up."""
         begun: dict[Attempt, int] = {}
         for path in self.aside.glob("*.trace"):
             job_id, _, restart = path.name.split(".")[0].rpartition("-")
@@ -224,42 +224,42 @@ class Victim:
         return begun
 
     def records(self) -> list[dict[str, Any]]:
-        """attempts.jsonl."""
+        """The lines of attempts.jsonl."""
         return read_lines(self.run.attempts)
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run has finished."""
         return any(record["reason"] == "finished" for record in self.records())
 
     def checkpoints(self) -> list[Path]:
-        """Its checkpoints, damaged ones too, oldest first."""
+        """Its checkpoints, oldest first, including damaged ones."""
         return sorted(path for path in self.run.checkpoints.glob("step_*") if path.name[5:].isdigit())
 
     def kept(self) -> int:
-        """The step of its newest checkpoint that this harness has not damaged."""
+        """The step of the newest checkpoint that the harness has not damaged."""
         whole = [path for path in self.checkpoints() if identity(path) not in self.own]
         return max((int(path.name[5:]) for path in whole), default=0)
 
     def spoiled(self) -> set[int]:
-        """Steps of the checkpoints that this harness damaged, as far as they still stand."""
+        """Steps of the checkpoints that the harness damaged and that still exist."""
         return {int(path.name[5:]) for path in self.checkpoints() if identity(path) in self.own}
 
     def writing(self) -> bool:
-        """Whether a checkpoint is being written: something stands beside the whole ones."""
+        """Whether a checkpoint is being written: there is a folder beside the committed ones."""
         with contextlib.suppress(FileNotFoundError):
             return any(not re.fullmatch(r"step_\d+", name) for name in os.listdir(self.run.checkpoints))
         return False
 
     def validates(self) -> bool:
-        """Whether the newest batch that a rank began is a validation's."""
+        """Whether the newest batch that a rank began is for validation."""
         with contextlib.suppress(OSError, ValueError):
             newest = max(self.aside.glob("*.trace"), key=lambda path: path.stat().st_mtime_ns)
             return newest.read_bytes().endswith(VALIDATED)
         return False
 
     def wait(self, condition: Callable[[], T | None], deadline_s: float, what: str, poll_s: float = POLL_S) -> T:
-        """Poll until `condition` gives something true. Raises NeverCame."""
+        """Poll until `condition` returns something true. Raises NeverCame at the deadline."""
         deadline = time.monotonic() + deadline_s
         while not (value := condition()):
             if time.monotonic() > deadline:
@@ -270,7 +270,7 @@ class Victim:
 
 
 def identity(path: Path) -> str:
-    """What tells a folder from one of the same name that was written later."""
+    """A string that differs between a folder and one of the same name that is written later."""
     with contextlib.suppress(FileNotFoundError):
         stat = path.stat()
         return f"{path.name} {stat.st_ino} {stat.st_mtime_ns}"
@@ -284,12 +284,12 @@ def _command(pid: int) -> str:
 
 
 def _mine(process: Process, conf: bytes) -> bool:
-    """Not a process of another cluster's run of the same name."""
+    """Whether the process is not of a run with the same name on another cluster."""
     return "SLURM_CONF" not in process.env or f"SLURM_CONF={process.env['SLURM_CONF']}\0".encode() == conf
 
 
 def _processes(marks: tuple[bytes, ...], word: bytes) -> Iterator[Process]:
-    """Processes with one of `marks` in their environment, or `word` in their command line."""
+    """Processes with one of `marks` in their environment or `word` in their command line."""
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             environ, command = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.tasks import Faulty
+from tests.support.faulty_tasks import Faulty
 from trainer.config.config import Config
 from trainer.tasks.classification import Classification
 from trainer.world import device

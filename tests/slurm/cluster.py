@@ -1,7 +1,7 @@
-"""A real Slurm with accounting on one machine, thrown away after use: for tests, and for who has no cluster.
+"""A real Slurm with accounting on one machine, thrown away after use: for tests, and for users without a cluster.
 
-`python -m tests.slurm.cluster up|down` starts and ends one by hand; tests call `Cluster.start(folder)`.
-The folder holds slurm.conf and every daemon's log; sockets, spool and database live in a short /tmp/ls-* folder.
+`python -m tests.slurm.cluster up|down` starts and stops one by hand; tests call `Cluster.start(folder)`. The folder has
+slurm.conf and the log of each daemon. Sockets, spool and database are in a folder with a short name, /tmp/ls-*.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.hosts import Hosts
 
 T = TypeVar("T")
 
-PACKAGES = {  # a program that is needed -> the Debian package that brings it
+PACKAGES = {  # required program: the Debian package that has it
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
     "sbatch": "slurm-client",
@@ -38,9 +38,9 @@ PACKAGES = {  # a program that is needed -> the Debian package that brings it
     "mariadb-install-db": "mariadb-server",
 }
 NODES = ("n1", "n2", "n3", "n4")
-CPUS, GPUS, MEMORY_MB = 8, 2, 64_000  # of each node; pretended, so that a laptop can play four nodes
+CPUS, GPUS, MEMORY_MB = 8, 2, 64_000  # of each pretended node, whatever this machine has
 START_DEADLINE_S = 60
-MARK = "LASTSTEP_CLUSTER"  # in every daemon's environment: the folder of the cluster that it belongs to
+MARK = "LASTSTEP_CLUSTER"  # environment variable of every daemon: the folder of its cluster
 
 SLURM_CONF = """\
 ClusterName=laststep
@@ -51,22 +51,24 @@ StateSaveLocation={run}/state
 SlurmdSpoolDir={run}/%n
 SlurmctldPidFile={run}/slurmctld.pid
 SlurmdPidFile={run}/slurmd.%n.pid
-# What training on a shared cluster meets: preemption that requeues, and a grace before SIGKILL.
+# As on a shared cluster: preempted jobs are requeued, and SIGKILL follows SIGTERM after a while.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
+# No two clusters on this machine have jobs of the same id, from which torchrun.sbatch makes a port number.
+FirstJobId={first_job_id}
 KillWait={kill_wait_s}
-# A slurmd that was killed makes its node DOWN, and its jobs requeue, after this long; one that returns serves again.
+# So long after a slurmd died its node is DOWN and its jobs are requeued. A slurmd that returns is used again.
 SlurmdTimeout={slurmd_timeout_s}
 ReturnToService=2
-# Schedule at once, and look for jobs to preempt every second, instead of sparing a controller of thousands of nodes.
+# Schedule without delay, and check for preemption every second; the defaults spare controllers of large clusters.
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 DefMemPerCPU=1000
 ProctrackType=proctrack/linuxproc
 GresTypes=gpu
-# The nodes are as large as written here, whatever this machine has.
+# Nodes have the size that is configured here, whatever this machine has.
 SlurmdParameters=config_overrides
 {nodes}
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1
@@ -128,10 +130,10 @@ class Cluster:
         slurm_conf: str = SLURM_CONF,
         hosts: Hosts | None = None,
     ) -> Cluster:
-        """Start one, in place of any in this folder; any next start stops those whose `owner` (a pid) has died.
+        """Start a cluster, after stopping one in the same folder and those whose `owner` (a pid) has died.
 
-        `grace_s` is the GraceTime of the partitions that have one; `slurm_conf` is the template of slurm.conf, with
-        `nodes` in it. With `hosts`, each of them is a node.
+        `grace_s` is the GraceTime of the partition "grace". `slurm_conf` is the template of slurm.conf. With `hosts`,
+        each host is a node, otherwise each name in `nodes`. Raises RuntimeError.
         """
         if lack := missing():
             raise RuntimeError(lack)
@@ -152,10 +154,10 @@ class Cluster:
         self.logs.mkdir(parents=True, exist_ok=True)
         for old in self.logs.glob("*.log"):
             old.unlink()
-        # A UNIX socket's path holds at most 107 bytes, less than many a test's folder, so sockets go elsewhere.
+        # The path of a UNIX socket has at most 107 bytes, less than the folder of many tests: sockets go elsewhere.
         run = Path(tempfile.mkdtemp(prefix="ls-", dir="/tmp"))
         (run / "owner").write_text(f"{owner}\n{self.folder}")
-        run.chmod(0o755)  # munged insists that clients of any user can reach its socket
+        run.chmod(0o755)  # munged requires that every user can reach its socket
         ports = _free_ports(2 + len(self.nodes))
         self._write_configuration(run, ports, waits, accounting)
         if not self.hosts:
@@ -181,7 +183,9 @@ class Cluster:
             self._until("mariadbd", (run / "db/socket").exists)
         self._until("munged", (run / "munge.socket").exists)
         if accounting:
-            self._daemon("slurmdbd", "-D", env={"MYSQL_UNIX_PORT": f"{run}/db/socket"})  # no TCP: for root alone
+            self._daemon(
+                "slurmdbd", "-D", env={"MYSQL_UNIX_PORT": f"{run}/db/socket"}
+            )  # no TCP, so only root can connect
             self._until("slurmdbd", lambda: _listens(ports[1]))
         self.start_daemon("slurmctld")
         self._until("slurmctld", lambda: _listens(ports[0]))
@@ -199,7 +203,7 @@ class Cluster:
         self._daemon(*(host.command(*words) if host else words), log=name)
 
     def stop_daemon(self, name: str, number: signal.Signals) -> None:
-        """End "slurmctld" or "slurmd.NODE" by a signal; what it started for jobs lives on."""
+        """End "slurmctld" or "slurmd.NODE" by a signal; the processes of jobs continue."""
         child = self._children.pop(name)
         child.send_signal(number)
         child.wait(timeout=START_DEADLINE_S)
@@ -207,7 +211,7 @@ class Cluster:
     def _write_configuration(self, run: Path, ports: list[int], waits: dict[str, int], accounting: bool) -> None:
         host = socket.gethostname().split(".")[0]
         for index in range(GPUS):
-            os.mknod(run / f"gpu{index}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # a /dev/null plays each GPU
+            os.mknod(run / f"gpu{index}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # each GPU is a copy of /dev/null
         (run / "state").mkdir()
         places = [(own.name, own.address) for own in self.hosts or ()] or [(host, "127.0.0.1")] * len(self.nodes)
         nodes = [
@@ -216,17 +220,18 @@ class Cluster:
             for node, (name, address), port in zip(self.nodes, places, ports[2:])
         ]
         values = dict(host=host, run=run, ctld_port=ports[0], dbd_port=ports[1], nodes="\n".join(nodes), **waits)
+        values["first_job_id"] = random.SystemRandom().randrange(10_000, 90_000, 100)
         values["address"] = self.hosts.address(1) if self.hosts else "127.0.0.1"
         self.conf.write_text((self.template + (SLURM_CONF_ACCOUNTING if accounting else "")).format(**values))
         (self.folder / "gres.conf").write_text(f"Name=gpu File={run}/gpu[0-{GPUS - 1}]\n")
         dbd_conf = self.folder / "slurmdbd.conf"
-        dbd_conf.touch(0o600)  # slurmdbd refuses a file that others can read
+        dbd_conf.touch(0o600)  # slurmdbd refuses to read a file that others can read
         dbd_conf.write_text(SLURMDBD_CONF.format(**values))
 
     def _daemon(
         self, program: str, *words: str, log: str = "", env: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a program of this cluster, in a session of its own: it outlives this process and its terminal."""
+        """Start a program of this cluster in a new session, so that it outlives this process and its terminal."""
         variables = self.env | {MARK: str(self.folder)} | (env or {})
         with (self.logs / f"{log or program}.log").open("ab") as out:
             child = subprocess.Popen(
@@ -242,7 +247,7 @@ class Cluster:
         return child
 
     def _until(self, log: str, ready: Callable[[], bool]) -> None:
-        """Wait for a daemon; an error shows the end of its log."""
+        """Wait until a daemon is ready. Raises RuntimeError with the end of its log."""
         deadline = time.monotonic() + START_DEADLINE_S
         while not ready():
             dead = [child.args for child in self._children.values() if child.poll()]
@@ -253,36 +258,39 @@ class Cluster:
             time.sleep(0.05)
 
     def run(self, *words: str, check: bool = True, timeout: float = 60) -> str:
-        """The output of a Slurm command such as `run("squeue", "-h")`."""
+        """The output of a Slurm command, such as `run("squeue", "-h")`. Raises RuntimeError if `check` and it fails."""
         done = subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=timeout)
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(words)} exited with {done.returncode}: {done.stderr or done.stdout}")
         return done.stdout
 
-    def wait_for(self, condition: Callable[[], T], deadline_s: float, message: str) -> T:
-        """Poll until `condition` gives something true, and return that; the error shows jobs and their output files."""
+    def wait_for(self, condition: Callable[[], T], deadline_s: float, message: str, poll_s: float = 0.1) -> T:
+        """Poll until `condition` returns something true, and return that.
+
+        Raises TimeoutError with `message` at the deadline, with the jobs and their output files.
+        """
         deadline = time.monotonic() + deadline_s
         while not (value := condition()):
             if time.monotonic() > deadline:
                 columns = "JobID:8,Partition:10,State:12,Reason:25,RestartCnt:5,NodeList:12,STDOUT:200"
                 jobs = re.sub(" +\n", "\n", self.run("squeue", "--states=all", "-O", columns, check=False))
                 raise TimeoutError(f"{message} (waited {deadline_s} s). Daemons' logs: {self.logs}. Jobs:\n{jobs}")
-            time.sleep(0.05)
+            time.sleep(poll_s)
         return value
 
     def answers(self) -> bool:
-        """Whether this folder's controller is up."""
+        """Whether the slurmctld of this folder answers."""
         return any(self._processes()) and " is UP" in self.run("scontrol", "ping", check=False)
 
     def stop(self) -> None:
-        """End every process that it started and every job's; keep the logs. Nothing happens where nothing runs."""
+        """End all daemons and all processes of jobs, if any, and keep the logs."""
         deadline = time.monotonic() + START_DEADLINE_S
-        while pids := list(self._processes()):  # again, as a daemon may have forked meanwhile
+        while pids := list(self._processes()):  # repeatedly, as a daemon may fork meanwhile
             for pid in pids:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # there is no state worth a slow farewell
+                    os.kill(pid, signal.SIGKILL)  # there is no state to save
             if time.monotonic() > deadline:
-                raise RuntimeError(f"throwaway Slurm: processes that do not end: {pids}")
+                raise RuntimeError(f"throwaway Slurm: processes do not end: {pids}")
             time.sleep(0.02)
         for child in self._children.values():
             child.wait()
@@ -292,21 +300,21 @@ class Cluster:
                 shutil.rmtree(run, ignore_errors=True)
 
     def _processes(self) -> Iterator[int]:
-        """Pids of the daemons and of what their jobs run, told by their environment: a recycled pid is never one."""
+        """Pids of the daemons and their jobs' processes. They are found by their environment: a pid may be reused."""
         daemon, conf = f"{MARK}={self.folder}".encode(), f"SLURM_CONF={self.conf}".encode()
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 pid, variables = int(entry.name), (entry / "environ").read_bytes().split(b"\0")
             except OSError:  # it ended meanwhile
                 continue
-            # A shell that exported SLURM_CONF, or sits in salloc, is the user's; what slurmd started names its node.
+            # A shell with SLURM_CONF, or inside salloc, is the user's; only what slurmd started has SLURMD_NODENAME.
             in_job = conf in variables and any(v.startswith(b"SLURMD_NODENAME=") for v in variables)
             if (daemon in variables or in_job) and pid != os.getpid():
                 yield pid
 
 
 def missing() -> str | None:
-    """One line that names what this machine lacks to run a cluster, or None."""
+    """What this machine lacks to run a cluster, in one line, or None."""
     if sys.platform != "linux":
         return f"the throwaway Slurm needs Linux, this is {sys.platform}"
     if packages := sorted({package for program, package in PACKAGES.items() if not shutil.which(program)}):
@@ -317,16 +325,16 @@ def missing() -> str | None:
 
 
 def _run_folders() -> Iterator[tuple[Path, str, Path]]:
-    """Each cluster on this machine: where its sockets are, the pid of its owner, and its folder."""
+    """The clusters on this machine: folder of sockets, pid of the owner, and folder."""
     for file in Path("/tmp").glob("ls-*/owner"):
-        with suppress(OSError):  # another start or stop removes it meanwhile
+        with suppress(OSError):  # another process may remove it meanwhile
             owner, _, folder = file.read_text().partition("\n")
-            if folder and file.stat().st_uid == os.geteuid():  # anyone may write to /tmp
+            if folder and file.stat().st_uid == os.geteuid():  # anybody may write to /tmp
                 yield file.parent, owner, Path(folder)
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody uses, below those that the kernel hands out: no connection takes one before its daemon does."""
+    """Unused ports below the range that the kernel assigns: no connection takes one before its daemon does."""
     free = (port for port in random.SystemRandom().sample(range(10_000, 32_000), 1_000) if not _listens(port))
     return [next(free) for _ in range(count)]
 
@@ -337,7 +345,7 @@ def _listens(port: int) -> bool:
 
 
 def _name_nodes(nodes: Sequence[str]) -> None:
-    """Make the nodes' names resolve (srun, torch's rendezvous): appends one line to /etc/hosts, once for good."""
+    """Make the nodes' names resolve, for srun and torch's rendezvous, by a line in /etc/hosts that stays there."""
     line, hosts = f"127.0.0.1 {' '.join(nodes)}", Path("/etc/hosts")
     if line not in hosts.read_text().splitlines():
         with hosts.open("a") as file:
@@ -345,7 +353,7 @@ def _name_nodes(nodes: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """`up` starts a cluster that outlives this command, `down` ends it."""
+    """`up` starts a cluster that outlives this command, `down` stops it."""
     parser = argparse.ArgumentParser(prog="python -m tests.slurm.cluster", description=__doc__.splitlines()[0])
     parser.add_argument("verb", choices=("up", "down"))
     parser.add_argument("--folder", type=Path, default=Path(".slurm"), help="default: .slurm")
@@ -360,15 +368,15 @@ def main() -> int:
             print("stopped" if was_up else f"no cluster is up in {cluster.folder}")
             return 0
         if cluster.answers():
-            raise RuntimeError(f"already up: export SLURM_CONF={cluster.conf} (make slurm-down ends it)")
-        Cluster.start(words.folder, owner=1)  # init's: only `down` ends it
+            raise RuntimeError(f"already up: export SLURM_CONF={cluster.conf} (make slurm-down stops it)")
+        Cluster.start(words.folder, owner=1)  # owned by init: only `down` stops it
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         print(error, file=sys.stderr)
         return 1
     print(
-        f"Four nodes of {CPUS} CPUs and {GPUS} pretended GPUs are up. In the shell that submits, type:\n\n"
+        f"Four nodes with {CPUS} CPUs and {GPUS} pretended GPUs each are up. To submit to them, type:\n\n"
         f"    export SLURM_CONF={cluster.conf}\n    python launch.py --nodes 2 --tasks-per-node 2\n\n"
-        f"`make slurm-down` ends them. Daemons' logs: {cluster.logs}"
+        f"`make slurm-down` stops them. Daemons' logs: {cluster.logs}"
     )
     return 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,12 +11,6 @@ from tests.slurm.cluster import Cluster, missing
 from tests.slurm.desk import Desk
 from tests.slurm.user import User
 from tests.support.needs import require, require_program
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.slurm)
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ print("its result is of step", job.result()["step"])
 
 
 class Desk:
-    """Where a user sits: a folder with all runs in it, and terminals."""
+    """A user's desk: a folder with runs, and terminals to start them from."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
@@ -38,14 +38,14 @@ class Desk:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(PROJECT),
             "OMP_NUM_THREADS": "1",
-            # Open MPI minds root, and more ranks than cores.
+            # Open MPI refuses by default to run as root, and to start more ranks than cores.
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
         }
 
     def types(self, run: str, *commands: tuple[str, ...], words: tuple[str, ...] = ()) -> None:
-        """Type commands, each in a terminal of its own, and do not wait for them."""
+        """Start commands, each in a terminal of its own."""
         with socket.create_server(("", 0)) as probe:
             filled = {"run": run, "port": probe.getsockname()[1], "project": PROJECT, "examples": PROJECT / "examples"}
         source = CELL.format(words=["launch.nodes=2", f"launch.name={run}", *words])
@@ -71,28 +71,30 @@ class Desk:
         return read_lines(self.run(name).attempts)
 
     def job(self, name: str) -> str:
-        """The id of the job in which the run trains."""
+        """The id of the job in which the run is training."""
         (attempt,) = read_lines(self.run(name).attempt_now)
         return str(attempt["job_id"])
 
     def log(self, run: str) -> str:
-        """Whatever the launcher and the ranks of a run have printed."""
+        """Everything that the launcher and the ranks of a run have printed."""
         files = [*self.folder.glob(f"{run}*.*"), *self.run(run).logs.glob("*.out")]
         return "\n".join(file.read_text(errors="replace") for file in files)
 
     def waits_for(self, run: str, text: str, times: int = 1) -> None:
-        """Until the log has `text`, so many times."""
+        """Wait until the log has `text` this many times."""
         with self.log_on_failure(run):
             said = lambda: self.log(run).count(text) >= times  # noqa: E731
             self.cluster.wait_for(said, DEADLINE_S, f"the log of {run} lacks {text!r}")
 
     def waits_for_attempts(self, run: str, count: int) -> None:
-        """Until so many attempts of the run have ended."""
+        """Wait until this many attempts of the run have ended."""
         with self.log_on_failure(run):
-            self.cluster.wait_for(lambda: len(self.attempts(run)) >= count, DEADLINE_S, f"{run} has not ended")
+            self.cluster.wait_for(
+                lambda: len(self.attempts(run)) >= count, DEADLINE_S, f"fewer than {count} attempts of {run} ended"
+            )
 
     def waits_for_terminals(self) -> list[int]:
-        """Until whatever was typed has ended; returns the exit statuses."""
+        """Wait until all commands have ended; return their exit statuses."""
         statuses = [terminal.wait(DEADLINE_S) for terminal in self.terminals]
         self.terminals.clear()
         return statuses
@@ -105,7 +107,7 @@ class Desk:
             raise TimeoutError(f"{error}\n{self.log(run)}") from None
 
     def stops(self, run: str, how: str) -> None:
-        """By the name of a signal to what was typed, or to the ranks; or by a Slurm command."""
+        """Stop the run by a Slurm command, or by a signal: "TERM" to the commands, "ranks USR2" to the ranks."""
         program, *words = how.split()
         if f"SIG{program}" in signal.Signals.__members__:
             for terminal in self.terminals:
@@ -118,7 +120,7 @@ class Desk:
             self.cluster.run(program, *words, self.job(run))
 
     def tidies_up(self) -> None:
-        """End what a test has left, after a failure."""
+        """End what a failed test has left running."""
         for terminal in self.terminals:
             terminal.kill()
             terminal.wait()

@@ -14,7 +14,7 @@ from tests.support.waiting import DEADLINE_S
 def test_srun_over_two_nodes(user: User) -> None:
     """The first thing to try on a new cluster: every rank of every node, in rank order, and nothing left behind."""
     before = set(user.root.iterdir())
-    srun = ["srun", "--nodes=2", "--ntasks-per-node=2"]
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1"]
     done = subprocess.run(
         [*srun, sys.executable, "-m", "trainer", "hello", f"launch.root={user.root}"],
         cwd=PROJECT,
@@ -24,9 +24,8 @@ def test_srun_over_two_nodes(user: User) -> None:
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    greetings = re.findall(r"^\[n\d:\d+\] hello from \[(n\d):gloo\] rank (\d)/4$", done.stdout, re.MULTILINE)
-    hosts = [host for host, _ in greetings]
-    assert [rank for _, rank in greetings] == ["0", "1", "2", "3"]
-    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
-    assert "sum of ones: 4 on every rank" in done.stdout
+    greetings = re.findall(r"^\[n\d:\d+\] hello from \[(n\d):gloo\] rank (\d)/2$", done.stdout, re.MULTILINE)
+    (first, *_), (second, *_) = greetings
+    assert [rank for _, rank in greetings] == ["0", "1"] and first != second
+    assert "sum of ones: 2 on every rank" in done.stdout
     assert set(user.root.iterdir()) == before

@@ -18,30 +18,27 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.user import User
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
+from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S
+from trainer.config.config import Config
 
-TWO_RANKS = ("--nodes", "2", "train.max_steps=160")  # 63 steps an epoch, a checkpoint after each
+SHORT = "train.max_steps=160"  # 63 steps an epoch, a checkpoint after each
+TWO_RANKS = ("--nodes", "2", SHORT)
 MID_EPOCH = "step 80/160"
 
 
-@pytest.fixture(scope="module")
-def undisturbed(user: User) -> dict[str, Any]:
-    """The fingerprint of the run that nobody touched."""
-    user.types(*TWO_RANKS, "--name", "calm", "--follow")
-    return fingerprint(user.run("calm"))
-
-
-def comes_back(user: User, name: str, undisturbed: dict[str, Any]) -> dict[str, Any]:
-    """See a run end as if nothing had been, after one attempt that ended early, in the same job; returns that one."""
+def comes_back(user: User, name: str) -> dict[str, Any]:
+    """Check that the run ends like an undisturbed one, after one attempt that ended early, in the same job; returns
+    that attempt."""
     user.waits_for_end(name, "finished")
     first, second = user.attempts(name)
     assert (first["job_id"], second["job_id"]) == (user.job_of(name), user.job_of(name))
     assert first["requeue"] and first["end_step"] - first["lost_steps"] == second["start_step"]
-    assert fingerprint(user.run(name)) == undisturbed
+    assert fingerprint(user.run(name)) == undisturbed_run(Config.load("mnist", [SHORT, "launch.nodes=2"]))
     return first
 
 
-def test_every_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
+def test_every_rank_is_killed(user: User) -> None:
     """SIGKILL of all at once leaves nobody to say how it ended or to ask for a requeue, but the batch shell."""
     following = user.begins(*TWO_RANKS, "--name", "killed", "--follow")
     user.waits_for("killed", MID_EPOCH)
@@ -52,20 +49,20 @@ def test_every_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0 and "the attempt ended (lost), the run continues" in said
     assert "resuming after step 63" in said, "--follow streams through the requeue"
-    comes_back(user, "killed", undisturbed)
+    comes_back(user, "killed")
 
 
-def test_srun_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
+def test_srun_is_killed(user: User) -> None:
     """The ranks live on without it, until the batch shell ends and Slurm kills them. Requeued before that, they get
     the SIGTERM of any requeue, and keep every step."""
     user.types(*TWO_RANKS, "--name", "srun")
     user.waits_for("srun", MID_EPOCH)
     user.kills_srun("srun")
-    first = comes_back(user, "srun", undisturbed)
+    first = comes_back(user, "srun")
     assert (first["reason"], first["lost_steps"]) == ("preempted", 0)
 
 
-def test_a_rank_fails_once(user: User, undisturbed: dict[str, Any]) -> None:
+def test_a_rank_fails_once(user: User) -> None:
     """An attempt that fails after it has kept steps is worth another: the next may get past that place. Who waits for
     the job's result in Python gets that of the whole run, not the failure."""
     words = ["launch.nodes=2", "train.max_steps=160", "launch.name=fails", "task=tests.support.tasks.FailsOnce"]
@@ -78,7 +75,7 @@ def test_a_rank_fails_once(user: User, undisturbed: dict[str, Any]) -> None:
         [sys.executable, "-c", program], cwd=PROJECT, env=user.env, capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert (done.returncode, done.stdout) == (0, "160\n"), done.stderr
-    first = comes_back(user, "fails", undisturbed)
+    first = comes_back(user, "fails")
     assert first["reason"] == "failed" and "ValueError: a bad sample" in first["error"]
 
 
@@ -96,12 +93,14 @@ def test_a_rank_fails_always_at_the_same_place(user: User) -> None:
 @pytest.fixture(scope="module")
 def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
     """A user of another cluster, whose daemons die; it takes a silent node for dead after 10 s."""
-    cluster = Cluster.start(tmp_path_factory.mktemp("fragile"), slurmd_timeout_s=10, owner=os.getpid())
+    cluster = Cluster.start(
+        tmp_path_factory.mktemp("fragile"), slurmd_timeout_s=10, accounting=False, owner=os.getpid()
+    )
     yield User(cluster, tmp_path_factory.mktemp("runs"))
     cluster.stop()
 
 
-def test_the_controller_is_away(fragile: User, undisturbed: dict[str, Any]) -> None:
+def test_the_controller_is_away(fragile: User) -> None:
     """While slurmctld is restarted nobody can requeue anything: it must not cost the run."""
     # It writes its state down every 5 s. Of a younger job it would know nothing, start it a second time, and drain the
     # node where it finds the first: Slurm's own affair, and not what is tried here.
@@ -111,14 +110,14 @@ def test_the_controller_is_away(fragile: User, undisturbed: dict[str, Any]) -> N
     fragile.kills("away", 0, 1)
     fragile.waits_for("away", "Killed")
     fragile.cluster.start_daemon("slurmctld")
-    assert comes_back(fragile, "away", undisturbed)["reason"] == "lost"
+    assert comes_back(fragile, "away")["reason"] == "lost"
 
 
-def test_a_node_dies(fragile: User, undisturbed: dict[str, Any]) -> None:
+def test_a_node_dies(fragile: User) -> None:
     """With its slurmd and its rank; the run goes on on the nodes that are left."""
     fragile.types(*TWO_RANKS, "--name", "node")
     fragile.waits_for("node", MID_EPOCH)
     node = fragile.cluster.run("squeue", "-h", "-j", fragile.job_of("node"), "-O", "NodeList:.20").strip()
     assert node == "n[1-2]"
     fragile.kills_node("n2")
-    comes_back(fragile, "node", undisturbed)
+    comes_back(fragile, "node")

@@ -1,6 +1,6 @@
-"""Whatever ends an allocation on a real Slurm, the next one carries on, and the model is bit for bit the same.
+"""Whatever ends an allocation on a real Slurm, the next attempt continues, and the model is bit for bit the same.
 
-Each test hits a run of 2 nodes and 4 ranks in the middle of its second epoch.
+Each test interrupts a run on two nodes in its second epoch.
 """
 
 from __future__ import annotations
@@ -11,26 +11,32 @@ from typing import Any
 
 import pytest
 
+from tests.slurm.launchers import SMALL
 from tests.slurm.user import User
 from tests.support.ranks import fingerprint
+from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S
 from trainer.config.config import Config
 
+TWO_RANKS = ("--nodes", "2")
 FOUR_RANKS = ("--nodes", "2", "--tasks-per-node", "2")
-SHORT = ("train.max_steps=160",)  # 63 steps an epoch
+# 7 steps an epoch. Every rank waits in step 8 of an attempt until a signal stops it.
+WAITS = (*SMALL, "train.epochs=2", "task=tests.support.tasks.AwaitsStop")
+SHORT = "train.max_steps=160"  # 63 steps an epoch
 MID_EPOCH = "step 80/160"
 
 
-@pytest.fixture(scope="session")
-def undisturbed(user: User) -> dict[str, Any]:
-    """The fingerprint of the run that nobody touched."""
-    said = user.types(*FOUR_RANKS, "--name", "undisturbed", "--follow", *SHORT)
+def undisturbed(ranks: int, *words: str) -> dict[str, Any]:
+    """The fingerprint of a run that nobody stops, on one host."""
+    return undisturbed_run(Config.load("mnist", [*words, f"launch.tasks_per_node={ranks}"]))
+
+
+def test_four_ranks_on_two_nodes(user: User) -> None:
+    """The command that README opens with: every rank is one task, and the run's folder has everything about it."""
+    said = user.types(*FOUR_RANKS, "--name", "undisturbed", "--follow", SHORT)
     assert "step 160/160" in said, "--follow streams rank 0's log to the end"
-    return fingerprint(user.run("undisturbed"))
-
-
-def test_four_ranks_on_two_nodes(user: User, undisturbed: dict[str, Any]) -> None:
-    """The command that README opens with: every rank is one task, and the run's folder tells all of it."""
+    found = fingerprint(user.run("undisturbed"))
+    assert found == undisturbed(4, SHORT)
     (attempt,) = user.attempts("undisturbed")
     assert attempt["reason"] == "finished"
     assert attempt["world_size"] == 4 and len(attempt["hosts"]) == 2
@@ -39,18 +45,17 @@ def test_four_ranks_on_two_nodes(user: User, undisturbed: dict[str, Any]) -> Non
     job = user.job_of("undisturbed")
     logs = sorted(path.name for path in user.run("undisturbed").logs.glob("*_log.out"))
     assert logs == [f"{job}_{rank}_log.out" for rank in range(4)]
-    steps = [line["step"] for line in undisturbed["metrics"] if "loss" in line]
-    assert steps == list(range(1, 161)), "each step stands in metrics.jsonl once, in order"
+    steps = [line["step"] for line in found["metrics"] if "loss" in line]
+    assert steps == list(range(1, 161)), "each step is in metrics.jsonl once, in order"
     newest = user.verify("undisturbed")[-1]
     assert newest["ok"] and newest["step"] == 160 and newest["world_size"] == 4
 
 
-def hit_and_compare(
-    user: User, name: str, partition: str, fault: tuple[str, ...], undisturbed: dict[str, Any], *more: str
-) -> None:
-    """Follow a run, hit it in mid-epoch with a Slurm command, and see it end as if nothing had been."""
-    following = user.begins(*FOUR_RANKS, "--name", name, "--partition", partition, "--follow", *SHORT, *more)
-    user.waits_for(name, MID_EPOCH)
+def hit_and_compare(user: User, name: str, ranks: int, fault: tuple[str, ...], *more: str) -> None:
+    """Follow a run, interrupt it in step 8 with a Slurm command, and compare its result with an undisturbed run's."""
+    size = FOUR_RANKS if ranks == 4 else TWO_RANKS
+    following = user.begins(*size, "--name", name, "--follow", *WAITS, *more)
+    user.waits_for(name, "holds in its step 8", times=ranks)
     job = user.job_of(name)
     user.cluster.run(*(word.format(job=job) for word in fault))
     said, _ = following.communicate(timeout=DEADLINE_S)
@@ -62,60 +67,65 @@ def hit_and_compare(
     assert (first["job_id"], second["job_id"]) == (job, job), "the same job, started again"
     assert (first["restart"], second["restart"]) == (0, 1)
     assert first["lost_steps"] == second["lost_steps"] == 0
-    assert 80 <= first["end_step"] == second["start_step"] < 160
-    assert fingerprint(user.run(name)) == undisturbed
+    assert first["end_step"] == second["start_step"] == 8
+    assert fingerprint(user.run(name)) == undisturbed(ranks, *WAITS)
 
 
-def test_scontrol_requeue(user: User, undisturbed: dict[str, Any]) -> None:
+def test_scontrol_requeue(user: User) -> None:
     """An administrator's requeue sends SIGTERM, which submitit ignores: its plain job would start from nothing."""
-    hit_and_compare(user, "requeue", "main", ("scontrol", "requeue", "{job}"), undisturbed)
+    hit_and_compare(user, "requeue", 4, ("scontrol", "requeue", "{job}"))
 
 
-def test_user_signal(user: User, undisturbed: dict[str, Any]) -> None:
-    """SIGUSR2 asks for a requeue that nobody but rank 0 makes, through submitit's own handler."""
-    hit_and_compare(user, "usr2", "main", ("scancel", "--signal", "USR2", "{job}"), undisturbed)
+def test_user_signal(user: User) -> None:
+    """SIGUSR2 asks for a requeue, which rank 0 alone makes, through submitit's own handler."""
+    hit_and_compare(user, "usr2", 2, ("scancel", "--signal", "USR2", "{job}"))
 
 
-def test_ranks_in_an_image(user: User, undisturbed: dict[str, Any], tmp_path: Path) -> None:
-    """An image rarely has Slurm's commands, so rank 0 can neither ask nor requeue in there: the batch shell, which is
-    outside, must. (A program that hides them plays the container.)"""
+def test_ranks_in_an_image(user: User, tmp_path: Path) -> None:
+    """An image rarely has Slurm's commands, so rank 0 can neither query nor requeue its job: the batch shell, which
+    runs outside the image, must. (A program that hides the commands plays the container.)"""
     notes, inside = tmp_path / "notes", tmp_path / "inside"
     inside.write_text(f'#!/bin/sh\necho "rank $SLURM_PROCID $ARGUMENT" >>{notes}\nPATH=/nonexistent exec "$@"\n')
     inside.chmod(0o755)
     more = (f"launch.python={inside} {sys.executable}", "launch.srun=['--export=ALL,ARGUMENT=of srun']")
     fault = ("scancel", "--signal", "USR2", "{job}")
-    hit_and_compare(user, "image", "main", fault, undisturbed, *more)
-    assert sorted(notes.read_text().splitlines()) == [f"rank {rank} of srun" for rank in range(4) for _ in range(2)]
+    hit_and_compare(user, "image", 2, fault, *more)
+    assert sorted(notes.read_text().splitlines()) == [f"rank {rank} of srun" for rank in range(2) for _ in range(2)]
     user.waits_for("image", "'scontrol'; the batch shell tries again")
 
 
 @pytest.mark.parametrize("partition", ["main", "grace", "cancel"])
-def test_preemption(user: User, undisturbed: dict[str, Any], partition: str) -> None:
-    """A job in `high` takes the nodes. In a partition with a GraceTime Slurm believes a job that leaves at the first
-    SIGTERM to be done, with PreemptMode=CANCEL it would end the job for good: there the run must requeue itself."""
-    everything = ("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
-    hit_and_compare(user, f"preempted-in-{partition}", partition, everything, undisturbed)
+def test_preemption(user: User, partition: str) -> None:
+    """A job in `high` takes the nodes. In a partition with a GraceTime Slurm takes a job that leaves at the first
+    SIGTERM to be finished, and with PreemptMode=CANCEL it would end the job for good: there the run must requeue
+    itself."""
+    all_nodes = ("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    hit_and_compare(user, f"preempted-in-{partition}", 2, all_nodes, "--partition", partition)
 
 
-def test_time_limit(user: User) -> None:
-    """The warning before the time limit saves the run. With its budget of timeouts spent, it ends, and can be resumed.
+def test_time_limit(user: User, tmp_path: Path) -> None:
+    """The warning before the time limit saves the run. With its budget of timeouts used up it ends, and can be resumed.
 
-    A limit of one minute is where submitit would count any signal as a timeout; here Slurm is asked.
+    With a limit of one minute submitit would count any signal as a timeout; here Slurm is asked. Slurm sends the
+    warning up to 30 s early, so that it may arrive before the ranks wait in step 5, or while they do.
     """
     limits = ("--time", "1", "launch.signal_delay_s=50", "launch.max_timeouts=0")
-    user.types(*FOUR_RANKS, "--name", "limited", *limits)
+    held = ("task=tests.support.tasks.Held", f"launch.env.LASTSTEP_TEST_HOLD=5 {tmp_path}")
+    user.types(*TWO_RANKS, "--name", "limited", *SMALL, "train.epochs=2", *held, *limits)
+    user.waits_for("limited", "SIGUSR2")
+    (tmp_path / "go").touch()
     first, *rest = user.waits_for_end("limited", "timeout")
     assert not rest and first["lost_steps"] == 0
     user.waits_until_gone(user.job_of("limited"))
     user.types("resume", "limited", "--time", "60", "--follow")
     assert [a["reason"] for a in user.attempts("limited")] == ["timeout", "finished"]
     steps = [line["step"] for line in fingerprint(user.run("limited"))["metrics"] if "loss" in line]
-    assert steps == list(range(1, 631))
+    assert steps == list(range(1, 15))
 
 
-def test_scancel_ends_the_run_and_resume_goes_on_at_another_size(user: User, undisturbed: dict[str, Any]) -> None:
-    """A cancelled run stays cancelled (a requeue would raise it from the dead) but has lost nothing."""
-    user.types(*FOUR_RANKS, "--name", "cancelled", *SHORT)
+def test_scancel_ends_the_run_and_resume_goes_on_at_another_size(user: User) -> None:
+    """A cancelled run stays cancelled (a requeue would start it again) but has lost nothing."""
+    user.types(*TWO_RANKS, "--name", "cancelled", SHORT)
     user.waits_for("cancelled", MID_EPOCH)
     job = user.job_of("cancelled")
     said = user.types("resume", "cancelled", status=2)
@@ -128,16 +138,16 @@ def test_scancel_ends_the_run_and_resume_goes_on_at_another_size(user: User, und
     user.types("resume", "cancelled", "--nodes", "1", "--follow")
     first, second = user.attempts("cancelled")
     assert (first["reason"], second["reason"]) == ("cancelled", "finished")
-    assert (first["world_size"], second["world_size"]) == (4, 2)
+    assert (first["world_size"], second["world_size"]) == (2, 1)
     assert first["lost_steps"] == 0 and second["start_step"] == first["end_step"]
     lines = fingerprint(user.run("cancelled"))["metrics"]
-    assert [line["step"] for line in lines] == [line["step"] for line in undisturbed["metrics"]]
+    assert [line["step"] for line in lines] == [line["step"] for line in undisturbed(2, SHORT)["metrics"]]
 
 
-def test_one_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
+def test_one_rank_is_killed(user: User) -> None:
     """As when a node runs out of memory: the others end in seconds, not after a timeout, one of them saves the last
     whole step before Slurm ends them too, and the job starts again there."""
-    user.types(*FOUR_RANKS, "--name", "oom", *SHORT)
+    user.types(*FOUR_RANKS, "--name", "oom", SHORT)
     user.waits_for("oom", MID_EPOCH)
     user.kills("oom", 3)
     user.cluster.wait_for(lambda: user.attempts("oom"), 30, "the other ranks did not notice")
@@ -150,4 +160,4 @@ def test_one_rank_is_killed(user: User, undisturbed: dict[str, Any]) -> None:
     ask = f"sacct -j {user.job_of('oom')} --format=JobID,State"
     assert len(hints) == 1 and f"(`{ask}` shows it): set launch.mem_gb, " in hints[0]
     assert user.cluster.run(*ask.split()).split()[:2] == ["JobID", "State"], "a command that Slurm has"
-    assert fingerprint(user.run("oom")) == undisturbed
+    assert fingerprint(user.run("oom")) == undisturbed(4, SHORT)

@@ -19,59 +19,59 @@ from trainer.rundir import RunDir
 
 
 class User:
-    """Someone in the project's folder, at a terminal of that cluster."""
+    """A user of a cluster, with the project's folder as working directory."""
 
     def __init__(self, cluster: Cluster, root: Path) -> None:
         self.cluster = cluster
         self.root = root
-        # Threads are set for the jobs too: they inherit the environment that sbatch is called in.
+        # Jobs inherit this environment from sbatch.
         self.env = {**cluster.env, "OMP_NUM_THREADS": "1"}
 
     def types(self, *words: str, status: int = 0) -> str:
-        """`python launch.py WORDS`; returns what it printed. Any other exit status fails the test."""
+        """Run `python launch.py WORDS` and return what it printed. Any other exit status fails the test."""
         command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
         done = subprocess.run(command, cwd=PROJECT, env=self.env, capture_output=True, text=True, timeout=DEADLINE_S)
         assert done.returncode == status, f"{command} exited {done.returncode}:\n{done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
     def begins(self, *words: str) -> subprocess.Popen[str]:
-        """`python launch.py WORDS`, left running."""
+        """Start `python launch.py WORDS`."""
         command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
         return subprocess.Popen(
             command, cwd=PROJECT, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
     def run(self, name: str) -> RunDir:
-        """The folder of the run of that name."""
+        """The folder of the run with this name."""
         return RunDir(self.root / name)
 
     def attempts(self, name: str) -> list[dict[str, Any]]:
-        """The records of its ended attempts."""
+        """The records of the run's ended attempts."""
         return read_lines(self.run(name).attempts)
 
     def verify(self, name: str) -> list[dict[str, Any]]:
-        """What `launch.py verify --json` says."""
+        """The output of `launch.py verify --json`."""
         found: list[dict[str, Any]] = json.loads(self.types("verify", name, "--json"))
         return found
 
     def job_of(self, name: str) -> str:
-        """The job id of the run, once it is submitted."""
+        """The job id of the run; waits until it has been submitted."""
         pickles = self.cluster.wait_for(
             lambda: list(self.run(name).logs.glob("*_submitted.pkl")), DEADLINE_S, f"run {name} was not submitted"
         )
         return pickles[0].name.split("_")[0]
 
-    def waits_for(self, name: str, text: str) -> None:
-        """Until rank 0's log of the run has `text`."""
+    def waits_for(self, name: str, text: str, times: int = 1) -> None:
+        """Wait until the ranks of the run have printed `text` this many times together."""
         logs = self.run(name).logs
 
-        def said() -> bool:
-            return any(text in log.read_text() for log in logs.glob("*_0_log.out"))
+        def printed() -> bool:
+            return sum(log.read_text().count(text) for log in logs.glob("*_log.out")) >= times
 
-        self.cluster.wait_for(said, DEADLINE_S, f"rank 0 of {name} did not print {text!r}")
+        self.cluster.wait_for(printed, DEADLINE_S, f"the ranks of {name} did not print {text!r}")
 
     def waits_for_end(self, name: str, reason: str) -> list[dict[str, Any]]:
-        """Until an attempt of the run ended for `reason`; returns all attempts."""
+        """Wait until an attempt of the run has ended for `reason`; return the records of all attempts."""
 
         def ended() -> bool:
             return any(attempt["reason"] == reason for attempt in self.attempts(name))
@@ -80,7 +80,7 @@ class User:
         return self.attempts(name)
 
     def kills(self, name: str, *ranks: int) -> None:
-        """SIGKILL to these ranks of the run, in this order and at once."""
+        """Send SIGKILL to these ranks of the run, in this order."""
         pids = {
             int(environ["SLURM_PROCID"]): pid
             for pid, command, environ in processes()
@@ -90,14 +90,14 @@ class User:
             os.kill(pids[number], signal.SIGKILL)
 
     def kills_srun(self, name: str) -> None:
-        """SIGKILL to the run's srun, but first to its child, which would have the ranks killed too."""
+        """Send SIGKILL to the run's srun, but first to its child process, which would have the ranks killed."""
         found = [pid for pid, command, _ in processes() if command[0] == "srun" and str(self.run(name).logs) in command]
         assert found, f"no srun of {name}"
         for pid in sorted(found, key=lambda pid: parent(pid) not in found):
             os.kill(pid, signal.SIGKILL)
 
     def kills_node(self, node: str) -> None:
-        """As a power cut would: slurmd, and all that it has started."""
+        """Kill slurmd and everything that it started, as a power cut would."""
         self.cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
         ours = {"SLURM_CONF": str(self.cluster.conf), "SLURMD_NODENAME": node}
         tasks = {pid for pid, _, environ in processes() if ours.items() <= environ.items()}
@@ -106,7 +106,7 @@ class User:
             os.kill(pid, signal.SIGKILL)
 
     def waits_until_gone(self, job: str, deadline_s: float = DEADLINE_S) -> None:
-        """Until the job has left the queue."""
+        """Wait until the job has left the queue."""
         self.cluster.wait_for(
             lambda: not self.cluster.run("squeue", "-h", "-j", job, check=False), deadline_s, f"job {job} did not end"
         )

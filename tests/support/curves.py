@@ -1,4 +1,4 @@
-"""The curves of a run: as metrics.jsonl tells them, as the event files have them, and as TensorBoard shows them."""
+"""The curves of a run: in metrics.jsonl, in the event files, and as TensorBoard shows them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Curves = dict[str, list[tuple[float, int, float | None]]]  # by tag: Unix second
 
 
 def expected(run: RunDir, log_every: int) -> Curves:
-    """What metrics.jsonl tells."""
+    """The curves in metrics.jsonl."""
     curves: Curves = defaultdict(list)
     when = 0.0
     for line in read_lines(run.metrics):
@@ -38,7 +38,7 @@ def files(run: RunDir) -> list[Path]:
 
 
 def on_disk(run: RunDir) -> Curves:
-    """Every point in the event files, one file after the other."""
+    """All points in the event files, one file after the other."""
     curves: Curves = defaultdict(list)
     for path in files(run):
         for event in LegacyEventFileLoader(str(path)).Load():
@@ -48,12 +48,12 @@ def on_disk(run: RunDir) -> Curves:
 
 
 def loader(run: RunDir) -> EventAccumulator:
-    """What loads the folder in TensorBoard; it goes on where it was whenever it is asked to `Reload`."""
+    """TensorBoard's loader for the folder; each `Reload` continues where the last one ended."""
     return EventAccumulator(str(run.tensorboard), size_guidance={SCALARS: 0})  # 0: all points
 
 
 def loaded(tensorboard: EventAccumulator) -> Curves:
-    """What TensorBoard shows by now."""
+    """Reload, and return what TensorBoard shows."""
     tensorboard.Reload()
     return {
         tag: [(point.wall_time, point.step, _single(point.value)) for point in tensorboard.Scalars(tag)]
@@ -62,7 +62,7 @@ def loaded(tensorboard: EventAccumulator) -> Curves:
 
 
 def _single(value: float | None) -> float | None:
-    """An event file has single precision."""
+    """Event files have single precision."""
     if value is None or value != value:
         return None
     return float(struct.unpack("f", struct.pack("f", value))[0])

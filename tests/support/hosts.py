@@ -1,7 +1,7 @@
-"""Hosts of their own for tests: on this machine, but each with its own network, addresses and name.
+"""Simulated hosts for tests: on this machine, but each with its own network, address and name.
 
-They share the disk and one link (a bridge), as the nodes of a cluster do. Names resolve where a test says so. Linux's
-network namespaces, `ip` of iproute2, and root are needed.
+They share the disk and one network (a bridge), as the nodes of a cluster do. A test says which names resolve. Needs
+Linux network namespaces, `ip` of iproute2, and root.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-DEADLINE_S = 30.0
-# Where `ip netns exec` finds a host's /etc/hosts and /etc/resolv.conf. It is not used itself, as it hides the cgroups
-# under /sys, which slurmd needs.
+from tests.support.waiting import DEADLINE_S
+
+# Files that replace /etc/hosts and /etc/resolv.conf on a host, where `ip netns exec` expects them. That command is not
+# used, as it hides the cgroups under /sys, which slurmd needs.
 ETC = Path("/etc/netns")
 MOVE_IN = """\
 set -e
@@ -31,43 +32,43 @@ exec "$@"
 
 
 class Host:
-    """One of them. Its name is that of its place: h1, h2."""
+    """A simulated host, named h1, h2 and so on."""
 
     def __init__(self, hosts: Hosts, number: int) -> None:
         self.name = f"h{number}"
-        self.space = f"{hosts.prefix}{self.name}"  # of its network namespace, and of its end of the cable
+        self.space = f"{hosts.prefix}{self.name}"  # the name of its network namespace and of its network interface
         self.address = hosts.address(10 + number)
 
     def command(self, *words: str) -> list[str]:
-        """What to start here, to start `words` there."""
+        """The command that runs `words` on the host."""
         enter = ("nsenter", f"--net=/run/netns/{self.space}", "unshare", "--uts", "--mount")
         return [*enter, "sh", "-c", MOVE_IN, self.name, str(ETC / self.space), *words]
 
     def starts(self, words: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """A process there, which writes into `log`."""
+        """Start a process on the host, which writes to `log`."""
         with log.open("ab") as output:
             return subprocess.Popen(
                 self.command(*words), env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
 
     def ip(self, *words: str) -> str:
-        """The output of the command `ip` there."""
+        """The output of the command `ip` on the host."""
         return _ip("-n", self.space, *words)
 
     def resolves(self, names: Mapping[str, str]) -> None:
-        """Give names an address there, and no other name than localhost."""
+        """Make these names, and localhost, the only ones that resolve on the host."""
         lines = ["127.0.0.1 localhost", "::1 localhost", *(f"{address} {name}" for name, address in names.items())]
         (ETC / self.space).mkdir(parents=True, exist_ok=True)
         (ETC / self.space / "hosts").write_text("\n".join(lines) + "\n")
         (ETC / self.space / "resolv.conf").write_text("")
 
     def asks(self, server: str) -> None:
-        """Of any other name, and of what an address is called, ask this name server."""
+        """Ask this name server for other names, and for the names of addresses."""
         (ETC / self.space / "resolv.conf").write_text(f"nameserver {server}\n")
 
 
 class Hosts(list[Host]):
-    """So many hosts, until the end of the `with`; those that a killed test left behind go, too."""
+    """Several hosts, until the end of the `with`. Also removes hosts that a killed test left behind."""
 
     def __init__(self, count: int, ip_version: int = 4) -> None:
         if lack := missing():
@@ -77,7 +78,7 @@ class Hosts(list[Host]):
         super().__init__(Host(self, number) for number in range(1, count + 1))
 
     def address(self, number: int) -> str:
-        """In a network that no other test uses: reserved for tests (RFC 2544), or for one's own (RFC 4193)."""
+        """An address in a network that no other test uses: for benchmarks (RFC 2544), or for local use (RFC 4193)."""
         pid = os.getpid()
         if self.ip_version == 6:
             return f"fd4c:{pid >> 16:x}:{pid & 0xFFFF:x}::{number}"
@@ -106,13 +107,12 @@ class Hosts(list[Host]):
         _remove([self.prefix])
 
     def cut(self) -> None:
-        """The network between the hosts takes everything and delivers nothing: no host is told. They still reach the
-        bridge's own address."""
+        """Drop what the hosts send to each other, without an error. They still reach the bridge's address."""
         for host in self:
             _ip("link", "set", host.space, "type", "bridge_slave", "isolated", "on")
 
     def mend(self) -> None:
-        """The network works again."""
+        """Let the network work again."""
         for host in self:
             _ip("link", "set", host.space, "type", "bridge_slave", "isolated", "off")
 
@@ -123,17 +123,17 @@ class Hosts(list[Host]):
 
 
 def missing() -> str | None:
-    """One line that names what this machine lacks to play several hosts, or None."""
+    """What this machine lacks to simulate hosts, in one line, or None."""
     if not shutil.which("ip"):
-        return "hosts of their own need: apt-get install -y --no-install-recommends iproute2"
+        return "simulated hosts need: apt-get install -y --no-install-recommends iproute2"
     if os.geteuid() != 0:
-        return "hosts of their own need root: sudo, or a container"
+        return "simulated hosts need root: sudo, or a container"
     space = f"ls{os.getpid()}try"
     tried = subprocess.run(["ip", "netns", "add", space], capture_output=True, text=True)
     if tried.returncode == 0:
         _ip("netns", "delete", space)
         return None
-    return f"hosts of their own need network namespaces: {tried.stderr.strip()}"
+    return f"simulated hosts need network namespaces: {tried.stderr.strip()}"
 
 
 def _ip(*words: str) -> str:
@@ -144,21 +144,23 @@ def _ip(*words: str) -> str:
 
 
 def _prefixes() -> set[str]:
-    """Of all hosts that any test has made on this machine."""
+    """The prefixes of all simulated hosts on this machine."""
     spaces = [line.split()[0] for line in _ip("netns", "list").splitlines()]
     links = [line.split()[0] for line in _ip("-brief", "link", "show", "type", "bridge").splitlines()]
     return {name.partition("h")[0] for name in (*spaces, *links) if name.removeprefix("ls")[:1].isdecimal()}
 
 
 def _remove(prefixes: Iterable[str]) -> None:
-    """End whatever runs on these hosts, and them."""
+    """End all processes on these hosts, and remove the hosts."""
     for prefix in prefixes:
         for line in _ip("netns", "list").splitlines():
             space = line.split()[0]
             if space.startswith(f"{prefix}h"):
                 _end_all(space)
-                with suppress(RuntimeError):  # it never came so far
-                    _ip("link", "delete", space)  # a deleted namespace keeps its end while it has connections to close
+                with suppress(RuntimeError):  # it may not have been created
+                    _ip(
+                        "link", "delete", space
+                    )  # a deleted namespace keeps its interface while it has connections to close
                 _ip("netns", "delete", space)
                 shutil.rmtree(ETC / space, ignore_errors=True)
         with suppress(RuntimeError):
@@ -172,5 +174,5 @@ def _end_all(space: str) -> None:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{space}: processes that do not end: {pids}")
+            raise RuntimeError(f"{space}: processes do not end: {pids}")
         time.sleep(0.02)

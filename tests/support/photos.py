@@ -9,7 +9,7 @@ from PIL import Image
 
 
 def photo(number: int, width: int = 60, height: int = 40) -> Image.Image:
-    """Smooth, coloured, not symmetric in any way, and another one for each number."""
+    """A smooth, coloured image without symmetry, different for each number."""
     coarse = numpy.random.default_rng(number).integers(0, 256, (4, 6, 3), dtype=numpy.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 

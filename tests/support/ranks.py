@@ -1,6 +1,6 @@
-"""Real ranks for tests: processes that run the Trainer and meet over gloo, as a launcher would start them.
+"""Real ranks for tests: processes that run the Trainer and communicate by gloo, as a launcher would start them.
 
-They are forked from a server that has imported torch once, so that an attempt costs its training and no more.
+They are forked from a server process that has imported torch, so that an attempt costs little more than its training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _context() -> ForkServerContext:
 
 
 class Attempt:
-    """The ranks of one attempt at a run. Each calls `before` first, if that is given."""
+    """The ranks of one attempt of a run. Each calls `before` first, if given."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Attempt:
             self.ranks.append(process)
 
     def wait(self) -> list[int]:
-        """Exit statuses of all ranks, negative for a signal. Fails the test, with the logs, when they do not end."""
+        """The exit statuses of all ranks, negative for a signal. Fails the test, with the logs, if they do not end."""
         deadline = time.monotonic() + DEADLINE_S
         for rank in self.ranks:
             rank.join(max(0.0, deadline - time.monotonic()))
@@ -77,7 +77,7 @@ class Attempt:
         return [rank.exitcode or 0 for rank in self.ranks]
 
     def wait_for_end(self, *ranks: int) -> None:
-        """Until these ranks have ended."""
+        """Wait until these ranks have ended."""
         for rank in ranks:
             self.ranks[rank].join(DEADLINE_S)
             assert not self.ranks[rank].is_alive(), f"rank {rank} did not end:\n{self.output()}"
@@ -88,7 +88,7 @@ class Attempt:
             os.kill(self.ranks[rank].pid or 0, number)
 
     def wait_for(self, text: str, rank: int = 0) -> None:
-        """Until that rank has printed `text`."""
+        """Wait until the rank has printed `text`."""
         deadline = time.monotonic() + DEADLINE_S
         while text not in (self.logs[rank].read_text() if self.logs[rank].exists() else ""):
             if time.monotonic() > deadline or not self.ranks[rank].is_alive():
@@ -96,19 +96,19 @@ class Attempt:
             time.sleep(0.01)
 
     def output(self) -> str:
-        """What every rank printed."""
+        """What all ranks have printed."""
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs if log.exists())
 
 
 def starts(words: Sequence[str], env: Mapping[str, str], log: Path) -> BaseProcess:
-    """`python -m trainer WORDS`, but its ranks wait no longer for each other than launch.hang_timeout_s."""
+    """Start `python -m trainer WORDS`, in which ranks wait for each other no longer than launch.hang_timeout_s."""
     process = _context().Process(target=_command, args=(list(words), dict(env), str(log)))
     process.start()
     return process
 
 
 def train(config: Config, env: Mapping[str, str] | None = None, before: Callable[[], None] | None = None) -> RunDir:
-    """One attempt that must finish the run."""
+    """Run one attempt, which must finish the run."""
     attempt = Attempt(config, env, before=before)
     codes = attempt.wait()
     assert codes == [0] * len(codes), attempt.output()
@@ -116,8 +116,8 @@ def train(config: Config, env: Mapping[str, str] | None = None, before: Callable
 
 
 def fingerprint(run: RunDir) -> dict[str, Any]:
-    """What must not depend on interruptions: the weights of the last checkpoint, and every line of metrics.jsonl but
-    for its times."""
+    """What interruptions must not change: the weights of the last checkpoint, and every line of metrics.jsonl except
+    its times."""
     clock = ("time", "samples_per_s")
     checkpoint = inspect(run)[-1]
     return {
@@ -128,12 +128,12 @@ def fingerprint(run: RunDir) -> dict[str, Any]:
 
 
 def reasons(run: RunDir) -> list[str]:
-    """How the run's attempts ended, in order."""
+    """The reasons for which the run's attempts ended, in order."""
     return [record["reason"] for record in read_lines(run.attempts)]
 
 
 def _command(words: list[str], env: dict[str, str], log: str) -> None:
-    """The body of such a process."""
+    """The body of a process that `starts` makes."""
     _write_into(log)
     os.environ.update(env)
     from trainer.world import group
@@ -144,7 +144,7 @@ def _command(words: list[str], env: dict[str, str], log: str) -> None:
 
 
 def _write_into(log: str) -> None:
-    """Whatever this process prints."""
+    """Redirect what this process prints."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -153,7 +153,7 @@ def _write_into(log: str) -> None:
 def _rank(config: Config, env: dict[str, str], log: str, before: Callable[[], None] | None) -> None:
     """The body of a rank's process."""
     _write_into(log)
-    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set in the server, where torch's compiler was imported
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch's compiler sets it in the server
     os.environ.update(env)
     import torch
 
@@ -168,7 +168,8 @@ def _rank(config: Config, env: dict[str, str], log: str, before: Callable[[], No
         traceback.print_exc()
         sys.exit(1)
     finally:
-        # One that woke in torch's C++ while Python shuts down would abort the process: a core file, and a wrong status.
+        # A thread that wakes in torch's C++ code while Python shuts down would abort the process: a core file, and a
+        # wrong exit status.
         if left := {thread.name for thread in threading.enumerate()} & {"watch", "beat", "report", "stop", "saver"}:
             print(f"threads are left: {left}", flush=True)
             sys.exit(70)

@@ -1,0 +1,12 @@
+"""Tests that need a GPU are skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    mark = item.get_closest_marker("gpu")
+    if mark and torch.cuda.device_count() < mark.args[0]:
+        pytest.skip(f"needs {mark.args[0]} GPU{'s' if mark.args[0] > 1 else ''}")

@@ -1,0 +1,65 @@
+"""Which tests are slow, and the order in which `make test` runs them.
+
+Tests on a real Slurm mostly wait, and other slow tests mostly compute: taken alternately they leave neither core idle.
+Quick tests come last, so that all test processes finish at about the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+# Modules whose tests train on real ranks, start commands, or otherwise take seconds each ...
+SLOW = (
+    "attempt/test_attempt",
+    "attempt/test_compiler",
+    "attempt/test_rescue",
+    "attempt/test_stops",
+    "cluster/test_local",
+    "cluster/test_spawn",
+    "commands/test_completion",
+    "doctor/test_hello",
+    "faults/test_faults",
+    "gpu/",
+    "loops/test_custom_loop",
+    "loops/test_exact",
+    "loops/test_sizes",
+    "observe/test_troubleshooting",
+    "slurm/",
+    "test_docs",
+    "test_parts",
+    "world/test_meeting",
+    "world/test_network",
+)
+# ... except for these, which are quick, or show in seconds that real ranks still work.
+QUICK = (
+    "attempt/test_rescue.py::test_killed[2-kill step 10 rank 1]",
+    "loops/test_exact.py::test_stop_anywhere[mid-epoch]",
+)
+
+
+def is_slow(nodeid: str) -> bool:
+    """Whether the test with this id is slow."""
+    place = nodeid.removeprefix("tests/")
+    return place.startswith(SLOW) and not place.startswith(QUICK)
+
+
+def arrange(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Mark the slow tests, and return all tests in the order in which to run them."""
+    waiting, computing, quick = list[pytest.Item](), list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
+            (waiting if item.get_closest_marker("slurm") else computing).append(item)
+        else:
+            # One process runs all quick tests of a module: its fixtures are made once.
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+            quick.append(item)
+    return [*alternate(waiting, computing), *quick]
+
+
+def alternate(first: Sequence[pytest.Item], second: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """The items of both, each in its order, evenly mixed."""
+    places = [(number / len(items), item) for items in (first, second) for number, item in enumerate(items)]
+    yield from (item for _, item in sorted(places, key=lambda place: place[0]))
