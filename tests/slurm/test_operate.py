@@ -168,7 +168,7 @@ def test_later_edits_do_not_leak_in(user: User, tmp_path: Path) -> None:
     said = user.types("cancel", "edited") and user.types("logs", "edited")
     assert said.count("the code of monday") == 2 and "tuesday" not in said
     run = user.run("edited")
-    assert (run.code / "mine.py").exists() and (run.code / "trainer" / "loop.py").exists()
+    assert (run.code / "mine.py").exists() and (run.code / "trainer" / "trainer.py").exists()
     assert not (run.code / ".git").exists()
     assert "torch==" in run.packages.read_text()
 
