@@ -18,16 +18,10 @@ import pytest
 from tests.slurm.cluster import Cluster
 from tests.slurm.user import User
 from tests.support.project import PROJECT
+from tests.support.terminal import LONG, SLOW_STEPS
 from tests.support.waiting import DEADLINE_S
 
 TWO_RANKS = ("--tasks-per-node", "2")
-# Steps that take 80 ms and hardly any CPU time: each sample is read from a slow disk.
-SLOW_STEPS = (
-    "task=tests.support.tasks.SlowData", "data.name=fake", "data.args.samples=400", "data.args.image_size=8",
-    "train.batch_size=4",
-)  # fmt: skip
-LONG = ("train.epochs=1000",)
-LONG_AND_SLOW = (*SLOW_STEPS, *LONG)
 QUEUED = 25
 SUBMIT_MANY = """
 import sys
@@ -68,9 +62,9 @@ def test_thirty_runs(bare: User, tmp_path: Path) -> None:
     """One table tells them apart: what waits and why, what runs, came back, failed, was lost, is done."""
     many = [sys.executable, "-c", SUBMIT_MANY, str(bare.root), str(QUEUED)]
     subprocess.run(many, cwd=PROJECT, env=bare.env, check=True, timeout=DEADLINE_S)
-    bare.types("--name", "requeued", *LONG_AND_SLOW)
-    bare.types("--name", "lost", "launch.max_failures=0", "checkpoint.every_minutes=null", *LONG_AND_SLOW)
-    bare.types("--name", "running", *LONG_AND_SLOW)
+    bare.types("--name", "requeued", *LONG)
+    bare.types("--name", "lost", "launch.max_failures=0", "checkpoint.every_minutes=null", *LONG)
+    bare.types("--name", "running", *LONG)
     bare.types("--name", "failed", *TWO_RANKS, "task=tests.support.tasks.Broken", "launch.max_failures=0")
     bare.types("--name", "finished", "train.max_steps=3")
     bare.waits_for("lost", "step 10/")
@@ -158,7 +152,7 @@ def test_later_edits_do_not_leak_in(user: User, tmp_path: Path) -> None:
     """A requeue at three in the morning must not run what was half typed at six."""
     (tmp_path / "mine.py").write_text(OWN_TASK.format(day="monday"))
     project = f"{PROJECT}:{user.env.get('PYTHONPATH', '')}".rstrip(":")
-    command = [sys.executable, str(PROJECT / "launch.py"), "--name", "edited", "task=mine.Mine", *LONG]
+    command = [sys.executable, str(PROJECT / "launch.py"), "--name", "edited", *LONG, "task=mine.Mine"]
     command += [f"launch.root={user.root}", "launch.max_failures=0"]
     subprocess.run(command, cwd=tmp_path, env={**user.env, "PYTHONPATH": project}, check=True, timeout=DEADLINE_S)
     user.waits_for("edited", "step 10/")
