@@ -88,7 +88,7 @@ def test_every_rank_and_srun_are_killed(desk: Desk) -> None:
 
 
 def test_the_grace_is_the_clusters(desk: Desk) -> None:
-    """KillWait is 15 s here. After half of it a step that does not end is given up, so that the last one can be saved."""
+    """KillWait is 15 s here. After half of it a step that does not end is given up, so that the last one is saved."""
     stuck = ("sbatch", "--export=ALL,LASTSTEP_TEST_FAULT=sleep step 8 rank 1", *SRUN[1:])
     desk.types("stuck", stuck, words=(*SMALL, "task=tests.support.tasks.Faulty", "train.epochs=2"))
     desk.waits_for("stuck", "fault: sleep")
