@@ -60,6 +60,7 @@ class Attempt:
                 "SUBMITIT_LOCAL_GLOBALID": str(rank),
                 "SUBMITIT_LOCAL_LOCALID": str(rank % (size // nodes)),
                 "OMP_NUM_THREADS": "1",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the rank: a pool would import torch again
             }
             process = _context().Process(target=_rank, args=(config, {**place, **(env or {})}, str(log), before))
             process.start()

@@ -7,8 +7,11 @@ Quick tests come last, so that all test processes finish at about the same time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 # Modules whose tests train on real ranks, start commands, or otherwise take seconds each ...
 SLOW = (
@@ -62,7 +65,7 @@ def arrange(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return [*alternate(waiting, computing), *quick]
 
 
-def alternate(first: Sequence[pytest.Item], second: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+def alternate(first: Sequence[T], second: Sequence[T]) -> Iterator[T]:
     """The items of both, each in its order, evenly mixed."""
     places = [(number / len(items), item) for items in (first, second) for number, item in enumerate(items)]
     yield from (item for _, item in sorted(places, key=lambda place: place[0]))

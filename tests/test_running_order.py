@@ -1,0 +1,27 @@
+"""The lists of slow and quick tests name tests that exist: a renamed module would silently join the quick tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.project import PROJECT
+from tests.support.running_order import QUICK, SLOW, alternate, is_slow
+
+
+@pytest.mark.parametrize("place", [*SLOW, *QUICK])
+def test_listed_tests_exist(place: str) -> None:
+    file, _, name = place.partition("::")
+    path = PROJECT / "tests" / (file if file.endswith(("/", ".py")) else f"{file}.py")
+    assert path.exists()
+    assert not name or f"def {name.partition('[')[0]}" in path.read_text()
+
+
+def test_quick_tests_are_exceptions() -> None:
+    assert not any(is_slow(f"tests/{place}") for place in QUICK)
+    assert is_slow("tests/slurm/test_operate.py::test_a_sweep") and not is_slow("tests/config/test_config.py::test_any")
+
+
+def test_waiting_and_computing_alternate() -> None:
+    """Evenly, however many there are of each, and each kind in its own order."""
+    mixed = list(alternate([1, 2], [10, 20, 30, 40]))
+    assert mixed == [1, 10, 20, 2, 30, 40]
