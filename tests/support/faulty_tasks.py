@@ -8,13 +8,17 @@ import re
 import resource
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from tests.support.waiting import wait_until
+from trainer.checkpoint.store import CheckpointStore
 from trainer.config.config import Config
+from trainer.rundir import RunDir
 from trainer.tasks.classification import Classification
 from trainer.world.launchers import detect_world
 
@@ -35,12 +39,17 @@ class Poisoned(Classification):
 
 
 class PoisonedAndKilled(Poisoned):
-    """Like Poisoned, and rank 0 dies in the next step, before any rank has checked a loss."""
+    """Like Poisoned, and rank 0 dies in the next step, before any rank has checked a loss.
+
+    The checkpoint of step 4 is committed by then: a save that dies with rank 0 would be another story.
+    """
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         output = super().step(model, batch)
         self.steps = getattr(self, "steps", -1) + model.training
         if detect_world().rank == 0 and self.steps == 6:
+            run = RunDir(Path(self.config.launch.root) / str(self.config.launch.name))
+            wait_until(CheckpointStore(run.checkpoints).path(4).exists, "step 4 was not saved")
             os.kill(os.getpid(), signal.SIGKILL)
         return output
 
