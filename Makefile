@@ -13,15 +13,15 @@ check: $(VENV)/installed-dev  ## lint and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Test processes that run side by side. Most tests wait for Slurm or for ranks, so four processes suit two cores.
+# Most tests wait for Slurm or for ranks, so four test processes suit two cores; the quick tests compute.
 WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+GROUPED := --dist loadgroup --no-loadscope-reorder
 
 test: $(VENV)/installed-dev system-packages  ## all tests except those that need a GPU; some start a real Slurm
-	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(GROUPED) -m "not gpu" $(PYTEST_ARGS)
 
 test-fast: $(VENV)/installed-dev  ## after each edit: the quick tests, without Slurm, root or system packages
-	$(PYTEST) -m "not gpu and not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto $(GROUPED) -m "not gpu and not slow" $(PYTEST_ARGS)
 
 slurm: $(VENV)/installed system-packages  ## start a real Slurm on this machine; make slurm-down ends it
 	$(BIN)/python -m tests.slurm.cluster up

@@ -15,6 +15,7 @@ from trainer.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
 from trainer.checkpoint.interval import best_interval
 from trainer.config.schema import Checkpoint, Launch
 from trainer.world.address import POLL_S
+from trainer.world.slurm import DEFAULT_KILL_WAIT_S
 from trainer.world.stop import ANSWER_S
 from trainer.world.watchdog import BEAT_S
 
@@ -28,7 +29,6 @@ DEFAULT_S = 60 * float(Checkpoint().every_minutes or 0)
 # Assumptions, not measured here.
 DISK_BYTES_S = 10e9  # read by a shared file system for all its clients together
 FILES_S = 20_000  # small files that it opens and reads per second
-KILL_WAIT_S = 30  # Slurm's default
 SOFT_LIMIT = 1024  # open files per process in most shells
 
 PAGE = """\
@@ -219,8 +219,8 @@ def limits(scale: dict[str, Any]) -> str:
         (
             "rescue: each surviving rank reads a small file from every other, N² (calculated)",
             f"{RANKS**2 / FILES_S:.0f} s",
-            f"{KILL_WAIT_S} s, Slurm's KillWait, after which srun kills the surviving ranks",
-            f"{math.isqrt(KILL_WAIT_S * FILES_S)} ranks; then the steps since the last save are lost",
+            f"{DEFAULT_KILL_WAIT_S} s, Slurm's KillWait, after which srun kills the surviving ranks",
+            f"{math.isqrt(DEFAULT_KILL_WAIT_S * FILES_S)} ranks; then the steps since the last save are lost",
         ),
         (
             f"waiting ranks look for rank 0's address on the disk every {POLL_S} s (calculated)",

@@ -1,4 +1,4 @@
-"""Scripts of one's own: a run that changes launchers, torchrun's restarts, and what brings a job back or does not."""
+"""A user's own scripts: a run that changes launchers, torchrun's restarts, and which jobs are requeued."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KILLED = (*SMALL, "task=tests.support.tasks.KilledOnce", "train.epochs=2")
 
 
 def finishes(desk: Desk, run: str, attempts: int, epochs: int = 2) -> list[dict[str, Any]]:
-    """See the run end, in so many attempts, as if nothing had been; returns them."""
+    """Check that the run ends like an undisturbed one, after this many attempts; returns their records."""
     desk.waits_for_attempts(run, attempts)
     assert desk.attempts(run)[-1]["reason"] == "finished"
     assert fingerprint(desk.run(run)) == undisturbed(2, epochs)
@@ -33,7 +33,7 @@ def finishes(desk: Desk, run: str, attempts: int, epochs: int = 2) -> list[dict[
 
 
 def test_one_run_under_three_launchers(desk: Desk) -> None:
-    """What a run was begun with must not matter to what goes on with it: the state is the run's own."""
+    """A run can continue under another launcher than it was begun with."""
     words = (*HELD, "train.epochs=3")
     desk.types("three", TORCHRUN, words=words)
     desk.waits_for("three", "holds in its step 8", times=2)
@@ -51,7 +51,7 @@ def test_one_run_under_three_launchers(desk: Desk) -> None:
 
 
 def test_torchrun_starts_a_killed_rank_again(desk: Desk) -> None:
-    """torchrun ends all ranks when one dies, and starts them anew; the one that was left has saved the step by then."""
+    """torchrun ends all ranks when one dies, and restarts them. The rank that survived has saved the step first."""
     desk.types("elastic", TORCHRUN, words=KILLED)
     first, second = finishes(desk, "elastic", attempts=2)
     assert (first["reason"], first["end_step"], first["lost_steps"]) == ("failed", 4, 0)
@@ -60,7 +60,7 @@ def test_torchrun_starts_a_killed_rank_again(desk: Desk) -> None:
 
 
 def test_torchrun_starts_again_within_a_job(desk: Desk) -> None:
-    """Where torchrun does so the job must not be requeued too: that would end the ranks that it has just started."""
+    """When torchrun restarts the ranks, the job must not be requeued too: that would end the new ranks."""
     script = " ".join(("torchrun --standalone --nproc-per-node=2 --max-restarts=1 -m trainer --name={run}", *KILLED))
     desk.types("within", ("sbatch", "--output={run}.out", "--wrap", script))
     first, second = finishes(desk, "within", attempts=2)
@@ -69,7 +69,7 @@ def test_torchrun_starts_again_within_a_job(desk: Desk) -> None:
 
 
 def test_every_rank_and_srun_are_killed(desk: Desk) -> None:
-    """Nobody is left but the batch shell: the script's last line brings the job back."""
+    """Only the batch shell is left: the last line of the script requeues the job."""
     desk.types("killed", SRUN, words=TWO_EPOCHS)
     desk.waits_for("killed", "holds in its step 8", times=2)
     saved = CheckpointStore(desk.run("killed").checkpoints).steps
@@ -79,7 +79,7 @@ def test_every_rank_and_srun_are_killed(desk: Desk) -> None:
     sruns = [pid for pid, command in found.items() if command[0] == "srun"]
     ranks = [pid for pid, command in found.items() if "trainer" in command and command[0] != "srun"]
     assert len(sruns) == 2 and len(ranks) == 2
-    # First srun's child, which would have the ranks ended in good order.
+    # First srun's child process, which would end the ranks in an orderly way.
     for pid in [*sorted(sruns, key=lambda pid: parent(pid) not in sruns), *ranks]:
         os.kill(pid, signal.SIGKILL)
     first, second = finishes(desk, "killed", attempts=2)
@@ -88,7 +88,7 @@ def test_every_rank_and_srun_are_killed(desk: Desk) -> None:
 
 
 def test_the_grace_is_the_clusters(desk: Desk) -> None:
-    """KillWait is 15 s here. At half of it a step that does not end is given up, so that what is whole can be kept."""
+    """KillWait is 15 s here. After half of it a step that does not end is given up, so that the last one is saved."""
     stuck = ("sbatch", "--export=ALL,LASTSTEP_TEST_FAULT=sleep step 8 rank 1", *SRUN[1:])
     desk.types("stuck", stuck, words=(*SMALL, "task=tests.support.tasks.Faulty", "train.epochs=2"))
     desk.waits_for("stuck", "fault: sleep")
@@ -99,7 +99,7 @@ def test_the_grace_is_the_clusters(desk: Desk) -> None:
 
 
 def test_what_is_wrong_is_not_requeued(desk: Desk) -> None:
-    """A key that a run cannot change is refused in every start: the job must end, with the status that says so."""
+    """A key that a run cannot change is refused in every start: the job must end, with exit status 2."""
     desk.types("wrong", TRAIN, words=(*SMALL, "train.max_steps=1"))
     assert desk.waits_for_terminals() == [0]
     desk.types("wrong", (*SRUN, "seed=7"), words=(*SMALL, "train.max_steps=1"))
@@ -111,7 +111,7 @@ def test_what_is_wrong_is_not_requeued(desk: Desk) -> None:
 
 
 def test_salloc_has_nothing_to_requeue(desk: Desk) -> None:
-    """The log says so in one line, and that nothing is lost; the next srun, in the same allocation here, goes on."""
+    """The log says so in one line, and that nothing is lost. The next srun in the allocation continues the run."""
     twice = "srun {train} || srun {train}".format(train=" ".join((*TRAIN, *TWO_EPOCHS)))
     desk.types("alloc", ("salloc", "--nodes=2", "--ntasks-per-node=1", "sh", "-c", twice))
     desk.waits_for("alloc", "holds in its step 8", times=2)
@@ -123,7 +123,7 @@ def test_salloc_has_nothing_to_requeue(desk: Desk) -> None:
 
 
 def test_a_job_that_may_not_be_requeued(desk: Desk) -> None:
-    """With --no-requeue, or a site's JobRequeue=0, it ends at the stop, and says why; the same again goes on."""
+    """With --no-requeue, or a site's JobRequeue=0, it ends at the stop, and says why. The same command continues it."""
     once = ("sbatch", "--no-requeue", *SRUN[1:])
     desk.types("once", once, words=TWO_EPOCHS)
     desk.waits_for("once", "holds in its step 8", times=2)
@@ -136,7 +136,7 @@ def test_a_job_that_may_not_be_requeued(desk: Desk) -> None:
 
 
 def test_ranks_that_have_no_scontrol(desk: Desk, tmp_path: Path) -> None:
-    """In a container it is often missing: the log says so in one line, and the batch shell outside it requeues."""
+    """scontrol is often missing in a container: the log says so in one line, and the batch shell outside requeues."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -153,7 +153,7 @@ def test_ranks_that_have_no_scontrol(desk: Desk, tmp_path: Path) -> None:
 
 
 def test_submit_within_torchrun(desk: Desk) -> None:
-    """sbatch hands on the environment: ranks of the job must not take themselves for torchrun's."""
+    """sbatch passes the environment on: ranks of the job must not take themselves for torchrun's."""
     within = ("torchrun", "--standalone", "--no-python", *LAUNCH, "--nodes=2", "--name={run}")
     desk.types("submitted", within, words=(*SMALL, "train.epochs=2"))
     finishes(desk, "submitted", attempts=1)

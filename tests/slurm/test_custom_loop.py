@@ -1,4 +1,4 @@
-"""A loop of one's own on a real Slurm: submitted by two lines of Python or by the command, preempted, requeued."""
+"""A custom training loop on a real Slurm: submitted from Python or by the command, preempted, requeued."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TASK = "task=tests.support.custom_loops.short"
 
 
 def test_preempted_and_requeued(user: User) -> None:
-    """The same job comes back and ends with the weights and metrics of the run that nobody touched."""
+    """The same job is requeued, and ends with the weights and metrics of an undisturbed run."""
     words = [TASK, "launch.nodes=2", "launch.name=own-calm", f"launch.root={user.root}"]
     program = (
         "from trainer import Config, submit\n"

@@ -1,4 +1,4 @@
-"""doctor on a real Slurm: what it finds there, and a roll call of its nodes."""
+"""doctor on a real Slurm: the problems that it finds, and its roll call of the nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.waiting import DEADLINE_S, read_until
 
 
 def test_dangers(user: User) -> None:
-    """Those of this cluster, by name; what is well is not among them."""
+    """It names the problems of this cluster, and nothing that is in order."""
     said = user.types("doctor", status=1)
     _, _, problems = said.partition("\nproblems\n")
     assert problems.count("\n") == 2
@@ -22,7 +22,7 @@ def test_dangers(user: User) -> None:
 
 
 def test_hello(user: User) -> None:
-    """Every rank of every node, of a range all, in rank order, with the right sum; and nothing is left behind."""
+    """All ranks of all nodes of the range answer, in rank order, with the right sum; no file is left behind."""
     said = user.types("doctor", "--nodes", "1-2", "--tasks-per-node", "2")
     greetings = re.findall(r"^\[n1:\d+\] hello from \[(n\d):gloo\] rank (\d)/4$", said, re.MULTILINE)
     assert greetings == [("n1", "0"), ("n1", "1"), ("n2", "2"), ("n2", "3")]
@@ -33,7 +33,7 @@ def test_hello(user: User) -> None:
 
 
 def test_ranks_that_fail(user: User) -> None:
-    """They are named, with the reason; their logs stay, and the job is not requeued."""
+    """doctor names the ranks and the reason. Their logs stay, and the job is not requeued."""
     said = user.types("doctor", "--nodes", "2", "--gpus-per-node", "1", status=1)
     for rank, node in ((0, "n1"), (1, "n2")):
         assert re.search(rf"^error: rank {rank} on {node}: .*torch finds no GPU on this machine", said, re.MULTILINE)
@@ -42,7 +42,7 @@ def test_ranks_that_fail(user: User) -> None:
 
 
 def test_ctrl_c_cancels_the_job(user: User) -> None:
-    """Nobody wants to look for it in the queue."""
+    """The user need not look for the job in the queue."""
     before = set(user.root.glob(".doctor-*"))
     asking = user.begins("doctor", "--nodes", "2", "launch.slurm.hold=true")
     job = read_until(asking, "pending jobhelduser").split()[1].rstrip(":")

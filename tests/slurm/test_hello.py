@@ -12,7 +12,7 @@ from tests.support.waiting import DEADLINE_S
 
 
 def test_srun_over_two_nodes(user: User) -> None:
-    """The first thing to try on a new cluster: every rank of every node, in rank order, and nothing left behind."""
+    """The first thing to try on a new cluster: all ranks answer, in rank order, and no file is left behind."""
     before = set(user.root.iterdir())
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`launch.py --nodes 2` where the nodes are hosts of their own: each with its own address, and without names."""
+"""`launch.py --nodes 2` where each node is a host with an address of its own, and names do not resolve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def distant(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
-    """A user of a Slurm whose nodes these hosts are."""
+    """A user of a Slurm with these hosts as nodes."""
     folder = tmp_path_factory.mktemp("distant")
     started = Cluster.start(folder / "slurm", owner=os.getpid(), accounting=False, hosts=hosts)
     yield User(started, folder)
@@ -34,14 +34,15 @@ def distant(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def submits(user: User, name: str, per_node: int, *options: str) -> None:
-    """`python launch.py --nodes 2` for a small run."""
+    """Submit a small run with `python launch.py --nodes 2`."""
     written = user.root / f"{name}.yaml"
     config(user.root, name, 2 * per_node, options).save(written)
     user.types("--nodes", "2", "--tasks-per-node", str(per_node), "--name", name, "--config", str(written))
 
 
 def test_two_nodes_meet_over_a_real_link(distant: User) -> None:
-    """The weights are those of as many ranks on one host. Names do not resolve, so only addresses lead to rank 0."""
+    """The weights are those of the same number of ranks on one host. Only its address leads to rank 0, as no name
+    resolves."""
     submits(distant, "met", 2)
     (attempt,) = distant.waits_for_end("met", "finished")
     assert attempt["hosts"] == ["h1", "h2"]

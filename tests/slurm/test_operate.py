@@ -1,6 +1,6 @@
-"""The commands in which a researcher with thirty runs lives, on a real Slurm: with accounting, and without.
+"""The commands for a researcher with thirty runs, on a real Slurm with accounting and on one without.
 
-They ask squeue and the runs' own files alone; many sites keep no accounting, or not for users.
+They use only squeue and the files of the runs: many sites have no accounting, or none for users.
 """
 
 from __future__ import annotations
@@ -18,16 +18,10 @@ import pytest
 from tests.slurm.cluster import Cluster
 from tests.slurm.user import User
 from tests.support.project import PROJECT
+from tests.support.terminal import LONG, SLOW_STEPS
 from tests.support.waiting import DEADLINE_S
 
 TWO_RANKS = ("--tasks-per-node", "2")
-# Steps that take 80 ms and hardly any CPU time: each sample is read from a slow disk.
-SLOW_STEPS = (
-    "task=tests.support.tasks.SlowData", "data.name=fake", "data.args.samples=400", "data.args.image_size=8",
-    "train.batch_size=4",
-)  # fmt: skip
-LONG = ("train.epochs=1000",)
-LONG_AND_SLOW = (*SLOW_STEPS, *LONG)
 QUEUED = 25
 SUBMIT_MANY = """
 import sys
@@ -40,20 +34,20 @@ for number in range(int(sys.argv[2])):
 
 @pytest.fixture(scope="module")
 def bare(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
-    """Someone on a cluster without accounting."""
+    """A user of a cluster without accounting."""
     started = Cluster.start(tmp_path_factory.mktemp("bare"), accounting=False, owner=os.getpid())
     yield User(started, tmp_path_factory.mktemp("bare-runs"))
     started.stop()
 
 
 def stands(user: User, *names: str) -> dict[str, dict[str, Any]]:
-    """`status --json`, by run."""
+    """The output of `status --json`, by run."""
     found: list[dict[str, Any]] = json.loads(user.types("status", *names, "--json"))
     return {one["run"]: one for one in found}
 
 
 def until(user: User, name: str, state: str) -> dict[str, Any]:
-    """Wait until `status` says so."""
+    """Wait until `status` shows this state of the run."""
 
     def stood() -> dict[str, Any] | None:
         found = stands(user, name)[name]
@@ -65,12 +59,12 @@ def until(user: User, name: str, state: str) -> dict[str, Any]:
 
 
 def test_thirty_runs(bare: User, tmp_path: Path) -> None:
-    """One table tells them apart: what waits and why, what runs, came back, failed, was lost, is done."""
+    """One table shows which run waits and why, and which is running, requeued, failed, lost or finished."""
     many = [sys.executable, "-c", SUBMIT_MANY, str(bare.root), str(QUEUED)]
     subprocess.run(many, cwd=PROJECT, env=bare.env, check=True, timeout=DEADLINE_S)
-    bare.types("--name", "requeued", *LONG_AND_SLOW)
-    bare.types("--name", "lost", "launch.max_failures=0", "checkpoint.every_minutes=null", *LONG_AND_SLOW)
-    bare.types("--name", "running", *LONG_AND_SLOW)
+    bare.types("--name", "requeued", *LONG)
+    bare.types("--name", "lost", "launch.max_failures=0", "checkpoint.every_minutes=null", *LONG)
+    bare.types("--name", "running", *LONG)
     bare.types("--name", "failed", *TWO_RANKS, "task=tests.support.tasks.Broken", "launch.max_failures=0")
     bare.types("--name", "finished", "train.max_steps=3")
     bare.waits_for("lost", "step 10/")
@@ -113,7 +107,7 @@ def test_thirty_runs(bare: User, tmp_path: Path) -> None:
 
 
 def test_cancel_keeps_every_step(user: User) -> None:
-    """Unlike scancel, with as much time as the step and its save need; and the run goes on at another size."""
+    """Unlike scancel, `cancel` leaves enough time for the step and its save. The run can be resumed at another size."""
     user.types("--name", "stopped", *TWO_RANKS, *SLOW_STEPS, "train.max_steps=200")
     user.waits_for("stopped", "step 20/200")
     said = user.types("cancel", "stopped")
@@ -127,7 +121,7 @@ def test_cancel_keeps_every_step(user: User) -> None:
 
 
 def test_logs_and_a_drill(bare: User) -> None:
-    """`logs -f` goes on through the requeue, and `drill` says that it cost no step."""
+    """`logs -f` continues through the requeue, and `drill` reports that it cost no step."""
     bare.types("--name", "drilled", *TWO_RANKS, *SLOW_STEPS, "train.max_steps=200")
     following = bare.begins("logs", "drilled", "-f")
     bare.waits_for("drilled", "step 20/200")
@@ -155,10 +149,10 @@ class Mine(Linear):
 
 
 def test_later_edits_do_not_leak_in(user: User, tmp_path: Path) -> None:
-    """A requeue at three in the morning must not run what was half typed at six."""
+    """A requeue at night must not run code that was edited after the submission."""
     (tmp_path / "mine.py").write_text(OWN_TASK.format(day="monday"))
     project = f"{PROJECT}:{user.env.get('PYTHONPATH', '')}".rstrip(":")
-    command = [sys.executable, str(PROJECT / "launch.py"), "--name", "edited", "task=mine.Mine", *LONG]
+    command = [sys.executable, str(PROJECT / "launch.py"), "--name", "edited", *LONG, "task=mine.Mine"]
     command += [f"launch.root={user.root}", "launch.max_failures=0"]
     subprocess.run(command, cwd=tmp_path, env={**user.env, "PYTHONPATH": project}, check=True, timeout=DEADLINE_S)
     user.waits_for("edited", "step 10/")

@@ -1,6 +1,6 @@
-"""What ends an attempt by force or by mistake, and whether the run then goes on by itself, on a real Slurm.
+"""Attempts that end by force or by mistake on a real Slurm, and whether the run then continues by itself.
 
-A run that nobody watches must come back from what passes, and must not burn a cluster's hours on what does not.
+An unattended run must recover from a passing fault, and must not waste a cluster's hours on a permanent one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def comes_back(user: User, name: str) -> dict[str, Any]:
 
 
 def test_every_rank_is_killed(user: User) -> None:
-    """SIGKILL of all at once leaves nobody to say how it ended or to ask for a requeue, but the batch shell."""
+    """After SIGKILL of all ranks only the batch shell is left to record the end and to request a requeue."""
     following = user.begins(*TWO_RANKS, "--name", "killed", "--follow")
     user.waits_for("killed", MID_EPOCH)
     user.kills("killed", 0, 1)
@@ -53,8 +53,8 @@ def test_every_rank_is_killed(user: User) -> None:
 
 
 def test_srun_is_killed(user: User) -> None:
-    """The ranks live on without it, until the batch shell ends and Slurm kills them. Requeued before that, they get
-    the SIGTERM of any requeue, and keep every step."""
+    """Without srun the ranks continue until the batch shell ends and Slurm kills them. Requeued before that, they
+    receive the SIGTERM of any requeue, and lose no step."""
     user.types(*TWO_RANKS, "--name", "srun")
     user.waits_for("srun", MID_EPOCH)
     user.kills_srun("srun")
@@ -63,8 +63,8 @@ def test_srun_is_killed(user: User) -> None:
 
 
 def test_a_rank_fails_once(user: User) -> None:
-    """An attempt that fails after it has kept steps is worth another: the next may get past that place. Who waits for
-    the job's result in Python gets that of the whole run, not the failure."""
+    """An attempt that fails after it has kept steps is followed by another, which may get past that place. In Python
+    the job's result is that of the whole run, not the failure."""
     words = ["launch.nodes=2", "train.max_steps=160", "launch.name=fails", "task=tests.support.tasks.FailsOnce"]
     program = (
         "from trainer import Config, submit\n"
@@ -80,7 +80,7 @@ def test_a_rank_fails_once(user: User) -> None:
 
 
 def test_a_rank_fails_always_at_the_same_place(user: User) -> None:
-    """A bug is no bad luck: after launch.max_failures attempts that kept no step, the run ends and says so."""
+    """After launch.max_failures attempts that kept no step, the run ends and says why: it has a bug."""
     options = ("--name", "bug", "task=tests.support.tasks.Broken", "launch.max_failures=1")
     following = user.begins(*TWO_RANKS, "--follow", *options)
     said, _ = following.communicate(timeout=DEADLINE_S)
@@ -92,7 +92,7 @@ def test_a_rank_fails_always_at_the_same_place(user: User) -> None:
 
 @pytest.fixture(scope="module")
 def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
-    """A user of another cluster, whose daemons die; it takes a silent node for dead after 10 s."""
+    """A user of another cluster, whose daemons are killed. A node that is silent for 10 s is DOWN."""
     cluster = Cluster.start(
         tmp_path_factory.mktemp("fragile"), slurmd_timeout_s=10, accounting=False, owner=os.getpid()
     )
@@ -101,9 +101,9 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
 
 
 def test_the_controller_is_away(fragile: User) -> None:
-    """While slurmctld is restarted nobody can requeue anything: it must not cost the run."""
-    # It writes its state down every 5 s. Of a younger job it would know nothing, start it a second time, and drain the
-    # node where it finds the first: Slurm's own affair, and not what is tried here.
+    """No job can be requeued while slurmctld restarts. The run must survive that."""
+    # slurmctld saves its state every 5 s. It would not know a younger job, start it a second time, and drain the node
+    # where it finds the first one: a fault of Slurm's own, which is not tested here.
     fragile.types(*TWO_RANKS, "--name", "away", "launch.setup=['sleep 6']")
     fragile.waits_for("away", MID_EPOCH)
     fragile.cluster.stop_daemon("slurmctld", signal.SIGKILL)
@@ -114,7 +114,7 @@ def test_the_controller_is_away(fragile: User) -> None:
 
 
 def test_a_node_dies(fragile: User) -> None:
-    """With its slurmd and its rank; the run goes on on the nodes that are left."""
+    """A node loses its slurmd and its rank; the run continues on the nodes that are left."""
     fragile.types(*TWO_RANKS, "--name", "node")
     fragile.waits_for("node", MID_EPOCH)
     node = fragile.cluster.run("squeue", "-h", "-j", fragile.job_of("node"), "-O", "NodeList:.20").strip()

@@ -1,4 +1,4 @@
-"""A run on a range of nodes takes what a real Slurm has free at each start."""
+"""A run on a range of nodes takes as many as a real Slurm has free at each start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TASK = ("task=tests.support.tasks.Recorded", "train.batch_size=60", f"train.max_
 
 
 def occupies(user: User, partition: str, nodes: str, seconds: int) -> str:
-    """Another job gets all of these nodes; returns its id."""
+    """Give all of these nodes to another job; returns its id."""
     words = ("--parsable", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null", f"--wrap=sleep {seconds}")
     job = user.cluster.run("sbatch", f"--partition={partition}", *words).strip()
     running = lambda: user.cluster.run("squeue", "--noheader", "--states=R", f"--jobs={job}")  # noqa: E731
@@ -23,8 +23,8 @@ def occupies(user: User, partition: str, nodes: str, seconds: int) -> str:
 
 
 def test_one_four_two_nodes(user: User, tmp_path: Path) -> None:
-    """The run that would wait for hours for its first four nodes begins on one; requeued when the others are free it
-    gets all; preempted from two of them it does not wait for these. launch.setup runs on whichever there are."""
+    """A run that would wait for hours for four nodes begins on one. Requeued when the others are free, it gets all
+    four. Preempted from two of them, it continues on the other two. launch.setup runs on each node that it gets."""
     notes, prepared = tmp_path / "notes", tmp_path / "prepared"
     other = occupies(user, "main", "n[2-4]", 600)
     options = (f"launch.env.LASTSTEP_TEST_NOTES={notes}", f"launch.setup=['echo $SLURMD_NODENAME >> {prepared}']")

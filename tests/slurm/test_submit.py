@@ -14,7 +14,7 @@ TINY = ("train.max_steps=2", "data.name=fake", "data.args.samples=64", "data.arg
 
 
 def test_sbatch_accepts_the_dry_run(user: User, tmp_path: Path) -> None:
-    """What --dry-run prints is what Slurm would get, with options of every kind."""
+    """--dry-run prints what Slurm would get, with options of every kind."""
     options = ("--nodes", "2", "--gpus-per-node", "2", "--time", "30", "--partition", "grace", "--name", "dry")
     more = ("launch.mem_gb=1.5", "launch.slurm.comment=a b", "launch.setup=[module list || true]")
     said = user.types(*options, *more, "--dry-run")
@@ -26,7 +26,7 @@ def test_sbatch_accepts_the_dry_run(user: User, tmp_path: Path) -> None:
 
 
 def test_submit_from_python_gives_the_result(user: User, tmp_path: Path) -> None:
-    """The two lines of README: a submitit Job whose result is the final metrics, for a job of several ranks too."""
+    """The two lines in README give a submitit Job. Its result is the final metrics, also for several ranks."""
     program = tmp_path / "mine.py"
     words = [*TINY, "launch.name=python", "launch.tasks_per_node=2", f"launch.root={user.root}"]
     program.write_text(
@@ -41,7 +41,7 @@ def test_submit_from_python_gives_the_result(user: User, tmp_path: Path) -> None
 
 
 def test_setup_runs_on_every_node(user: User, tmp_path: Path) -> None:
-    """Once on each, so that a node's own disk can be prepared; what it sets reaches every rank."""
+    """Once per node, so that it can prepare the node's own disk. Variables that it sets reach every rank."""
     notes = tmp_path / "notes"
     setup = f"launch.setup=['echo $SLURMD_NODENAME >> {notes}', 'export LASTSTEP_TEST_NOTES={notes}']"
     size = ("--nodes", "3", "--tasks-per-node", "1", "train.batch_size=12")
@@ -52,15 +52,15 @@ def test_setup_runs_on_every_node(user: User, tmp_path: Path) -> None:
 
 
 def test_slurm_refuses(user: User) -> None:
-    """sbatch's own word, on one line, and no folder of a run that never was."""
+    """The user sees sbatch's own error on one line, and no folder is left behind."""
     said = user.types("--name", "refused", "--partition", "nowhere", *TINY, status=2)
     assert said.count("\n") == 1 and said.startswith("error: Slurm refused the job: ") and "partition" in said
     assert not user.run("refused").path.exists()
 
 
 def test_gpus_that_torch_cannot_use(user: User) -> None:
-    """A node whose GPUs do not work must not train on its CPUs in silence: the run fails and says so, and is not
-    requeued, since the next attempt would find the same."""
+    """A node whose GPUs do not work must not silently train on its CPUs: the run fails, says why, and is not requeued,
+    since the next attempt would fail the same way."""
     user.types("--name", "nogpu", "--gpus-per-node", "2", *TINY)
     (attempt,) = user.waits_for_end("nogpu", "failed")
     assert "torch finds no GPU on this machine" in attempt["error"]

@@ -12,7 +12,12 @@ from tests.support.waiting import DEADLINE_S, wait_until
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
-LONG = ("data.name=fake", "data.args.samples=640", "data.args.image_size=8", "train.epochs=1000")
+# Steps of 80 ms that take hardly any CPU time: each of their samples is read from a slow disk.
+SLOW_STEPS = (
+    "task=tests.support.tasks.SlowData", "data.name=fake", "data.args.samples=400", "data.args.image_size=8",
+    "train.batch_size=4",
+)  # fmt: skip
+LONG = (*SLOW_STEPS, "train.epochs=1000")
 
 
 class Terminal:
