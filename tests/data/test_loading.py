@@ -1,7 +1,7 @@
-"""Loading: a sample is the same whichever process loads it, and whatever else is in its batch.
+"""Loading: a sample does not depend on the process that loads it, nor on the rest of its batch.
 
 If a sample depended on the number of workers or ranks, on the first step of an attempt or on the rest of its batch, a
-resumed run would learn from different images than the undisturbed one, and nobody would notice.
+resumed run would learn from different images than the undisturbed one, without any sign of it.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def rows() -> TensorDataset:
 
 
 def test_memory_gives_the_batches_of_samples() -> None:
-    """Batches indexed as a whole equal those that torch makes of single samples, types included."""
+    """Batches indexed as a whole equal those that torch collates from single samples, types included."""
     keys = list(TrainBatchKeys(Order(30, 7, 3), range(9), 0, 1, 1))
     tensors = rows()
     slowly = list(loading(collate=default_collate).loader(tensors, 3, keys))

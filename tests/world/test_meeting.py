@@ -183,11 +183,11 @@ def test_the_same_rank_twice(start: Starter) -> None:
     first.ends(1, f"rank 2 on {HERE} did not join within 4 s")
     for rank in twice:
         rank.process.join(DEADLINE_S)
-    told = [rank.log.read_text() for rank in twice]
-    assert sorted(rank.process.exitcode or 0 for rank in twice) == [1, 2], told
+    logs = [rank.log.read_text() for rank in twice]
+    assert sorted(rank.process.exitcode or 0 for rank in twice) == [1, 2], logs
     (said,) = (
         line
-        for text in told
+        for text in logs
         for line in text.splitlines()
         if "error: " in line and "two processes claim rank 1" in line
     )

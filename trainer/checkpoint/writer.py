@@ -115,8 +115,8 @@ class CheckpointWriter:
         `CheckpointStore.prune`.
         """
         self._idle.wait()
-        # In a method of its own, so that no tensor of the copying is left here to be freed once the writer's thread has
-        # work: freeing it would give that thread Python's lock for a long time.
+        # In a separate method, so that no tensor used for copying remains here, to be freed once the writer's thread
+        # has work: freeing it would give that thread Python's lock for a long time.
         structure, stripe = self._copy_stripe(state)
         self._number += 1
         info = replace(info, metrics=dict(info.metrics))
