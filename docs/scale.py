@@ -1,4 +1,4 @@
-"""Writes scale.md beside it: what the measured figures in benchmarks/results come to on up to 1,024 ranks.
+"""Writes docs/scale.md, which extrapolates the figures measured in benchmarks/results to 1,024 ranks.
 
 `python -m docs.scale` after a benchmark has written other figures; a test says when that was forgotten.
 """

@@ -103,12 +103,12 @@ def hit(training: TaskLoop, strike: Callable[[TaskLoop, str], None], weights: st
     (job,) = training.jobs("-t", "RUNNING")
     strike(training, job)
     with contextlib.suppress(TimeoutError):
-        training.until(lambda: len(training.attempts()) > 1 or not training.jobs(), "did not come back")
+        training.until(lambda: len(training.attempts()) > 1 or not training.jobs(), "did not return")
     by_itself = len(training.attempts()) > 1 or training.weights() is not None
     if not by_itself:
         training.clear()
         training.submit()
-        training.until(lambda: len(training.attempts()) > 1, "did not come back by hand either")
+        training.until(lambda: len(training.attempts()) > 1, "did not return after resubmission either")
     try:
         training.until(lambda: not training.jobs(), "did not end")
     except TimeoutError:

@@ -46,7 +46,7 @@ def training_set() -> Dataset[Any]:
 def record_steps(model: nn.Module, rank: int) -> None:
     """From now on, write "step time pid" into the record after each step of rank 0, and make each step last STEP_S.
 
-    The rank's pid goes into a file of its own, for the fault that kills it.
+    The rank's pid is written to a separate file, for the fault that kills it.
     """
     folder = Path(os.environ[RECORD])
     (folder / f"rank_{rank}.pid").write_text(str(os.getpid()))

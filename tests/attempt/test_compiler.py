@@ -104,7 +104,7 @@ def test_the_compiler_has_what_the_stand_in_has() -> None:
     ],
 )
 def test_code_that_asks_for_it_gets_it(asked: str) -> None:
-    """A task may compile by itself whatever the configuration says; its training continues as before."""
+    """A task may compile by itself regardless of the configuration; its training continues as before."""
     imported = NOT_IMPORTED.replace("not in", "in")
     code = f"{TRAIN}\nassert {NOT_IMPORTED}\n{asked}\nassert {imported}\ntrain(parallel)\nprint('trained')"
     assert run(code).splitlines()[-1] == "trained"

@@ -1,6 +1,6 @@
 """The order of samples: each sample exactly once per epoch, on any number of ranks and however often that changes.
 
-A sample used twice or never would make a resumed run another experiment, and nobody would notice.
+A sample used twice or never would silently make a resumed run another experiment.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Meter:
 
 
 def awkward(run: Run) -> dict[str, float]:
-    """Everything that a hand-written loop may do beside its steps: a schedule and a dictionary that change at the end
+    """Everything that a hand-written loop may do besides its steps: a schedule and a dictionary that change at the end
     of an epoch and at its head, an averaged model whose weights take the place of the others' in the validation, past
     torch's counting, two optimisers, accumulation, a break, and a meter that counts before the update."""
     struck = Struck(run)

@@ -94,7 +94,7 @@ def test_a_rank_that_never_joins(start: Starter) -> None:
 
 
 def test_rank_0_never_joins(start: Starter) -> None:
-    """Without rank 0 there is no store that could tell which ranks are missing."""
+    """Without rank 0 there is no store that could show which ranks are missing."""
     start.rank(1, 2).ends(1, f"rank 0 on {HERE} did not publish its address", "within 4 s", "meeting/spawn-1-0.json")
 
 
