@@ -1,1 +1,1 @@
-"""The figures that the README quotes, one file each; `python -m benchmarks` runs them all."""
+"""Benchmarks behind the figures in the README, one file each. `python -m benchmarks` runs them all."""

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine and the spread of figures, and ranks of a run as a job would start them."""
+"""Helpers shared by the benchmarks: machine description, statistics, and ranks started the way a job starts them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 120.0
 
 
 def machine(packages: Sequence[str] = ("torch", "submitit", "omegaconf")) -> dict[str, Any]:
-    """What the figures depend on."""
+    """The date, hardware and package versions that the figures depend on."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     return {
@@ -40,7 +40,7 @@ def machine(packages: Sequence[str] = ("torch", "submitit", "omegaconf")) -> dic
 
 
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
-    """Median, 10th, 90th and 95th percentile, and largest of at least two figures, in their own unit."""
+    """Median, 10th, 90th and 95th percentile, and maximum of at least two values, in the unit of the values."""
     twentieths = statistics.quantiles(values, n=20, method="inclusive")
     figures = {
         "median": statistics.median(values),
@@ -53,19 +53,19 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
 
 
 def write_results(name: str, results: dict[str, Any]) -> None:
-    """Write results/NAME.json: the machine, then the figures."""
+    """Write results/NAME.json: the machine description, then the figures."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({**machine(), **results}, indent=1) + "\n")
 
 
 def new_run(root: Path, *words: str) -> RunDir:
-    """A run folder for two ranks on this machine, configured by `key=value` words; nothing is started."""
+    """Create a run folder for two ranks on this machine, configured by `key=value` words. Starts nothing."""
     config = Config.load("mnist", ["launch.tasks_per_node=2", f"launch.root={root}", *words])
     return run_folders.create(run_folders.with_root_and_name(config, stem="benchmark"))
 
 
 class Ranks:
-    """The two ranks of one attempt at a run: fresh interpreters, told who they are as submitit's job tells them."""
+    """The two ranks of one attempt: fresh interpreters with the environment variables that a submitit job would set."""
 
     _attempts = iter(range(1, 1 << 30))
 
@@ -82,11 +82,12 @@ class Ranks:
         self.started = time.time()
         self.processes = []
         for rank, log in enumerate(self.logs):
-            who = {**place, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
-            self.processes.append(start([sys.executable, "-u", "-m", "trainer", str(run.path)], who, log))
+            identity = {**place, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
+            self.processes.append(start([sys.executable, "-u", "-m", "trainer", str(run.path)], identity, log))
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait for it. Raises TimeoutError or RuntimeError, with the ranks' logs, when it does not happen."""
+        """Wait for the condition; `what` names its failure. Raises TimeoutError, or RuntimeError if rank 0 exits first,
+        with the ranks' logs."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             if time.monotonic() > deadline:
@@ -96,13 +97,16 @@ class Ranks:
             time.sleep(0.005)
 
     def signal(self, number: signal.Signals, rank: int) -> float:
-        """Send a signal to one rank; returns when, in Unix seconds."""
+        """Send a signal to one rank; returns the time of sending, in Unix seconds."""
         now = time.time()
         self.processes[rank].send_signal(number)
         return now
 
     def wait(self) -> float:
-        """Until all have exited; returns when the last did, in Unix seconds. Raises TimeoutError with their logs."""
+        """Wait until all ranks have exited; returns the time of the last exit, in Unix seconds.
+
+        Raises TimeoutError, with the ranks' logs.
+        """
         try:
             for process in self.processes:
                 process.wait(DEADLINE_S)
@@ -113,19 +117,19 @@ class Ranks:
         return time.time()
 
     def kill(self) -> None:
-        """End what still lives."""
+        """Kill the ranks that are still running."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
 
     def output(self) -> str:
-        """What both printed."""
+        """The logs of both ranks."""
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs)
 
 
 def start(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a process in the project's folder with one thread for arithmetic: two ranks share a small machine."""
+    """Start a process in the project folder, limited to one compute thread since two ranks share a small machine."""
     with log.open("wb") as output:
         return subprocess.Popen(
             command,
@@ -139,7 +143,7 @@ def start(command: list[str], env: dict[str, str], log: Path) -> subprocess.Pope
 
 @contextlib.contextmanager
 def ended(ranks: Ranks) -> Iterator[Ranks]:
-    """No rank outlives the benchmark, whatever goes wrong in it."""
+    """Kill the ranks on exit, so that none outlives a benchmark that fails."""
     try:
         yield ranks
     finally:

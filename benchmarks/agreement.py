@@ -1,8 +1,8 @@
-"""What a training step pays for the ranks' agreement on where to stop, as long as nothing happens.
+"""The cost per training step of the stop agreement while no stop is requested.
 
-`python -m benchmarks.agreement [--repeats N]`. Two ranks, met as in a run, with the threads that wait for a signal and
-for a notice asleep beside the loop; `begin_tick` is called in a loop, in turns with the same loop doing nothing. A
-call must cost less than a microsecond; the exit status says whether it does.
+`python -m benchmarks.agreement [--repeats N]`. Two ranks meet as in a run; the threads that wait for a signal and for a
+stop notice sleep beside the loop. A loop that calls `begin_tick` alternates with an empty loop. A call must cost less
+than a microsecond; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from benchmarks._measure import DEADLINE_S, spread, write_results
 
 LIMIT_NS = 1000.0
 CALLS = 500_000
-Times = dict[str, list[float]]  # nanoseconds of one call, or of one turn of the empty loop
+Times = dict[str, list[float]]  # nanoseconds per call, or per iteration of the empty loop
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print a table, write the results; 1 when the agreement costs too much."""
-    parser = argparse.ArgumentParser(prog="benchmarks.agreement", description="What a step pays for the agreement.")
-    parser.add_argument("--repeats", type=int, default=30, help=f"times {CALLS:,} calls per rank (default: 30)")
+    """Measure, print a table, write the results; returns 1 if the agreement costs too much."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.agreement", description="The cost per step of the stop agreement."
+    )
+    parser.add_argument("--repeats", type=int, default=30, help=f"repeats of {CALLS:,} calls per rank (default: 30)")
     repeats = parser.parse_args(words).repeats
     if repeats < 2:
         parser.error("--repeats must be at least 2")
 
     ranks = measure(repeats)
     results = [{name: spread(times, 1) for name, times in rank.items()} for rank in ranks]
-    print(f"{'median':>8}  {'10-90 %':>11}  {'max':>6}  nanoseconds ({repeats} times {CALLS:,} calls)")
+    print(f"{'median':>8}  {'10-90 %':>11}  {'max':>6}  nanoseconds ({repeats} repeats of {CALLS:,} calls)")
     for rank, rows in enumerate(results):
         for name, s in rows.items():
             print(f"{s['median']:>5.0f} ns  {s['p10']:>4.0f} - {s['p90']:>4.0f}  {s['max']:>6.0f}  rank {rank}: {name}")
     cost = max(statistics.median(t["begin_tick"]) - statistics.median(t["empty loop"]) for t in ranks)
-    print(f"The agreement costs {cost:.0f} ns a step (less than {LIMIT_NS:.0f} wanted).")
+    print(f"The agreement costs {cost:.0f} ns per step (limit: {LIMIT_NS:.0f} ns).")
     write_results(
         "agreement", {"repeats": repeats, "calls": CALLS, "unit": "ns", "cost": round(cost, 1), "ranks": results}
     )
@@ -50,7 +52,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def measure(repeats: int) -> list[Times]:
-    """What each of two ranks measured, at the same time."""
+    """The times measured by two ranks that run side by side, by rank."""
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.queues.Queue[tuple[int, Times]] = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

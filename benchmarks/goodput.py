@@ -1,10 +1,10 @@
-"""Whether runs lose as much training as the model of goodput predicts, when all ranks are killed at random moments.
+"""Check the goodput model: the training lost when all ranks are killed at random moments.
 
-`python -m benchmarks.goodput [--deaths N] [--seed S]` takes a quarter of a minute per death. One run of two ranks,
-which saves every few seconds, is killed (SIGKILL of both) and resumed. The time that an attempt lives after its first
-step is drawn from the seed, as in a Poisson process. The seconds of training lost per death and the share of the time
-that was kept are compared with the predictions of `trainer.checkpoint.goodput` for the measured interval and restart
-time. If the losses differ by more than three standard errors, the exit status is 1.
+`python -m benchmarks.goodput [--deaths N] [--seed S]`, about 15 seconds per death. One run of two ranks, which saves
+every few seconds, is repeatedly killed (SIGKILL of both ranks) and resumed. The lifetime of an attempt after its first
+step is drawn at random, as in a Poisson process. The seconds of training lost per death and the goodput are compared
+with the predictions of `trainer.checkpoint.goodput` for the measured save interval and restart time. If the losses
+differ by more than three standard errors, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
 EVERY_S = 5.0
-DEATH_S = 2 * EVERY_S  # mean life after the first step
+DEATH_S = 2 * EVERY_S  # mean lifetime after the first step
 OPTIONS = ("train.epochs=10000", "train.log_every=1", "checkpoint.every_epochs=null", "checkpoint.keep_last=10000")
 
 
@@ -37,20 +37,20 @@ OPTIONS = ("train.epochs=10000", "train.log_every=1", "checkpoint.every_epochs=n
 class Death:
     """One attempt and the death that ended it, in seconds."""
 
-    restart_s: float  # until its first step
-    lived_s: float  # from then on
-    lost_s: float  # since the start of the newest save on the disk, or since the first step
-    intervals_s: list[float]  # between the starts of two saves
-    commits_s: list[float]  # from the start of a save until it is on the disk
+    restart_s: float  # from the start to the first step
+    lived_s: float  # from the first step to the kill
+    lost_s: float  # from the start of the newest committed save, or from the first step, to the kill
+    intervals_s: list[float]  # between the starts of successive saves
+    commits_s: list[float]  # from the start of a save to its commit
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print a table, write the results; 1 when the losses differ from the model."""
+    """Measure, print a table, write the results; returns 1 if the losses differ from the model."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.goodput", description="Do runs lose as much as the model predicts?"
     )
-    parser.add_argument("--deaths", type=int, default=5, help="how often all ranks are killed (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments (default: 0)")
+    parser.add_argument("--deaths", type=int, default=5, help="times to kill all ranks (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the random moments (default: 0)")
     given = parser.parse_args(words)
     if given.deaths < 2:
         parser.error("--deaths must be at least 2")
@@ -65,7 +65,7 @@ def main(words: list[str] | None = None) -> int:
     interval_s = statistics.median(taken for death in deaths for taken in death.intervals_s)
     commit_s = statistics.median(taken for death in deaths for taken in death.commits_s)
     restart_s = statistics.mean(death.restart_s for death in deaths)
-    # Saving so small a state costs milliseconds of these seconds. No attempt is killed before its first step.
+    # Saving such a small state costs milliseconds, so save_s is 0. No attempt is killed before its first step.
     model = Conditions(DEATH_S, save_s=0.0, commit_s=commit_s)
     expected = {
         "lost_s": lost_s(model, interval_s),
@@ -78,7 +78,7 @@ def main(words: list[str] | None = None) -> int:
         "goodput": (lived_s - sum(lost)) / (lived_s + restart_s * len(deaths)),
     }
 
-    print(f"{'lived':>7}  {'lost':>7}  attempts.jsonl says   (a save every {interval_s:.2f} s, on the disk after "
+    print(f"{'lived':>7}  {'lost':>7}  attempts.jsonl says   (a save every {interval_s:.2f} s, committed after "
           f"{1000 * commit_s:.0f} ms; {restart_s:.1f} s to the first step)")  # fmt: skip
     for death, record_s in zip(deaths, said):
         print(f"{death.lived_s:>5.1f} s  {death.lost_s:>5.2f} s  {record_s:>5.2f} s")
@@ -92,7 +92,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def die(run: RunDir, lives_s: float) -> Death:
-    """Resume the run, and kill all its ranks `lives_s` seconds after the first step."""
+    """Resume the run and kill all its ranks `lives_s` seconds after the first step."""
     with ended(Ranks(run)) as ranks:
         ranks.until(lambda: "first step after" in ranks.logs[0].read_text(), "no first step")
         first = time.time()
@@ -101,7 +101,7 @@ def die(run: RunDir, lives_s: float) -> Death:
             killed = ranks.signal(signal.SIGKILL, rank)
         ranks.wait()
     store = CheckpointStore(run.checkpoints)
-    # The line of a step is written right before the save of that step starts.
+    # A step's line in metrics.jsonl is written just before the save of that step starts.
     done = {line["step"]: line["time"] for line in read_lines(run.metrics) if line.get("time", 0) >= ranks.started}
     began = {step: done[step] for step in store.steps() if step in done}
     return Death(
@@ -114,7 +114,7 @@ def die(run: RunDir, lives_s: float) -> Death:
 
 
 def _rounded(value: Any) -> Any:
-    """A nested value with all floats rounded to three digits."""
+    """A nested value with all floats rounded to three decimals."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):

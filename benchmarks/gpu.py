@@ -1,20 +1,20 @@
-"""What training costs on a GPU: images per second beside a bare loop's, saves of gigabytes, a compiled run's starts.
+"""Training on a GPU: images per second compared with a bare loop, gigabyte-sized saves, and starts of a compiled run.
 
-`python -m benchmarks.gpu [PART ...] [--turns N] [--gigabytes N ...]`, planned for a quarter of an hour on an H200. Each
-part can be run alone, and its figures are in results/gpu.json as soon as it ends. Without a GPU all of it is small, and
-on the CPU: that shows that the script works, and its figures say nothing of a GPU.
+`python -m benchmarks.gpu [PART ...] [--turns N] [--gigabytes N ...]`, planned for about 15 minutes on an H200. Each
+part can be run alone and writes its figures to results/gpu.json as soon as it ends. Without a GPU, a much smaller
+version runs on the CPU: that shows that the script works, but its figures say nothing about a GPU.
 
-    resnet50    ResNet-50 in bf16, channels_last, compiled, on images that lie on the GPU: the shortest loop with the
-                same settings, Laststep, and Laststep with train.deterministic, in turns
-    vit_b_16    ViT-B/16, likewise
-    jpegs       ResNet-50 on JPEGs of 500x375 that loader workers decode; the bare loop reads them as torchvision's
+    resnet50    ResNet-50 in bf16, channels_last, compiled, on images already in GPU memory: a minimal loop with the
+                same settings, Laststep, and Laststep with train.deterministic, taking turns
+    vit_b_16    the same for ViT-B/16, without train.deterministic
+    jpegs       ResNet-50 on 500x375 JPEGs decoded by loader workers; the bare loop reads them as torchvision's
                 references/classification does
-    saves       how long the loop stands still for a checkpoint, and what the steps beside the write lose
-    starts      the first start of a compiled run, and one that finds what the first has compiled
+    saves       how long a checkpoint stalls the loop, and how much it slows down the steps during the write
+    starts      the first start of a compiled run, and a second start that reuses what the first compiled
 
-Beside torch and torchvision it needs three packages of pure Python, which can be brought to a machine without a
-network: `pip install --target DIR submitit omegaconf rich` elsewhere, and PYTHONPATH=DIR there. The checks that need a
-GPU, `python -m pytest tests/gpu -W default`, need pytest and hypothesis besides.
+Besides torch and torchvision it needs three pure-Python packages. To bring them to a machine without a network, run
+`pip install --target DIR submitit omegaconf rich` elsewhere, copy DIR and set PYTHONPATH=DIR. The tests that need a
+GPU, `python -m pytest tests/gpu -W default`, also need pytest and hypothesis.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks._gpu import saves, starts, throughput
 from benchmarks._gpu.contenders import GPU
 from benchmarks._measure import RESULTS, machine
 
-LIMIT = 0.98  # of the bare loop's images per second
+LIMIT = 0.98  # lowest acceptable ratio of Laststep's images per second to the bare loop's
 PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "resnet50": throughput.resnet50,
     "vit_b_16": throughput.vit_b_16,
@@ -47,13 +47,15 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print tables, write the results; 1 when a part fails, or Laststep on a GPU is slower than its limit."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description="What training costs on a GPU.")
+    """Measure, print tables, write the results; returns 1 if a part fails or Laststep on a GPU misses its limit."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description="Measure training on a GPU.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument(
-        "--turns", type=int, default=5 if GPU else 2, help="turns of each training (default: %(default)s)"
+        "--turns", type=int, default=5 if GPU else 2, help="timed turns per training (default: %(default)s)"
     )
-    parser.add_argument("--gigabytes", type=float, nargs="+", metavar="N", help="sizes to save (default: %(default)s)")
+    parser.add_argument(
+        "--gigabytes", type=float, nargs="+", metavar="N", help="checkpoint sizes to save (default: %(default)s)"
+    )
     parser.set_defaults(gigabytes=[2, 20] if GPU else [0.02, 0.2])
     given = parser.parse_args(words)
     unknown = ", ".join(set(given.parts) - set(PARTS))
@@ -68,22 +70,22 @@ def main(words: list[str] | None = None) -> int:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 figures = PARTS[name](given, Path(folder))
-        except Exception:  # the machine may not be here again: the other parts have their turn all the same
+        except Exception:  # this machine may not be available again: run the other parts anyway
             traceback.print_exc()
             failed.append(name)
             continue
-        keep(name, {"device": device, "took_s": round(time.monotonic() - began), **figures})
+        write_part(name, {"device": device, "took_s": round(time.monotonic() - began), **figures})
         if GPU and figures.get("ratio", {"median": 1})["median"] < LIMIT:
             slow.append(name)
     if slow:
-        print(f"Laststep gives less than {LIMIT} of the bare loop's images per second: {', '.join(slow)}")
+        print(f"Laststep reaches less than {LIMIT} of the bare loop's images per second: {', '.join(slow)}")
     if not GPU:
-        print("No GPU was at hand: these figures are a CPU's, of smaller work, and none is a GPU's.")
+        print("No GPU found: these figures are from smaller workloads on the CPU and say nothing about a GPU.")
     return int(bool(failed or slow))
 
 
-def keep(part: str, figures: dict[str, Any]) -> None:
-    """Enter a part's figures in results/gpu.json, which has those of a GPU and those of a CPU apart."""
+def write_part(part: str, figures: dict[str, Any]) -> None:
+    """Write a part's figures to results/gpu.json, which keeps GPU and CPU figures apart."""
     path = RESULTS / "gpu.json"
     results: dict[str, Any] = {"gpu": "not measured yet", "cpu": {}}
     if path.exists():
@@ -91,7 +93,7 @@ def keep(part: str, figures: dict[str, Any]) -> None:
     kind = "gpu" if GPU else "cpu"
     if isinstance(results[kind], str):
         results[kind] = {}
-    load = round(os.getloadavg()[0], 1)  # processes that wanted to run: what else the machine did
+    load = round(os.getloadavg()[0], 1)  # load average: how busy the machine was with other work
     results[kind][part] = {**machine(), "load": load, **figures}
     path.write_text(json.dumps(results, indent=1) + "\n")
 

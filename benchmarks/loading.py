@@ -1,15 +1,15 @@
-"""The throughput of the input pipeline without a model: Laststep's beside torchvision's reference and PyTorch's MNIST
+"""The throughput of the input pipeline without a model, compared with torchvision's reference and PyTorch's MNIST
 example.
 
 `python -m benchmarks.loading [--turns N]`. The photos are JPEGs generated from a fixed seed, with noise at every scale
-as in real ones. The other side reads them like torchvision's references/classification by default (PIL,
-RandomResizedCrop, flip, PILToTensor, ConvertImageDtype, Normalize, default collate), except that its workers live for
-all epochs. The digits are mnist-5k. Both pipelines end in floats on the CPU; in a run with a GPU, Laststep would
+as in real photos. The reference reads them as torchvision's references/classification does by default (PIL,
+RandomResizedCrop, flip, PILToTensor, ConvertImageDtype, Normalize, default collate), except that its workers persist
+across epochs. The digits are mnist-5k. Both pipelines produce floats on the CPU; in a run with a GPU, Laststep would
 convert pixels to floats there.
 
-The two take turns. The first epoch of each turn, which starts the workers, does not count. A figure is images per
-second of CPU time of the rank and its workers together, in other words per core: other processes on the machine disturb
-that less than wall-clock time. A ratio compares the two within one turn. If a median ratio is below its limit, the exit
+The two take turns. The first epoch of each turn, which starts the workers, does not count. Throughput is images per
+second of CPU time, of the rank and its workers together, i.e. per core: other processes on the machine disturb that
+less than wall-clock time. A ratio compares the two within one turn. If a median ratio is below the limit, the exit
 status is 1.
 """
 
@@ -56,9 +56,9 @@ QUALITY = 88
 
 
 class Workload(NamedTuple):
-    """A set of images, and how a trial loads them."""
+    """A set of images and how a trial loads them."""
 
-    width: int  # of a photo, 4:3; 0: digits
+    width: int  # of a 4:3 photo, in pixels; 0: digits
     images: int
     epochs: int
     batch_size: int
@@ -77,7 +77,7 @@ WORKLOADS = {
 }
 
 
-# An iterable of batches, and the function that makes floats of a batch.
+# An iterable of batches, and the function that converts a batch to floats.
 Contender = tuple[Iterable[Any], Callable[[Any], Any]]
 
 
@@ -89,7 +89,7 @@ class Trial(NamedTuple):
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print a table, write the results; 1 when a ratio is below the limit."""
+    """Measure, print a table, write the results; returns 1 if a ratio is below the limit."""
     parser = argparse.ArgumentParser(prog="benchmarks.loading", description="The throughput of the input pipeline.")
     parser.add_argument("--turns", type=int, default=3, help="turns of both contenders (default: 3)")
     turns = parser.parse_args(words).turns
@@ -99,7 +99,7 @@ def main(words: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     load = round(os.getloadavg()[0], 1)  # how busy the machine was with other work
     figures, missed = [], 0
-    print(f"{'images/s a core':>15} {'10-90 %':>17} {'by the clock':>13} {'ratio':>7} {'10-90 %':>11}  ({turns} turns)")
+    print(f"{'images/s/core':>15} {'10-90 %':>17} {'wall clock':>13} {'ratio':>7} {'10-90 %':>11}  ({turns} turns)")
     with tempfile.TemporaryDirectory() as folder:
         for name, workload in WORKLOADS.items():
             root = photos(Path(folder), workload) if workload.width else Path(folder)
@@ -123,7 +123,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def trial(contender: Contender, epochs: int) -> Trial:
-    """Load all images once to warm up, then `epochs` times."""
+    """Load all images once to warm up, then measure `epochs` passes."""
     loader, finish = contender
     images = 0
     for _ in map(finish, loader):
@@ -144,7 +144,7 @@ def cpu_s() -> float:
 
 
 def ours(workload: Workload, root: Path) -> Contender:
-    """As the training loop loads them, on a single rank."""
+    """The images as Laststep's training loop loads them on a single rank."""
     words = [f"data.root={root}", "data.args.augment=true", "data.name=imagefolder"] if workload.width else []
     words += ["data.args.cache=true"] if workload.cache else []
     task = Classification(Config.load(None, words))
@@ -158,7 +158,7 @@ def ours(workload: Workload, root: Path) -> Contender:
 
 
 def reference(workload: Workload, root: Path) -> Contender:
-    """As the examples of torchvision and PyTorch load them."""
+    """The images as the examples of torchvision and PyTorch load them."""
     dataset: Any
     if workload.width:
         info = DATASETS["imagefolder"]
@@ -172,7 +172,7 @@ def reference(workload: Workload, root: Path) -> Contender:
 
 
 def photos(folder: Path, workload: Workload) -> Path:
-    """Create a folder of JPEGs, train and val; returns its root."""
+    """Create a folder of JPEGs, with train and val subfolders, unless it exists; returns it."""
     root = folder / str(workload.width)
     if not root.exists():
         draw = numpy.random.default_rng(0)
@@ -182,13 +182,13 @@ def photos(folder: Path, workload: Workload) -> Path:
                 path = root / part / "photos" / f"{number:04}.jpg"
                 photo(draw, workload.width, workload.width * 3 // 4).save(path, quality=QUALITY)
         size = sum(path.stat().st_size for path in (root / "train" / "photos").iterdir()) / workload.images
-        print(f"# {workload.images} photos of {workload.width} pixels' width, {size / 1000:.0f} kB each")
+        print(f"# {workload.images} photos, {workload.width} pixels wide, {size / 1000:.0f} kB each")
     return root
 
 
 def photo(draw: numpy.random.Generator, width: int, height: int) -> Image.Image:
-    """Clouds: noise at every scale, fainter at finer scales, as in photos, and mostly shared by the three colours."""
-    planes = numpy.zeros((4, height, width), dtype=numpy.float32)  # one shared by the colours, and one per colour
+    """Clouds: noise at every scale, fainter at finer scales as in photos, and mostly shared by the three channels."""
+    planes = numpy.zeros((4, height, width), dtype=numpy.float32)  # one shared by the channels, and one per channel
     cells, strength = 4, 40.0
     while cells < width:
         for plane, share in zip(planes, (1.0, 0.4, 0.4, 0.4)):

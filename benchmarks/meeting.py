@@ -1,14 +1,14 @@
-"""How long ranks take to meet, and to agree on a stop, and how that grows from 2 to 32 of them.
+"""How long ranks take to meet and to agree on a stop, for 2 to 32 ranks.
 
-`python -m benchmarks.meeting [--repeats N]`. The ranks are processes of this machine that have imported torch already,
-so that they share its cores: beyond as many ranks as cores, each further one waits for its turn. torch asks the name
-server for the name of every address that it connects to; so as not to measure that, README's figures were taken where
-none can be reached: `unshare --net sh -c 'ip link set lo up; python -m benchmarks.meeting'`, as root.
-    sign in   from the last rank's start until each has reached the store and left its card there
-    met       until each knows all others, and gloo has connected every rank to every other
-    stop      from a signal to one rank, while all wait between two steps, until each knows the last step
-Each by the slowest rank. How they grow: b in time = a * ranks ** b, fitted to the medians, and 2 ** b, the factor for
-twice the ranks.
+`python -m benchmarks.meeting [--repeats N]`. The ranks are processes on this machine that have already imported torch.
+They share its cores: with more ranks than cores, each additional rank waits for its turn. torch asks the name server
+for the name of every address that it connects to. To exclude that, the figures in the README were measured without a
+reachable name server: `unshare --net sh -c 'ip link set lo up; python -m benchmarks.meeting'`, as root.
+    sign in   from the last rank's start until every rank has reached the store and written its card there
+    met       from the last rank's start until every rank knows all others and gloo has connected each pair
+    stop      from a signal to one rank, while all wait between two steps, until every rank knows the last step
+Each time is that of the slowest rank. Growth is the b in time = a * ranks ** b, fitted to the medians; twice the ranks
+take 2 ** b times as long.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def main(words: list[str] | None = None) -> int:
     if repeats < 2:
         parser.error("--repeats must be at least 2")
 
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # where no name server is, torch warns of each connection
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without a name server, torch warns about each connection
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.loops.loop"])
-    meet(context, 2)  # starts the server, where torch is imported, and does not count
+    meet(context, 2)  # a warm-up, which starts the fork server and imports torch there
     measured: dict[int, list[Moments]] = {size: [] for size in SIZES}
-    for _ in range(repeats):  # in turns, so that what else this machine does hits all sizes alike
+    for _ in range(repeats):  # sizes alternate, so that other load on this machine affects all of them alike
         for size in SIZES:
             measured[size].append(meet(context, size))
     rows = {
@@ -59,13 +59,13 @@ def main(words: list[str] | None = None) -> int:
     growth = {phase: exponent([(size, rows[size][phase]["median"]) for size in SIZES]) for phase in PHASES}
 
     print(
-        f"{'ranks':>5}  " + "".join(f"{phase + ': median, 10-90 %':>30}" for phase in PHASES) + f"  ({repeats} times)"
+        f"{'ranks':>5}  " + "".join(f"{phase + ': median, 10-90 %':>30}" for phase in PHASES) + f"  ({repeats} repeats)"
     )
     for size, phases in rows.items():
         cells = [f"{1e3 * s['median']:.0f} ms, {1e3 * s['p10']:.0f}-{1e3 * s['p90']:.0f} ms" for s in phases.values()]
         print(f"{size:>5}  " + "".join(f"{cell:>30}" for cell in cells))
     for phase, power in growth.items():
-        print(f"{phase}: grows as ranks ** {power:.2f}, times {2**power:.1f} for twice the ranks")
+        print(f"{phase}: grows as ranks ** {power:.2f}; {2**power:.1f} times as long for twice the ranks")
     write_results("meeting", {"repeats": repeats, "unit": "s", "ranks": rows, "growth": growth})
     return 0
 
@@ -77,7 +77,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def meet(context: ForkServerContext, size: int) -> Moments:
-    """Seconds that each phase took, by its slowest rank."""
+    """Seconds that each phase took on its slowest rank."""
     moments: multiprocessing.queues.Queue[Moments] = context.Queue()
     together = context.Barrier(size)
     with tempfile.TemporaryDirectory() as folder:
@@ -86,14 +86,14 @@ def meet(context: ForkServerContext, size: int) -> Moments:
         for rank in ranks:
             rank.start()
         try:
-            told = [moments.get(timeout=DEADLINE_S) for _ in ranks]
+            reports = [moments.get(timeout=DEADLINE_S) for _ in ranks]
         except queue.Empty:
             raise TimeoutError(f"{size} ranks did not meet within {DEADLINE_S:.0f} s") from None
         finally:
             for rank in ranks:
                 rank.join(10)
                 rank.kill()
-    last = {name: max(one[name] for one in told if name in one) for name in ("start", "signal", *PHASES)}
+    last = {name: max(one[name] for one in reports if name in one) for name in ("start", "signal", *PHASES)}
     return {
         "sign in": last["sign in"] - last["start"],
         "met": last["met"] - last["start"],
@@ -116,7 +116,7 @@ def _rank(
     signals = Signals.catch()
     world = World(rank, size, rank, size, 0, 1, ("localhost",) * size, "benchmark", 0, "benchmark", "benchmark", False)
     at: Moments = {}
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what a stop says of itself is no part of the table
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - messages about the stop do not belong in the table
     together.wait(DEADLINE_S)
     at["start"] = time.monotonic()
     group = register_rank(world, torch.device("cpu"), "gloo", meeting, DEADLINE_S)
@@ -126,7 +126,7 @@ def _rank(
     stop = Stop(group.world, group.store, signals, on_failure=print)
     (agreement,) = (thread for thread in threading.enumerate() if thread.name == "stop")
     together.wait(DEADLINE_S)
-    time.sleep(0.1)  # until all of them, who have just been woken, wait again
+    time.sleep(0.1)  # the barrier has just woken the ranks: let their threads go back to waiting
     if rank == size - 1:
         at["signal"] = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)

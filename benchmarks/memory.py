@@ -1,15 +1,15 @@
-"""What a rank's memory holds beside the bare loop's, and whether that grows.
+"""The memory of a rank compared with a bare loop, and whether it grows.
 
-`python -m benchmarks.memory`. A perceptron with AdamW, whose state is some 120 MB, is trained with 1 and with 2 ranks
-by the bare loop, the shortest hand-written one, and by Laststep with periodic asynchronous saves; there the first
-attempt is stopped half-way, and a second resumes. Taken is the most that was ever resident in a rank (the kernel's
-VmHWM), on the rank where Laststep's is most above the bare loop's. A tiny model shows what of the difference is the
-interpreter's and the imports'. Beyond that a rank may hold only its reusable buffer, for its stripe of the state.
+`python -m benchmarks.memory`. A perceptron with AdamW, whose state is about 120 MB, is trained on 1 and on 2 ranks by
+the bare loop (a minimal hand-written one) and by Laststep with periodic asynchronous saves. Under Laststep, the first
+attempt is stopped halfway and a second one resumes. The figure is the peak resident memory (VmHWM) of the rank with
+the largest excess over the bare loop. A tiny model shows how much of the excess is due to the interpreter and the
+imports. Beyond that, a rank may hold only the reusable buffer for its stripe of the state.
 
-Then the tiny model is trained for 10,000 steps in 100 epochs, each with a validation and a save. Memory that is no
-file's (RssAnon), threads, open files, keys of the ranks' store and objects of Laststep's own are counted after 1,000
-steps and 10 saves, and at the end; the loop stands still for that, until what is done beside it has come to rest. The
-exit status says whether every limit is kept.
+Then the tiny model is trained for 10,000 steps in 100 epochs, each with a validation and a save. Anonymous memory
+(RssAnon), threads, open files, keys in the ranks' store and instances of Laststep's classes are counted after 1,000
+steps and 10 saves, and again at the end. The loop pauses for each count until background work has finished. If any
+limit is missed, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -49,49 +49,51 @@ WORKLOAD, FOLDER = "LASTSTEP_MEMORY_WORKLOAD", "LASTSTEP_MEMORY_FOLDER"  # in th
 RANKS = (1, 2)
 DEADLINE_S = 300.0
 MB = 1e6
-# The bare loop's own peak was seen to differ by 10 MB from run to run with 2 ranks.
+# The peak of the bare loop itself varied by 10 MB between runs on 2 ranks.
 NOISE_MB = 15.0
-# Now and then malloc takes 2 MB more, once. Less than this is 330 bytes a step, or 33 kB a save.
+# malloc occasionally takes 2 MB more, once. This limit is 330 bytes per step, or 33 kB per save.
 GROWTH_NOISE_MB = 3.0
-SAVES = 10  # until growth is first looked at; of anything that is counted fewer than these may come with 90 more
+SAVES = 10  # before the first count; no counted number may grow by this much during the 90 saves that follow
 COUNTED = ("threads", "files", "keys", "objects")
-REST_S = 6.0  # TensorBoard's curves are brought up to date every five seconds
+REST_S = 6.0  # longer than the five seconds between updates of TensorBoard's curves
 
 
 class Workload(NamedTuple):
-    """A model, by the widths of its layers, and how long it is trained."""
+    """A model, given by the widths of its layers, and how long it is trained."""
 
     widths: tuple[int, ...]
     epochs: int
-    steps: int  # of each epoch, at whose end is a save
-    stopped: bool  # half-way, and resumed
+    steps: int  # per epoch; each epoch ends with a save
+    stopped: bool  # whether the run is stopped halfway and resumed
 
 
 WORKLOADS = {
     "tiny": Workload((64, 64, 10), 4, 5, stopped=True),
-    # One matrix of 37 MB: from 32 MB on malloc gives back what is freed at once, and the peak is not blurred.
+    # One matrix of 37 MB: above 32 MB, malloc returns freed memory to the system at once, so the peak is sharp.
     "large": Workload((64, 3072, 3072, 10), 4, 5, stopped=True),
     "10,000 steps": Workload((64, 64, 10), 100, 100, stopped=False),
 }
-BATCH_SIZE = 16  # of each rank
+BATCH_SIZE = 16  # per rank
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print the tables, write the results; 1 when a limit is missed."""
-    parser = argparse.ArgumentParser(prog="benchmarks.memory", description="A rank's memory beside the bare loop's.")
+    """Measure, print the tables, write the results; returns 1 if a limit is missed."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.memory", description="The memory of a rank compared with a bare loop."
+    )
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     if parser.parse_args(words).bare:
         bare()
         return 0
-    with ThreadPoolExecutor(2) as pool:  # two trainings at a time: they take as much memory, whoever is fast
-        looks = [pool.map(look, RANKS) for look in (peak_rows, growth_rows)]
-        peaks, growth = ([row for rows in look for row in rows] for look in looks)
-    print(f"{'bare':>7} {'Laststep':>9} {'more':>7} {'tiny model':>11} {'kept buffer':>12}   MB, the most in a rank")
+    with ThreadPoolExecutor(2) as pool:  # two trainings at a time: speed does not affect the memory that they take
+        measurements = [pool.map(measure, RANKS) for measure in (peak_rows, growth_rows)]
+        peaks, growth = ([row for rows in measured for row in rows] for measured in measurements)
+    print(f"{'bare':>7} {'Laststep':>9} {'more':>7} {'tiny model':>11} {'save buffer':>12}   MB, peak of a rank")
     for row in peaks:
         what = f"{row['attempt']} attempt, {row['ranks']} rank{'s' * (row['ranks'] > 1)}"
         print(
             f"{row['bare_mb']:>7.1f} {row['laststep_mb']:>9.1f} {row['more_mb']:>7.1f} {row['tiny_more_mb']:>11.1f} "
-            f"{row['buffer_mb']:>12.1f}   {what}{'' if row['kept'] else ': over its buffer'}"
+            f"{row['buffer_mb']:>12.1f}   {what}{'' if row['kept'] else ': more than its buffer'}"
         )
     print(f"\n{'memory':>18} {'threads':>9} {'files':>9} {'keys':>9} {'objects':>9}   after 1,000 steps > after 10,000")
     for row in growth:
@@ -108,7 +110,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def peak_rows(ranks: int) -> list[dict[str, Any]]:
-    """The peaks of both attempts beside the bare loop's."""
+    """The peaks of both attempts compared with the bare loop's."""
     tiny, large = (Trial(workload, ranks) for workload in ("tiny", "large"))
     rows = []
     for number, attempt in enumerate(("first", "resumed")):
@@ -129,12 +131,12 @@ def peak_rows(ranks: int) -> list[dict[str, Any]]:
 
 
 class Trial:
-    """What one workload takes, in MB by rank: the bare loop, both attempts of Laststep, the stripes of its state."""
+    """The memory that one workload takes, in MB by rank: bare loop, both attempts of Laststep, stripes of the state."""
 
     def __init__(self, workload: str, ranks: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             self.bare, *self.attempts = [
-                [told["peak_mb"] for told in train(words, workload, ranks, Path(folder))]
+                [report["peak_mb"] for report in train(words, workload, ranks, Path(folder))]
                 for words in (["benchmarks.memory", "--bare"], *2 * [laststep(workload, ranks, folder)])
             ]
             manifest = CheckpointStore(_run(Path(folder)).checkpoints).newest(warn=print)
@@ -142,17 +144,17 @@ class Trial:
             self.stripes = [manifest.files[name]["bytes"] / MB for name in manifest.shards]
 
     def more(self, attempt: int, rank: int) -> float:
-        """How much more a rank had than the bare loop's."""
+        """The peak of a rank in excess of the bare loop's."""
         return self.attempts[attempt][rank] - self.bare[rank]
 
 
 def growth_rows(ranks: int) -> list[dict[str, Any]]:
-    """What each rank has after 1,000 steps, and at the end."""
+    """The counts of each rank after 1,000 steps and at the end."""
     workload = "10,000 steps"
     with tempfile.TemporaryDirectory() as folder:
-        told = train(laststep(workload, ranks, folder), workload, ranks, Path(folder))
+        reports = train(laststep(workload, ranks, folder), workload, ranks, Path(folder))
     rows = []
-    for rank, counts in enumerate(told):
+    for rank, counts in enumerate(reports):
         early, late = counts["early"], counts["late"]
         kept = late["anonymous_mb"] - early["anonymous_mb"] <= GROWTH_NOISE_MB
         kept &= all(late[name] - early[name] < SAVES for name in COUNTED)
@@ -161,7 +163,7 @@ def growth_rows(ranks: int) -> list[dict[str, Any]]:
 
 
 def laststep(workload: str, ranks: int, folder: str) -> list[str]:
-    """The words that train it as a user would."""
+    """The command-line words that train the workload as a user would."""
     load = WORKLOADS[workload]
     return [
         *("trainer", "--name=memory", f"launch.root={folder}", "task=benchmarks.memory.Perceptron", "data.name=fake"),
@@ -171,7 +173,7 @@ def laststep(workload: str, ranks: int, folder: str) -> list[str]:
 
 
 def train(words: list[str], workload: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """Train once; returns what each rank told."""
+    """Train once; returns the reports of all ranks, in rank order."""
     launcher = ["torch.distributed.run", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
     done = subprocess.run(
         [sys.executable, "-m", *launcher, *words],
@@ -181,23 +183,23 @@ def train(words: list[str], workload: str, ranks: int, folder: Path) -> list[dic
         text=True,
         timeout=DEADLINE_S,
     )
-    files = [folder / f"told_{rank}.json" for rank in range(ranks)]
+    files = [folder / f"report_{rank}.json" for rank in range(ranks)]
     if not all(file.exists() for file in files):
         raise RuntimeError(f"{words[0]} did not train:\n{done.stdout}{done.stderr}")
-    told = [json.loads(file.read_text()) for file in files]
+    reports = [json.loads(file.read_text()) for file in files]
     for file in files:
         file.unlink()
-    return told
+    return reports
 
 
 def bare() -> None:
-    """The shortest loop."""
+    """A minimal training loop."""
     load, model = _load(), _model()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    _tell_at_exit()
+    _report_at_exit()
     features, labels = _data()
     mine = range(int(os.environ.get("RANK", 0)), load.steps * _size(), _size())
     for _ in range(load.epochs):
@@ -211,16 +213,16 @@ def bare() -> None:
 
 
 class Perceptron(Task):
-    """The same under Laststep."""
+    """The same training under Laststep."""
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """The same data; validation has less."""
+        """The same data, and a single batch of it for validation."""
         features, labels = _data()
         return TensorDataset(features, labels), TensorDataset(features[:BATCH_SIZE], labels[:BATCH_SIZE])
 
     def model(self) -> nn.Module:
         """The same model."""
-        _tell_at_exit()
+        _report_at_exit()
         return _model()
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -257,13 +259,13 @@ def _model() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def _tell_at_exit() -> None:
-    """From now on count this rank's updates, look at what it has, and tell that when the process ends."""
+def _report_at_exit() -> None:
+    """From now on, count this rank's optimizer updates and what it holds; write a report when the process exits."""
     load, folder = _load(), Path(os.environ[FOLDER])
     rank = int(os.environ.get("RANK", 0))
     total = load.epochs * load.steps
     stop = load.stopped and _run(folder).path.exists() and not any(_run(folder).checkpoints.glob("step_*"))
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     done = 0
 
     def after_step(*_: Any) -> None:
@@ -273,38 +275,38 @@ def _tell_at_exit() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         if not load.stopped and done == SAVES * load.steps:
             _await_tensorboard(_run(folder))
-            told["early"] = _held_at_rest()
+            report["early"] = _held_at_rest()
         if not load.stopped and done == total:
-            told["late"] = _held_at_rest()
+            report["late"] = _held_at_rest()
 
-    def tell() -> None:
-        told["peak_mb"] = _status("VmHWM")
-        (folder / f"told_{rank}.json").write_text(json.dumps(told))
+    def write_report() -> None:
+        report["peak_mb"] = _status("VmHWM")
+        (folder / f"report_{rank}.json").write_text(json.dumps(report))
 
     register_optimizer_step_post_hook(after_step)
-    atexit.register(tell)
+    atexit.register(write_report)
 
 
 def _await_tensorboard(run: RunDir) -> None:
-    """Rank 0 imports it five seconds after the first step, once: what that takes is no growth."""
+    """Wait for its import, once, by rank 0, five seconds after the first step: that memory does not count as growth."""
     deadline = time.monotonic() + 60
     while not list(run.tensorboard.glob("*")):
         if time.monotonic() > deadline:
-            raise TimeoutError("TensorBoard's curves did not begin within 60 s")
+            raise TimeoutError("no TensorBoard curves after 60 s")
         time.sleep(0.1)
 
 
 def _held_at_rest() -> dict[str, Any]:
-    """The least of what this process has within a time in which all that is done beside the steps ends."""
-    deadline, looks = time.monotonic() + REST_S, []
+    """The minimum of each count over REST_S seconds, long enough for background work to finish."""
+    deadline, samples = time.monotonic() + REST_S, []
     while time.monotonic() < deadline:
-        looks.append(_held())
+        samples.append(_held())
         time.sleep(0.2)
-    return {name: min(look[name] for look in looks) for name in looks[0]}
+    return {name: min(sample[name] for sample in samples) for name in samples[0]}
 
 
 def _held() -> dict[str, Any]:
-    """What this process has at the moment."""
+    """What this process holds at the moment."""
     gc.collect()
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
     return {
@@ -312,21 +314,21 @@ def _held() -> dict[str, Any]:
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")),
         "keys": store.num_keys() if store else 0,
-        "objects": sum(_is_ours(thing) for thing in gc.get_objects()),
+        "objects": sum(_is_ours(item) for item in gc.get_objects()),
     }
 
 
-def _is_ours(thing: object) -> bool:
+def _is_ours(item: object) -> bool:
     with contextlib.suppress(Exception):
-        return type(thing).__module__.startswith("trainer.")
+        return type(item).__module__.startswith("trainer.")
     return False
 
 
 def _status(name: str) -> float:
-    """A line of this process's status, in MB."""
+    """A field of /proc/self/status, in MB."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
-    assert found, f"Linux tells of no {name}"
+    assert found, f"no {name} in /proc/self/status"
     return int(found[1]) * 1024 / MB
 
 

@@ -1,14 +1,14 @@
-"""What a step costs beside the bare loop's, the same training in the same run.
+"""The time of a training step compared with a bare loop that does the same training.
 
-`python -m benchmarks.overhead [--trials N]`. Two models on CPUs, with 1 and with 2 ranks of one thread each: a 64-64-10
-perceptron on batches of 32 a rank, whose step is nearly nothing, and a wider one whose step takes 10 ms or more. The
-bare loop is the shortest hand-written one, written to be fast. Laststep has all on: metrics of every step, progress,
-the stop agreement, watchdog, an asynchronous save each second or two, TensorBoard. Lightning and Accelerate take part
-where they are installed (`pip install lightning accelerate`).
+`python -m benchmarks.overhead [--trials N]`. Two models on CPUs, on 1 and on 2 ranks of one thread each: a 64-64-10
+perceptron on batches of 32 per rank, whose step is almost free, and a wider one whose step takes 10 ms or more. The
+bare loop is a minimal hand-written one, written to be fast. Laststep has everything on: metrics of every step,
+progress, stop agreement, watchdog, an asynchronous save every second or two, TensorBoard. Lightning and Accelerate are
+included if they are installed (`pip install lightning accelerate`).
 
-The contenders take turns; a figure is the mean time of a step over all but the first fifth of a trial, and a ratio that
-to the bare loop's of the same turn. The exit status says whether Laststep's median ratio keeps to its limit; where it
-does not, a profile of one more trial says where the time went.
+The contenders take turns. A figure is the mean time of a step, leaving out the first fifth of the trial; a ratio is to
+the bare loop of the same turn. If Laststep's median ratio is over its limit, the exit status is 1, and a profile of
+one more trial shows where the time went.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from benchmarks._measure import PROJECT, spread, write_results
 from trainer.task import Task
 
-RESULT = "LASTSTEP_OVERHEAD_RESULT"  # where rank 0 writes its figure, in the environment of every rank
-PROFILE = "LASTSTEP_OVERHEAD_PROFILE"  # likewise, where it writes its profile, if it is to
+# In the environment of every rank.
+RESULT = "LASTSTEP_OVERHEAD_RESULT"  # the file to which rank 0 writes its figure
+PROFILE = "LASTSTEP_OVERHEAD_PROFILE"  # the file to which rank 0 writes its profile, if one is wanted
 WORKLOAD = "LASTSTEP_OVERHEAD_WORKLOAD"
 OURS = (str(PROJECT / "trainer"), str(PROJECT / "benchmarks"))
 DEADLINE_S = 300.0
@@ -51,12 +52,12 @@ LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 
 class Workload(NamedTuple):
-    """A model, by the widths of its layers, and how long it is trained; `limit` is Laststep's, as a ratio."""
+    """A model, given by the widths of its layers, and how long it is trained."""
 
     widths: tuple[int, ...]
-    batch_size: int  # of each rank
+    batch_size: int  # per rank
     steps: tuple[int, int]  # on one rank, and on two
-    limit: float
+    limit: float  # highest acceptable ratio of Laststep's step time to the bare loop's
 
 
 WORKLOADS = {
@@ -67,9 +68,11 @@ RANKS = (1, 2)
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print a table, write the results; 1 when Laststep misses a limit."""
-    parser = argparse.ArgumentParser(prog="benchmarks.overhead", description="A step beside the bare loop's.")
-    parser.add_argument("--trials", type=int, default=3, help="turns of all contenders (default: 3)")
+    """Measure, print a table, write the results; returns 1 if Laststep misses a limit."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.overhead", description="The time of a step compared with a bare loop."
+    )
+    parser.add_argument("--trials", type=int, default=3, help="trials of each contender (default: 3)")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     given = parser.parse_args(words)
     if given.contender:
@@ -107,7 +110,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def profile(workload: str, ranks: int) -> dict[str, float]:
-    """What a step of Laststep is made of: microseconds by function, its own and what it calls of other packages."""
+    """The microseconds of a step of Laststep by function; calls into other packages count for the caller."""
     with tempfile.TemporaryDirectory() as folder:
         samples = Path(folder) / "samples"
         seconds = trial("laststep", workload, ranks, {PROFILE: str(samples)})
@@ -139,7 +142,7 @@ def trial(name: str, workload: str, ranks: int, more: Mapping[str, str] | None =
         launcher = ["torch.distributed.run", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
         env = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result), WORKLOAD: workload, **(more or {})}
         command = [sys.executable, "-m", *launcher, *words]
-        log = Path(folder) / "log"  # a file, as for a job of Slurm's
+        log = Path(folder) / "log"  # a file, as in a Slurm job
         with log.open("wb") as output:
             subprocess.run(command, cwd=PROJECT, env=env, stdout=output, stderr=output, timeout=DEADLINE_S)
         if not result.exists():
@@ -160,7 +163,7 @@ def _steps() -> int:
 
 
 def _data() -> tuple[Tensor, Tensor]:
-    """Features and labels, as many as a trial sees, so that no epoch ends in it."""
+    """Features and labels, enough that no epoch ends during a trial."""
     load = _load()
     generator = torch.Generator().manual_seed(0)
     samples = _steps() * load.batch_size * int(os.environ.get("WORLD_SIZE", 1))
@@ -182,7 +185,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _measure() -> None:
-    """From now on, note the time after each update of rank 0, and write seconds per step after the last."""
+    """From now on, record the time after each update of rank 0; after the last, write the seconds per step."""
     if int(os.environ.get("RANK", 0)):
         return
     times: list[float] = []
@@ -201,7 +204,8 @@ def _measure() -> None:
 
 
 def _sample(target: Path) -> None:
-    """From now on, note a thousand times a second which function of Laststep the main thread is in; written at exit."""
+    """From now on, sample a thousand times a second which function of Laststep the main thread is in; write the counts
+    at exit."""
     counts: Counter[str] = Counter()
 
     def look(_: int, frame: FrameType | None) -> None:
@@ -226,7 +230,7 @@ def _batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def bare() -> None:
-    """The shortest loop."""
+    """A minimal training loop."""
     model = _model()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -242,7 +246,7 @@ def bare() -> None:
 
 
 def accelerate() -> None:
-    """Accelerate's loop, as its documentation has it."""
+    """Accelerate's training loop, as in its documentation."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -258,7 +262,7 @@ def accelerate() -> None:
 
 
 def lightning(barebones: bool = False) -> None:
-    """Lightning's Trainer: as it comes, with the loss logged, or with all off."""
+    """Lightning's Trainer: with default settings and the loss logged, or barebones."""
     import lightning
 
     class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
@@ -293,10 +297,10 @@ def lightning(barebones: bool = False) -> None:
 
 
 class Perceptron(Task):
-    """The same under Laststep, which is started as a user would, see `trial`."""
+    """The same training under Laststep, which `trial` starts as a user would."""
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """The same data; validated once, after the last step."""
+        """The same data; validation runs once, after the last step."""
         features, labels = _data()
         return TensorDataset(features, labels), TensorDataset(features[:64], labels[:64])
 
@@ -311,7 +315,7 @@ class Perceptron(Task):
 
 
 def laststep() -> None:
-    """Runs under `python -m trainer`."""
+    """Does nothing: `trial` starts it with `python -m trainer`."""
 
 
 CONTENDERS: dict[str, Callable[[], None]] = {

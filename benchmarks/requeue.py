@@ -1,13 +1,13 @@
-"""From a requeue to the first step, phase by phase, against the least that each can take.
+"""The time from a requeue to the first step, by phase, compared with the least that each phase can take.
 
 `python -m benchmarks.requeue [--rounds N]`. The run of the tests (the small network on mnist-5k, two ranks) is resumed
-again and again, each time by fresh interpreters, as when Slurm has granted its nodes anew; the queue's waiting is no
-part of it. The floor is measured in turns with it: two interpreters that import torch, meet, and read the bytes of
-the checkpoint; then they do a first batch by hand, in the fewest lines. A resume up to its first step must take at most
-1.2 times as long as all but that batch; the exit status says whether it does.
+repeatedly, each time by fresh interpreters, as after Slurm has granted its nodes again; the wait in the queue is not
+included. Resumes alternate with the floor: two interpreters that import torch, meet, and read the bytes of the
+checkpoint, and then process a first batch in as few lines as possible. A resume up to its first step must take at most
+1.2 times as long as the floor without that batch; otherwise the exit status is 1.
 
-A second table is of `train.compile`: the run's first start, which compiles, and a requeue, which finds in the run's
-folder what that has compiled. Once each, as the first takes long.
+A second table is for `train.compile`: the run's first start, which compiles, and a requeue, which reuses the compiled
+code in the run folder. Each is measured once, as the first takes long.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ nn.functional.cross_entropy(model(digits.data[:32, None] / 255), digits.targets[
 optimizer.step()
 times["first batch"] = time.time()
 print(json.dumps(times), flush=True)
-os._exit(0)  # what the end takes does not count, and DDP's threads may not like it
+os._exit(0)  # the exit is not measured, and a normal one might trip over DDP's threads
 """
-# The phases of a resume that each of the floor's stands against.
+# For each phase of the floor, the phases of a resume that do the same.
 PHASES = {
     "python": ["python"],
     "import": ["importing torch"],
@@ -64,19 +64,21 @@ PHASES = {
     "restore": ["checking checkpoints", "restore"],
     "first batch": ["data and model", "warm-up", "first step"],
 }
-# What rank 0 says of its first step, e.g. "first step after 2.31 s: python 0.02, torch 1.20".
+# What rank 0 logs after its first step, e.g. "first step after 2.31 s: python 0.02, torch 1.20".
 SAID = re.compile(r"first step after [\d.]+ s: (.+)")
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print the tables, write the results; 1 when a resume takes too long."""
-    parser = argparse.ArgumentParser(prog="benchmarks.requeue", description="From a requeue to the first step.")
-    parser.add_argument("--rounds", type=int, default=6, help="resumes, and floors between them (default: 6)")
+    """Measure, print the tables, write the results; returns 1 if a resume takes too long."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.requeue", description="The time from a requeue to the first step."
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="resumes, alternating with the floor (default: 6)")
     rounds = parser.parse_args(words).rounds
     if rounds < 2:
         parser.error("--rounds must be at least 2")
 
-    load = round(os.getloadavg()[0], 1)  # processes that wanted to run: what else the machine did
+    load = round(os.getloadavg()[0], 1)  # load average: how busy the machine was with other work
     floors, resumes = measure(rounds)
     ratio = statistics.median(r["in all"] for r in resumes) / statistics.median(f["in all"] for f in floors)
     floor, resume = by_phase(floors), by_phase(resumes)
@@ -87,9 +89,9 @@ def main(words: list[str] | None = None) -> int:
             f"{s['median']:>6.2f} s  {s['p10']:>5.2f} - {s['p90']:.2f} s  "
             f"{f['median']:>4.2f} s  {f['p10']:>5.2f} - {f['p90']:.2f} s  {phase}"
         )
-    print(f"A resume takes {ratio:.2f} times the floor without its first batch (at most {LIMIT} wanted).")
+    print(f"A resume takes {ratio:.2f} times as long as the floor without its first batch (limit: {LIMIT}).")
     compiled = compiles()
-    print(f"{'in all':>8}  {'compile':>8}  with train.compile, once each")
+    print(f"{'total':>8}  {'compile':>8}  with train.compile, measured once each")
     for name, taken in compiled.items():
         print(f"{taken['in all']:>6.1f} s  {taken['warm-up']:>6.1f} s  {name}")
     settings = {"load_before": load, "rounds": rounds, "limit": LIMIT, "ratio": round(ratio, 3), "unit": "s"}
@@ -98,11 +100,12 @@ def main(words: list[str] | None = None) -> int:
 
 
 def measure(rounds: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Seconds by phase of each floor and each resume, in turns; the first of both, which fill caches, are dropped."""
+    """Seconds by phase of each floor and each resume, which alternate. The first of each, which fills caches, is
+    dropped."""
     floors, resumes = [], []
     with tempfile.TemporaryDirectory() as folder:
         run = new_run(Path(folder), "train.epochs=1000", "train.log_every=1")
-        resume(run)  # the start, which leaves the first checkpoint
+        resume(run)  # the first start, which writes the first checkpoint
         for _ in range(rounds + 1):
             floors.append(floor(run))
             said = resume(run)
@@ -112,14 +115,14 @@ def measure(rounds: int) -> tuple[list[dict[str, float]], list[dict[str, float]]
 
 
 def compiles() -> dict[str, dict[str, float]]:
-    """Seconds of a compiled run's first start and of its requeue; the warm-up is where torch compiles."""
+    """Seconds of a compiled run's first start and of its requeue; torch compiles in the warm-up phase."""
     with tempfile.TemporaryDirectory() as folder:
         run = new_run(Path(folder), "train.epochs=1000", "train.log_every=1", "train.compile=true")
         return {name: {part: round(s, 2) for part, s in resume(run).items()} for name in ("first start", "requeue")}
 
 
 def resume(run: RunDir) -> dict[str, float]:
-    """Resume the run for a step or a few, then stop it; seconds by phase up to the end of the first step."""
+    """Resume the run for at least one step, then stop it; returns seconds by phase up to the end of the first step."""
     before = len(read_lines(run.metrics))
     with ended(Ranks(run)) as ranks:
         ranks.until(lambda: len(read_lines(run.metrics)) > before, "no first step")
@@ -135,8 +138,10 @@ def resume(run: RunDir) -> dict[str, float]:
 
 
 def floor(run: RunDir) -> dict[str, float]:
-    """What no resume can do without; seconds by phase, of the rank that is last to have read. "in all" are those
-    before the batch, so that what is done by hand there does not count."""
+    """Do only what no resume can do without; returns seconds by phase, of the rank that finished reading last.
+
+    "in all" ends before the batch, so that the hand-written batch does not count.
+    """
     newest = max(run.checkpoints.glob("step_*"))
     command = [sys.executable, "-c", FLOOR, str(MNIST_5K), *map(str, newest.iterdir())]
     with socket.create_server(("localhost", 0)) as listener:

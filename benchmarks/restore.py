@@ -1,14 +1,14 @@
 """How long it takes to verify and load a checkpoint, compared with only reading its bytes.
 
 `python -m benchmarks.restore [--rounds N] [--gigabytes N] [--folder F]`. A state of 1 GB, in one shard and in four,
-from the page cache and from the disk (the files are dropped from the page cache where the system allows that). Each
-trial has a process of its own, with fresh memory, and the ways of reading take turns:
+from the page cache and from the disk (the files are dropped from the page cache where the system allows it). Each
+trial runs in a separate process, with fresh memory, and the ways of reading take turns:
 
-    read          one thread reads the bytes into one piece of memory: the lower bound of `load`
-    load          what every rank does: all tensors, ready to be restored
-    torch.load    the same state, as torch.save has written it, without verification
-    hash          SHA-256 over as many bytes, with one thread per shard: the lower bound of `verify`
-    verify        what rank 0 does first: read everything and compare it with the hashes
+    read          one thread reads the bytes into one buffer: the lower bound for `load`
+    load          what every rank does: load all tensors, ready to be restored
+    torch.load    load the same state from a file written by torch.save, without verification
+    hash          SHA-256 over the same number of bytes, one thread per shard: the lower bound for `verify`
+    verify        what rank 0 does first: read everything and compare it with the recorded hashes
 
 With four shards in the page cache `load` must take at most 1.2 times as long as `read`; otherwise the exit status is 1.
 """
@@ -43,13 +43,15 @@ PLACES = {"four shards": (4, True), "one shard": (1, True), "four shards, from t
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print a table, write the results; 1 when `load` takes too long."""
+    """Measure, print a table, write the results; returns 1 if `load` takes too long."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.restore", description="How long it takes to verify and load a checkpoint."
     )
     parser.add_argument("--rounds", type=int, default=3, help="trials of each kind (default: 3)")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state (default: 1)")
-    parser.add_argument("--folder", type=Path, help="on the file system to measure (default: that of temporary files)")
+    parser.add_argument(
+        "--folder", type=Path, help="a folder on the file system to measure (default: the temporary folder)"
+    )
     given = parser.parse_args(words)
     if given.rounds < 2:
         parser.error("--rounds must be at least 2")
@@ -98,7 +100,7 @@ def write(store: CheckpointStore, gigabytes: float, shards: int) -> None:
 
 
 def measure(stores: dict[int, CheckpointStore], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds by place and way of reading, in turns. The first round, which fills caches, is dropped."""
+    """Seconds by place and way of reading, which take turns. The first round, which fills caches, is dropped."""
     ways = {"read": read, "load": load_all, "torch.load": torch_load, "hash": hash_alone, "verify": verify}
     taken: dict[str, dict[str, list[float]]] = {place: {way: [] for way in ways} for place in PLACES}
     for _ in range(rounds + 1):
@@ -110,7 +112,7 @@ def measure(stores: dict[int, CheckpointStore], rounds: int) -> dict[str, dict[s
 
 
 def in_process(work: Callable[..., Any], *given: Any) -> float:
-    """The seconds that `work` takes in a process forked for it, so that no memory is used twice."""
+    """The seconds that `work` takes in a newly forked process, so that no memory is reused."""
     fork = multiprocessing.get_context("fork")
     seconds = fork.SimpleQueue()
 
@@ -118,7 +120,7 @@ def in_process(work: Callable[..., Any], *given: Any) -> float:
         began = time.perf_counter()
         held = work(*given)
         seconds.put(time.perf_counter() - began)
-        del held  # only now: freeing the memory does not count
+        del held  # freed after the measurement, so that freeing does not count
 
     process = fork.Process(target=timed)
     process.start()
@@ -141,17 +143,17 @@ def read(store: CheckpointStore) -> Any:
 
 
 def load_all(store: CheckpointStore) -> Any:
-    """See the top."""
+    """Load all tensors, as every rank does."""
     return load(store.path(1), store.manifest(1))
 
 
 def torch_load(store: CheckpointStore) -> Any:
-    """See the top."""
+    """Load the state written by torch.save."""
     return torch.load(store.folder / STATE, weights_only=True)
 
 
 def hash_alone(store: CheckpointStore) -> Any:
-    """See the top. The values of the bytes make no difference."""
+    """Hash the same number of bytes, without reading them. Their values do not affect the time."""
     manifest, chunk = store.manifest(1), bytes(READ_BYTES)
 
     def one(name: str) -> None:
@@ -164,12 +166,12 @@ def hash_alone(store: CheckpointStore) -> Any:
 
 
 def verify(store: CheckpointStore) -> Any:
-    """See the top."""
+    """Verify the checkpoint, as rank 0 does."""
     return store.verify(1)
 
 
 def cache(folder: Path, wanted: bool) -> None:
-    """Bring the files into the page cache, or drop them from it."""
+    """Read the files into the page cache, or drop them from it."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb", buffering=0) as file:

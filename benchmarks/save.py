@@ -1,11 +1,11 @@
-"""What a periodic save costs the training: CheckpointWriter against torch.save and torch.distributed.checkpoint.
+"""The cost of a periodic save: CheckpointWriter compared with torch.save and torch.distributed.checkpoint.
 
 `python -m benchmarks.save [--rounds N] [--folder F]`. Two gloo ranks train a small network. The state that they save is
-that of a ResNet-50 with AdamW and a moving average, some 400 MB, the same on both ranks. Each round tries every way of
-saving, in an order that rotates, on the same file system. The first round, which fills reusable buffers, is dropped.
+that of a ResNet-50 with AdamW and a moving average, about 400 MB, the same on both ranks. Each round tries every way
+of saving, in rotating order, on the same file system. The first round, which fills reusable buffers, is dropped.
 
-Measured are the stall (how long the training loop stood still, on the slower rank) and the extra time of the steps
-that ran while the save was written. The stall of CheckpointWriter must be at most a tenth of that of a synchronous
+It measures the stall (how long the training loop stood still, on the slower rank) and the extra time of the steps that
+ran while the save was written. The stall of CheckpointWriter must be at most a tenth of that of a synchronous
 torch.save with fsync, and no longer than the shortest of torch.distributed.checkpoint; otherwise the exit status is 1.
 """
 
@@ -40,20 +40,22 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
 RANKS = 2
-QUIET_STEPS = 8  # before each save
-LIMIT = 0.1  # of the synchronous save's stall
+QUIET_STEPS = 8  # steps before each save, while nothing is written
+LIMIT = 0.1  # highest acceptable ratio to the stall of the synchronous save
 OURS, SYNCHRONOUS, UNSYNCED, ASYNC_SAVE = "CheckpointWriter", "torch.save + fsync", "torch.save", "async_save"
 
-# Starts to save the state into a folder and returns when training may continue, with a function that returns whether
-# the save has ended.
+# Starts saving the state to a folder, returns as soon as training may continue, and returns a function that says
+# whether the save has ended.
 Save = Callable[[Path, int], Callable[[], bool]]
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print a table, write the results; 1 when the stall of CheckpointWriter is over a limit."""
-    parser = argparse.ArgumentParser(prog="benchmarks.save", description="What a periodic save costs the training.")
+    """Measure, print a table, write the results; returns 1 if the stall of CheckpointWriter is over a limit."""
+    parser = argparse.ArgumentParser(prog="benchmarks.save", description="The cost of a periodic save.")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind (default: 5)")
-    parser.add_argument("--folder", type=Path, help="on the file system to measure (default: that of temporary files)")
+    parser.add_argument(
+        "--folder", type=Path, help="a folder on the file system to measure (default: the temporary folder)"
+    )
     options = parser.parse_args(words)
     if options.rounds < 2:
         parser.error("--rounds must be at least 2")
@@ -94,21 +96,21 @@ def summary(trials: list[dict[str, float]], synchronous: list[dict[str, float]])
         "stall_p90_ms": round(tenths[-1], 1),
         "ratio": round(median / statistics.median(1000 * trial["stall_s"] for trial in synchronous), 4),
         "write_s": round(statistics.median(trial["write_s"] for trial in trials), 3),
-        # How many times as long as a quiet step a step took during the write; and all the time that the loop lost.
+        # The ratio of a step's time during the write to that of a quiet step, and the total time that the loop lost.
         "slow_down": round(statistics.median(trial["slow_down"] for trial in trials), 3),
         "lost_ms": round(statistics.median(1000 * trial["lost_s"] for trial in trials), 1),
     }
 
 
 def file_system(folder: Path) -> str:
-    """The type of a folder's file system."""
+    """The type of the file system that a folder is on."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     return max((len(place), kind) for _, place, kind, *_ in mounts if folder.resolve().is_relative_to(place))[1]
 
 
 def _rank(rank: int, folder: Path, rounds: int) -> None:
-    """One rank, which tries every way of saving in each round."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # async_save's processes print a lot; an exception reaches main anyway
+    """The body of a rank's process: try every way of saving in each round."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # async_save's processes print a lot; exceptions reach main anyway
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
     keys = dist.FileStore(str(folder / "keys"), RANKS)
@@ -124,7 +126,7 @@ def _rank(rank: int, folder: Path, rounds: int) -> None:
             if rank == 0:
                 for path in folder.glob("* *"):
                     shutil.rmtree(path)
-                os.sync()  # unwritten data of one way must not slow down the next
+                os.sync()  # data not yet written by one way must not slow down the next
     if rank == 0:
         measured = {
             "bytes": Packed(state).bytes,
@@ -139,7 +141,7 @@ def _rank(rank: int, folder: Path, rounds: int) -> None:
 
 
 class Loop:
-    """Training of a small network, with saves."""
+    """A training loop for a small network, with saves."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -150,7 +152,7 @@ class Loop:
         self.quiet: list[float] = []  # seconds of the steps during which nothing was written
 
     def step(self) -> float:
-        """Do one step; returns its seconds."""
+        """Do one step; returns its duration in seconds."""
         start = time.perf_counter()
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
@@ -179,7 +181,7 @@ class Loop:
 
 
 def largest(value: float) -> float:
-    """The largest over the ranks."""
+    """The largest of the values on all ranks."""
     tensor = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.item()
@@ -198,7 +200,7 @@ def resnet_state() -> dict[str, Any]:
 
 
 def ways_to_save(state: dict[str, Any], keys: dist.Store, rank: int) -> dict[str, Save]:
-    """Every way of saving to compare."""
+    """The ways of saving to compare, by name."""
     group = dist.new_group(backend="gloo")  # async_save communicates from another thread
     writers: list[CheckpointWriter] = []
 
@@ -261,7 +263,7 @@ def ways_to_save(state: dict[str, Any], keys: dist.Store, rank: int) -> dict[str
 
 
 def bytes_per_rank(state: Any, folder: Path) -> dict[int, int]:
-    """The largest shard by the number of ranks, in bytes. Here the ranks are threads of one process."""
+    """The size of the largest shard in bytes, by the number of ranks. Here the ranks are threads of one process."""
     most = {}
     for size in (1, 2, 4):
         store, keys = CheckpointStore(folder / f"of {size}"), dist.HashStore()

@@ -1,11 +1,11 @@
-"""What grows with the number of ranks: the same code, given as many clients, files and keys as there are for so many.
+"""The costs that grow with the number of ranks, measured with the real code and simulated ranks.
 
-`python -m benchmarks.scale [--most N]`, some minutes. A thread with a connection of its own stands in for a rank; all
-of them share this machine, and a key-value store in a process of its own. Ranks on machines of their own take less, but
-for the store's share, so the processor time that the store takes is told too. Only the open files are counted in real
-ranks. docs/scale.md says what follows from it. As torch asks the name server for the name of each connection's other
-end, the figures there were taken where none can be reached: `unshare --net sh -c 'ip link set lo up; python -m
-benchmarks.scale'`, as root.
+`python -m benchmarks.scale [--most N]`, a few minutes. Each rank is simulated by a thread with its own connection; all
+of them share this machine and a key-value store in a separate process. Ranks on separate machines would take less time,
+except for the store's share, so the processor time of the store is reported too. Only the open files are counted in
+real ranks. docs/scale.md draws the conclusions. torch asks the name server for the name of every peer that it connects
+to; to exclude that, the figures there were measured without a reachable name server: `unshare --net sh -c 'ip link set
+lo up; python -m benchmarks.scale'`, as root.
 """
 
 from __future__ import annotations
@@ -47,19 +47,21 @@ from trainer.world.watchdog import Beat, Probes, Watchdog
 from trainer.world.world import World
 
 SIZES = (2, 8, 32, 128, 512, 1024)
-REAL = (2, 4, 8)  # ranks whose open files are counted
+REAL = (2, 4, 8)  # numbers of real ranks, for the count of open files
 ROUNDS = 3
-PER_RANK = 2  # connections: Stop takes as many
-STATE = 16 << 20  # bytes of a checkpoint, whatever the number of ranks
-LINES = 20  # of a rank's log
+PER_RANK = 2  # connections, as Stop uses two
+STATE = 16 << 20  # bytes of a checkpoint, for any number of ranks
+LINES = 20  # in the log of each rank
 CARD = json.dumps({"host": "node0001", "pid": "123456", "ours": "10.0.0.1", "theirs": "10.0.0.2"})
 TIMEOUT = timedelta(seconds=DEADLINE_S)
 
 
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results."""
-    parser = argparse.ArgumentParser(prog="benchmarks.scale", description="What grows with the number of ranks.")
-    parser.add_argument("--most", type=int, default=SIZES[-1], help=f"ranks (default: {SIZES[-1]})")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.scale", description="The costs that grow with the number of ranks."
+    )
+    parser.add_argument("--most", type=int, default=SIZES[-1], help=f"largest number of ranks (default: {SIZES[-1]})")
     most = parser.parse_args(words).most
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -77,17 +79,17 @@ def main(words: list[str] | None = None) -> int:
         size: {name: round(statistics.median(one[name] for one in rounds), 5) for name in rounds[0]}
         for size, rounds in taken.items()
     }
-    print(f"{'ms of':>30}{''.join(f'{size:>9}' for size in sizes)} ranks")
+    print(f"{'ms':>30}{''.join(f'{size:>9}' for size in sizes)} ranks")
     for name in median[sizes[0]]:
         print(f"{name:>30}{''.join(f'{1000 * median[size][name]:>9.2f}' for size in sizes)}")
-    print(f"open files of rank 0: {', '.join(f'{count} of {size} ranks' for size, count in files.items())}")
+    print(f"open files of rank 0: {', '.join(f'{count} with {size} ranks' for size, count in files.items())}")
     results = {"rounds": ROUNDS, "state_bytes": STATE, "log_lines": LINES, "open_files_limit": soft}
     write_results("scale", {**results, "open_files": files, "unit": "s", "ranks": median})
     return 0
 
 
 def measure(store: int, clients: list[dist.Store], size: int, folder: Path, number: int) -> dict[str, float]:
-    """Seconds that each thing takes with so many ranks; `store` is the process that serves `clients`."""
+    """Seconds that each operation takes with `size` ranks; `store` is the pid of the process that serves `clients`."""
     world = World(0, size, 0, 1, 0, size, ("node",) * size, "scale", 0, "scale-0", "benchmark", False)
     stores = [dist.PrefixStore(f"{size}/{number}", client) for client in clients]
     taken = {}
@@ -109,7 +111,7 @@ def measure(store: int, clients: list[dist.Store], size: int, folder: Path, numb
 
 
 def _meeting(stores: list[dist.Store], size: int) -> float:
-    """Every rank leaves its card, waits for all, and reads them, as in `trainer.world.group`."""
+    """Every rank writes its card, waits for all cards, and reads them, as in `trainer.world.group`."""
     keys = [f"met/{rank}" for rank in range(size)]
 
     def one(rank: int) -> None:
@@ -121,22 +123,22 @@ def _meeting(stores: list[dist.Store], size: int) -> float:
 
 
 def _beat(stores: list[dist.Store], size: int) -> float:
-    """Every rank's sign of life, which it gives twice a second."""
+    """Every rank's heartbeat, which it writes twice a second."""
 
     def one(rank: int) -> None:
-        stores[rank].set(f"watch/beat/{rank}", _sign_of_life())
+        stores[rank].set(f"watch/beat/{rank}", _heartbeat())
         stores[rank].check(["watch/fault"])
 
     return together(one, size)
 
 
-def _sign_of_life() -> str:
+def _heartbeat() -> str:
     where = "_engine_run_backward (/opt/venv/lib/python3.11/site-packages/torch/autograd/graph.py:829)"
     return json.dumps(asdict(Beat("node0001", 1000, 5000, "training", where, 1234.5)))
 
 
 def _compare(stores: list[dist.Store], world: World) -> float:
-    """Rank 0 reads them all and compares them, twice a second as well."""
+    """Rank 0 reads all heartbeats and compares them, also twice a second."""
     watch = Watchdog(Probes(world=lambda: world), DEADLINE_S, on_fault=print)
     began = time.perf_counter()
     beats = stores[0].multi_get([f"watch/beat/{rank}" for rank in range(world.size)])
@@ -153,7 +155,7 @@ def _agreement(stores: list[dist.Store], world: World) -> float:
         own = _Store(stores[PER_RANK * rank : PER_RANK * (rank + 1)])
         rank_of = World(**{**vars(world), "rank": rank})
         stops.append(Stop(rank_of, cast(dist.Store, own), Signals(), on_failure=print))
-    time.sleep(0.5 + world.size / 1000)  # until all threads wait
+    time.sleep(0.5 + world.size / 1000)  # until all threads are waiting
     began = time.perf_counter()
     stops[0]._write_notice(stops[0]._notices, 15)
     for stop in stops:
@@ -165,18 +167,18 @@ def _agreement(stores: list[dist.Store], world: World) -> float:
 
 
 class _Store:
-    """Gives away connections that are there already."""
+    """Stands in for a store whose `clone` would open a connection: hands out existing ones."""
 
     def __init__(self, connections: list[dist.Store]) -> None:
         self._rest = iter(connections)
 
     def clone(self) -> dist.Store:
-        """One of them."""
+        """The next existing connection."""
         return next(self._rest)
 
 
 def _checkpoint(stores: list[dist.Store], size: int, folder: Path) -> dict[str, float]:
-    """A save by all ranks, until it is committed; then what one rank does to check it, and to read it."""
+    """A save by all ranks up to its commit; then its verification and loading by one rank."""
     store = CheckpointStore(folder)
     state = {"tensor": torch.zeros(STATE, dtype=torch.uint8)}
     savers = [
@@ -184,7 +186,7 @@ def _checkpoint(stores: list[dist.Store], size: int, folder: Path) -> dict[str, 
         for rank in range(size)
     ]
     about = CheckpointInfo(1, 1, 1, {})
-    for saver in savers:  # so that the memory for their stripes is there
+    for saver in savers:  # a first save, not measured, which allocates the buffers
         saver.start(about, state, lambda: None, 1, 0)
     _ended(savers)
     began = time.perf_counter()
@@ -208,7 +210,7 @@ def _ended(savers: list[CheckpointWriter]) -> None:
 
 
 def _rescue(folder: Path, size: int) -> float:
-    """The last of the ranks that are left hears who else is; each of them does, at about the same time."""
+    """The last survivor finds the others. In a real rescue every survivor does so, at about the same time."""
     folder.mkdir(parents=True)
     for rank in range(size - 1):
         (folder / f"rank_{rank}.json").write_text(json.dumps(asdict(Survivor(rank, 5000, None))))
@@ -218,7 +220,7 @@ def _rescue(folder: Path, size: int) -> float:
 
 
 def _logs(run: RunDir, size: int) -> float:
-    """`launch.py logs` reads and merges what so many ranks have printed in one attempt."""
+    """`launch.py logs` reads and merges the logs of `size` ranks from one attempt."""
     run.logs.mkdir(parents=True)
     run.submissions.write_text(json.dumps({"job_id": "7", "time": 0.0}) + "\n")
     text = "".join(f"[laststep 12:00:{number:02}] step {number}\n" for number in range(LINES))
@@ -228,12 +230,12 @@ def _logs(run: RunDir, size: int) -> float:
     lines = list(MergedLogs(run).read(whole=True))
     taken = time.perf_counter() - began
     if len(lines) != size * LINES:
-        raise RuntimeError(f"{len(lines)} lines of {size} logs")
+        raise RuntimeError(f"read {len(lines)} lines from {size} logs instead of {size * LINES}")
     return taken
 
 
 def together(work: Callable[[int], None], size: int) -> float:
-    """Seconds until `work` is done by so many threads that begin at once."""
+    """Seconds until `size` threads that start at the same time have finished `work`."""
     begin, ready = threading.Event(), threading.Barrier(size + 1)
 
     def one(rank: int) -> None:
@@ -253,20 +255,20 @@ def together(work: Callable[[int], None], size: int) -> float:
 
 
 def processor_s(process: int) -> float:
-    """Processor time that all threads of a process have taken so far (Documentation/scheduler/sched-stats.rst)."""
+    """Processor time used so far by all threads of a process (Linux, Documentation/scheduler/sched-stats.rst)."""
     threads = Path(f"/proc/{process}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 @contextmanager
 def served() -> Iterator[tuple[int, int]]:
-    """The port of a key-value store, as rank 0 serves one, and the process that it is in."""
+    """Serve a key-value store, as rank 0 does, in a separate process; yields its port and pid."""
     ours, its = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(its,), daemon=True)
     process.start()
     try:
         if not ours.poll(DEADLINE_S):
-            raise TimeoutError("no store")
+            raise TimeoutError(f"the store did not start within {DEADLINE_S:.0f} s")
         yield ours.recv(), process.pid or 0
     finally:
         process.kill()
@@ -285,14 +287,14 @@ def _serve(port: Connection) -> None:
 
 
 def connect(port: int, count: int) -> list[dist.Store]:
-    """So many connections, many at a time."""
+    """Open `count` connections to the store, 64 at a time."""
     with ThreadPoolExecutor(64) as pool:
         made = pool.map(lambda _: dist.TCPStore("localhost", port, 1, False, TIMEOUT, False), range(count))
         return list(made)
 
 
 def open_files(size: int) -> int:
-    """Of rank 0 of so many real ranks, with all the connections that a training has."""
+    """The number of open files in rank 0 of `size` real ranks, with all the connections of a training run."""
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -301,7 +303,7 @@ def open_files(size: int) -> int:
             process.start()
         try:
             if not ours.poll(DEADLINE_S):
-                raise TimeoutError(f"{size} ranks did not meet")
+                raise TimeoutError(f"{size} ranks did not meet within {DEADLINE_S:.0f} s")
             count: int = ours.recv()
             for process in ranks:
                 process.join(DEADLINE_S)

@@ -1,7 +1,7 @@
-"""How long the command takes to answer, against the imports that it cannot do without.
+"""How long `launch.py` takes to respond, compared with the imports that it cannot do without.
 
-`python -m benchmarks.start [--runs N]`. The commands take turns, so that whatever else the machine does hits all of
-them alike. Each must take at most 1.5 times the median of the imports; the exit status says whether they do.
+`python -m benchmarks.start [--runs N]`. The commands take turns, so that other load on the machine affects all of them
+alike. The median of each must be at most 1.5 times that of the imports; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LIMIT = 1.5  # times the baseline's median
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print a table, write the results; 1 when a command is over the limit."""
-    parser = argparse.ArgumentParser(prog="benchmarks.start", description="How long the command takes to answer.")
+    """Measure, print a table, write the results; returns 1 if a command is over the limit."""
+    parser = argparse.ArgumentParser(prog="benchmarks.start", description="How long launch.py takes to respond.")
     parser.add_argument("--runs", type=int, default=20, help="runs of each command (default: 20)")
     runs = parser.parse_args(words).runs
     if runs < 2:
@@ -44,7 +44,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def measure(runs: int) -> dict[str, list[float]]:
-    """Seconds that each command took, one round after another; the first round, which fills caches, is dropped."""
+    """Seconds that each command took, by round. The first round, which fills caches, is dropped."""
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(runs + 1):
@@ -56,7 +56,7 @@ def measure(runs: int) -> dict[str, list[float]]:
 
 
 def summary(taken: list[float], baseline: float) -> dict[str, float]:
-    """Median and spread in milliseconds, and the median's ratio to the baseline's."""
+    """Median and spread in milliseconds, and the ratio of the median to the baseline's."""
     tenths = statistics.quantiles(taken, n=10)
     median = statistics.median(taken)
     return {

@@ -1,8 +1,8 @@
-"""How long `launch.py status` takes over a thousand runs.
+"""How long `launch.py status` takes for a thousand runs.
 
-`python -m benchmarks.status [--runs N]`. Each run has a submission, three attempts and a metrics.jsonl of 2,000 steps;
-a squeue that answers at once stands in for Slurm's and counts its calls. The table must be there within 2 s, with one
-call; the exit status says whether it is.
+`python -m benchmarks.status [--runs N]`. Each run has a submission, three attempts and a metrics.jsonl of 2,000 steps.
+A fake squeue, which answers at once, counts its calls. The table must be complete within 2 s, with a single call of
+squeue; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ for number in $(seq 1 $RUNS); do echo "$number|RUNNING|N/A|None"; done
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print, write the results; 1 when it takes too long or asks the scheduler more than once."""
-    parser = argparse.ArgumentParser(prog="benchmarks.status", description="How long status takes over many runs.")
+    """Measure, print, write the results; returns 1 if status takes too long or calls squeue more than once."""
+    parser = argparse.ArgumentParser(prog="benchmarks.status", description="How long status takes for many runs.")
     parser.add_argument("--runs", type=int, default=1000, help="run folders (default: 1000)")
     runs = parser.parse_args(words).runs
     with tempfile.TemporaryDirectory() as name:
@@ -47,17 +47,15 @@ def main(words: list[str] | None = None) -> int:
             taken.append(time.perf_counter() - began)
         calls = len((folder / "calls").read_text().splitlines()) / ROUNDS
     if len(shown.stdout.splitlines()) != runs + 1 or shown.stdout.count("running") != runs:
-        raise RuntimeError(f"not the table of {runs} runs:\n{shown.stdout[-2000:]}")
+        raise RuntimeError(f"expected a table of {runs} running runs, got:\n{shown.stdout[-2000:]}")
     seconds = spread(taken)
-    print(
-        f"status of {runs} runs: {seconds['median']:.2f} s, {calls:.0f} call of squeue (at most {LIMIT_S:.0f} s wanted)"
-    )
+    print(f"status of {runs} runs: {seconds['median']:.2f} s (limit: {LIMIT_S:.0f} s), squeue called {calls:.0f} times")
     write_results("status", {"runs": runs, "limit_s": LIMIT_S, "squeue_calls": calls, "unit": "s", "status": seconds})
     return int(seconds["median"] > LIMIT_S or calls != 1)
 
 
 def make_run(run: RunDir, number: int) -> None:
-    """A run that has been requeued twice and is at work."""
+    """Create the folder of a run that has been requeued twice and is running."""
     run.logs.mkdir(parents=True)
     now = time.time()
     run.config.write_text("{}\n")

@@ -1,9 +1,10 @@
 """How long a stop takes: from the signal to the exit of all ranks.
 
-`python -m benchmarks.stops [--stops N] [--seed S]`. One run of two ranks is signalled and resumed again and again. The
+`python -m benchmarks.stops [--stops N] [--seed S]`. One run of two ranks is signalled and resumed repeatedly. The
 moment (within an epoch: steps, a validation, a periodic save), the rank and the signal are drawn from the seed. A stop
-may take one step, the write of the state and a second more; both are measured in the same run, the write as the same
-bytes in one file (write, fsync, rename). The exit status says whether every stop kept to that, and every step was kept.
+may take the time of one step and of writing the state, plus one second. The step is measured in the same run, the write
+by writing the same bytes to one file (write, fsync, rename). If a stop takes longer or loses a step, the exit status
+is 1.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from trainer.config.config import Config
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
-ALLOWANCE_S = 1.0  # beyond one step and the write
+ALLOWANCE_S = 1.0  # in addition to one step and the write
 WRITES = 20
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print a table, write the results; 1 when a stop takes too long or loses a step."""
-    parser = argparse.ArgumentParser(prog="benchmarks.stops", description="From the signal to the exit of all ranks.")
+    """Measure, print a table, write the results; returns 1 if a stop takes too long or loses a step."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.stops", description="The time from the signal to the exit of all ranks."
+    )
     parser.add_argument("--stops", type=int, default=20, help="stops to measure (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of their moments, ranks and signals (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for moments, ranks and signals (default: 0)")
     given = parser.parse_args(words)
     if given.stops < 2:
         parser.error("--stops must be at least 2")
@@ -55,14 +58,16 @@ def main(words: list[str] | None = None) -> int:
     for name, s in phases.items():
         print(f"{1000 * s['median']:>5.0f} ms  {1000 * s['p95']:>4.0f} ms  {1000 * s['max']:>4.0f} ms  {name}")
     print(f"One step takes {1000 * step_s:.0f} ms, the write {1000 * rows['write']['median']:.0f} ms.")
-    print(f"{given.stops - late} of {given.stops} stops were over within {limit:.2f} s; {lost} steps were lost.")
+    print(
+        f"{given.stops - late} of {given.stops} stops took at most {limit:.2f} s (the limit); {lost} steps were lost."
+    )
     figures = {"seed": given.seed, "stops": given.stops, "late": late, "lost_steps": lost, "limit_s": round(limit, 3)}
     write_results("stops", {**figures, "unit": "s", **rows, "from the signal": phases})
     return int(late > 0 or lost > 0)
 
 
 def first_epoch(run: RunDir) -> float:
-    """Train until the first epoch is over; returns how long its steps took, in seconds."""
+    """Train until the first checkpoint, after one epoch; returns how long the epoch's steps took, in seconds."""
     with ended(Ranks(run)) as ranks:
         ranks.until(lambda: CheckpointStore(run.checkpoints).steps(), "no checkpoint")
         ranks.signal(signal.SIGTERM, 0)
@@ -71,8 +76,8 @@ def first_epoch(run: RunDir) -> float:
 
 
 def stop(run: RunDir, draw: random.Random, epoch_s: float) -> dict[str, Any]:
-    """Resume the run and stop it; seconds from the signal to the end of the last step, through the save, to the exit
-    of both ranks, and how many steps were lost."""
+    """Resume the run and stop it; returns the seconds from the signal to the exit of both ranks, by phase, and the
+    number of lost steps."""
     number, rank, moment = draw.choice(SIGNALS), draw.randrange(2), draw.uniform(0, epoch_s)
     with ended(Ranks(run)) as ranks:
         ranks.until(lambda: "resuming after step" in ranks.logs[0].read_text(), "not resumed")
@@ -84,8 +89,8 @@ def stop(run: RunDir, draw: random.Random, epoch_s: float) -> dict[str, Any]:
     store = CheckpointStore(run.checkpoints)
     newest = store.steps()[-1]
     last = [line for line in read_lines(run.metrics) if "loss" in line][-1]
-    committed = store.path(newest).stat().st_ctime  # of the rename
-    # What the signal found done already took none of the stop's time.
+    committed = store.path(newest).stat().st_ctime  # the time of the rename
+    # Work that was already done when the signal arrived counts for nothing.
     done = min(max(signalled, last["time"]), exited)
     saved = min(max(done, committed), exited)
     return {
@@ -104,7 +109,7 @@ def step_seconds(run: RunDir) -> float:
 
 
 def write_seconds(run: RunDir) -> list[float]:
-    """How long this disk takes for the newest checkpoint's bytes in one file, committed as plainly as can be."""
+    """Seconds that this disk takes to write the newest checkpoint's bytes to one file with the simplest commit."""
     newest = max(run.checkpoints.glob("step_*"))
     state = b"".join(file.read_bytes() for file in newest.iterdir())
     taken = []

@@ -1,9 +1,9 @@
-"""How long a submission takes over `sbatch` itself, and one of a thousand runs, on a throwaway Slurm.
+"""The time that a submission adds to `sbatch` itself, and the submission of a thousand runs, on a throwaway Slurm.
 
 `python -m benchmarks.submit [--rounds N]`, on Debian or Ubuntu, as root; elsewhere it says what is missing and measures
-nothing. `launch.py --nodes 2` and `sbatch` with the very script that it would hand over take turns; the jobs are held,
-so that none of them runs. It must return within 0.5 s over sbatch, and a sweep of 1,000 runs, as one array, within
-10 s; the exit status says whether they do.
+nothing. `launch.py --nodes 2` alternates with a plain `sbatch` of the script that it would submit. All jobs are held,
+so that none of them runs. `launch.py` may take at most 0.5 s longer than sbatch, and a sweep of 1,000 runs, as one
+array, at most 10 s; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HELD = "launch.slurm.hold=true"
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print, write the results; 1 when one of the two takes too long."""
+    """Measure, print, write the results; returns 1 if either limit is missed."""
     parser = argparse.ArgumentParser(prog="benchmarks.submit", description="How long a submission takes.")
     parser.add_argument("--rounds", type=int, default=15, help="submissions of each kind (default: 15)")
     rounds = parser.parse_args(words).rounds
@@ -47,10 +47,10 @@ def main(words: list[str] | None = None) -> int:
     over = [ours - theirs for ours, theirs in zip(launch, sbatch)]
     figures = {"sbatch": sbatch, "launch.py --nodes 2": launch, "over sbatch": over, f"a sweep of {RUNS}": sweep}
     results = {name: spread(seconds) for name, seconds in figures.items()}
-    print(f"{'median':>8}  {'10-90 %':>13}  what ({rounds} times, the sweep {SWEEPS} times)")
+    print(f"{'median':>8}  {'10-90 %':>13}  command ({rounds} times, the sweep {SWEEPS} times)")
     for name, s in results.items():
         print(f"{s['median']:>6.2f} s  {s['p10']:>5.2f} - {s['p90']:.2f} s  {name}")
-    print(f"wanted: at most {OVER_SBATCH_S} s over sbatch, and at most {SWEEP_S:.0f} s for the sweep")
+    print(f"limits: {OVER_SBATCH_S} s over sbatch, {SWEEP_S:.0f} s for the sweep")
     limits = {"over_sbatch": OVER_SBATCH_S, "sweep": SWEEP_S}
     write_results(
         "submit", {"slurm": slurm, "rounds": rounds, "sweeps": SWEEPS, "limits_s": limits, "unit": "s", **results}
@@ -59,26 +59,26 @@ def main(words: list[str] | None = None) -> int:
 
 
 class User:
-    """Someone in the project's folder who submits to that cluster."""
+    """A user who types commands in the project folder and submits to that cluster."""
 
     def __init__(self, cluster: Cluster, root: Path) -> None:
         self.cluster = cluster
         self.root = root
 
     def types(self, *words: str) -> str:
-        """What a command prints. Raises RuntimeError, with that, when it fails."""
+        """Run a command; returns its output. Raises RuntimeError, with the output, if it fails."""
         done = subprocess.run(words, cwd=PROJECT, env=self.cluster.env, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
         return done.stdout
 
     def launches(self, *words: str) -> str:
-        """What `launch.py WORDS` prints, of which all jobs are held."""
+        """Run `launch.py WORDS` with its jobs held; returns its output."""
         return self.types(sys.executable, "launch.py", *words, HELD, f"launch.root={self.root}")
 
 
 def one_by_one(user: User, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of sbatch alone and of launch.py, in turns; the first of both, which fill caches, are dropped."""
+    """Seconds of sbatch alone and of launch.py, which alternate. The first of each, which fills caches, is dropped."""
     shown = user.launches("--nodes", "2", "--name", "shown", "--dry-run")
     script = user.root.with_suffix(".sh")
     script.write_text(shown[shown.index("#!/bin/bash") :])
@@ -94,14 +94,14 @@ def one_by_one(user: User, rounds: int) -> tuple[list[float], list[float]]:
 
 
 def sweeps(user: User) -> list[float]:
-    """Seconds of each sweep; that it is one array of so many jobs is checked."""
+    """Seconds of each sweep. Raises RuntimeError if a sweep is not one array of RUNS jobs."""
     taken = []
     for number in range(SWEEPS):
         name = f"sweep-{number}"
         began = time.perf_counter()
         user.launches("sweep", "--name", name, f"seed=1..{RUNS}")
         taken.append(time.perf_counter() - began)
-        # An array's job has the name of the sweep, and the array's own id (%F).
+        # Each job of the array has the name of the sweep; %F is the id of the array.
         jobs = user.types("squeue", "--noheader", "--array", f"--name={name}", "--format=%F").split()
         if len(jobs) != RUNS or len(set(jobs)) != 1:
             raise RuntimeError(f"{name}: {len(jobs)} jobs in {len(set(jobs))} arrays, not {RUNS} in one")

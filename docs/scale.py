@@ -1,4 +1,4 @@
-"""Writes scale.md beside it: what the measured figures in benchmarks/results come to on up to 1,024 ranks.
+"""Writes docs/scale.md, which extrapolates the figures measured in benchmarks/results to 1,024 ranks.
 
 `python -m docs.scale` after a benchmark has written other figures; a test says when that was forgotten.
 """
@@ -42,8 +42,8 @@ files per second. `python -m docs.scale` writes this page from the figures.
 ## How often to save
 
 With `checkpoint.every_minutes=auto` the interval follows from what a save costs the training and how often the run
-fails (`trainer/checkpoint/interval.py`), by Daly's formula; `trainer/checkpoint/goodput.py` has the model. An end that
-comes with a grace (a preemption, a time limit), or that one rank survives, loses no step and is no reason to save. The
+fails (`trainer/checkpoint/interval.py`), by Daly's formula; `trainer/checkpoint/goodput.py` has the model. An end with
+a grace period (a preemption, a time limit), or that one rank survives, loses no step and is no reason to save. The
 steps since the last save are lost only when all ranks die at once.
 
 Calculated, as if every failure killed all ranks: the share of time lost to saves and repeated steps. A node fails every
@@ -63,13 +63,12 @@ predicts {model_lost} s. {kept} % of the time was kept; the model predicts {mode
 ## What grows with the ranks
 
 Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is played by a thread with its own
-connection, so the work of all ranks shares {cores} cores. On separate machines they would wait less, except for the
-single store, whose processor time is listed separately. The machine was doing other work at the time. The disk is
-local.
+connection, so all ranks share {cores} cores. On separate machines they would wait less, except for the
+single store, whose processor time is listed separately. The machine was busy with other work too. The disk is local.
 
 {growth}
 
-* *meeting*: each rank leaves its card, waits for all cards and reads them, N² reads in total; *agreeing on a stop*
+* *meeting*: each rank writes its card, waits for all cards and reads them, N² reads in total; *agreeing on a stop*
   likewise.
 * *a beat*: the heartbeats that all ranks send to the store every {beat} s; *comparing beats*: rank 0's work on them.
 * *save*: {state} MB in N stripes, each fsynced, until the commit. *verify*: rank 0 reads and hashes them. *restore*:

@@ -1,1 +1,1 @@
-"""Loops to copy."""
+"""Training loops to copy."""

@@ -1,7 +1,7 @@
 #!/bin/bash
-# An allocation of one's own, to try something out.    bash examples/salloc.sh [key=value ...]
-# `python launch.py cancel first` stops it with every step kept (Ctrl-C at srun kills it), and the same again goes on.
-# By itself it does not come back: Slurm requeues only what sbatch has started.
+# An interactive allocation, to try something out.    bash examples/salloc.sh [key=value ...]
+# `python launch.py cancel first` stops it without losing a step (Ctrl-C at srun kills it); run this again to continue.
+# It does not restart by itself: Slurm requeues only jobs submitted with sbatch.
 cpus=4
 options=(--nodes=2 --ntasks-per-node=1 --cpus-per-task=$cpus --signal=USR2@90)
 # options+=(--gres=gpu:1 --constraint=a100 --mem=32G --time=08:00:00)

@@ -134,7 +134,7 @@ def test_checkpointed_activations() -> None:
 
 
 def test_ddp_leaves_buffers_alone() -> None:
-    """Otherwise it would broadcast them before each forward pass, over those that we have given out."""
+    """Otherwise DDP would broadcast them before each forward pass, over those that Laststep has broadcast."""
     (switch,) = compat.no_buffer_sync()
     assert switch in ("forward_sync_buffers", "broadcast_buffers")
 

@@ -15,7 +15,7 @@ def test_configuration_reference_is_current() -> None:
 
 
 def test_scale_page_is_current() -> None:
-    """It would go on quoting figures that nobody measures any more. The cure: python -m docs.scale"""
+    """Otherwise it would quote outdated figures. To update it: python -m docs.scale"""
     assert scale.TARGET.read_text() == scale.page()
 
 
@@ -30,7 +30,7 @@ def test_readme_shows_what_a_custom_loop_changes() -> None:
 
 
 def test_the_files_that_design_names_exist() -> None:
-    """The page answers where things are: a file that has moved would send a newcomer to nowhere."""
+    """The page says where everything is: a reference to a file that has moved would mislead a newcomer."""
     text = (PROJECT / "docs" / "design.md").read_text()
     named = set(re.findall(r"`((?:trainer|tests|benchmarks|examples|docs)/[\w./]+)`", text))
     assert len(named) > 40, "the twenty questions are answered by the names of files"

@@ -1,4 +1,4 @@
-"""The plain loop that README starts from runs, and the parts that a loop of one's own is made of can be used alone."""
+"""The plain loop that README starts from runs, and the parts of a custom training loop can be used alone."""
 
 from __future__ import annotations
 

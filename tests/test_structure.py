@@ -86,7 +86,7 @@ def test_files_are_short_and_say_what_they_are_for(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_of)
 def test_classes_are_short(path: Path) -> None:
-    """A class that nobody can hold in their head has more than one job."""
+    """A class that is too long to understand at once has more than one job."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ClassDef):
             length = (node.end_lineno or 0) - node.lineno + 1

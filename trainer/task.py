@@ -1,4 +1,4 @@
-"""Task: what a user subclasses to say what to train: data sets, model, and the loss and metrics of one batch."""
+"""Task, which users subclass to define what to train: data sets, model, and the loss and metrics of one batch."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Trainer:
             signals.release(process_ends)
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """What the requeued job is to run: the same again. None ends the run instead.
+        """Returns what the requeued job is to run: the same Trainer. None ends the run instead.
 
         submitit's signal handler calls this, which `Attempt` runs once the state is saved and the end recorded.
         """

@@ -1,4 +1,4 @@
-"""The trainings that are timed: the shortest loop (`python -m benchmarks._gpu.contenders`), and the same as a Task."""
+"""The trainings to time: a minimal loop (`python -m benchmarks._gpu.contenders`), and the same training as a Task."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from trainer.tasks.models import build_model
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-WORKLOAD = "LASTSTEP_GPU_WORKLOAD"  # in the environment of whoever trains it
-HELD = 1024  # images that lie on the device; a step takes some of them
+WORKLOAD = "LASTSTEP_GPU_WORKLOAD"  # in the environment of every training process
+HELD = 1024  # images in device memory; each step uses some of them
 LEARNING_RATE = 0.001
 
 
 class Workload(NamedTuple):
-    """What is trained; of each turn `lead` steps are not timed."""
+    """A model, its input, and the steps of a turn."""
 
     model: str
     batch_size: int
     image_size: int
-    lead: int
-    steps: int
+    lead: int  # steps at the start of each turn that are not timed
+    steps: int  # timed steps of each turn
     classes: int = 1000
     workers: int = 0
-    jpegs: str = ""  # their folder; without, images lie on the device
+    jpegs: str = ""  # the folder of JPEGs; empty: images in device memory
 
     @classmethod
     def from_env(cls) -> Workload:
-        """The one that this process is to train."""
+        """The workload that this process is to train."""
         return cls(*json.loads(os.environ[WORKLOAD]))
 
 
 class Timed(Classification):
-    """The same under Laststep, which is started as a user would."""
+    """The same training under Laststep, started as a user would start it."""
 
     def model(self) -> nn.Module:
-        """The model; from now on steps are counted."""
+        """The model; starts counting steps."""
         load = Workload.from_env()
         if PIPE in os.environ:
             Turns(DEVICE, load.lead, load.steps)
@@ -56,10 +56,10 @@ class Timed(Classification):
 
 
 class Held(Timed):
-    """Images that lie on the device; a sample is the number of one."""
+    """Training on images in device memory; a sample is the index of an image."""
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """As many as are trained on in all, so that no epoch ends in a turn."""
+        """Enough samples for all steps, so that no epoch ends during a turn."""
         load, train = Workload.from_env(), self.config.train
         self.classes = load.classes
         self.pixels = make_pixels(load)
@@ -68,13 +68,13 @@ class Held(Timed):
         return TensorDataset(numbers, labels), TensorDataset(numbers[: train.batch_size], labels[: train.batch_size])
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """The loss on these."""
+        """The loss on a batch of indices."""
         numbers, labels = batch
         return super().step(model, (as_floats(self.pixels[numbers]), labels))
 
 
 def bare() -> None:
-    """The shortest loop, with all that makes it fast."""
+    """A minimal loop with everything that makes it fast."""
     load = Workload.from_env()
     torch.backends.cudnn.benchmark = True
     model = build_model(load.model, 3, load.classes, load.image_size, {})
@@ -92,7 +92,7 @@ def bare() -> None:
 
 
 def held(load: Workload) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of images that lie on the device."""
+    """Batches of images in device memory."""
     pixels = make_pixels(load)
     while True:
         numbers = torch.randint(HELD, (load.batch_size,), device=DEVICE)
@@ -100,12 +100,12 @@ def held(load: Workload) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def make_pixels(load: Workload) -> Tensor:
-    """Images (N, H, W, C) as a decoder would give them."""
+    """Random images (N, H, W, C) in uint8, as from a decoder."""
     return torch.randint(256, (HELD, load.image_size, load.image_size, 3), dtype=torch.uint8, device=DEVICE)
 
 
 def as_floats(pixels: Tensor) -> Tensor:
-    """(N, C, H, W), channels last in memory, of mean 0 and variance 1."""
+    """The pixels as (N, C, H, W), channels last in memory, normalized to mean 0 and variance 1."""
     return (pixels.permute(0, 3, 1, 2).float() - 127.5) / 73.9
 
 

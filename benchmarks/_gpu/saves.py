@@ -1,4 +1,4 @@
-"""What a save of gigabytes costs the training loop: its stall, and the extra time of steps during the write."""
+"""The cost of a gigabyte-sized save for the training loop: its stall, and the extra time of steps during the write."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
 TENSOR = 64 << 20  # bytes per tensor
-SAVES, ENOUGH_S = 4, 60.0  # saves of each size; fewer, but at least two, if they take longer than ENOUGH_S seconds
+SAVES, ENOUGH_S = 4, 60.0  # saves of each size; fewer, but at least two, if they take longer than ENOUGH_S
 QUIET_STEPS = 20
 
 
 def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure every size that the disk has room for."""
+    """Measure every size that fits on the disk."""
     results: dict[str, Any] = {"file_system": file_system(folder)}
     print(f"{'stall':>9} {'write':>8} {'step beside':>12} {'lost':>9}   on {results['file_system']}")
     for gigabytes in given.gigabytes:
         free = shutil.disk_usage(folder).free / 1e9
         if free < 2.2 * gigabytes:  # a checkpoint is written before the previous one is deleted
-            results[f"{gigabytes:g} GB"] = left_out = f"left out: the disk has {free:.0f} GB free"
-            print(left_out)
+            results[f"{gigabytes:g} GB"] = skipped = f"left out: the disk has {free:.0f} GB free"
+            print(skipped)
             continue
         results[f"{gigabytes:g} GB"] = of_size(gigabytes, folder / f"{gigabytes:g}")
     return results
 
 
 def of_size(gigabytes: float, folder: Path) -> dict[str, Any]:
-    """Saves of a model with that many bytes of parameters: the first, which allocates the buffer, and later ones."""
+    """Measure saves of `gigabytes` of parameters: the first, which allocates the buffer, and later ones."""
     tensors = max(1, round(gigabytes * 1e9 / TENSOR))
     state = {str(number): torch.full((TENSOR // 4,), float(number), device=DEVICE) for number in range(tensors)}
     work = Work()
@@ -62,14 +62,14 @@ def of_size(gigabytes: float, folder: Path) -> dict[str, Any]:
 
 
 class Work:
-    """Steps to do during a save: products of matrices."""
+    """Steps to do during a save: matrix products."""
 
     def __init__(self) -> None:
         edge, self.products = (8192, 20) if GPU else (512, 4)
         self.matrix = torch.eye(edge, dtype=torch.bfloat16, device=DEVICE)
 
     def step(self) -> float:
-        """Do one step; returns its seconds."""
+        """Do one step; returns its duration in seconds."""
         began = time.perf_counter()
         for _ in range(self.products):
             self.matrix @ self.matrix

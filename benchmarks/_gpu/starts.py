@@ -1,4 +1,4 @@
-"""The first start of a compiled run, and the start of its next attempt, which finds in its folder what was compiled."""
+"""The first start of a compiled run, and that of its next attempt, which reuses the compiled code in the run folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from benchmarks._gpu.throughput import RESNET, words
 from benchmarks._measure import PROJECT
 
 LOAD = RESNET if GPU else Workload("convnet", 64, 32, lead=1, steps=1)
-# What rank 0 says of its first step.
+# What rank 0 logs after its first step.
 SAID = re.compile(r"first step after ([\d.]+) s: (.+)")
 DEADLINE_S = 420.0
 
 
 def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Both; what others have compiled is of no use to the first."""
+    """Measure both starts. The first cannot reuse code that other runs have compiled."""
     results = {}
     for name in ("first", "again"):
         results[name] = start(folder)
@@ -33,7 +33,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def start(folder: Path) -> dict[str, Any]:
-    """Start the run, or go on with it, up to its first step, and stop it; returns the seconds, and of what."""
+    """Start or resume the run up to its first step, then stop it; returns the seconds in total and by phase."""
     command = [sys.executable, "-um", "trainer", "--name=starts", *words(LOAD, 1000, folder)]
     command += ["train.compile=true", "train.log_every=1"]
     env = {

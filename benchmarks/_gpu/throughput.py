@@ -1,4 +1,4 @@
-"""Images per second of the bare loop and of Laststep, in turns, and how much of the device's arithmetic that is."""
+"""Images per second of the bare loop and of Laststep, which take turns, and the share of the device's peak FLOP/s."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from trainer.tasks.models import build_model
 
 RESNET = Workload("resnet50", 256, 224, lead=2, steps=40) if GPU else Workload("resnet18", 8, 32, lead=1, steps=4)
 VIT = Workload("vit_b_16", 256, 224, lead=2, steps=30) if GPU else Workload("vit_b_16", 2, 32, lead=1, steps=2)
-KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/laststep-gpu"}  # what one part compiled, the next need not
+# Shared by all parts, so that none has to compile what another has already compiled.
+KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/laststep-gpu"}
 
 
 def resnet50(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """On images that lie on the device; and what deterministic kernels cost."""
+    """A ResNet-50 on images in device memory, also with deterministic kernels."""
     return in_turns(RESNET, given.turns, folder, {"deterministic": ["train.deterministic=true"]} if GPU else {})
 
 
 def vit_b_16(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The same of a transformer."""
+    """A vision transformer on images in device memory."""
     return in_turns(VIT, given.turns, folder, {})
 
 
 def jpegs(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """On files. The steps that are not timed take what the workers have decoded meanwhile, two batches each."""
+    """A ResNet-50 on JPEG files. The untimed steps use up the batches that the workers have prefetched, two each."""
     workers = max(1, len(os.sched_getaffinity(0)) - 1)
     load = RESNET._replace(lead=2 * workers + 2, classes=10, workers=workers, jpegs=str(folder / "jpegs"))
     count = (given.turns + 1) * (load.lead + load.steps) * load.batch_size
@@ -47,7 +48,7 @@ def jpegs(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def in_turns(load: Workload, turns: int, folder: Path, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Time the bare loop, Laststep, and Laststep with other words."""
+    """Time the bare loop, Laststep, and the variants of Laststep, given as additional words."""
     commands = {"bare": [sys.executable, "-m", "benchmarks._gpu.contenders"]}
     for name, more in {"laststep": [], **variants}.items():
         steps = (turns + 1) * (load.lead + load.steps)
@@ -68,7 +69,7 @@ def in_turns(load: Workload, turns: int, folder: Path, variants: dict[str, list[
             f"{ratio['p10']:>5.3f} - {ratio['p90']:.3f} {done / 1e12:>8.3g} {done / at_best:>8.1%}  "
             f"{name}, {load.model}, batches of {load.batch_size}"
         )
-    print(f"at best: {at_best / 1e12:.3g} TFLOP/s, in large products of matrices in bf16", flush=True)
+    print(f"best: {at_best / 1e12:.3g} TFLOP/s, in large matrix products in bf16", flush=True)
     return {
         **load._replace(jpegs="")._asdict(),
         "turns": turns,
@@ -83,7 +84,7 @@ def in_turns(load: Workload, turns: int, folder: Path, variants: dict[str, list[
 
 
 def words(load: Workload, steps: int, folder: Path) -> list[str]:
-    """What configures Laststep for so many steps of it."""
+    """The command-line words that train `steps` steps of the workload with Laststep."""
     data = ["data.name=fake", "task=benchmarks._gpu.contenders.Held"]
     if load.jpegs:
         data = ["data.name=imagefolder", f"data.root={load.jpegs}", "task=benchmarks._gpu.contenders.Timed"]
@@ -102,12 +103,12 @@ def words(load: Workload, steps: int, folder: Path) -> list[str]:
         f"train.compile={str(GPU).lower()}",
         f"device={DEVICE}",
         f"launch.root={folder}",
-        "launch.hang_timeout_s=3600",  # a turn of the others is no hang
+        "launch.hang_timeout_s=3600",  # waiting for one's turn is not a hang
     ]
 
 
 def make_jpegs(folder: Path, count: int, different: int, classes: int) -> None:
-    """So many files, of which `different` are different, and the others links to them."""
+    """Create `count` files: `different` distinct images, and hard links to them for the rest."""
     draw = numpy.random.default_rng(0)
     for part in ("train", "val"):
         for label in range(classes):
@@ -122,7 +123,7 @@ def make_jpegs(folder: Path, count: int, different: int, classes: int) -> None:
 
 
 def flops_of(load: Workload) -> float:
-    """Floating-point operations of a step per image: of convolutions, matrix products and attention."""
+    """Floating-point operations per image of a step, counting convolutions, matrix products and attention."""
     with torch.device("meta"):
         model = build_model(load.model, 3, load.classes, load.image_size, {})
         images = torch.empty(2, 3, load.image_size, load.image_size)
@@ -133,7 +134,7 @@ def flops_of(load: Workload) -> float:
 
 @cache
 def matrix_rate() -> float:
-    """What the device does at best: floating-point operations per second of large matrix products in bf16."""
+    """The device's best rate: floating-point operations per second of large matrix products in bf16."""
     edge, products = (8192, 30) if GPU else (512, 3)
     a, b = (torch.randn(edge, edge, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     for _ in range(3):
@@ -147,6 +148,6 @@ def matrix_rate() -> float:
 
 
 def finish() -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all queued work."""
     if GPU:
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""Trainings that take turns at one device: each is started and compiled once, and then timed again and again.
+"""Trainings that take turns on one device: each is started and compiled once, then timed repeatedly.
 
-So a figure of one has a figure of the other beside it that is seconds old, and a start, which takes minutes on a GPU
-where much is compiled, is paid once. A training that waits for its turn sleeps, with all that it has on the device.
+The figures that are compared are thus measured seconds apart, and a start, which takes minutes on a GPU when much has
+to be compiled, happens only once. A training that waits for its turn sleeps and keeps its state on the device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from benchmarks._measure import PROJECT
 
 PIPE = "LASTSTEP_TURNS_PIPE"
-DEADLINE_S = 420.0  # for a start that compiles all, or for a turn
+DEADLINE_S = 420.0  # for a start that compiles everything, or for a turn
 
 
 class Turns:
-    """In a training: from now on its updates are counted. Of each turn the first `lead` steps are not timed, which is
-    when it takes what its loader had prepared while others had their turns. The first turn comes unasked."""
+    """The training's side: counts its optimizer updates from now on and reports the time of each turn.
+
+    The first `lead` steps of a turn are not timed: they use up the batches that the loader has prepared while the
+    others had their turns. The first turn starts without being asked for.
+    """
 
     def __init__(self, device: str, lead: int, steps: int) -> None:
         self._device, self._lead, self._steps = device, lead, steps
@@ -44,7 +47,7 @@ class Turns:
             self._done = 0
 
     def _now(self) -> float:
-        """Seconds, once the device has done all that it was given."""
+        """The time in seconds, after the device has finished all queued work."""
         if self._device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -53,9 +56,11 @@ class Turns:
 def take_turns(
     commands: Mapping[str, list[str]], env: Mapping[str, str], turns: int, folder: Path
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Run these trainings, each of which has its `Turns`. Returns, by name, the seconds until the first turn was over,
-    and for each turn after it the seconds that its steps took. Raises RuntimeError with what one printed that did not
-    train."""
+    """Run these trainings, each of which creates a `Turns`.
+
+    Returns the seconds until each had finished its first turn, by name, and for each later turn the seconds that its
+    timed steps took, by name. Raises RuntimeError, with the log, if one of them does not train.
+    """
     trainings, pipes, logs = [], {}, {}
     try:
         began = time.perf_counter()
@@ -63,9 +68,9 @@ def take_turns(
             pipes[name], theirs = Pipe()
             logs[name] = folder / f"{name}.log"
             with logs[name].open("wb") as log:
-                told = {**os.environ, **env, PIPE: str(theirs.fileno())}
+                full_env = {**os.environ, **env, PIPE: str(theirs.fileno())}
                 training = subprocess.Popen(
-                    command, cwd=PROJECT, env=told, pass_fds=[theirs.fileno()], stdout=log, stderr=subprocess.STDOUT
+                    command, cwd=PROJECT, env=full_env, pass_fds=[theirs.fileno()], stdout=log, stderr=subprocess.STDOUT
                 )
             theirs.close()
             trainings.append(training)
@@ -83,7 +88,7 @@ def take_turns(
             taken.append(seconds)
         return starts, taken
     finally:
-        for training in trainings:  # what a run does at its end is measured elsewhere
+        for training in trainings:  # the end of a run is not part of this benchmark
             training.kill()
             training.wait()
 

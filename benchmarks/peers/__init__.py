@@ -1,1 +1,1 @@
-"""What Laststep loses to each fault, and what the two usual ways of requeueing on Slurm lose to it."""
+"""The training lost to each fault, under Laststep and under the two usual ways of requeueing on Slurm."""

@@ -1,8 +1,8 @@
-"""What Laststep loses to each fault, beside submitit's plain checkpointable job and Lightning's auto-requeue.
+"""The training that Laststep loses to each fault, compared with a checkpointable submitit job and Lightning.
 
-`python -m benchmarks.peers [--runs N]`: half an hour a run, on a throwaway Slurm (Debian or Ubuntu, as root); needs
-`pip install -e '.[bench]'`. Writes results/peers.json and docs/peers.md. Exit status: 1 when a run of Laststep ended
-with other weights than its undisturbed one, 2 when something is not installed.
+`python -m benchmarks.peers [--runs N]`: half an hour per run, on a throwaway Slurm (Debian or Ubuntu, as root); needs
+`pip install -e '.[bench]'`. Writes results/peers.json and docs/peers.md. Exit status: 1 if a run of Laststep ended
+with different weights than the undisturbed run, 2 if something is not installed.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ including the queue. *By hand* means that the job was gone, or hung for {deadlin
 
 
 def main() -> int:
-    """Measure, print the table, write the results and the page."""
-    parser = argparse.ArgumentParser(prog="benchmarks.peers", description="What each fault costs three trainers.")
+    """Measure, print the table, write the results and the page; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.peers", description="What each fault costs under three trainers.")
     parser.add_argument("--runs", type=int, default=1, help="runs per fault and trainer (default: 1)")
     runs = parser.parse_args().runs
     if runs < 1:
         parser.error("--runs must be at least 1")
     lacks = missing()
     if importlib.util.find_spec("lightning") is None:
-        lacks = "benchmarks.peers needs Lightning beside Laststep: pip install -e '.[bench]'"
+        lacks = "benchmarks.peers needs Lightning in addition to Laststep: pip install -e '.[bench]'"
     if lacks:
         print(lacks, file=sys.stderr)
         return 2
 
-    # Not before: they import torch.
+    # Imported late, as they import torch.
     from benchmarks.peers import harness, workload
 
     versions = {"lightning": version("lightning"), "slurm": slurm_version()}
@@ -103,7 +103,7 @@ def main() -> int:
 
 
 def in_words(runs: list[Outcome]) -> str:
-    """What a fault cost in each of these runs, as a cell of the table."""
+    """The cost of a fault in each of these runs, as a cell of the table."""
     lost = " or ".join(dict.fromkeys(f"{o.lost} of {o.reached}" for o in runs))
     back = [o.standstill_s for o in runs if o.standstill_s is not None]
     ways = [f"back in {statistics.median(back):.0f} s"] if back else []
@@ -114,7 +114,7 @@ def in_words(runs: list[Outcome]) -> str:
 
 
 def table(outcomes: Outcomes) -> str:
-    """A row per fault, a column per trainer."""
+    """A Markdown table with a row per fault and a column per trainer."""
     trainers = list(next(iter(outcomes.values())))
     rows = [["fault", *trainers], ["---"] * (len(trainers) + 1)]
     rows += [[fault, *(in_words(row[trainer]) for trainer in trainers)] for fault, row in outcomes.items()]
@@ -122,7 +122,7 @@ def table(outcomes: Outcomes) -> str:
 
 
 def slurm_version() -> str:
-    """Of the Slurm that is installed here. Its other programs tell only where a slurm.conf is."""
+    """The version of the installed Slurm, from slurmctld: the other programs need a slurm.conf to report it."""
     return subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout.split()[-1]
 
 

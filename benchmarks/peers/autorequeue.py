@@ -1,8 +1,9 @@
-"""Lightning's auto-requeue, as its page on Slurm tells: SLURMEnvironment, DDP, and a checkpoint after each epoch.
+"""Lightning's auto-requeue, as documented on its page on Slurm: SLURMEnvironment, DDP, a checkpoint after each epoch.
 
-`srun python -m benchmarks.peers.autorequeue FOLDER` is one rank. Kinder than that page, which names no `ckpt_path`: it
-goes on from the newest checkpoint, whether it was written at the signal or after an epoch. (Without a name, a job that
-Lightning did not requeue itself starts from nothing; with "last", what was written at the signal is passed over.)
+`srun python -m benchmarks.peers.autorequeue FOLDER` starts the ranks. The documented example gives no `ckpt_path`; this
+one is kinder and resumes from the newest checkpoint, whether it was written at the signal or after an epoch. (Without
+`ckpt_path`, a job that Lightning did not requeue itself starts from scratch; "last" ignores the checkpoint written at
+the signal.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from trainer.checkpoint.weights import weights_sha256
 
 
 class Digits(LightningModule):
-    """The workload, as Lightning wants it."""
+    """The workload as a LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Digits(LightningModule):
 
 
 def main(folder: Path) -> None:
-    """One rank."""
+    """Train on one rank, from the newest checkpoint in the folder if there is one."""
     seed_everything(0, workers=True)
     digits = Digits()
     trainer = Trainer(

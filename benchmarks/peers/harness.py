@@ -1,4 +1,4 @@
-"""Hits a training on a throwaway Slurm with a fault, and sees from its record what that cost."""
+"""Injects a fault into a training run on a throwaway Slurm and measures the cost from the run's record."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from trainer.rundir import RunDir
 
 STRIKE_AT = STEPS_PER_EPOCH + STEPS_PER_EPOCH // 2  # in the middle of the second epoch
 TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH
-DEADLINE_S = 180.0  # for a job to begin, to come back, to leave, to finish
-TIME_MIN = 60  # of each job; nobody reaches it
+DEADLINE_S = 180.0  # for a job to start, to return after a fault, to leave the queue, or to finish
+TIME_MIN = 60  # time limit of each job, which none reaches by itself
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a fault cost. Steps count from the start of the run."""
+    """The cost of a fault. Steps count from the start of the run."""
 
-    reached: int  # the last step before the attempt that was hit ended
+    reached: int  # the last step of the attempt that was hit
     lost: int  # steps done more than once
-    by_itself: bool  # it went on, or came to its end, without anyone doing anything
-    standstill_s: float | None  # from the last step of the attempt that was hit to the first that is beyond it
-    same_weights: bool | None  # as those of the undisturbed run; None: it did not finish
+    by_itself: bool  # whether the run continued or finished without manual intervention
+    standstill_s: float | None  # from the last step of the attempt that was hit to the first new step
+    same_weights: bool | None  # whether the weights equal those of the undisturbed run; None: the run did not finish
 
 
 class TaskLoop:
-    """One training under one trainer, in a folder and on a cluster of its own."""
+    """One training run under one trainer, in its own folder, on the given cluster."""
 
     def __init__(self, trainer: str, folder: Path, cluster: Cluster) -> None:
         folder.mkdir(parents=True)
@@ -44,7 +44,7 @@ class TaskLoop:
         self.started = False
 
     def submit(self) -> None:
-        """What its user types; the second time, to go on with it."""
+        """Run the command that a user would type to start the run or, the second time, to continue it."""
         subprocess.run(
             COMMANDS[self.trainer](self.folder, self.started),
             cwd=PROJECT,
@@ -56,7 +56,7 @@ class TaskLoop:
         self.started = True
 
     def attempts(self) -> list[list[tuple[int, float]]]:
-        """(step, Unix time) of each step of each attempt that has done one, in order."""
+        """(step, Unix time) of each step, by attempt, in order. Attempts without a step are left out."""
         found: dict[str, list[tuple[int, float]]] = {}
         steps = self.folder / "steps.txt"
         for line in steps.read_text().splitlines() if steps.exists() else ():
@@ -65,11 +65,11 @@ class TaskLoop:
         return list(found.values())
 
     def jobs(self, *options: str) -> list[str]:
-        """Ids of jobs in the queue, those of other partitions left out."""
+        """Ids of the jobs in the queue of partition main."""
         return self.cluster.run("squeue", "-h", "-p", "main", "-o", "%i", *options).split()
 
     def weights(self) -> str | None:
-        """Fingerprint of the final weights; None as long as there are none."""
+        """Fingerprint of the final weights; None until the run has finished."""
         if self.trainer != "Laststep":
             file = self.folder / "weights.sha256"
             return file.read_text() if file.exists() else None
@@ -77,18 +77,18 @@ class TaskLoop:
         return newest[0]["weights_sha256"] if newest and newest[0]["step"] == TOTAL_STEPS else None
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait for it. Raises TimeoutError, which says `what` did not happen."""
+        """Wait for the condition. Raises TimeoutError with `what`, a predicate such as "did not end"."""
         self.cluster.wait_for(condition, DEADLINE_S, f"{self.trainer} in {self.folder} {what}")
 
     def clear(self) -> None:
-        """Cancel what is in the queue, and wait until it is gone."""
+        """Cancel the jobs in the queue and wait until they are gone."""
         if jobs := self.jobs():
             self.cluster.run("scancel", *jobs)
-        self.until(lambda: not self.jobs(), "stays in the queue though cancelled")
+        self.until(lambda: not self.jobs(), "stayed in the queue after scancel")
 
 
 def undisturbed(training: TaskLoop) -> str:
-    """The weights that nobody hindered."""
+    """The fingerprint of the final weights of a run without faults. Raises RuntimeError if it does not finish."""
     training.submit()
     training.until(lambda: not training.jobs(), "did not end")
     if (weights := training.weights()) is None:
@@ -97,18 +97,18 @@ def undisturbed(training: TaskLoop) -> str:
 
 
 def hit(training: TaskLoop, strike: Callable[[TaskLoop, str], None], weights: str) -> Outcome:
-    """Strike in the middle of an epoch, and see it through to the end, by hand where it does not come back."""
+    """Inject a fault in the middle of an epoch and wait for the run to end, resubmitting it if it does not return."""
     training.submit()
-    training.until(lambda: len(training.attempts()) and training.attempts()[0][-1][0] >= STRIKE_AT, "did not begin")
+    training.until(lambda: len(training.attempts()) and training.attempts()[0][-1][0] >= STRIKE_AT, "did not start")
     (job,) = training.jobs("-t", "RUNNING")
     strike(training, job)
     with contextlib.suppress(TimeoutError):
-        training.until(lambda: len(training.attempts()) > 1 or not training.jobs(), "did not come back")
+        training.until(lambda: len(training.attempts()) > 1 or not training.jobs(), "did not return")
     by_itself = len(training.attempts()) > 1 or training.weights() is not None
     if not by_itself:
         training.clear()
         training.submit()
-        training.until(lambda: len(training.attempts()) > 1, "did not come back by hand either")
+        training.until(lambda: len(training.attempts()) > 1, "did not return after resubmission either")
     try:
         training.until(lambda: not training.jobs(), "did not end")
     except TimeoutError:
@@ -129,28 +129,29 @@ def hit(training: TaskLoop, strike: Callable[[TaskLoop, str], None], weights: st
 
 
 def preempt(training: TaskLoop, job: str) -> None:
-    """A job of higher priority takes all nodes: Slurm sends SIGTERM, KillWait later SIGKILL, and requeues the job."""
+    """A higher-priority job takes all nodes: Slurm sends SIGTERM, then SIGKILL after KillWait, and requeues the job."""
     words = ("--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     training.cluster.run("sbatch", *words)
 
 
 def user_signal(training: TaskLoop, job: str) -> None:
-    """The signal that asks for a requeue, by hand."""
+    """Send SIGUSR2, the signal that requests a requeue, by hand."""
     training.cluster.run("scancel", "--signal=USR2", job)
 
 
 def kill_one(training: TaskLoop, job: str) -> None:
-    """As the kernel does when a node is out of memory."""
+    """Kill one rank, as the kernel does when a node is out of memory."""
     _kill(training, 1)
 
 
 def kill_all(training: TaskLoop, job: str) -> None:
-    """The same to every rank."""
+    """Kill every rank."""
     _kill(training, 0, 1)
 
 
 def time_limit(training: TaskLoop, job: str) -> None:
-    """The job's time limit comes within a minute or so, with a warning by SIGUSR2; the next attempt has time again."""
+    """Let the job reach its time limit within a minute or so, after a warning by SIGUSR2; the next attempt has the full
+    time again."""
     minutes, seconds = training.cluster.run("squeue", "-h", "-j", job, "-o", "%M").strip().split(":")
     limit = int(minutes) + (1 if int(seconds) <= 30 else 2)
     training.cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
@@ -198,7 +199,7 @@ def _laststep(folder: Path, again: bool) -> list[str]:
     return [sys.executable, "launch.py", "--nodes", "2", "--time", str(TIME_MIN), "--name", "run", root, *words]
 
 
-# What a user types to start a training in a folder, or to go on with it.
+# The command that a user types to start a run in a folder, or to continue it.
 COMMANDS: dict[str, Callable[[Path, bool], list[str]]] = {
     "submitit, checkpointable": _plain,
     "Lightning, auto-requeue": _lightning,

@@ -1,4 +1,4 @@
-"""The same training under Laststep: its ready-made task, with the record."""
+"""The same training under Laststep: its classification task, which also records each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.world.launchers import detect_world
 
 
 class Recorded(Classification):
-    """Image classification that leaves a record of each step."""
+    """Image classification that records each step."""
 
     def model(self) -> nn.Module:
         """The same model, from the same seed."""

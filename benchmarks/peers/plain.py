@@ -1,8 +1,8 @@
 """The checkpointable submitit job that most labs copy: DistributedDataParallel, and a checkpoint after each epoch.
 
-`python -m benchmarks.peers.plain FOLDER` submits it. In the copies, `checkpoint()` alone looks for the newest
-checkpoint, so that a preemption, at which submitit does not call it, starts from nothing. This one is kinder: it looks
-in `__call__`, whoever started it.
+`python -m benchmarks.peers.plain FOLDER` submits it. In the usual copies only `checkpoint()` looks for the newest
+checkpoint. submitit does not call it at a preemption, so the job then starts from scratch. This one is kinder: it looks
+in `__call__`, i.e. at every start.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from trainer.checkpoint.weights import weights_sha256
 
 
 class Trainer:
-    """What submitit runs in each rank."""
+    """The callable that submitit runs in each rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __call__(self) -> None:
-        """Train from the last epoch's checkpoint on."""
+        """Train, starting from the checkpoint of the last epoch if there is one."""
         here = submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
         dist.init_process_group("gloo")
         model = workload.build()
@@ -60,12 +60,12 @@ class Trainer:
         dist.destroy_process_group()
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """submitit asks at SIGUSR2 what to run when the job is requeued."""
+        """Called by submitit at SIGUSR2; returns what to run after the requeue."""
         return submitit.helpers.DelayedSubmission(type(self)(self.folder))
 
 
 def main(folder: Path) -> None:
-    """Submit it."""
+    """Submit the job."""
     executor = submitit.AutoExecutor(folder=folder / "logs", slurm_max_num_timeout=30)
     executor.update_parameters(
         nodes=2, tasks_per_node=1, cpus_per_task=1, timeout_min=60, slurm_signal_delay_s=20, name="plain"
@@ -74,7 +74,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # By its full name, as a job's ranks must find it: what stands in __main__ they cannot import.
+    # Imported by its full name: the ranks of the job unpickle Trainer, and could not import it from __main__.
     from benchmarks.peers import plain
 
     plain.main(Path(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""The training that all three trainers do alike, and the record that they leave of it.
+"""The training that all three trainers do, and the record that they write.
 
-The step is read from the model itself (batch norm counts the batches that it has learned from, and that count is part
-of the weights), so that no trainer can be mistaken about where it has resumed.
+The step is read from the model itself (batch norm counts the batches that it has seen, and that count is part of the
+weights), so that no trainer can misreport where it has resumed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EPOCHS = 6
 BATCH_SIZE = 32  # over both ranks
 STEPS_PER_EPOCH = 125  # of the 4,000 digits
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
-# As if on a larger model: the steps of all trainers take the same time, far longer than what a trainer adds to them.
+# As with a larger model: a step takes the same time under every trainer, far longer than the trainer's overhead.
 STEP_S = 0.1
 RECORD = "LASTSTEP_PEERS_RECORD"  # the folder of the record, in the environment of every rank
 
@@ -46,7 +46,7 @@ def training_set() -> Dataset[Any]:
 def record_steps(model: nn.Module, rank: int) -> None:
     """From now on, write "step time pid" into the record after each step of rank 0, and make each step last STEP_S.
 
-    The rank's pid goes into a file of its own, for the fault that kills it.
+    The rank's pid is written to a separate file, for the fault that kills it.
     """
     folder = Path(os.environ[RECORD])
     (folder / f"rank_{rank}.pid").write_text(str(os.getpid()))

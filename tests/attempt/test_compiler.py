@@ -1,6 +1,6 @@
-"""torch's compiler is not imported by a run that compiles nothing, and is there for any code that asks for it.
+"""torch's compiler is not imported by a run that compiles nothing, and is available to any code that asks for it.
 
-What it makes is kept for the next attempt: tests/loops/test_exact.py has a run that finds it again.
+Compiled code is kept for the next attempt: tests/loops/test_exact.py has a run that reuses it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NOT_IMPORTED = "'torch._dynamo.eval_frame' not in sys.modules"
 
 
 def run(code: str) -> str:
-    """Run Python code in an interpreter of its own; returns what it printed."""
+    """Run Python code in a new interpreter; returns what it printed."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -60,7 +60,7 @@ def test_it_is_not_imported() -> None:
 
 @pytest.mark.parametrize(("value", "in_place"), [(None, True), ("0", True), ("", True), ("1", False)])
 def test_it_can_be_switched_off(value: str | None, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LASTSTEP_KEEP_COMPILER=1, for whoever suspects the stand-in: torch's compiler is imported as usual."""
+    """LASTSTEP_KEEP_COMPILER=1, for users who suspect the stand-in: torch's compiler is imported as usual."""
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     before = list(sys.meta_path)
     monkeypatch.setattr(sys, "meta_path", list(before))
@@ -104,7 +104,7 @@ def test_the_compiler_has_what_the_stand_in_has() -> None:
     ],
 )
 def test_code_that_asks_for_it_gets_it(asked: str) -> None:
-    """A task may compile by itself whatever the configuration says; its training continues as before."""
+    """A task may compile by itself regardless of the configuration; its training continues as before."""
     imported = NOT_IMPORTED.replace("not in", "in")
     code = f"{TRAIN}\nassert {NOT_IMPORTED}\n{asked}\nassert {imported}\ntrain(parallel)\nprint('trained')"
     assert run(code).splitlines()[-1] == "trained"

@@ -14,7 +14,7 @@ from trainer.config.schema import Launch
     ("number", "seconds"), [(SIGTERM, 20.0), (SIGUSR2, 90.0)], ids=["SIGKILL follows", "a warning"]
 )
 def test_deadlines(number: Signals, seconds: float) -> None:
-    """At half of the time the step is given up; at the last moment nothing is waited for."""
+    """At half of the grace time the step is given up; just before its end no rank waits for anything."""
     grace = GracePeriod(Launch(grace_s=20, signal_delay_s=90))
     assert grace.seconds(number) == seconds
     assert not grace.gives_up_step(number, seconds / 2) and grace.gives_up_step(number, seconds / 2 + 0.1)
@@ -23,7 +23,7 @@ def test_deadlines(number: Signals, seconds: float) -> None:
 
 
 def test_without_an_answer() -> None:
-    """Outside Slurm, or when it does not answer, it is what most clusters have: Slurm's default."""
+    """Outside Slurm, or if Slurm does not answer, the grace time is Slurm's default, which most clusters have."""
     grace = GracePeriod(Launch(grace_s=None))
     assert grace.kill_wait_s is None, "still to be asked for"
     assert grace.seconds(SIGTERM) == 30

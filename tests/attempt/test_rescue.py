@@ -28,7 +28,7 @@ def slug(request: pytest.FixtureRequest) -> str:
 
 
 def goes_on(root: Path, name: str, ranks: int, *options: str) -> RunDir:
-    """The next attempt, which must finish as if nothing had been."""
+    """The next attempt, which must finish like an undisturbed run."""
     run = train(config(root, name, ranks, (*FAULTY, *options)))
     assert fingerprint(run) == undisturbed(ranks, options)
     return run

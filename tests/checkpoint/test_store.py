@@ -248,7 +248,7 @@ def test_unreadable_is_skipped(store: CheckpointStore, monkeypatch: pytest.Monke
     st.integers(0, 2),
 )
 def test_prune(found: dict[int, tuple[float | None, str]], keep_last: int, keep_best: int) -> None:
-    """After a save, whatever was damaged before, the newest and best checkpoints remain, one of them intact."""
+    """After a save, no matter what was damaged before, the newest and best checkpoints remain, one of them intact."""
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore(Path(folder))
         readable: dict[int, float | None] = {}

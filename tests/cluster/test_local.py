@@ -225,7 +225,7 @@ def test_mnist_from_a_folder(terminal: Terminal, tmp_path: Path) -> None:
 
 def test_image_folder(terminal: Terminal, tmp_path: Path) -> None:
     """A folder of pictures per class, with a torchvision model and augmentation, in two ranks with loader workers. When
-    one of them is damaged meanwhile, the run ends with its name, and goes on once it is replaced."""
+    one of them is damaged meanwhile, the run ends with its name, and continues once it is replaced."""
     photos = make_folder(tmp_path / "data", train=16, val=16)
     words = (
         "--local", "--tasks-per-node", "2", "--name", "jpg", "data.name=imagefolder", f"data.root={photos}",

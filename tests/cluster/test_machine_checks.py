@@ -162,7 +162,7 @@ def test_gpus_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_precision_that_the_gpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU without bf16 would emulate it, slower than fp32, and nobody would know why."""
+    """A GPU without bf16 would emulate it, slower than fp32, without any sign of the reason."""
     gpus(1, monkeypatch, bf16=False)
     with pytest.raises(
         ConfigError, match=r"train\.precision=bf16: Tesla P100 has no bf16 arithmetic; use fp16 or fp32"

@@ -113,8 +113,8 @@ def test_a_file_keeps_its_order(run: RunDir) -> None:
 
 
 def test_larger_than_memory(run: RunDir) -> None:
-    """Weeks of a large run are gigabytes: what is held at a time is a little of each file, and none of a line that has
-    no end, as a progress bar writes it."""
+    """The logs of weeks of a large run are gigabytes: only a small part of each file is in memory at a time, and no
+    part of a line that does not end, such as a progress bar's."""
     long = f"[laststep 10:00:00] {'.' * 100_000}"
     for rank in range(2):
         says(run, rank, *[long] * 60, "bar" * 2_000_000)

@@ -1,6 +1,6 @@
 """The status of a run, from Slurm's queue and the run's own files, without accounting.
 
-A wrong status is expensive: nobody looks again at a run that seems finished, and one that seems lost is started twice.
+A wrong status is expensive: a run that seems finished is forgotten, and one that seems lost is started twice.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def run(tmp_path: Path) -> RunDir:
         (SILENT, [attempt(0, "preempted", requeue=True)], None, "unknown", "squeue does not answer"),
         (SILENT, [attempt(0, "finished")], None, "finished", ""),
         (SILENT, [attempt(0, "cancelled")], None, "cancelled", ""),
-        # An attempt of an older job says nothing of the one that was submitted to go on.
+        # An attempt of an older job says nothing about the job that was submitted to continue the run.
         (EMPTY, [attempt(0, "failed", job_id="3")], None, "cancelled", "job left the queue before it started"),
         (SILENT, [attempt(0, "failed", job_id="3")], None, "unknown", "squeue does not answer"),
         (queued("PENDING", "Priority"), [attempt(0, "failed", job_id="3")], None, "queued", "Priority"),
@@ -145,8 +145,8 @@ def test_a_run_that_a_crash_has_damaged(run: RunDir, capfd: pytest.CaptureFixtur
 
 
 def test_a_run_of_an_older_version(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
-    """It lacks files and fields that were not known then. It can be looked at; what cannot be done with it is said, and
-    where the reason stands."""
+    """An older run lacks files and fields that did not exist then. Its status can be shown; the message names what is
+    not possible, and where the reason is documented."""
     known = {key: value for key, value in attempt(0, "preempted").items() if key not in ("lost_s", "step_s", "requeue")}
     write(run.attempts, known)
     run.submissions.unlink()

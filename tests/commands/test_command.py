@@ -25,7 +25,7 @@ from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
-# Wrong input, as far as the words and this machine can tell.
+# Wrong input that can be recognized from the words and this machine.
 WRONG = [
     (["optm.lr=1"], "optm.lr: no such key; did you mean optim.lr?"),
     (["lr=1"], "lr: no such key; did you mean optim.lr?"),

@@ -1,7 +1,7 @@
-"""Loading: a sample is the same whichever process loads it, and whatever else is in its batch.
+"""Loading: a sample does not depend on the process that loads it, nor on the rest of its batch.
 
 If a sample depended on the number of workers or ranks, on the first step of an attempt or on the rest of its batch, a
-resumed run would learn from different images than the undisturbed one, and nobody would notice.
+resumed run would learn from different images than the undisturbed one, without any sign of it.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def rows() -> TensorDataset:
 
 
 def test_memory_gives_the_batches_of_samples() -> None:
-    """Batches indexed as a whole equal those that torch makes of single samples, types included."""
+    """Batches indexed as a whole equal those that torch collates from single samples, types included."""
     keys = list(TrainBatchKeys(Order(30, 7, 3), range(9), 0, 1, 1))
     tensors = rows()
     slowly = list(loading(collate=default_collate).loader(tensors, 3, keys))
@@ -451,7 +451,7 @@ def test_nowhere_to_keep_decoded_images(photos: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_worker_dies_while_it_adds_an_image(cached: tuple[Classification, ImageFiles]) -> None:
-    """A half-written entry is no entry: the model would train on other pixels too, and nobody would notice."""
+    """A half-written entry does not count: otherwise the model would silently train on other pixels too."""
     task, images = cached
     expected = samples(task, images, 0, 1)
     assert images.decoded is not None and images.decoded._file is not None
@@ -490,7 +490,7 @@ def test_a_damaged_file_is_named(damage: str, workers: int, tmp_path: Path) -> N
 
 
 def test_a_file_that_is_gone_may_come_back(tmp_path: Path) -> None:
-    """An error of the disk is no configuration error: a shared disk may come back, and then the run continues."""
+    """An error of the disk is no configuration error: a shared disk may recover, and then the run continues."""
     make_folder(tmp_path, train=4, val=2)
     words = ["data.name=imagefolder", f"data.root={tmp_path}", "data.args.image_size=24"]
     train, _ = Classification(Config.load(None, words)).datasets()

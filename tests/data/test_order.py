@@ -1,6 +1,6 @@
 """The order of samples: each sample exactly once per epoch, on any number of ranks and however often that changes.
 
-A sample used twice or never would make a resumed run another experiment, and nobody would notice.
+A sample used twice or never would silently make a resumed run another experiment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def step_samples(order: Order, step: int, size: int, micro_batches: int) -> list
 
 @given(ORDERS, st.data())
 def test_each_sample_once_an_epoch(order: Order, data: st.DataObject) -> None:
-    """Even if each step of the epoch runs on another number of ranks and micro-batches, as after as many resumes."""
+    """Even if each step of the epoch runs on a different number of ranks and micro-batches, as after many resumes."""
     epoch = data.draw(st.integers(0, 3))
     seen: list[int] = []
     for step in range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch):
@@ -87,7 +87,7 @@ def test_validation_sees_each_sample_once(samples: int, batch_size: int, size: i
 
 @given(ORDERS, st.lists(st.integers(0, 400), min_size=1, max_size=6))
 def test_order_is_pure(order: Order, steps: list[int]) -> None:
-    """A step has the same samples whatever was asked before: a resumed process has another past."""
+    """The samples of a step do not depend on earlier queries: a resumed process has a different history."""
     first = [order.batch(step) for step in steps]
     assert [Order(order.samples, order.batch_size, order.seed).batch(step) for step in reversed(steps)] == first[::-1]
 

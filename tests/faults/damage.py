@@ -76,7 +76,7 @@ def half_delete(files: list[Path], aim: float) -> None:
 
 
 def lose_manifest(files: list[Path], aim: float) -> None:
-    """Delete the manifest: the other files are there, but nothing can tell whether they are intact."""
+    """Delete the manifest: the other files remain, but it is impossible to check whether they are intact."""
     files[0].with_name(MANIFEST).unlink()
 
 

@@ -134,7 +134,7 @@ class Turn:
 
     @contextlib.contextmanager
     def take(self, alone: bool) -> Iterator[None]:
-        """Hold the lock alone, or share it. Those who want it alone come first."""
+        """Hold the lock alone, or share it. Waiters for exclusive use come first."""
         with self._changed:
             if alone:
                 self._waiting += 1

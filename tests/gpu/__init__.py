@@ -1,4 +1,4 @@
-"""Tests of GPUs: `make gpu-check`. Those that also mean something on a CPU run there as well, in `make test`.
+"""Tests on a GPU: `make gpu-check`. Tests that also make sense on a CPU run on a CPU as well, in `make test`.
 
 benchmarks/gpu.py says how to run these tests on a machine that has torch and nothing else.
 """

@@ -1,4 +1,4 @@
-"""Tests that need a GPU are skipped where there is none."""
+"""Skips tests that need a GPU on machines without one."""
 
 from __future__ import annotations
 

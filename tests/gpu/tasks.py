@@ -1,4 +1,4 @@
-"""Tasks that tests train on a GPU, and what their ranks do first."""
+"""Tasks that tests train on a GPU, and the setup of their ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from trainer.config.config import Config
 from trainer.tasks.classification import Classification
 from trainer.world import device
 
-LONG = 200_000_000_000  # clock cycles of a GPU: a minute and more
+LONG = 200_000_000_000  # clock cycles of a GPU: more than a minute
 
 
 def share_the_gpu() -> None:
-    """All ranks take the first GPU. NCCL would refuse that, so they are to meet over gloo."""
+    """Make all ranks use the first GPU. NCCL would refuse that, so these ranks use gloo."""
     device._choose_device = lambda config, world: torch.device("cuda", 0)
 
 
 class FaultyOnGPU(Faulty):
-    """Like Faulty, or "kernel": the GPU is given one that does not end, and the rank waits for it; or "asks": for
-    more of the device's memory than there is."""
+    """Like Faulty, with two more faults: "kernel" starts a GPU kernel that does not end, and the rank waits for it;
+    "asks" requests more device memory than there is."""
 
     def befall(self) -> None:
         super().befall()
@@ -34,7 +34,7 @@ class FaultyOnGPU(Faulty):
 
 
 class NeverWaits(Classification):
-    """The rank must not wait for the GPU, from its second step on, but where a progress line needs the loss."""
+    """From its second step on, the rank must not wait for the GPU, except where a progress line needs the loss."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""The parts that meet the GPU, each alone."""
+"""The parts that use the GPU, each alone."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from trainer.world.world import World
 
 
 def learner(device: str, world: World) -> Learner:
-    """One that trains a ResNet-18 on that device."""
+    """A learner that trains a ResNet-18 on that device."""
     config = Config.load(None, [f"device={device}", "optim.name=adamw", "optim.lr=0.001", "optim.clip_norm=1"])
     return Learner(config, Classified(config, resnet), Group(world, dist.HashStore(), torch.device(device)), 10)
 
 
 def train(learning: Learner, samples: int) -> list[float]:
-    """The losses of a few steps, each on all images, which are a part of so many samples."""
+    """The losses of a few steps, each on all images, which are part of a global batch of this many `samples`."""
     batch = (IMAGES.to(learning.device), LABELS.to(learning.device))
     learning.warm_up(batch)
     losses = []
@@ -51,8 +51,8 @@ def train(learning: Learner, samples: int) -> list[float]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_over_the_collectives(device: str) -> None:
-    """NCCL (on CPUs gloo) reduces gradients, losses and buffers as one rank alone has them: a rank of two, the other
-    one being left out of the collectives, has half the samples and so the same mean."""
+    """NCCL (gloo on CPUs) reduces gradients, losses and buffers to the values that a single rank has: one of two ranks,
+    with the other left out of the collectives, has half the samples and therefore the same mean."""
     torch.use_deterministic_algorithms(device == "cuda")
     expected = train(learner(device, a_world()), len(IMAGES))
     place = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
@@ -67,7 +67,7 @@ def test_over_the_collectives(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_save_is_of_its_moment(tmp_path: Path, device: str) -> None:
-    """The copy has arrived when the training goes on and overwrites what was to be saved, however large it is."""
+    """The copy is complete before training continues and overwrites the state that is being saved, however large."""
     weight = torch.arange(20_000_000, dtype=torch.float32, device=device)
     expected = weight.to("cpu", copy=True)
     store = CheckpointStore(tmp_path)
@@ -84,8 +84,8 @@ def test_a_save_is_of_its_moment(tmp_path: Path, device: str) -> None:
 @pytest.mark.parametrize("workers", [None, 0, 1])
 @pytest.mark.parametrize("device", DEVICES)
 def test_batches_arrive_whole(device: str, workers: int | None) -> None:
-    """From memory (None) or from workers, onto a device that is far behind: what it reads in the end is each batch,
-    neither what was there before the copy nor the batch after it."""
+    """Batches from memory (None) or from workers are copied to a device that is far behind. It must read each batch as
+    it is, not the contents of the memory before the copy, nor the batch after it."""
     rows = torch.randn(64, 1000, 1000)
     dataset = TensorDataset(rows, torch.arange(64))
     keys = [(0, range(first, first + 8)) for first in range(0, 64, 8)]
@@ -102,7 +102,7 @@ def test_batches_arrive_whole(device: str, workers: int | None) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_images_in_memory(device: str) -> None:
-    """Every device augments the same image in the same way, and makes the same numbers of it but for the last bits."""
+    """Every device augments the same image in the same way, with the same result except for the last bits."""
     pixels = torch.randint(0, 256, (40, 16, 16, 3), dtype=torch.uint8)
     images = Images(pixels, torch.arange(40), 16, Augmentation(4, mirror=True))
     for key in ((0, [3, 1, 2]), (5, range(40))):
@@ -117,8 +117,8 @@ def test_images_in_memory(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_jpegs_decoded_on_the_device(device: str, tmp_path: Path) -> None:
-    """The same pixels whoever shares the batch, or a resumed run with another last batch would learn from others; and
-    those that a worker would have made, but for what one decoder rounds otherwise than another."""
+    """The pixels do not depend on the rest of the batch; otherwise a resumed run whose batches differ would learn from
+    other pixels. And they are those that a worker would produce, except for rounding differences between decoders."""
     root = make_folder(tmp_path, train=12, val=1)
     images = ImageFiles(str(root), "train", 24, augment=False, decode_on_device=True)
     batch: list[Any] = [images[index][0] for index in range(12)]
@@ -133,7 +133,7 @@ def test_jpegs_decoded_on_the_device(device: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_hello(device: str) -> None:
-    """What `doctor --nodes` has each rank do."""
+    """The check that `doctor --nodes` runs in each rank."""
     one = set_up_device(Config.load(None, [f"device={device}"]), a_world())
     assert one.type == device
     greeting = measure(Group(a_world(), dist.HashStore(), one))
@@ -142,7 +142,7 @@ def test_hello(device: str) -> None:
 
 @needs_gpu
 def test_doctor(tmp_path: Path) -> None:
-    """It names each GPU, and finds that torch can use all that the driver has."""
+    """doctor names each GPU, and finds that torch can use every GPU that the driver reports."""
     command = [sys.executable, str(PROJECT / "launch.py"), "doctor", f"launch.root={tmp_path}"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     for index in range(torch.cuda.device_count()):

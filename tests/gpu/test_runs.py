@@ -1,6 +1,6 @@
-"""Runs on a GPU are as exact, as safe and as fast to save as those on CPUs, of which the rest of tests/ tells.
+"""Runs on a GPU are as exact, as safe and as fast to save as those on CPUs, which the rest of tests/ covers.
 
-One rank, on one GPU, but where a test says otherwise.
+One rank on one GPU, unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
 EXACT = "train.deterministic=true"
-NO_DROPOUT = "model.args.dropout=0"  # a GPU draws other numbers than a CPU
-# A GPU takes seconds for its first step.
+NO_DROPOUT = "model.args.dropout=0"  # a GPU draws different random numbers than a CPU
+# The first step on a GPU takes seconds.
 FAULTY_ON_GPU = (*FAULTY, "task=tests.gpu.tasks.FaultyOnGPU", "launch.hang_timeout_s=15", EXACT)
 
 
 def hashes(run: RunDir) -> dict[int, str]:
-    """That of every tensor which a checkpoint holds, by its step."""
+    """The fingerprint of all tensors in a checkpoint, by step."""
     store = CheckpointStore(run.checkpoints)
     manifests = [store.verify(step) for step in store.steps()]
     return {manifest.step: manifest.files[manifest.shards[0]]["sha256"] for manifest in manifests}
@@ -33,7 +33,7 @@ def hashes(run: RunDir) -> dict[int, str]:
 
 @needs_gpu
 def test_jpegs_decoded_on_the_gpu_are_exact(root: Path) -> None:
-    """Of a resumed run, as of an undisturbed one."""
+    """Compare a resumed run with an undisturbed one."""
     photos = make_folder(root / "photos", train=24, val=8, classes=3)
     words = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "data.args.augment=true")
     late = (*words, "data.args.decode_on_device=true", "data.workers=1", "device=cuda", NO_DROPOUT, EXACT)
@@ -42,7 +42,7 @@ def test_jpegs_decoded_on_the_gpu_are_exact(root: Path) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_everything_is_exact(root: Path, device: str) -> None:
-    """Averaging, accumulation, AdamW, warm-up, clipping, loader workers: all of their state comes back."""
+    """Averaging, accumulation, AdamW, warm-up, clipping, loader workers: all of their state is restored."""
     stop_and_resume(root, f"everything-{device}", 1, (*EVERYTHING, f"device={device}", EXACT), "SIGTERM step 4 rank 0")
 
 
@@ -58,7 +58,7 @@ def test_everything_is_exact(root: Path, device: str) -> None:
     ],
 )
 def test_each_arithmetic_is_exact(root: Path, options: str, request: pytest.FixtureRequest) -> None:
-    """cuDNN, cuBLAS and compiled kernels choose how to add up, and must choose alike in every attempt."""
+    """cuDNN, cuBLAS and compiled kernels choose the order of sums, and must choose the same in every attempt."""
     name = f"exact-{request.node.callspec.indices['options']}"
     stop_and_resume(root, name, 1, (*options.split(), "device=cuda", EXACT), "SIGTERM step 4 rank 0")
 
@@ -74,8 +74,8 @@ def test_two_gpus(root: Path) -> None:
     [("cpu", "cpu"), pytest.param("cpu", "cuda", marks=needs_gpu), pytest.param("cuda", "cpu", marks=needs_gpu)],
 )
 def test_from_device_to_device(root: Path, before: str, after: str) -> None:
-    """A run that began on a GPU is continued where there is none, and the other way round: at its step, and with its
-    optimiser's and its average's state, since the losses stay those of the run that was left where it was."""
+    """A run that began on a GPU continues on a CPU, and the other way round: at its step, and with the state of its
+    optimiser and average, since the losses are those of a run that did not change devices."""
     options = (*EVERYTHING, NO_DROPOUT, EXACT, f"device={before}")
     name = f"from-{before}-to-{after}"
     stopped = Attempt(config(root, name, 1, options), {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 4 rank 0"})
@@ -89,7 +89,7 @@ def test_from_device_to_device(root: Path, before: str, after: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_saves_beside_the_training(root: Path, device: str) -> None:
-    """A save after each step, written while the next steps change everything: each holds its own step, to the bit."""
+    """With a save after each step, written while the next steps change the state, each holds exactly its own step."""
     every = ("checkpoint.every_steps=1", "checkpoint.keep_last=20", "train.epochs=1", f"device={device}", EXACT)
     beside = train(config(root, f"beside-{device}", 1, (*EVERYTHING, *every)))
     waiting = train(config(root, f"waiting-{device}", 1, (*EVERYTHING, *every, "checkpoint.asynchronous=false")))
@@ -102,7 +102,7 @@ def test_saves_beside_the_training(root: Path, device: str) -> None:
     "options", ["train.precision=bf16", "train.precision=fp16 train.accumulate=2 optim.clip_norm=1"]
 )
 def test_no_step_waits_for_the_gpu(root: Path, options: str) -> None:
-    """Else the GPU would idle at each step until Python has prepared the next."""
+    """Otherwise the GPU would idle after each step until Python has prepared the next."""
     name = f"waits-{options.split()[0][-4:]}"
     more = ("task=tests.gpu.tasks.NeverWaits", "data.args.samples=48", "train.ema_decay=0.9", "optim.clip_norm=1")
     run = train(config(root, name, 1, (*options.split(), *more, "device=cuda")))
@@ -111,7 +111,7 @@ def test_no_step_waits_for_the_gpu(root: Path, options: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_out_of_memory(root: Path, device: str) -> None:
-    """The record says so, the log what to set, the last whole step is kept, and the run goes on from there."""
+    """The record gives the reason, the log a setting that helps; the last complete step is kept. The run resumes."""
     run = befall(root, f"memory-{device}", "asks step 5 rank 0", (*FAULTY_ON_GPU, f"device={device}"))
     record = read_lines(run.attempts)[0]
     assert (record["reason"], record["end_step"], record["lost_steps"]) == ("failed", 4, 0)
@@ -125,8 +125,8 @@ def test_out_of_memory(root: Path, device: str) -> None:
 @needs_gpu
 @pytest.mark.parametrize("step", [2, 5])
 def test_stuck_in_a_kernel(root: Path, step: int) -> None:
-    """As one of NCCL's is that waits for a dead rank: the state is read beside it. In the second step nothing of it was
-    ever read before."""
+    """A kernel that does not end, like one of NCCL's that waits for a dead rank: the state is copied while it runs. In
+    the second step no part of the state has been copied before."""
     run = befall(root, f"kernel-{step}", f"kernel step {step} rank 0", (*FAULTY_ON_GPU, "device=cuda"))
     record = read_lines(run.attempts)[0]
     assert (record["reason"], record["end_step"], record["lost_steps"]) == ("hung", step - 1, 0)
@@ -135,7 +135,7 @@ def test_stuck_in_a_kernel(root: Path, step: int) -> None:
 @needs_gpu
 @pytest.mark.parametrize("fault", ["kill step 5 rank 1", "kill step 5 rank 0", "sleep step 5 rank 1"])
 def test_two_ranks_on_one_gpu(root: Path, fault: str) -> None:
-    """One of them dies or sticks in mid-step, and the other saves the last whole one."""
+    """One of two ranks dies or gets stuck in mid-step, and the other saves the last complete step."""
     name = f"shared-{fault.replace(' ', '-')}"
     options = (*FAULTY_ON_GPU, *EVERYTHING, "device=cuda", "launch.backend=gloo")
     attempt = Attempt(config(root, name, 2, options), {"LASTSTEP_TEST_FAULT": fault}, before=share_the_gpu)
@@ -150,7 +150,7 @@ def test_two_ranks_on_one_gpu(root: Path, fault: str) -> None:
 
 
 def befall(root: Path, name: str, fault: str, options: tuple[str, ...]) -> RunDir:
-    """A rank that `fault` befalls, and the attempt after it, which must finish as if nothing had been."""
+    """Run an attempt in which `fault` hits a rank, and a second one, which must finish like an undisturbed run."""
     attempt = Attempt(config(root, name, 1, options), {"LASTSTEP_TEST_FAULT": fault})
     assert attempt.wait() == [1], attempt.output()
     run = train(config(root, name, 1, options))

@@ -26,7 +26,7 @@ def config(root: Path, name: str, ranks: int, task: str, *options: str) -> Confi
 
 
 def undisturbed(ranks: int, task: str) -> dict[str, Any]:
-    """The fingerprint of a run that nobody stops."""
+    """The fingerprint of an undisturbed run."""
     return undisturbed_run(config(Path("unused"), "unused", ranks, task))
 
 

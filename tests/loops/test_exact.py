@@ -136,11 +136,11 @@ def test_other_arithmetic_is_reported(root: Path) -> None:
     for threads in (1, 1, 2):
         attempt = Attempt(small, again, before=partial(torch.set_num_threads, threads))
         assert attempt.wait() == [128 + signal.SIGTERM] * 2, attempt.output()
-        told = [line.partition("WARNING: ")[2] for line in attempt.output().splitlines() if "last bits" in line]
+        warnings = [line.partition("WARNING: ")[2] for line in attempt.output().splitlines() if "last bits" in line]
         if threads == 1:
-            assert told == []
+            assert warnings == []
         else:
-            assert told == [
+            assert warnings == [
                 "resuming with threads 2 (was 1): the last bits may differ; set OMP_NUM_THREADS=1 to keep them"
             ]
     manifest = attempt.run.checkpoints / "step_000000006" / "manifest.json"

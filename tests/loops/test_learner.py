@@ -308,7 +308,7 @@ def test_average() -> None:
 
 
 def test_initial_weights_follow_the_seed() -> None:
-    """All ranks and all attempts start from the same weights, whatever was drawn before."""
+    """All ranks and all attempts start from the same weights, no matter what was drawn before."""
     first = learner(convnet, "seed=1").model.state_dict()
     torch.rand(7)
     assert same(learner(convnet, "seed=1", rank=0).model.state_dict(), first)

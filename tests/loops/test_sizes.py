@@ -1,6 +1,6 @@
 """A run that changes its number of ranks again and again learns from the same samples, in the same steps, as any other.
 
-A sample that is seen twice or never, or in another batch, makes it another experiment, and nobody would notice.
+A sample that is seen twice or never, or in another batch, would silently make it another experiment.
 tests/data/test_order.py tests the arithmetic. Here real ranks are stopped in mid-epoch, and more or fewer continue.
 """
 

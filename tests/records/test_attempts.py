@@ -223,14 +223,14 @@ FAILURES_USED_UP = "retry budget used up (launch.max_failures=1)"
     ids=lambda value: ",".join(record["reason"] for record in value) if isinstance(value, list) else "",
 )
 def test_the_retry_policy(records: list[EndedAttempt], why_not: str) -> None:
-    """Per job, one timeout and one failure without progress are allowed here. Too strict, and a run waits for a
-    user who sleeps; too lax, and a bug burns the cluster's hours all weekend. The reason names the budget used up."""
+    """Per job, one timeout and one failure without progress are allowed here. If the policy is too strict, a run waits
+    all night for its user; if too lax, a bug wastes cluster hours all weekend. The reason names the budget used up."""
     assert decide(records, LAUNCH) == Decision(not why_not, why_not)
 
 
 @pytest.mark.parametrize("reason", FAILURES)
 def test_an_error_that_would_only_repeat(reason: str) -> None:
-    """A configuration that cannot work is not retried, whatever progress was made before."""
+    """A configuration that cannot work is not retried, even if earlier attempts made progress."""
     records = ends(f"{reason}+5")
     assert decide(records, LAUNCH, retry=False) == Decision(False, SAME_FAILURE)
     assert why_not_requeued(records, LAUNCH) == SAME_FAILURE, "the only reason that the records do not have"

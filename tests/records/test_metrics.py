@@ -1,4 +1,4 @@
-"""metrics.jsonl: each step exactly once, whatever was being written when the machine went down."""
+"""metrics.jsonl: each step exactly once, even if the machine went down in the middle of a write."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ PACKAGES = {  # required program: the Debian package that has it
     "mariadb-install-db": "mariadb-server",
 }
 NODES = ("n1", "n2", "n3", "n4")
-CPUS, GPUS, MEMORY_MB = 8, 2, 64_000  # of each pretended node, whatever this machine has
+CPUS, GPUS, MEMORY_MB = 8, 2, 64_000  # of each simulated node, regardless of this machine
 START_DEADLINE_S = 60
 MARK = "LASTSTEP_CLUSTER"  # environment variable of every daemon: the folder of its cluster
 
@@ -68,7 +68,7 @@ SelectTypeParameters=CR_CPU_Memory
 DefMemPerCPU=1000
 ProctrackType=proctrack/linuxproc
 GresTypes=gpu
-# Nodes have the size that is configured here, whatever this machine has.
+# Nodes have the size that is configured here, regardless of this machine.
 SlurmdParameters=config_overrides
 {nodes}
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1

@@ -1,4 +1,4 @@
-"""A user who starts ranks by every launcher there is, each in a terminal or a notebook of its own."""
+"""A user who starts ranks by every supported launcher, each in its own terminal or notebook."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Desk:
         }
 
     def types(self, run: str, *commands: tuple[str, ...], words: tuple[str, ...] = ()) -> None:
-        """Start commands, each in a terminal of its own."""
+        """Start commands, each in its own terminal."""
         with socket.create_server(("", 0)) as probe:
             filled = {"run": run, "port": probe.getsockname()[1], "project": PROJECT, "examples": PROJECT / "examples"}
         source = CELL.format(words=["launch.nodes=2", f"launch.name={run}", *words])

@@ -17,7 +17,7 @@ SMALL = (
 TRAIN = ("python", "-m", "trainer", "--name={run}")
 AGENT = ("torchrun", "--nnodes=2", "--nproc-per-node=1", "--master-addr=localhost", "--master-port={port}")
 RANK = ("env", "WORLD_SIZE=2", "MASTER_ADDR=localhost", "MASTER_PORT={port}")
-# With an executor of submitit's, in its user's own program.
+# One of submitit's executors, in a user's own program.
 PROGRAM = """\
 import submitit, sys
 from trainer import Config, Trainer
@@ -30,20 +30,21 @@ print("its result is of step", job.results()[0]["step"])
 
 @dataclass(frozen=True)
 class Launcher:
-    """`typed` is a command, or several that are typed in a terminal each; key=value words follow them.
+    """One way to start ranks.
 
-    A stop is the name of a signal to what was typed, or to the ranks; or a Slurm command.
+    `typed` is a command, or several, each typed in its own terminal; key=value words are added to them. A stop is a
+    Slurm command, or a signal to the commands or to the ranks, see `Desk.stop`.
     """
 
     name: str
     typed: tuple[tuple[str, ...], ...]
     stops: tuple[str, ...]
-    shown: str  # in the table, for what is typed
+    shown: str  # the command as shown in the table
     size: int = 2
-    returns: bool = False  # by itself, after a stop
-    results: bool = False  # can be asked for in Python
-    mistake: tuple[str, ...] = ()  # a command whose ranks contradict what is around them
-    refusal: str = ""  # what it says then; where no mistake can be made, why
+    returns: bool = False  # whether the run starts again by itself after a stop
+    results: bool = False  # whether Python code can ask for the run's result
+    mistake: tuple[str, ...] = ()  # a command whose ranks contradict the launcher around them
+    refusal: str = ""  # the error message for that mistake; or the reason why no mistake is possible
 
 
 LAUNCHERS = (
@@ -175,5 +176,5 @@ LAUNCHERS = (
 
 
 def undisturbed(size: int, epochs: int) -> dict[str, Any]:
-    """The fingerprint of a run of `size` ranks that nobody stops."""
+    """The fingerprint of an undisturbed run of `size` ranks."""
     return undisturbed_run(Config.load("mnist", (*SMALL, f"train.epochs={epochs}", f"launch.tasks_per_node={size}")))

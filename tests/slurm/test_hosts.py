@@ -50,9 +50,9 @@ def test_two_nodes_meet_over_a_real_link(distant: User) -> None:
 
 
 def test_the_link_between_two_nodes_drops(distant: User, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nodes lose each other, not the controller. The attempt ends with every whole step, and says who is out of
-    reach. srun, on one of the nodes, would wait for ever for the rank on the other, and keep the job; yet it starts
-    again, and the run goes on when the link is back."""
+    """The nodes can reach the controller, but not each other. The attempt ends without losing a step, and reports which
+    rank is out of reach. srun, on one of the nodes, would wait indefinitely for the rank on the other and keep the job;
+    the job starts again all the same, and the run continues when the link is back."""
     folder = distant.root / "hold"
     folder.mkdir()
     monkeypatch.setitem(distant.env, "LASTSTEP_TEST_HOLD", f"5 {folder}")

@@ -64,8 +64,8 @@ def run_name(launcher: Launcher, what: str) -> str:
 
 @every_launcher
 def test_it_starts_stops_and_goes_on(desk: Desk, table: Table, launcher: Launcher) -> None:
-    """Ranks that mistook themselves for others would train on the wrong share of the data; and however a launcher
-    passes a signal on, and whatever it does after one, no step may be lost. The weights tell either."""
+    """A rank that took itself for another would train on the wrong share of the data. And no step may be lost, however
+    the launcher passes on a signal and whatever it does afterwards. The weights show both mistakes."""
     run = run_name(launcher, "run")
     epochs = len(launcher.stops) + 1
     words = (*SMALL, "task=tests.support.tasks.AwaitsStop", f"train.epochs={epochs}")
@@ -105,8 +105,8 @@ def test_it_starts_stops_and_goes_on(desk: Desk, table: Table, launcher: Launche
 
 @every_launcher
 def test_contradiction(desk: Desk, table: Table, launcher: Launcher) -> None:
-    """Ranks that were started otherwise than what is around them says would each train alone, or wait for ranks that
-    do not come. Where no such mistake can be made, the page says why."""
+    """If the variables of two launchers disagree, ranks would each train alone, or wait for ranks that do not exist.
+    Where no such mistake is possible, the page says why."""
     if not launcher.mistake:
         return table.note(launcher, "mismatch", f"none: {launcher.refusal}")
     run = run_name(launcher, "wrong")
@@ -118,6 +118,6 @@ def test_contradiction(desk: Desk, table: Table, launcher: Launcher) -> None:
 
 
 def test_every_launcher_has_a_row(table: Table) -> None:
-    """The page is what a user chooses a launcher by."""
+    """Users choose a launcher by this page."""
     assert list(table.rows) == [launcher.name for launcher in LAUNCHERS]
     assert all(row.get(column) for row in table.rows.values() for column in COLUMNS)

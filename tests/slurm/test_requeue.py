@@ -27,12 +27,12 @@ MID_EPOCH = "step 80/160"
 
 
 def undisturbed(ranks: int, *words: str) -> dict[str, Any]:
-    """The fingerprint of a run that nobody stops, on one host."""
+    """The fingerprint of an undisturbed run, on one host."""
     return undisturbed_run(Config.load("mnist", [*words, f"launch.tasks_per_node={ranks}"]))
 
 
 def test_four_ranks_on_two_nodes(user: User) -> None:
-    """The command that README opens with: every rank is one task, and the run's folder has everything about it."""
+    """The first command in README: every rank is one task, and everything about the run is in its folder."""
     said = user.types(*FOUR_RANKS, "--name", "undisturbed", "--follow", SHORT)
     assert "step 160/160" in said, "--follow streams rank 0's log to the end"
     found = fingerprint(user.run("undisturbed"))
@@ -83,7 +83,7 @@ def test_user_signal(user: User) -> None:
 
 def test_ranks_in_an_image(user: User, tmp_path: Path) -> None:
     """An image rarely has Slurm's commands, so rank 0 can neither query nor requeue its job: the batch shell, which
-    runs outside the image, must. (A program that hides the commands plays the container.)"""
+    runs outside the image, must. (Here a program that hides the commands stands in for the container.)"""
     notes, inside = tmp_path / "notes", tmp_path / "inside"
     inside.write_text(f'#!/bin/sh\necho "rank $SLURM_PROCID $ARGUMENT" >>{notes}\nPATH=/nonexistent exec "$@"\n')
     inside.chmod(0o755)
@@ -96,9 +96,8 @@ def test_ranks_in_an_image(user: User, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("partition", ["main", "grace", "cancel"])
 def test_preemption(user: User, partition: str) -> None:
-    """A job in `high` takes the nodes. In a partition with a GraceTime Slurm takes a job that leaves at the first
-    SIGTERM to be finished, and with PreemptMode=CANCEL it would end the job for good: there the run must requeue
-    itself."""
+    """A job in `high` takes the nodes. In a partition with a GraceTime, Slurm considers a job finished if it exits at
+    the first SIGTERM, and with PreemptMode=CANCEL it would end the job for good: there the run must requeue itself."""
     all_nodes = ("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     hit_and_compare(user, f"preempted-in-{partition}", 2, all_nodes, "--partition", partition)
 
@@ -145,8 +144,8 @@ def test_scancel_ends_the_run_and_resume_goes_on_at_another_size(user: User) -> 
 
 
 def test_one_rank_is_killed(user: User) -> None:
-    """As when a node runs out of memory: the others end in seconds, not after a timeout, one of them saves the last
-    whole step before Slurm ends them too, and the job starts again there."""
+    """As when a node runs out of memory. The other ranks end in seconds, not after a timeout; one of them saves the
+    last complete step before Slurm ends them too, and the job starts again at that step."""
     user.types(*FOUR_RANKS, "--name", "oom", SHORT)
     user.waits_for("oom", MID_EPOCH)
     user.kills("oom", 3)

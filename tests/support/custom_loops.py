@@ -35,7 +35,7 @@ class Struck:
         self.left = int(place) if str(run.rank) in ranks.split(",") else 0
 
     def strike(self, unit: str) -> None:
-        """One more of these units is half done."""
+        """Count one more of these units, which is half done."""
         self.left -= unit == self.unit
         if unit == self.unit and self.left == 0:
             os.kill(os.getpid(), self.number)
@@ -48,7 +48,7 @@ def example(run: Run) -> Any:
     struck, loss = Struck(run), nn.functional.cross_entropy
 
     def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-        struck.strike("step")  # batch norm has counted this step's samples by now
+        struck.strike("step")  # batch norm has already counted this step's samples
         return loss(logits, labels)
 
     def validation(batches: Any) -> Iterator[Any]:
@@ -74,7 +74,7 @@ def short(run: Run) -> Any:
 
 
 class Meter:
-    """The user's own, counting at the begin of each step, before its update."""
+    """The user's own meter, which counts at the start of each step, before its update."""
 
     def __init__(self) -> None:
         self.seen = 0.0
@@ -87,7 +87,7 @@ class Meter:
 
 
 def awkward(run: Run) -> dict[str, float]:
-    """Everything that a hand-written loop may do beside its steps: a schedule and a dictionary that change at the end
+    """Everything that a hand-written loop may do besides its steps: a schedule and a dictionary that change at the end
     of an epoch and at its head, an averaged model whose weights take the place of the others' in the validation, past
     torch's counting, two optimisers, accumulation, a break, and a meter that counts before the update."""
     struck = Struck(run)

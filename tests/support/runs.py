@@ -34,7 +34,7 @@ def config(root: Path, name: str, ranks: int, options: tuple[str, ...]) -> Confi
 
 
 def undisturbed(ranks: int, options: tuple[str, ...]) -> dict[str, Any]:
-    """The fingerprint of such a run that nobody stops."""
+    """The fingerprint of such a run, undisturbed."""
     return undisturbed_run(config(Path("unused"), "unused", ranks, options))
 
 

@@ -233,7 +233,7 @@ class Recorded(Signalled):
 
 
 class RecordedLinear(Linear, Recorded):
-    """Both."""
+    """Both of these tasks in one."""
 
 
 class Drawn(Faulty):

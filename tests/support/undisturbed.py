@@ -14,7 +14,7 @@ from trainer.config.schema import Launch
 
 
 def undisturbed_run(config: Config) -> dict[str, Any]:
-    """The fingerprint of a run that nobody stops, with this configuration but for `launch`: only the number of ranks
+    """The fingerprint of an undisturbed run with this configuration except for `launch`: only the number of ranks
     matters. All tests that ask for the same run share it.
 
     The tasks of tests/support/tasks and tests/gpu/tasks change nothing about an undisturbed run, so it is trained with

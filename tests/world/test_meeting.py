@@ -94,7 +94,7 @@ def test_a_rank_that_never_joins(start: Starter) -> None:
 
 
 def test_rank_0_never_joins(start: Starter) -> None:
-    """Without rank 0 there is no store that could tell which ranks are missing."""
+    """Without rank 0 there is no store that could show which ranks are missing."""
     start.rank(1, 2).ends(1, f"rank 0 on {HERE} did not publish its address", "within 4 s", "meeting/spawn-1-0.json")
 
 
@@ -183,11 +183,11 @@ def test_the_same_rank_twice(start: Starter) -> None:
     first.ends(1, f"rank 2 on {HERE} did not join within 4 s")
     for rank in twice:
         rank.process.join(DEADLINE_S)
-    told = [rank.log.read_text() for rank in twice]
-    assert sorted(rank.process.exitcode or 0 for rank in twice) == [1, 2], told
+    logs = [rank.log.read_text() for rank in twice]
+    assert sorted(rank.process.exitcode or 0 for rank in twice) == [1, 2], logs
     (said,) = (
         line
-        for text in told
+        for text in logs
         for line in text.splitlines()
         if "error: " in line and "two processes claim rank 1" in line
     )

@@ -14,7 +14,7 @@ NAMES = (*nccl.RECORDS, "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_HEARTBEAT_TIME
 
 @pytest.mark.parametrize("theirs", [{}, {nccl.RECORDS[1]: "/mine", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}], ids=str)
 def test_the_user_wins(theirs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Someone who debugs NCCL sets these by hand, under either name of the record; our file must not replace theirs."""
+    """A user who debugs NCCL sets these by hand, under either name of the record; our file must not replace theirs."""
     for name in NAMES:
         monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)

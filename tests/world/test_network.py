@@ -142,8 +142,8 @@ def test_ranks_meet_over_a_real_link(
     ip_version: int,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The ranks meet whatever names and addresses the network has, and wherever they are told to meet. The weights are
-    the same as with all ranks on one host."""
+    """The ranks meet on networks with any names and addresses, and at any configured meeting point. The weights are the
+    same as with all ranks on one host."""
     name = request.node.callspec.id.replace(" ", "-")
     with two_hosts(ip_version) as hosts:
         env = setting(hosts) if setting else {}

@@ -38,7 +38,7 @@ def test_among_equals_the_one_that_is_not_waiting_is_named() -> None:
     """All ranks are in the same step: those in torch wait in a collective, the one in the user's code is stuck."""
     assert name_stuck(beats((5, WAITS), (5, LOADS)), silent=[]) == f"rank 1 on n1 is stuck in {LOADS}"
     both = name_stuck(beats((5, WAITS), (5, WAITS)), silent=[])
-    assert "rank 0 on n0" in both and "rank 1 on n1" in both, "nothing tells them apart, so both are named"
+    assert "rank 0 on n0" in both and "rank 1 on n1" in both, "nothing distinguishes them, so both are named"
 
 
 def slowest(busy_s: Sequence[float], steps: int = 100) -> str | None:

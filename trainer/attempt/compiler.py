@@ -43,8 +43,8 @@ def cache_in(folder: Path) -> None:
 
 
 def _processor() -> str:
-    """A name for this model of processor. Torch compiles C++ for the processor it runs on, and its cache does not tell
-    processors apart."""
+    """A name for this model of processor. Torch compiles C++ for the processor that it runs on, but its cache does not
+    distinguish processors."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")

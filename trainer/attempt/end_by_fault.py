@@ -1,6 +1,6 @@
 """The end by fault: a rank died or is stuck, or the grace period after a signal is running out.
 
-Each rank that is left takes part in a thread of its own, since its main thread may be waiting for a dead rank, in C.
+Each surviving rank takes part in a separate thread, since its main thread may be waiting for a dead rank, in C.
 The thread freezes the state of the last finished step, agrees with the other survivors on who saves it
 (trainer/attempt/rescue.py), and that rank records how the attempt ended. Then the process exits, whatever its main
 thread is doing.
@@ -63,7 +63,7 @@ class EndByFault:
         self._done.wait()
 
     def run(self, fault: Fault) -> None:
-        """Save and record what can be, then exit, unless the main thread fails by itself. For a thread of its own."""
+        """Save and record what can be, then exit unless the main thread fails by itself. Runs in a separate thread."""
         self._fault = fault
         try:
             self._save_and_record(fault)

@@ -90,7 +90,7 @@ class CheckpointWriter:
         self.error: CheckpointError | None = None  # why the last save that ended was not committed
         self.missing_ranks: list[int] = []  # on rank 0, while it waits: the ranks that have not reported yet
         self._store, self._rank, self._size, self._device = store, rank, size, device
-        # A TCPStore client serves one caller at a time, so the thread needs a connection of its own.
+        # A TCPStore client serves one caller at a time, so the thread needs its own connection.
         self._keys = dist.PrefixStore("save", keys.clone())
         if rank == 0:
             self._keys.set("token", secrets.token_hex(4))
@@ -115,8 +115,8 @@ class CheckpointWriter:
         `CheckpointStore.prune`.
         """
         self._idle.wait()
-        # In a method of its own, so that no tensor of the copying is left here to be freed once the writer's thread has
-        # work: freeing it would give that thread Python's lock for a long time.
+        # In a separate method, so that no tensor used for copying remains here, to be freed once the writer's thread
+        # has work: freeing it would give that thread Python's lock for a long time.
         structure, stripe = self._copy_stripe(state)
         self._number += 1
         info = replace(info, metrics=dict(info.metrics))

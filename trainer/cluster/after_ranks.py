@@ -144,7 +144,7 @@ def main(folder: str, status: int) -> int:
     """Call `after_ranks` for the run that this job trains; returns `status`, with which the job ends."""
     for number in STOP_SIGNALS:  # the requeue itself sends SIGTERM
         signal.signal(number, signal.SIG_IGN)
-    os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # see the job as its batch shell does, whatever started the ranks
+    os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # for any launcher: look at the job as its batch shell does
     run = RunDir(folder)
     if status == REFUSED or not run.path.exists():
         return status

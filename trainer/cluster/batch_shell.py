@@ -31,7 +31,7 @@ def after_ranks(run: RunDir) -> list[str]:
 
 
 def rank_count(ranks_per_node: int) -> str:
-    """A line that tells srun the number of ranks, in a job that may get any number of nodes of a range."""
+    """A line that passes the number of ranks to srun, in a job that asks for a range of nodes."""
     return f"export SLURM_NTASKS_PER_NODE={ranks_per_node} SLURM_NTASKS=$(({ranks_per_node} * SLURM_JOB_NUM_NODES))"
 
 

@@ -1,4 +1,4 @@
-"""The code copy: every attempt of a job runs the code as it was at submission, whatever is edited meanwhile.
+"""The code copy: every attempt of a job runs the code as it was at submission, even if files are edited meanwhile.
 
 It holds the files of this project and, if the task is defined there, those of the folder where the command was typed:
 the tracked files and the untracked ones that git does not ignore. Without git: all files except hidden folders,

@@ -1,4 +1,4 @@
-"""Checks before a start or a submission: refuse what this machine can already tell will fail. Imports no torch."""
+"""Checks before a start or a submission: refuse what this machine already knows will fail. Imports no torch."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ class Way(enum.Enum):
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Way:
-        """The way that the options of submit and resume ask for; each option has the value of its way."""
+        """The way chosen by the options of submit and resume; each option is named like its way."""
         optional = (cls.FOLLOW, cls.LOCAL, cls.DEBUG, cls.DRY_RUN)
         return next((way for way in optional if getattr(args, way.value)), cls.SLURM)
 
 
 def prepare(config: Config, way: Way, stem: str = "run") -> Config:
-    """The configuration fitted to this way of running, with an absolute root and a name (made from `stem` where none
-    is given), and checked as far as this machine can tell. Raises ConfigError. Creates nothing."""
+    """The configuration adapted to this way of running, with an absolute root and a name (made from `stem` if none is
+    given), and checked as far as is possible on this machine. Raises ConfigError. Creates nothing."""
     config = run_folders.with_root_and_name(_fit(config, way), stem)
     _check(config, way)
     return config
@@ -49,7 +49,7 @@ def prepare_new(config: Config, way: Way, stem: str = "run") -> Config:
 
 
 def _fit(config: Config, way: Way) -> Config:
-    """--debug is one process, whatever the configuration says; a job gets its cluster's grace where none is given."""
+    """--debug overrides the configuration with one process; a job without a grace time gets that of its cluster."""
     launch = config.launch
     if way is Way.DEBUG:
         launch = dataclasses.replace(launch, nodes=1, tasks_per_node=None, gpus_per_node=min(1, launch.gpus_per_node))

@@ -19,21 +19,21 @@ NO_LIMIT = 1_000_000
 
 
 class SbatchExecutor(SlurmExecutor):
-    """submitit's executor, which can also be made where there is no Slurm, to show its script."""
+    """submitit's executor, which can also be created on a machine without Slurm, to show its script."""
 
     @classmethod
     def affinity(cls) -> int:
-        """Say that Slurm is here, whatever this machine has."""
+        """Claim that Slurm is available, also on a machine without it."""
         return 2
 
     def script(self) -> str:
-        """The sbatch script that a submission would hand over."""
+        """The sbatch script that would be submitted."""
         return compat.sbatch_script(self)
 
 
 def run_executor(config: Config, run: RunDir) -> SbatchExecutor:
     """The executor for the ranks of a run."""
-    # A rank that fails ends the others, whatever they wait for; at a stop every rank but 0 exits 0, see Stopped.
+    # A rank that fails ends the others, even if they are stuck; at a stop every rank but 0 exits 0, see Stopped.
     srun_args, options = ["--kill-on-bad-exit=1"], {"requeue": True}
     return job_executor(config.launch, run, batch_shell.after_ranks(run), srun_args, options)
 
@@ -49,7 +49,7 @@ def job_executor(
     ranks_per_node, is_range = launch.ranks_per_node, len(launch.node_counts) > 1
     if is_range:
         # With --ntasks-per-node, Slurm 22.05 would never start the job on fewer nodes again, see docs/design.md. So
-        # the job asks for the CPUs of that many ranks, and its shell tells srun the number of ranks.
+        # the job asks for the CPUs of that many ranks, and its shell passes the number of ranks to srun.
         options = {**options, "nodes": launch.nodes, "mincpus": ranks_per_node * launch.cpus_per_task}
         setup = [*setup, batch_shell.rank_count(ranks_per_node)]
     optional: dict[str, Any] = {

@@ -24,7 +24,7 @@ LAUNCHER_VARIABLES = (
     *("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_"),
     *("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_JOB"),
 )
-# Prefixes of those that any launcher sets for torch.
+# Prefixes of the variables that any launcher may set for torch.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_")
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""What the verbs' parsers share: the parser itself, options that stand for a configuration key, the RUN argument."""
+"""Shared by the verbs' parsers: the parser class, options that set a configuration key, the RUN argument."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 from trainer import compat
 from trainer.config.errors import ConfigError, nearest
 
-# Options that stand for a configuration key: option -> (key, placeholder in --help, help).
+# Options that set a configuration key: option -> (key, placeholder in --help, help).
 KeyOptions = Mapping[str, tuple[str, str, str]]
 JOB_OPTIONS: KeyOptions = {
     "--nodes": (
@@ -72,7 +72,7 @@ def add_config(parser: Parser) -> None:
 
 
 def add_key_options(parser: Parser, options: KeyOptions) -> None:
-    """Options that stand for a configuration key; `overrides_of` reads them."""
+    """Options that set a configuration key; `overrides_of` reads them."""
     for option, (key, metavar, help) in options.items():
         parser.add_argument(option, metavar=metavar, help=f"{help} ({key})")
 
@@ -102,7 +102,7 @@ def add_run(parser: Parser) -> None:
 
 
 def add_runs(parser: Parser, nargs: str) -> None:
-    """Several runs, and where to find them; `split` tells them apart."""
+    """Several runs, and where to find them; `split` separates the two."""
     parser.add_argument("words", nargs=nargs, metavar="RUN", help="name or folder of a run")
 
 

@@ -26,7 +26,7 @@ from trainer.world.group import Group
 Pixels = numpy.typing.NDArray[numpy.uint8]  # (height, width, 3)
 SPARE_SHARE = 0.1  # of the disk, which the cache leaves free for others
 # The table at the start of the file has an entry per image: the offset of its pixels, height, width and EXIF
-# orientation, and a checksum of these four, which tells a complete entry from an empty or half-written one.
+# orientation, and a checksum of these four, which distinguishes a complete entry from an empty or half-written one.
 _ENTRY = struct.Struct("<QIIII")
 
 

@@ -91,7 +91,7 @@ def greet(group: Group) -> Greeting:
         size=world.size,
         host=world.host_of(world.rank),
         backend=group.backend if world.size > 1 else "alone",
-        address=group.address or "nobody to meet",
+        address=group.address or "no other ranks",
         total=_sum_of_ones(group),
     )
 

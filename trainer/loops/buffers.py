@@ -65,6 +65,6 @@ class Buffers:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie in memory without gaps and overlaps. Any other is an expanded constant, which nothing
-    writes to."""
+    """Whether the tensor's elements are in memory without gaps and overlaps. If not, it is an expanded constant, to
+    which nothing writes."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

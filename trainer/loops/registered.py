@@ -132,11 +132,11 @@ def _ddp_of(module: nn.Module) -> DistributedDataParallel | None:
     return module
 
 
-def _unwrapped(thing: Any) -> Any:
+def _unwrapped(module: Any) -> Any:
     """The object inside DistributedDataParallel and torch.compile: a checkpoint's names must not depend on these."""
-    while isinstance(thing, DistributedDataParallel) or compat.compiled_original(thing) is not None:
-        thing = thing.module if isinstance(thing, DistributedDataParallel) else compat.compiled_original(thing)
-    return thing
+    while isinstance(module, DistributedDataParallel) or compat.compiled_original(module) is not None:
+        module = module.module if isinstance(module, DistributedDataParallel) else compat.compiled_original(module)
+    return module
 
 
 def _state_of(registered: Any) -> Any:

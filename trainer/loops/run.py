@@ -61,7 +61,7 @@ class Run:
     ) -> StepLoader:
         """Make a loader for `steps`: it gives this rank its share of each batch, on the device.
 
-        `batch_size` counts the samples of all ranks together. Samples are shuffled anew in each epoch, in an order that
+        `batch_size` counts the samples of all ranks together. Samples are reshuffled in each epoch, in an order that
         depends only on the seed. The last batch of an epoch may be short. `dataset` has `__len__` and `__getitem__`; a
         sample may draw random numbers, since generators are seeded from (seed, epoch, sample index) before it is made.
 

@@ -43,7 +43,7 @@ class EndedAttempt(_Attempt):
     reason: Reason
 
 
-# `if record["reason"]` tells the two apart, for mypy too.
+# `if record["reason"]` distinguishes the two, for mypy too.
 AttemptRecord = OpenAttempt | EndedAttempt
 
 # Fields that a run of an older version does not have.

@@ -192,7 +192,7 @@ def _add_record(run: RunDir, record: EndedAttempt) -> None:
 
 
 def _write_temporary(path: Path, text: str) -> Path:
-    """Write `text` to a temporary file beside `path`, named for this thread, and fsync it; returns its path."""
+    """Write `text` to a temporary file next to `path`, named for this thread, and fsync it; returns its path."""
     temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{threading.get_native_id()}.tmp")
     with temporary.open("w") as file:
         file.write(text + "\n")

@@ -1,4 +1,4 @@
-"""metrics.jsonl: each step and each epoch of a run exactly once, whatever interrupted it."""
+"""metrics.jsonl: each step and each epoch of a run exactly once, however the run was interrupted."""
 
 from __future__ import annotations
 

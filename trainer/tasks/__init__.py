@@ -1,2 +1,2 @@
-"""Ready-made tasks: what to train when the user brings no Task of their own. Not here: the Task that they subclass
-(trainer/task.py)."""
+"""Ready-made tasks, for users who do not write their own. Not here: Task, the class that these and users' tasks
+subclass (trainer/task.py)."""

@@ -73,7 +73,7 @@ def connect_to_store(
         host, port, source = host.strip("[]"), int(digits), f"launch.init_method={method}"
     if scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun's agents have already met at a store that torchrun serves itself. It outlives torchrun's restarts,
-        # so each attempt needs a prefix of its own.
+        # so each attempt needs its own prefix.
         connection = _connect(world, lambda: ([host], port), timeout, source)
         return connection._replace(store=dist.PrefixStore(f"laststep/{world.attempt}", connection.store))
     _check_host(world, host, source)
@@ -137,7 +137,7 @@ def _check_host(world: World, host: str, source: str) -> None:
     except UnicodeError:  # not a valid host name
         raise ConfigError(f"{source}: {_unresolved(host)}") from None
     except socket.gaierror as error:
-        # Other errors may be temporary: the name server may come back. And outside a cluster (Kubernetes) rank 0's host
+        # Other errors may be temporary: the name server may recover. And outside a cluster (Kubernetes) rank 0's host
         # may get its name only after this rank starts.
         if error.errno == socket.EAI_NONAME and world.launcher != "env":
             raise ConfigError(f"{source}: {_unresolved(host)}") from None

@@ -1,6 +1,6 @@
 """Environment variables of torch's NCCL collectives, where torch's own default does not suit a run.
 
-Read in the headers of torch 2.11 and 2.15 and in sources of about their age, and untried: no GPU was at hand. Two
+According to the headers of torch 2.11 and 2.15 and sources of about that age; not tested, as no GPU was available. Two
 defaults suit as they are. The flight recorder is on (TORCH_FR_BUFFER_SIZE, 2000 collectives). And errors are detected
 even when no thread waits for a collective (TORCH_NCCL_ASYNC_ERROR_HANDLING=3): a rank that detects one ends itself, in
 2.15 at once, in 2.11 a minute later. If it survived, it might save a state that contains half an all-reduce.

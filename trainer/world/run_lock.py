@@ -55,7 +55,7 @@ def still_ours(path: Path, world: World) -> bool:
 
 
 def signature(world: World) -> str:
-    """What the attempt that holds the lock writes into it."""
+    """The text that the attempt that holds the lock writes into it."""
     return f"job {world.job_id}, restart {world.restart}, on {world.hosts[0]}"
 
 
@@ -67,7 +67,7 @@ def belongs_to_job(signed: str, world: World) -> bool:
 def current_holder(path: Path) -> str | None:
     """The signature of the attempt that holds the lock, such as "job 12, restart 0, on n1".
 
-    None when nobody holds it, or when the file system has no locks.
+    None if it is not held, or if the file system has no locks.
     """
     with contextlib.suppress(OSError), path.open() as file:
         try:

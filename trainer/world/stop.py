@@ -46,7 +46,7 @@ class Stop:
         self._last_tick = NO_LIMIT  # -1 while the ranks agree
         self._agreed = threading.Event()
         self._on_failure = on_failure
-        # A client of TCPStore serves one caller at a time, so a thread that waits needs a connection of its own.
+        # A client of TCPStore serves one caller at a time, so a thread that waits needs its own connection.
         self._notices = store.clone()
         self._waiting = store.clone()
         self._store = store

@@ -66,7 +66,7 @@ class Probes:
 
 
 class Watchdog:
-    """Watches one attempt from this rank. `on_fault` is called once, in a thread of its own."""
+    """Watches one attempt from this rank. `on_fault` is called once, in a separate thread."""
 
     # Phases without a timeout, since there is no telling how long is too long: a download may take hours.
     UNTIMED_PHASES = ("starting", "preparing data")

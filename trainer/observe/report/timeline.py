@@ -48,9 +48,9 @@ class ShownAttempt:
     start: float
     end: float
     start_step: int
-    end_step: int | None  # None: nobody has recorded it
+    end_step: int | None  # None: not recorded
     reason: str  # of the end, or IN_PROGRESS
-    lost_steps: int | None  # None: nobody has counted them
+    lost_steps: int | None  # None: not counted
     lost_s: float  # seconds that these steps took
     requeue: bool  # whether Slurm is to start the job again
     error: str
@@ -196,7 +196,7 @@ class Timeline:
 
 
 def steps(number: int | None) -> str:
-    """A number of steps; None when nobody has counted them yet."""
+    """The text for a number of steps; None means that they have not been counted yet."""
     return "unknown" if number is None else f"{number:,}"
 
 
