@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torch.utils.data import Dataset
 
 from tests.support.ranks import Attempt
+from tests.support.records import ended_attempt
 from tests.support.runs import config
 from trainer.checkpoint import interval
 from trainer.checkpoint.goodput import NODE_MTBF_S, daly
@@ -30,10 +31,10 @@ class Hasty(Classification):
 
 
 def end(reason: str, hours: float, steps: int = 100, lost: int = 0, nodes: int = 4) -> EndedAttempt:
-    """An attempt's record, as far as it matters here."""
+    """An attempt's record."""
     hosts = [f"n{node}" for node in range(nodes)]
     times = {"start": 1e9, "end": 1e9 + hours * HOUR, "start_step": 50, "end_step": 50 + steps}
-    return cast("EndedAttempt", {"reason": reason, "hosts": hosts, "lost_steps": lost, **times})
+    return ended_attempt(reason=reason, hosts=hosts, lost_steps=lost, **times)
 
 
 def auto_interval(*ends: EndedAttempt, nodes: int = 4, cost_s: float = 10.0) -> AutoInterval:
@@ -107,7 +108,7 @@ def test_a_run_chooses_its_interval(tmp_path: Path) -> None:
         "checkpoint.every_epochs=null",
     )
     attempt = Attempt(config(tmp_path, "auto", 2, (*options, "train.epochs=6", "checkpoint.keep_last=99")))
-    (attempt.run.path / "attempts.jsonl").write_text(json.dumps({**end("lost", 1e4, nodes=1), "attempt": 0}) + "\n")
+    (attempt.run.path / "attempts.jsonl").write_text(json.dumps(end("lost", 1e4, nodes=1)) + "\n")
     assert attempt.wait() == [0, 0], attempt.output()
     assert [checkpoint["step"] for checkpoint in inspect(attempt.run)] == [3, 6, 42]
     (line,) = [line for line in attempt.logs[0].read_text().splitlines() if "saving every" in line]

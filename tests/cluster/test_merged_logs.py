@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.records import ended_attempt
 from trainer.cluster.merged_logs import MergedLogs
 from trainer.cluster.run_folders import PROJECT
 from trainer.commands.main import main
@@ -83,7 +84,7 @@ def test_one_rank_one_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -
         for rank in range(2):
             says(run, rank, f"submitit INFO (2026-11-21 1{restart}:00:00,1) - Starting with x")
             says(run, rank, HEAD.format(at=f"1{restart}:00:01", rank=rank, restart=restart), f"says {rank} {restart}")
-    records = [{"attempt": 4 + n, "job_id": "7", "restart": n, "reason": "preempted"} for n in range(2)]
+    records = [ended_attempt(attempt=4 + n, restart=n, reason="preempted") for n in range(2)]
     run.attempts.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert main(["logs", str(run.path), "--rank", "1", "--attempt", "5"]) == 0
     first, _, last = capsys.readouterr().out.splitlines()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import refusal
+from tests.support.records import ended_attempt
 from trainer.cluster.sweep import combinations, name_of
 from trainer.commands.main import main
 from trainer.config.config import Config, variants
@@ -95,9 +96,7 @@ def test_again_only_what_is_missing(slurm: Path, here: Path, capfd: pytest.Captu
     """Runs that finished or are in the queue are left alone; those that ended early and new ones form one array."""
     assert main(["sweep", "--name", "scan", "seed=0..2"]) == 0
     finished = RunDir(here / "runs" / "scan-seed_0")
-    record = {"attempt": 0, "job_id": "4711_0", "restart": 0, "start": 1, "end": 2, "start_step": 0, "end_step": 9}
-    record |= {"reason": "finished", "lost_steps": 0, "requeue": False, "error": None}
-    finished.attempts.write_text(json.dumps(record) + "\n")
+    finished.attempts.write_text(json.dumps(ended_attempt(job_id="4711_0")) + "\n")
     (slurm / "squeue").write_text("#!/bin/sh\necho '4711_1|RUNNING|N/A|None'\n")
     for name in ("scan-seed_2", "scan-seed_0"):
         said = RunDir(here / "runs" / name).submissions
