@@ -19,7 +19,6 @@ from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, config, stop_and_resume, undisturbed
 from tests.support.tasks import note_decoding, share_nothing
 from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 STOP_AT_2 = "SIGTERM step 2 rank 1"
 
@@ -60,12 +59,17 @@ def test_compiled(root: Path) -> None:
     minutes of the first start again. All batches have the same size here. A resume may still compile the validation,
     which the stopped attempt did not reach."""
     options = ("train.compile=true", "data.args.samples=48", "train.epochs=1")
-    stop_and_resume(root, "compiled", 2, options, "SIGTERM step 4 rank 1")
-    run = RunDir(root / "compiled")
+    small = config(root, "compiled", 2, options)
+    stopping = Attempt(small, {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 4 rank 1"})
+    assert stopping.wait() == [143, 143], stopping.output()
+    run = train(small)
     compiled = [path.stat().st_mtime for path in run.compiled.rglob("*.so")]
     stopped, resumed = read_lines(run.attempts)[0]["end"], read_lines(run.metrics)[4]["time"]
     assert [time for time in compiled if time < stopped]
     assert not [time for time in compiled if stopped < time < resumed]
+    (cache,) = (path for path in run.compiled.iterdir() if path.is_dir())  # a user's own cache serves as well
+    undisturbed = train(config(root, "compiled-undisturbed", 2, options), {"TORCHINDUCTOR_CACHE_DIR": str(cache)})
+    assert fingerprint(run) == fingerprint(undisturbed)
 
 
 @pytest.mark.parametrize(
