@@ -14,6 +14,13 @@ SMALL = (
     "device=cpu", "data.name=fake", "data.args.samples=52", "data.args.classes=3", "data.args.image_size=8",
     "train.batch_size=8", "optim.lr=0.02",
 )  # fmt: skip
+# 40 steps an epoch, a checkpoint after each. A step of two ranks takes 80 ms and hardly any CPU time, since each sample
+# is read from a slow disk: a test can interrupt the run at a given step, whatever else the machine does.
+UNHURRIED = (
+    "task=tests.support.tasks.Unhurried", "device=cpu", "data.name=fake", "data.args.samples=320",
+    "data.args.classes=3", "data.args.image_size=8", "train.batch_size=8", "train.max_steps=120", "optim.lr=0.02",
+)  # fmt: skip
+IN_EPOCH_2 = "step 50/120"
 TRAIN = ("python", "-m", "trainer", "--name={run}")
 AGENT = ("torchrun", "--nnodes=2", "--nproc-per-node=1", "--master-addr=localhost", "--master-port={port}")
 RANK = ("env", "WORLD_SIZE=2", "MASTER_ADDR=localhost", "MASTER_PORT={port}")

@@ -9,12 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from tests.slurm.cluster import Cluster
+from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.user import User
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
@@ -22,33 +23,31 @@ from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S
 from trainer.config.config import Config
 
-SHORT = "train.max_steps=160"  # 63 steps an epoch, a checkpoint after each
-TWO_RANKS = ("--nodes", "2", SHORT)
-MID_EPOCH = "step 80/160"
+TWO_RANKS = ("--nodes", "2", *UNHURRIED)
 
 
-def comes_back(user: User, name: str) -> dict[str, Any]:
+def comes_back(user: User, name: str, words: Sequence[str] = UNHURRIED) -> dict[str, Any]:
     """Check that the run ends like an undisturbed one, after one attempt that ended early, in the same job; returns
     that attempt."""
     user.waits_for_end(name, "finished")
     first, second = user.attempts(name)
     assert (first["job_id"], second["job_id"]) == (user.job_of(name), user.job_of(name))
     assert first["requeue"] and first["end_step"] - first["lost_steps"] == second["start_step"]
-    assert fingerprint(user.run(name)) == undisturbed_run(Config.load("mnist", [SHORT, "launch.nodes=2"]))
+    assert fingerprint(user.run(name)) == undisturbed_run(Config.load("mnist", [*words, "launch.nodes=2"]))
     return first
 
 
 def test_every_rank_is_killed(user: User) -> None:
     """After SIGKILL of all ranks only the batch shell is left to record the end and to request a requeue."""
     following = user.begins(*TWO_RANKS, "--name", "killed", "--follow")
-    user.waits_for("killed", MID_EPOCH)
+    user.waits_for("killed", IN_EPOCH_2)
     user.kills("killed", 0, 1)
     (lost,) = user.waits_for_end("killed", "lost")
-    assert lost["end_step"] >= 80 and lost["end_step"] - lost["lost_steps"] == 63, "known from metrics.jsonl"
+    assert lost["end_step"] >= 50 and lost["end_step"] - lost["lost_steps"] == 40, "known from metrics.jsonl"
     assert lost["lost_s"] > 0
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0 and "the attempt ended (lost), the run continues" in said
-    assert "resuming after step 63" in said, "--follow streams through the requeue"
+    assert "resuming after step 40" in said, "--follow streams through the requeue"
     comes_back(user, "killed")
 
 
@@ -56,7 +55,7 @@ def test_srun_is_killed(user: User) -> None:
     """Without srun the ranks continue until the batch shell ends and Slurm kills them. Requeued before that, they
     receive the SIGTERM of any requeue, and lose no step."""
     user.types(*TWO_RANKS, "--name", "srun")
-    user.waits_for("srun", MID_EPOCH)
+    user.waits_for("srun", IN_EPOCH_2)
     user.kills_srun("srun")
     first = comes_back(user, "srun")
     assert (first["reason"], first["lost_steps"]) == ("preempted", 0)
@@ -65,7 +64,8 @@ def test_srun_is_killed(user: User) -> None:
 def test_a_rank_fails_once(user: User) -> None:
     """An attempt that fails after it has kept steps is followed by another, which may get past that place. In Python
     the job's result is that of the whole run, not the failure."""
-    words = ["launch.nodes=2", "train.max_steps=160", "launch.name=fails", "task=tests.support.tasks.FailsOnce"]
+    small = ("train.max_steps=160", "model.args.width=4")
+    words = [*small, "launch.nodes=2", "launch.name=fails", "task=tests.support.tasks.FailsOnce"]
     program = (
         "from trainer import Config, submit\n"
         f"job = submit(Config.load('mnist', {[*words, f'launch.root={user.root}']!r}))\n"
@@ -75,7 +75,7 @@ def test_a_rank_fails_once(user: User) -> None:
         [sys.executable, "-c", program], cwd=PROJECT, env=user.env, capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert (done.returncode, done.stdout) == (0, "160\n"), done.stderr
-    first = comes_back(user, "fails")
+    first = comes_back(user, "fails", small)
     assert first["reason"] == "failed" and "ValueError: a bad sample" in first["error"]
 
 
@@ -105,7 +105,7 @@ def test_the_controller_is_away(fragile: User) -> None:
     # slurmctld saves its state every 5 s. It would not know a younger job, start it a second time, and drain the node
     # where it finds the first one: a fault of Slurm's own, which is not tested here.
     fragile.types(*TWO_RANKS, "--name", "away", "launch.setup=['sleep 6']")
-    fragile.waits_for("away", MID_EPOCH)
+    fragile.waits_for("away", IN_EPOCH_2)
     fragile.cluster.stop_daemon("slurmctld", signal.SIGKILL)
     fragile.kills("away", 0, 1)
     fragile.waits_for("away", "Killed")
@@ -116,7 +116,7 @@ def test_the_controller_is_away(fragile: User) -> None:
 def test_a_node_dies(fragile: User) -> None:
     """A node loses its slurmd and its rank; the run continues on the nodes that are left."""
     fragile.types(*TWO_RANKS, "--name", "node")
-    fragile.waits_for("node", MID_EPOCH)
+    fragile.waits_for("node", IN_EPOCH_2)
     node = fragile.cluster.run("squeue", "-h", "-j", fragile.job_of("node"), "-O", "NodeList:.20").strip()
     assert node == "n[1-2]"
     fragile.kills_node("n2")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.launchers import SMALL
+from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
 from tests.slurm.user import User
 from tests.support.ranks import fingerprint
 from tests.support.undisturbed import undisturbed_run
@@ -22,8 +22,7 @@ TWO_RANKS = ("--nodes", "2")
 FOUR_RANKS = ("--nodes", "2", "--tasks-per-node", "2")
 # 7 steps an epoch. Every rank waits in step 8 of an attempt until a signal stops it.
 WAITS = (*SMALL, "train.epochs=2", "task=tests.support.tasks.AwaitsStop")
-SHORT = "train.max_steps=160"  # 63 steps an epoch
-MID_EPOCH = "step 80/160"
+SHORT = "train.max_steps=80"  # 63 steps an epoch
 
 
 def undisturbed(ranks: int, *words: str) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def undisturbed(ranks: int, *words: str) -> dict[str, Any]:
 def test_four_ranks_on_two_nodes(user: User) -> None:
     """The first command in README: every rank is one task, and everything about the run is in its folder."""
     said = user.types(*FOUR_RANKS, "--name", "undisturbed", "--follow", SHORT)
-    assert "step 160/160" in said, "--follow streams rank 0's log to the end"
+    assert "step 80/80" in said, "--follow streams rank 0's log to the end"
     found = fingerprint(user.run("undisturbed"))
     assert found == undisturbed(4, SHORT)
     (attempt,) = user.attempts("undisturbed")
@@ -46,9 +45,9 @@ def test_four_ranks_on_two_nodes(user: User) -> None:
     logs = sorted(path.name for path in user.run("undisturbed").logs.glob("*_log.out"))
     assert logs == [f"{job}_{rank}_log.out" for rank in range(4)]
     steps = [line["step"] for line in found["metrics"] if "loss" in line]
-    assert steps == list(range(1, 161)), "each step is in metrics.jsonl once, in order"
+    assert steps == list(range(1, 81)), "each step is in metrics.jsonl once, in order"
     newest = user.verify("undisturbed")[-1]
-    assert newest["ok"] and newest["step"] == 160 and newest["world_size"] == 4
+    assert newest["ok"] and newest["step"] == 80 and newest["world_size"] == 4
 
 
 def hit_and_compare(user: User, name: str, ranks: int, fault: tuple[str, ...], *more: str) -> None:
@@ -124,8 +123,8 @@ def test_time_limit(user: User, tmp_path: Path) -> None:
 
 def test_scancel_ends_the_run_and_resume_goes_on_at_another_size(user: User) -> None:
     """A cancelled run stays cancelled (a requeue would start it again) but has lost nothing."""
-    user.types(*TWO_RANKS, "--name", "cancelled", SHORT)
-    user.waits_for("cancelled", MID_EPOCH)
+    user.types(*TWO_RANKS, "--name", "cancelled", *UNHURRIED)
+    user.waits_for("cancelled", IN_EPOCH_2)
     job = user.job_of("cancelled")
     said = user.types("resume", "cancelled", status=2)
     assert f"job {job} of this run is in the queue" in said, "two jobs at once on one run would tear it apart"
@@ -140,23 +139,23 @@ def test_scancel_ends_the_run_and_resume_goes_on_at_another_size(user: User) -> 
     assert (first["world_size"], second["world_size"]) == (2, 1)
     assert first["lost_steps"] == 0 and second["start_step"] == first["end_step"]
     lines = fingerprint(user.run("cancelled"))["metrics"]
-    assert [line["step"] for line in lines] == [line["step"] for line in undisturbed(2, SHORT)["metrics"]]
+    assert [line["step"] for line in lines] == [line["step"] for line in undisturbed(2, *UNHURRIED)["metrics"]]
 
 
 def test_one_rank_is_killed(user: User) -> None:
     """As when a node runs out of memory. The other ranks end in seconds, not after a timeout; one of them saves the
     last complete step before Slurm ends them too, and the job starts again at that step."""
-    user.types(*FOUR_RANKS, "--name", "oom", SHORT)
-    user.waits_for("oom", MID_EPOCH)
+    user.types(*FOUR_RANKS, "--name", "oom", *UNHURRIED)
+    user.waits_for("oom", IN_EPOCH_2)
     user.kills("oom", 3)
     user.cluster.wait_for(lambda: user.attempts("oom"), 30, "the other ranks did not notice")
     first, second = user.waits_for_end("oom", "finished")
     assert (first["reason"], first["requeue"]) == ("failed", True)
     assert (first["job_id"], second["job_id"]) == (user.job_of("oom"), user.job_of("oom"))
-    assert first["lost_steps"] == 0 and second["start_step"] == first["end_step"] >= 80
+    assert first["lost_steps"] == 0 and second["start_step"] == first["end_step"] >= 50
     assert "gone (killed, out of memory, or its node died)" in first["error"]
     hints = [line for line in user.types("logs", "oom").splitlines() if "hint: " in line]
     ask = f"sacct -j {user.job_of('oom')} --format=JobID,State"
     assert len(hints) == 1 and f"(`{ask}` shows it): set launch.mem_gb, " in hints[0]
     assert user.cluster.run(*ask.split()).split()[:2] == ["JobID", "State"], "a command that Slurm has"
-    assert fingerprint(user.run("oom")) == undisturbed(4, SHORT)
+    assert fingerprint(user.run("oom")) == undisturbed(4, *UNHURRIED)

@@ -29,16 +29,20 @@ class Slow(Classification):
         return super().step(model, batch)
 
 
-class SlowData(Classification):
-    """Each sample takes 20 ms to load, and the rank measures often what that costs."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        progress.WINDOW_S = 0.2
+class Unhurried(Classification):
+    """Each sample takes 20 ms to load, without CPU time."""
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         training, validation = super().datasets()
         return Delayed(training), validation
+
+
+class SlowData(Unhurried):
+    """The rank measures often what slow loading costs."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        progress.WINDOW_S = 0.2
 
 
 class Delayed(Dataset[Any]):

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from tests.support.data_tasks import Delayed, Linear, Prepared, Slow, SlowData
+from tests.support.data_tasks import Delayed, Linear, Prepared, Slow, SlowData, Unhurried
 from tests.support.faulty_tasks import (
     Broken,
     FailsOnce,
@@ -60,6 +60,7 @@ __all__ = [
     "SignalledElsewhere",
     "Slow",
     "SlowData",
+    "Unhurried",
     "Unprepared",
     "await_agreement",
     "note_decoding",

@@ -14,7 +14,7 @@ from trainer.rundir import RunDir
 
 # Steps of 80 ms that take hardly any CPU time: each of their samples is read from a slow disk.
 SLOW_STEPS = (
-    "task=tests.support.tasks.SlowData", "data.name=fake", "data.args.samples=400", "data.args.image_size=8",
+    "task=tests.support.tasks.Unhurried", "data.name=fake", "data.args.samples=400", "data.args.image_size=8",
     "train.batch_size=4",
 )  # fmt: skip
 LONG = (*SLOW_STEPS, "train.epochs=1000")
