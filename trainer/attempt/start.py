@@ -21,7 +21,7 @@ from trainer.world.watchdog import Fault, Watchdog
 
 
 def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
-    """Meet the other ranks, under the watchdog's eyes, and set up collectives. Raises MeetingError."""
+    """Meet the other ranks and set up collectives; the watchdog runs meanwhile. Raises MeetingError."""
     config, run_dir, world = state.config, state.run_dir, state.world
     timeout_s = config.launch.hang_timeout_s
     nccl.set_defaults(run_dir.collectives(world.attempt), timeout_s)
