@@ -80,7 +80,9 @@ def test_every_key_is_documented_and_can_be_set(key: str, field: dataclasses.Fie
 @pytest.mark.parametrize(("key", "field", "value"), FIELDS)
 def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any], value: Any) -> None:
     """For a wrong type, a number that is too small or a wrong choice, the message names the key and the value."""
-    if field.type.split(" ")[0] in ("int", "float", "bool") or field.type.startswith(("dict", "list")):
+    if key == "launch.time_min":
+        assert refused(f"{key}=nonsense").startswith(f"{key}=nonsense: must be minutes, M:S, H:M:S, D-H")
+    elif field.type.split(" ")[0] in ("int", "float", "bool") or field.type.startswith(("dict", "list")):
         assert refused(f"{key}=nonsense").startswith(f"{key}=nonsense: must be of type {field.type.split('[')[0][:4]}")
     if not field.type.endswith("None"):
         assert refused(f"{key}=null").startswith(f"{key}=null: must be of type")
@@ -91,6 +93,45 @@ def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any
     if field.metadata["choices"]:
         wrong = value + "x"
         assert refused(f"{key}={wrong}") == f"{key}={wrong}: did you mean {value}?"
+
+
+@pytest.mark.parametrize("text", ["1.10", "007", "123e456", "yes", "2026-01-02", "16:00:00", "0x1F", "1_000", "~x"])
+def test_strings_stay_as_written(text: str) -> None:
+    """YAML reads these as numbers, dates or truth values. A run called 1.10 must not be named 1.1, nor partition 007
+    become 7, from the command line, from a file, or on the way through the run's folder."""
+    words = [f"launch.{key}={text}" for key in ("partition", "account", "constraint", "env.A", "slurm.begin")]
+    given = Config.load(None, [*words, f"launch.setup=[{text}]"])
+    lines = "".join(f"  {key}: {text}\n" for key in ("partition", "account", "constraint"))
+    read = load(f"launch:\n{lines}  env: {{A: {text}}}\n  slurm: {{begin: {text}}}\n  setup: [{text}]\n")
+    for config in (given, read, load(given.to_yaml())):
+        launch = config.launch
+        assert [launch.partition, launch.account, launch.constraint] == [text] * 3
+        assert (launch.env, launch.setup) == ({"A": text}, [text])
+        assert launch.slurm == {"begin": True if text == "yes" else text}  # an option without a value
+
+
+def test_quotes_null_and_flags_keep_their_meaning() -> None:
+    """Quotes are not part of a name, null is no name, and an sbatch option without a value is a flag."""
+    assert Config.load(None, ['launch.name="1.10"']).launch.name == "1.10"
+    assert Config.load(None, ["launch.name=null"]).launch.name is None
+    assert Config.load(None, ["launch.slurm.exclusive=true"]).launch.slurm == {"exclusive": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [("90", 90), ("4:00", 4), ("4:01", 5), ("4:00:00", 240), ("0:90:30", 91), ("2-0", 2880), ("1-12", 2160),
+     ("1-12:30", 2190), ("0-0:0:1", 1), ("00:30:00", 30)],
+)  # fmt: skip
+def test_time_limits_as_sbatch_takes_them(text: str, minutes: int) -> None:
+    """`4:00:00` is four hours. YAML takes it for 14,400, which would be ten days."""
+    assert Config.load(None, [f"launch.time_min={text}", "launch.signal_delay_s=1"]).launch.time_min == minutes
+    assert load(f"launch:\n  time_min: {text}\n  signal_delay_s: 1\n").launch.time_min == minutes
+
+
+@pytest.mark.parametrize("text", ["4h", "1:2:3:4", "1-", "-4:00", "1-2-3", "UNLIMITED", "1 day"])
+def test_other_time_limits_are_refused(text: str) -> None:
+    """A time limit that Slurm would not take is refused before it can be misread."""
+    assert refused(f"launch.time_min={text}").startswith(f"launch.time_min={text}: must be minutes, M:S, H:M:S")
 
 
 @pytest.mark.parametrize(
@@ -197,6 +238,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 ARGS = st.dictionaries(
     NAMES, st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=4), max_size=3
 )
+SBATCH_OPTIONS = st.dictionaries(NAMES, st.booleans() | WORDS, max_size=3)  # texts, or flags
 POSITIVE = st.floats(min_value=1e-300, allow_infinity=False)
 
 
@@ -204,7 +246,7 @@ POSITIVE = st.floats(min_value=1e-300, allow_infinity=False)
 @given(
     seed=st.integers(min_value=0, max_value=2**64),
     strings=st.tuples(WORDS, WORDS, WORDS, st.none() | WORDS, st.none() | WORDS),
-    args=st.tuples(ARGS, ARGS, ARGS),
+    args=st.tuples(ARGS, ARGS, SBATCH_OPTIONS),
     env=st.dictionaries(NAMES, WORDS, max_size=3),
     setup=st.lists(WORDS, max_size=3),
     floats=st.tuples(POSITIVE, POSITIVE, st.none() | POSITIVE),

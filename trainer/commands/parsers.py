@@ -20,7 +20,7 @@ JOB_OPTIONS: KeyOptions = {
     "--gpus-per-node": ("launch.gpus_per_node", "G", "GPUs per node, one rank each"),
     "--tasks-per-node": ("launch.tasks_per_node", "T", "ranks per node, on CPU nodes"),
     "--partition": ("launch.partition", "P", "Slurm partition"),
-    "--time": ("launch.time_min", "MIN", "time limit of one attempt, in minutes"),
+    "--time": ("launch.time_min", "TIME", "time limit of one attempt: minutes, H:M:S, D-H or D-H:M:S"),
 }
 NEW_RUN_OPTIONS: KeyOptions = {**JOB_OPTIONS, "--name": ("launch.name", "RUN", "name of the run and of its folder")}
 

@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.checks import validate
 from trainer.config.errors import ConfigError, first_line, nearest
-from trainer.config.keys import assign, escaped, leaves, parse_override, replaced
+from trainer.config.keys import assign, escaped, parse_override, replaced, values_of
+from trainer.config.scalars import as_written
 from trainer.config.schema import Settings
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
@@ -49,11 +50,11 @@ class Config(Settings):
         files = [find_config(site, of_site=True)] if site else []
         files += [find_config(source)] if source is not None else []
         for path in files:
-            for key, value in leaves(_read_yaml(path)):
-                try:
+            try:
+                for key, value in _read_yaml(path).items():
                     assign(tree, key, value)
-                except ConfigError as error:
-                    raise ConfigError(f"{path}: {error}") from None
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from None
         for word in overrides:
             for key, value in parse_override(word).items():
                 assign(tree, key, value)
@@ -106,14 +107,15 @@ def find_config(source: str | Path, of_site: bool = False) -> Path:
     raise ConfigError(f"{option} {source}: no such file, and no such name in {label}/; {nearest(str(source), names)}")
 
 
-def _read_yaml(path: Path) -> Any:
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The value for each dotted key that a file sets. Raises ConfigError."""
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        content, written = OmegaConf.to_container(OmegaConf.load(path)), as_written(path.read_text())
     except Exception as error:  # a YAML error, an unreadable file: there are many types
-        raise ConfigError(f"{path}: cannot be read as YAML: {_yaml_problem(error)}") from None
+        raise ConfigError(f"cannot be read as YAML: {_yaml_problem(error)}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must consist of `key: value` lines")
-    return content
+        raise ConfigError("must consist of `key: value` lines")
+    return values_of(content, written)
 
 
 def _yaml_problem(error: Exception) -> str:

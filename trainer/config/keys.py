@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.errors import ConfigError, first_line, nearest
+from trainer.config.scalars import as_written, value_of
 from trainer.config.schema import Settings
 
 INT_OR_RANGE, FLOAT_OR_AUTO = "int or MIN-MAX", "float or auto"
@@ -18,13 +19,23 @@ INT_OR_RANGE, FLOAT_OR_AUTO = "int or MIN-MAX", "float or auto"
 
 def parse_override(word: str) -> dict[str, Any]:
     """The value for each dotted key that a `key=value` word sets (several for `optim={...}`). Raises ConfigError."""
-    key, equals, _ = word.partition("=")
+    key, equals, text = word.partition("=")
     if not equals or not key:
         raise ConfigError(f"{word}: not a verb, an option or key=value; see --help")
     try:
-        return dict(leaves(OmegaConf.to_container(OmegaConf.from_dotlist([word]))))
+        tree, written = OmegaConf.to_container(OmegaConf.from_dotlist([word])), as_written(text)
     except Exception as error:  # YAML and OmegaConf raise many types; the word is wrong in each case
         raise ConfigError(f"{word}: cannot be read as key=value: {first_line(error)}") from None
+    return values_of(tree, {key: written})
+
+
+def values_of(tree: Any, written: Any) -> dict[str, Any]:
+    """The value for each dotted key of a tree that OmegaConf has read; `written` is the same with every scalar as text.
+
+    Raises ConfigError for a time limit that cannot be read.
+    """
+    texts = dict(leaves(written)) if isinstance(written, dict) else {}  # `just words` is a key without a value
+    return {key: value_of(key, _type_of(key), value, texts.get(key)) for key, value in leaves(tree)}
 
 
 def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
@@ -92,6 +103,13 @@ def escaped(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: escaped(item) for key, item in value.items()}
     return [escaped(item) for item in value] if isinstance(value, list) else value
+
+
+def _type_of(key: str) -> str | None:
+    """The type of a key, or of the dictionary that it is in; None for a key that does not exist."""
+    types = {name: field.type for name, field, _ in fields_of(Settings)}
+    found = next((types[name] for name in types if key == name or key.startswith(f"{name}.")), None)
+    return None if found is None else str(found)
 
 
 def _nearest_leaf(name: str, known: dict[str, Any]) -> str:

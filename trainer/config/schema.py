@@ -153,7 +153,11 @@ class Launch:
     tasks_per_node: int | None = setting(None, "ranks per node when training on CPUs; null: 1", least=1)
     cpus_per_task: int = setting(1, "CPU cores per rank, including those for its loader processes", least=1)
     mem_gb: float | None = setting(None, "memory per node, in GB; null: the cluster's default", least=0)
-    time_min: int = setting(60, "time limit of one attempt, in minutes; a run may take many attempts", least=1)
+    time_min: int = setting(
+        60,
+        "time limit of one attempt: minutes, or H:M:S, D-H or D-H:M:S as for sbatch; a run may take many attempts",
+        least=1,
+    )
     partition: str | None = setting(None, "Slurm partition; null: the cluster's default")
     account: str | None = setting(None, "Slurm account to charge")
     qos: str | None = setting(None, "Slurm quality of service")
