@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission
 
+from tests.support.disk import acting_at
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config
 from tests.support.tasks import read_one_step_late
+from trainer.checkpoint.store import CheckpointStore
 from trainer.commands.verify import inspect
 from trainer.records.metrics import read_lines
+from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 
 
@@ -72,6 +75,18 @@ def test_a_full_disk_for_a_while(tmp_path: Path) -> None:
     assert fingerprint(full.run) == fingerprint(calm)
     kept = [checkpoint["step"] for checkpoint in inspect(full.run)]
     assert kept == [2, 7, 8, 10, 12, 14], "an epoch ends with steps 7 and 14"
+    verify_while_the_run_deletes(full.run)
+
+
+def verify_while_the_run_deletes(run: RunDir) -> None:
+    """`launch.py verify` of a run that trains meets its deletions. No checkpoint may be called damaged for that."""
+    store = CheckpointStore(run.checkpoints)
+    steps = store.steps()
+    for left in reversed(range(1, len(steps))):  # each time the oldest is deleted, before another call of the reader
+        with acting_at(left, lambda left=left: store.prune(steps[-1], left, 0)):  # type: ignore[misc]
+            found = inspect(run)
+        assert all(checkpoint["ok"] for checkpoint in found)
+        assert store.steps() == steps[-left:]
 
 
 def test_a_disk_that_stays_full(tmp_path: Path) -> None:

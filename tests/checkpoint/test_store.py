@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.disk import failing_at
-from trainer.checkpoint.store import CheckpointError, CheckpointStore, FileEntry, Manifest, fsync
+from tests.support.disk import acting_at, failing_at
+from trainer.checkpoint.store import CheckpointError, CheckpointGone, CheckpointStore, FileEntry, Manifest, fsync
 
 STATE = bytes(range(256)) * 20
 FIRST, SECOND = "shard_0000-of-0002.bin", "shard_0001-of-0002.bin"
@@ -287,6 +287,24 @@ def test_prune_is_cut_off(tmp_path: Path) -> None:
         if len(calls) <= call:
             return
         shutil.rmtree(store.folder)
+
+
+def test_a_checkpoint_that_the_run_deletes_is_not_damaged(tmp_path: Path) -> None:
+    """A run that trains deletes old checkpoints while `verify` reads them. Between whichever calls of the reader the
+    deletion falls, the checkpoint must not be called damaged: a user would throw away a good run."""
+    for call in range(100):
+        store = CheckpointStore(tmp_path / str(call))
+        for step in (1, 2, 3):
+            write(store, step)
+        with acting_at(call, lambda store=store: store.prune(3, 1, 0)) as calls:  # type: ignore[misc]
+            try:
+                assert store.verify(1).step == 1
+            except CheckpointError as error:
+                assert isinstance(error, CheckpointGone), f"before call {call}: {error}"
+        if len(calls) <= call:
+            assert call > 3, "the reader was never interrupted"
+            return
+    raise AssertionError("the reader makes more calls than this test covers")
 
 
 def test_a_loss_that_is_no_number_is_not_the_best(store: CheckpointStore) -> None:

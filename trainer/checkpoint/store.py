@@ -18,7 +18,7 @@ The commit protocol. A crash, a kill or a power cut at any moment leaves the old
     5. Rank 0 renames the folder to `step_000001234`. This rename is the commit; it is atomic.
     6. Rank 0 fsyncs the parent folder, so that a power cut cannot undo the commit.
     7. Only now may the replaced checkpoint and older ones be deleted, so at least one complete checkpoint exists at
-       every moment.
+       every moment. A checkpoint is renamed before it is deleted, so a reader never meets half of one under its name.
 
 Reading does not trust any of this: `newest` compares every file with its hash and falls back to an older checkpoint.
 """
@@ -49,6 +49,10 @@ READ_BYTES = 4 << 20
 
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged, or could not be written."""
+
+
+class CheckpointGone(CheckpointError):
+    """The checkpoint was deleted or replaced by the run itself while it was read. It was not damaged."""
 
 
 class FileEntry(TypedDict):
@@ -112,7 +116,7 @@ class CheckpointStore:
                 shutil.rmtree(replaced, ignore_errors=True)
             else:
                 replaced.rename(final)
-        for unfinished in self.folder.glob(".writing-*"):
+        for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".deleting-*")):
             self.discard(unfinished)
 
     def writing_folder(self, step: int, tag: str) -> Path:
@@ -188,7 +192,15 @@ class CheckpointStore:
         best = sorted(measured, key=lambda s: (readable[s].metrics[best_by], s))[:keep_best]
         for old in self.steps():
             if old < newest[0] and old not in best:
-                shutil.rmtree(self.path(old), ignore_errors=True)
+                self._delete(old)
+
+    def _delete(self, step: int) -> None:
+        """Delete a checkpoint. Renamed first, it is complete or absent for any process that reads meanwhile."""
+        deleting = self.folder / f".deleting-{self.path(step).name}"
+        with contextlib.suppress(OSError):  # the next `prune` tries again
+            self.discard(deleting)
+            self.path(step).rename(deleting)
+            self.discard(deleting)
 
     # Reading
 
@@ -209,8 +221,36 @@ class CheckpointStore:
         return False
 
     def verify(self, step: int) -> Manifest:
-        """Read the whole checkpoint and compare it with its manifest. Raises CheckpointError, which says what is
-        wrong."""
+        """Read the whole checkpoint and compare it with its manifest.
+
+        Raises CheckpointError, which says what is wrong, and CheckpointGone if the run has deleted it.
+        """
+        with self.reading(step):
+            return self._verify(step)
+
+    @contextlib.contextmanager
+    def reading(self, step: int) -> Iterator[None]:
+        """While a checkpoint is read: if that fails and the run has deleted or replaced the checkpoint meanwhile, raise
+        CheckpointGone instead. A run that trains may do so at any moment."""
+        before = self._identity(step)
+        if before is None:
+            raise CheckpointGone(f"{self.path(step).name} has been deleted")
+        try:
+            yield
+        except Exception as error:
+            if self._identity(step) != before:
+                raise CheckpointGone(f"{self.path(step).name} was deleted while it was read") from error
+            raise
+
+    def _identity(self, step: int) -> tuple[int, int] | None:
+        """What changes when a checkpoint is replaced; None if there is none."""
+        try:
+            found = self.path(step).stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    def _verify(self, step: int) -> Manifest:
         manifest = self.manifest(step)
         for name, entry in manifest.files.items():  # sizes first: that takes no time
             with _disk_errors_explained(name):

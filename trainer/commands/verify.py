@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.store import CheckpointError, CheckpointStore, Manifest
+from trainer.checkpoint.store import CheckpointError, CheckpointGone, CheckpointStore, Manifest
 from trainer.cluster import run_folders
 from trainer.commands.parsers import Parser, add_run
 from trainer.rundir import RunDir
@@ -38,9 +39,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def inspect(run: RunDir) -> list[dict[str, Any]]:
-    """One record per checkpoint, oldest first: step, epoch, world_size, bytes, ok, error, weights_sha256."""
+    """One record per checkpoint, oldest first: step, epoch, world_size, bytes, ok, error, weights_sha256.
+
+    One that the run deletes meanwhile, since it keeps only the newest and best, is left out.
+    """
     store = CheckpointStore(run.checkpoints)
-    return [_inspect(store, step) for step in store.steps()]
+    found = []
+    for step in store.steps():
+        while store.path(step).exists():
+            with contextlib.suppress(CheckpointGone):  # it may also have been replaced: then read the new one
+                found.append(_inspect(store, step))
+                break
+    return found
 
 
 def _inspect(store: CheckpointStore, step: int) -> dict[str, Any]:
@@ -49,7 +59,10 @@ def _inspect(store: CheckpointStore, step: int) -> dict[str, Any]:
     try:
         manifest = store.verify(step)
         record |= {"epoch": manifest.epoch, "world_size": manifest.world_size, "bytes": manifest.bytes}
-        outcome |= {"ok": True, "weights_sha256": _weights(store.path(step), manifest)}
+        with store.reading(step):
+            outcome |= {"ok": True, "weights_sha256": _weights(store.path(step), manifest)}
+    except CheckpointGone:
+        raise
     except CheckpointError as error:
         outcome["error"] = str(error)
     return record | outcome
