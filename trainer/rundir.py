@@ -16,6 +16,16 @@ class RunDir:
         """The run's name."""
         return self.path.name
 
+    def is_gone(self) -> bool:
+        """Whether the run was deleted or moved away: no folder, or one without a configuration. False in doubt."""
+        try:
+            self.config.stat()
+        except FileNotFoundError:
+            return True
+        except OSError:  # a file system that does not answer right now
+            return False
+        return False
+
     # Written at submission.
 
     @property

@@ -101,6 +101,19 @@ def test_a_disk_that_stays_full(tmp_path: Path) -> None:
     assert not list(full.run.checkpoints.glob(".*")), "no partial checkpoint may fill the disk further"
 
 
+def test_a_run_folder_that_is_moved_away(root: Path) -> None:
+    """A user deletes or renames the folder of a run that trains. It must not come back without its configuration,
+    unknown to every verb, while the job holds its nodes until the time limit: the ranks notice it, say so and end."""
+    endless = ("task=tests.support.tasks.Unhurried", "train.epochs=1000", "checkpoint.every_steps=30")
+    attempt = Attempt(config(root, "moved", 2, endless))
+    attempt.wait_for("saved step 7")
+    moved = RunDir(attempt.run.path.rename(root / "elsewhere"))
+    assert attempt.wait() == [1, 1]
+    assert not attempt.run.path.exists(), "nothing brings the folder back"
+    for log in moved.logs.glob("*_log.out"):
+        assert f"{attempt.run.path} was deleted or moved while the run trained" in log.read_text()
+
+
 def test_half_a_result_of_a_full_disk(tmp_path: Path) -> None:
     """submitit refuses to write if an earlier attempt left a partial file: the finished run would end as failed."""
     one = config(tmp_path, "one", 1, ("train.max_steps=1",))

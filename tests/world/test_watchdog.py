@@ -66,7 +66,7 @@ def test_the_probes_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     handled: queue.SimpleQueue[Fault] = queue.SimpleQueue()
     fault = Fault("signal", "the step takes too long")
     store = dist.HashStore()
-    watch = Watchdog(Probes(world=a_world, ticks=lambda: 7, check_grace=lambda: fault), 60, on_fault=handled.put)
+    watch = Watchdog(Probes(world=a_world, ticks=lambda: 7, check=lambda: fault), 60, on_fault=handled.put)
     watch.join(store)
     watch.measure(lambda: 1.5)
     try:

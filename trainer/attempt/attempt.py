@@ -64,7 +64,7 @@ class Attempt:
         probes = Probes(
             world=lambda: self._state.world,
             ticks=lambda: self._state.ticks,
-            check_grace=self._end_by_fault.check_grace,
+            check=self._end_by_fault.check,
             others_gave_up=lambda: any_survivor(run_dir.rescues / world.attempt),
         )
         self._watchdog = Watchdog(probes, config.launch.hang_timeout_s, self._end_by_fault.run)

@@ -37,6 +37,8 @@ FREEZE_S = 10.0
 COMMIT_S = 2.0
 # How long the main thread may take to fail by itself before the process exits.
 MAIN_THREAD_S = 2.0
+# Rank 0 looks every this many checks of the watchdog, so every 5 s, whether the run's folder is still there.
+CHECKS_PER_LOOK = 10
 
 
 class EndByFault:
@@ -49,6 +51,7 @@ class EndByFault:
         self._own_failure: Fault | None = None
         self._main_thread_failed = threading.Event()
         self._done = threading.Event()
+        self._checks = 0
 
     def main_thread_failed(self) -> None:
         """The main thread has left its step for good: an update that it had begun will not be completed."""
@@ -66,7 +69,10 @@ class EndByFault:
         """Save and record what can be, then exit unless the main thread fails by itself. Runs in a separate thread."""
         self._fault = fault
         try:
-            self._save_and_record(fault)
+            if self._state.run_dir.is_gone():
+                say(self._gone())  # there is nowhere to save anything
+            else:
+                self._save_and_record(fault)
         except BaseException:
             say(traceback.format_exc())
         finally:
@@ -74,11 +80,25 @@ class EndByFault:
         if not self._main_thread_failed.wait(MAIN_THREAD_S):
             _exit()
 
-    def check_grace(self) -> Fault | None:
-        """Whether the grace period leaves no time to wait for the agreed last step. Exits when it is over.
+    def check(self) -> Fault | None:
+        """What ends the attempt although no rank has failed; the watchdog calls this twice a second.
 
-        The watchdog calls this twice a second.
+        Exits when the grace period after a signal is over.
         """
+        return self._check_grace() or self._check_folder()
+
+    def _check_folder(self) -> Fault | None:
+        """Whether the user has deleted or moved the run. No verb would find it, yet it would hold its nodes."""
+        self._checks += 1
+        if self._state.world.rank == 0 and self._checks % CHECKS_PER_LOOK == 0 and self._state.run_dir.is_gone():
+            return Fault("failed", self._gone(), retry=False)
+        return None
+
+    def _gone(self) -> str:
+        return f"{self._state.run_dir.path} was deleted or moved while the run trained: the attempt ends"
+
+    def _check_grace(self) -> Fault | None:
+        """Whether the grace period leaves no time to wait for the agreed last step."""
         number, signalled_at = self._state.signal, self._state.signalled_at
         if number is None or signalled_at is None:
             return None
@@ -105,16 +125,17 @@ class EndByFault:
         take_turns(
             survivors,
             state.world.rank,
-            act=lambda: self._act_for_all(fault, survivors),
+            act=lambda: self._act_for_all(fault, survivors, here),
             done=lambda: find_record(state.run_dir, state.world) is not None,
         )
 
-    def _act_for_all(self, fault: Fault, survivors: list[Survivor]) -> None:
+    def _act_for_all(self, fault: Fault, survivors: list[Survivor], here: Survivor) -> None:
         """Save the state, record the end and requeue the job, for all ranks."""
         state = self._state
         loop = state.loop
         end_step = saved_step = max(state.start_step, loop.saves.saved.step if loop else 0)
-        if loop is not None and survivors[0].step >= 0:
+        # This rank's own state may be torn, although a better survivor, which has died since, had a whole one.
+        if loop is not None and here.step >= 0:
             end_step = loop.position.step
             saved_step = self._save_alone(loop, saved_step)
         error: str | None = explain(fault, survivors, state.world)

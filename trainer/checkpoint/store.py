@@ -128,9 +128,13 @@ class CheckpointStore:
         return self.folder / f".writing-{self.path(step).name}-{tag}"
 
     def create_writing_folder(self, step: int, tag: str) -> Path:
-        """Create the writing folder unless it exists; every rank that writes calls this. Raises OSError."""
+        """Create the writing folder unless it exists; every rank that writes calls this.
+
+        Raises OSError, also when the run's folder is gone: a deleted run must not come back as a folder of checkpoints.
+        """
         writing = self.writing_folder(step, tag)
-        writing.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
+        writing.mkdir(exist_ok=True)
         return writing
 
     def commit(self, writing: Path, manifest: Manifest) -> Path:

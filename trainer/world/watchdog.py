@@ -2,7 +2,8 @@
 
 Two threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the key-value store and reads
 from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The watch thread notices if
-the store no longer answers (then rank 0 is gone) and if the grace period after a signal runs out. Neither costs the
+the store no longer answers (then rank 0 is gone), if the grace period after a signal runs out and if the run's folder
+is gone. Neither costs the
 training loop anything.
 
 Silence is counted in rounds of the listening thread, not by a clock. So no rank looks dead because a clock was set, or
@@ -61,7 +62,7 @@ class Probes:
 
     world: Callable[[], World]
     ticks: Callable[[], int] = lambda: 0  # units of work begun so far
-    check_grace: Callable[[], Fault | None] = lambda: None  # a fault once there is no time to wait for an orderly end
+    check: Callable[[], Fault | None] = lambda: None  # a fault that the rank finds itself, without its peers
     others_gave_up: Callable[[], bool] = lambda: False  # whether another rank has begun its end by fault
 
 
@@ -148,7 +149,7 @@ class Watchdog:
         """The watch thread."""
         while not self._closed.wait(BEAT_S):
             self._restart_c_timer()
-            if (fault := self._probes.check_grace()) is not None:
+            if (fault := self._probes.check()) is not None:
                 self.report(fault)
             if self._store is not None:
                 self._unanswered_s += BEAT_S
