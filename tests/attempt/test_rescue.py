@@ -10,16 +10,27 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, FAULTY, KILLED, befall, config, only, undisturbed
 from tests.support.tasks import read_one_step_late
+from tests.support.worlds import a_world
+from trainer.attempt.end_by_fault import EndByFault
+from trainer.attempt.grace import GracePeriod
+from trainer.attempt.rescue import Survivor, find_survivors
+from trainer.attempt.state import AttemptState
 from trainer.commands.verify import inspect
+from trainer.records.attempts import begin_attempt
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 from trainer.world.group import is_peer_loss
+from trainer.world.signals import Signals
+from trainer.world.watchdog import Fault
 
 
 def slug(request: pytest.FixtureRequest) -> str:
@@ -200,3 +211,27 @@ def test_reasons_stay_apart(root: Path) -> None:
     befall(root, "three", 2, "sleep step 3 rank 0")
     run = goes_on(root, "three", 2)
     assert reasons(run) == ["failed", "hung", "finished"]
+
+
+def test_a_rank_saves_only_what_it_knows_to_be_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best survivor dies in its turn. A rank whose own update was cut off must not save its memory under that
+    step instead: the checkpoint would be intact by every hash, and wrong."""
+    monkeypatch.setattr("trainer.attempt.rescue.TURN_S", 0.3)
+    small = config(root, "torn", 2, ())
+    run = RunDir(root / "torn")
+    run.path.mkdir()
+    small.save(run.config)
+    world = a_world(rank=1, size=2)
+    state = AttemptState(small, run, world, cast(Signals, SimpleNamespace(first=None)))
+    torn = Mock(name="loop")  # in the middle of the update of step 6, which froze as "not whole"
+    torn.freeze.return_value = False
+    torn.position.step, torn.saves.saved.step, torn.saves.saving = 5, 3, None
+    torn.progress.step_s.return_value = 0.1
+    state.loop = torn
+    begin_attempt(run, world, 0)
+    better = Survivor(rank=0, step=5, failure=None)
+    find_survivors(run.rescues / world.attempt, better, size=1)  # rank 0 has signed in; it dies before it saves
+    EndByFault(state, GracePeriod(small.launch)).take_part(Fault("failed", "rank 0 on here failed", retry=True))
+    torn.save_alone.assert_not_called()
+    (record,) = read_lines(run.attempts)
+    assert record["end_step"] == 3, "the steps after the newest checkpoint are lost, and said to be"

@@ -72,7 +72,7 @@ class EndByFault:
             if self._state.run_dir.is_gone():
                 say(self._gone())  # there is nowhere to save anything
             else:
-                self._save_and_record(fault)
+                self.take_part(fault)
         except BaseException:
             say(traceback.format_exc())
         finally:
@@ -110,7 +110,7 @@ class EndByFault:
             return Fault("signal", f"the step has not finished {passed_s:.0f} s after the signal; giving it up")
         return None
 
-    def _save_and_record(self, fault: Fault) -> None:
+    def take_part(self, fault: Fault) -> None:
         """Save the last finished step if any rank has it, and record the end. One rank does both, see take_turns."""
         state = self._state
         say(fault.text)
