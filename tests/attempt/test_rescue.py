@@ -213,25 +213,46 @@ def test_reasons_stay_apart(root: Path) -> None:
     assert reasons(run) == ["failed", "hung", "finished"]
 
 
+def a_rank(root: Path, name: str, rank: int) -> AttemptState:
+    """This process as a rank of an attempt that has begun, at step 5; the newest checkpoint is that of step 3."""
+    small = config(root, name, 2, ())
+    run = RunDir(root / name)
+    run.path.mkdir()
+    small.save(run.config)
+    state = AttemptState(small, run, a_world(rank=rank, size=2), cast(Signals, SimpleNamespace(first=None)))
+    state.loop = loop = Mock(name="loop")
+    loop.position.step, loop.saves.saved.step, loop.saves.saving = 5, 3, None
+    loop.progress.step_s.return_value = 0.1
+    begin_attempt(run, state.world, 0)
+    return state
+
+
+def end_by_fault(state: AttemptState) -> Mock:
+    """This rank's part in the end by fault; returns its loop."""
+    fault = Fault("failed", "rank 0 on here failed")
+    EndByFault(state, GracePeriod(state.config.launch)).take_part(fault)
+    return cast(Mock, state.loop)
+
+
 def test_a_rank_saves_only_what_it_knows_to_be_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best survivor dies in its turn. A rank whose own update was cut off must not save its memory under that
     step instead: the checkpoint would be intact by every hash, and wrong."""
     monkeypatch.setattr("trainer.attempt.rescue.TURN_S", 0.3)
-    small = config(root, "torn", 2, ())
-    run = RunDir(root / "torn")
-    run.path.mkdir()
-    small.save(run.config)
-    world = a_world(rank=1, size=2)
-    state = AttemptState(small, run, world, cast(Signals, SimpleNamespace(first=None)))
-    torn = Mock(name="loop")  # in the middle of the update of step 6, which froze as "not whole"
-    torn.freeze.return_value = False
-    torn.position.step, torn.saves.saved.step, torn.saves.saving = 5, 3, None
-    torn.progress.step_s.return_value = 0.1
-    state.loop = torn
-    begin_attempt(run, world, 0)
+    state = a_rank(root, "torn", 1)
+    cast(Mock, state.loop).freeze.return_value = False  # in the middle of the update of step 6
     better = Survivor(rank=0, step=5, failure=None)
-    find_survivors(run.rescues / world.attempt, better, size=1)  # rank 0 has signed in; it dies before it saves
-    EndByFault(state, GracePeriod(small.launch)).take_part(Fault("failed", "rank 0 on here failed", retry=True))
-    torn.save_alone.assert_not_called()
-    (record,) = read_lines(run.attempts)
+    find_survivors(state.run_dir.rescues / state.world.attempt, better, size=1)
+    end_by_fault(state).save_alone.assert_not_called()
+    (record,) = read_lines(state.run_dir.attempts)
     assert record["end_step"] == 3, "the steps after the newest checkpoint are lost, and said to be"
+
+
+def test_a_device_error_while_the_state_is_frozen(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """After a CUDA error every call on the device repeats it. The rank must still take part, or the end of the attempt
+    would not be recorded, and say why it cannot save."""
+    state = a_rank(root, "sticky", 0)
+    cast(Mock, state.loop).freeze.side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
+    end_by_fault(state).save_alone.assert_not_called()
+    (record,) = read_lines(state.run_dir.attempts)
+    assert (record["reason"], record["end_step"]) == ("failed", 3)
+    assert "this rank cannot save its state" in capfd.readouterr().out

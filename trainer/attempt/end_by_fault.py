@@ -116,11 +116,7 @@ class EndByFault:
         say(fault.text)
         if fault.reason in ("hung", "signal"):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        # A main thread that has failed will not complete its update, so waiting for that would be in vain.
-        timeout_s = 0.0 if self._main_thread_failed.is_set() else FREEZE_S
-        loop = state.loop
-        step = loop.position.step if loop is not None and loop.freeze(timeout_s) else -1
-        here = Survivor(state.world.rank, step, self._own_failure)
+        here = Survivor(state.world.rank, self._frozen_step(), self._own_failure)
         survivors = find_survivors(state.run_dir.rescues / state.world.attempt, here, state.world.size)
         take_turns(
             survivors,
@@ -128,6 +124,17 @@ class EndByFault:
             act=lambda: self._act_for_all(fault, survivors, here),
             done=lambda: find_record(state.run_dir, state.world) is not None,
         )
+
+    def _frozen_step(self) -> int:
+        """Freeze the state of the last finished step; returns that step, -1 if this rank has no whole state."""
+        # A main thread that has failed will not complete its update, so waiting for that would be in vain.
+        timeout_s = 0.0 if self._main_thread_failed.is_set() else FREEZE_S
+        loop = self._state.loop
+        try:
+            return loop.position.step if loop is not None and loop.freeze(timeout_s) else -1
+        except Exception:  # such as a CUDA error, which every later call repeats
+            say(f"WARNING: this rank cannot save its state:\n{traceback.format_exc()}")
+            return -1
 
     def _act_for_all(self, fault: Fault, survivors: list[Survivor], here: Survivor) -> None:
         """Save the state, record the end and requeue the job, for all ranks."""
