@@ -13,6 +13,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.keys import fields_of
 from trainer.observe.report.curves import read_curves
 from trainer.observe.report.page import Run, page
+from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir
 
 DESCRIPTION = """\
@@ -23,6 +24,7 @@ HTML page: report.html, in the folder of the run, or for several runs here."""
 def add_arguments(parser: Parser) -> None:
     """Declare what report takes."""
     add_runs(parser, nargs="+")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the page to this file instead")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(NO_RUN)
     root = run_folders.runs_root(overrides)
     runs = [run_folders.find_run(name, root) for name in names]
-    target = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
+    target = (args.output or (runs[0].report if len(runs) == 1 else Path("report.html"))).absolute()
     text = page([_contents(run, status) for run, status in zip(runs, StatusReader().read(runs))])
     try:
         target.write_text(text, errors="replace")
@@ -53,7 +55,9 @@ def _contents(run: RunDir, status: RunStatus) -> Run:
         alive=status.alive,
         step=status.step,
         total_steps=status.total_steps,
+        goodput=status.goodput,
         records=records,
+        submissions=read_submissions(run.submissions),
         curves=read_curves(run.metrics, kept),
         config={key: value for key, _, value in fields_of(Config.load(run.config))},
         yaml=run.config.read_text(errors="replace"),
