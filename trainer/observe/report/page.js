@@ -115,6 +115,9 @@
     };
     const data = shown.flatMap(([line, points]) => traces(figure, line, points));
     Plotly.react(figure.plot, data, layout, {displayModeBar: false, doubleClick: false, responsive: true});
+    for (const svg of figure.plot.querySelectorAll(".main-svg")) { // lets the page scale it to the width of the paper
+      svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);
+    }
     const width = Math.max(0, ...points.map(point => point.last - point.first + 1));
     const bad = points.reduce((sum, point) => sum + point.bad, 0);
     figure.note.textContent = [
