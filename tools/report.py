@@ -2,7 +2,8 @@
 
     python -m tools.report docs/report.png
 
-Needs chromium. With --runs FOLDER the runs stay there, and a finished one is used again; --dark draws the dark page.
+Needs chromium. With --folder FOLDER the run stays there, and is not trained again the next time; --dark draws the dark
+page.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trainer.cluster.run_folders import PROJECT
 from trainer.records.metrics import newest_step
 from trainer.rundir import RunDir
 
-COMMAND = [sys.executable, str(PROJECT / "launch.py")]
+COMMAND = [sys.executable, "launch.py"]
 START = ["--local", "--tasks-per-node", "2", "--name", "digits", "train.epochs=20"]
 STOP_AT = (160, 430, 810)  # steps of 1,260
 WIDTH, MAX_HEIGHT, MARGIN = 1100, 4000, 24  # pixels
@@ -34,23 +35,26 @@ def main() -> None:
     """Draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path)
-    parser.add_argument("--runs", type=Path, help="where the run is kept")
+    parser.add_argument("--folder", type=Path, help="where the run is kept")
     parser.add_argument("--dark", action="store_true")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        root = (args.runs or Path(folder)).absolute()
-        if not (root / "digits").exists():
-            train(root)
-        page = Path(folder) / "report.html"
-        subprocess.run([*COMMAND, "report", "digits", "-o", str(page), f"launch.root={root}"], check=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        if not (folder / "runs" / "digits").exists():
+            train(folder)
+        page = Path(temporary) / "report.html"
+        subprocess.run([*COMMAND, "report", "digits", "-o", str(page)], cwd=folder, check=True)
         shoot(page, args.picture, args.dark)
 
 
-def train(root: Path) -> None:
+def train(folder: Path) -> None:
     """A run that is stopped by Ctrl-C at each of the steps and resumed."""
-    run, words = RunDir(root / "digits"), START
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "launch.py").symlink_to(PROJECT / "launch.py")  # the report shows the commands as they are typed
+    run, words = RunDir(folder / "runs" / "digits"), START
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     for stop_at in (*STOP_AT, None):
-        ranks = subprocess.Popen([*COMMAND, *words, f"launch.root={root}"])
+        ranks = subprocess.Popen([*COMMAND, *words], cwd=folder)
         while stop_at and ranks.poll() is None:
             step = newest_step(run.metrics)
             if step and step["step"] >= stop_at:

@@ -148,13 +148,13 @@ def _about(run: Run) -> str:
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    """The runs side by side: their states and results, and the keys in which their configurations differ."""
+    """The runs side by side: their states and results, their learning rates, and the keys in which they differ."""
     rows: dict[str, list[str]] = {"state": [_state(run) for run in runs]}
     for name in dict.fromkeys(name for run in runs for name in run.facts):
         rows[name] = [run.facts.get(name, Fact("-")).html for run in runs]
     for key in dict.fromkeys(key for run in runs for key in run.config):
         values = [str(run.config.get(key)) for run in runs]
-        if len(set(values)) > 1 and key not in RUN_KEYS:
+        if key == "optim.lr" or (len(set(values)) > 1 and key not in RUN_KEYS):
             rows[key] = [escape(value) for value in values]
     rows["command"] = [f"<code>{_command(run.submissions[0])}</code>" if run.submissions else "-" for run in runs]
     rows["commit"] = [escape(", ".join(_commits(run.submissions)) or "-") for run in runs]
