@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -451,6 +452,17 @@ def test_every_text_is_escaped(root: Path, capfd: pytest.CaptureFixture[str]) ->
         assert page.curves["runs"][0]["name"] == "one<script>&"
     make(root, "A-1._b", [], [])
     assert "A-1._b" in report(capfd, root, "A-1._b").text
+
+
+def test_without_plotly(root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python that submits jobs to a container may have only what a submission needs."""
+    make(root, "mine", [step(1, 1.0)])
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.delitem(sys.modules, "plotly.offline", raising=False)
+    assert main(["report", "mine", f"launch.root={root}"]) == 2
+    assert capfd.readouterr().err == (
+        f"error: the report needs plotly, which {sys.executable} lacks: pip install plotly\n"
+    )
 
 
 @pytest.mark.parametrize(

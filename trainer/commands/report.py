@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from trainer.cluster import run_folders
@@ -35,7 +36,13 @@ def run(args: argparse.Namespace) -> int:
     root = run_folders.runs_root(overrides)
     runs = [run_folders.find_run(name, root) for name in names]
     target = (args.output or (runs[0].report if len(runs) == 1 else Path("report.html"))).absolute()
-    text = page([_contents(run, status) for run, status in zip(runs, StatusReader().read(runs))])
+    contents = [_contents(run, status) for run, status in zip(runs, StatusReader().read(runs))]
+    try:
+        text = page(contents)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "plotly":
+            raise
+        raise ConfigError(f"the report needs plotly, which {sys.executable} lacks: pip install plotly") from None
     try:
         target.write_text(text, errors="replace")
     except OSError as error:

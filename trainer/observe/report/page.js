@@ -105,7 +105,7 @@
       yaxis: {
         ...axis, type: figure.log ? "log" : "linear", range: figure.zoom, autorange: !figure.zoom,
         rangemode: figure.from_zero ? "tozero" : "normal",
-        nticks: 6, dtick: figure.log && decades > 1.5 && !figure.zoom ? 1 : undefined, exponentformat: "none", title: {...title, text: figure.y_unit}, automargin: true,
+        nticks: 6, dtick: figure.log && decades > 2 && !figure.zoom ? 1 : undefined, exponentformat: "none", title: {...title, text: figure.y_unit}, automargin: true,
       },
       yaxis2: {overlaying: "y", range: [0, 1], visible: false, fixedrange: true},
       shapes: ends(figure), showlegend: false, hovermode: "x unified", dragmode: touch ? false : "zoom",
