@@ -43,13 +43,14 @@ bench: $(VENV)/installed  ## measure every figure that README quotes
 	$(BIN)/python -m benchmarks
 
 # For tests of Slurm, mpirun, network namespaces, Tab completion and torch.compile. Without root or apt these tests
-# are skipped, with the reason.
+# are skipped, with the reason. Where there is a chromium, a test looks at the report in it.
 PACKAGES := slurmctld slurmd slurm-client slurmdbd munge mariadb-server openmpi-bin iproute2 zsh g++
 .PHONY: system-packages
 system-packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(PACKAGES) >/dev/null 2>&1; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			$(PACKAGES) >/dev/null; fi
+			$(PACKAGES) >/dev/null && \
+		{ apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1 || true; }; fi
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

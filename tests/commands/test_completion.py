@@ -127,6 +127,7 @@ def shell(name: str, home: Path) -> Iterator[Shell]:
         ("python launch.py completion z", "python launch.py completion zsh "),
         # Where a path fits, and no name does.
         ("python launch.py --config mi", "python launch.py --config mine.yaml "),
+        ("python launch.py report first -o da", "python launch.py report first -o data.txt "),
         ("python launch.py launch.root=else", "python launch.py launch.root=elsewhere/"),
         ("python launch.py verify ./run", "python launch.py verify ./runs/"),
         # What is not Laststep's.

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
+import html
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plotly.offline import get_plotlyjs
 
+from tests.support.waiting import DEADLINE_S
 from trainer.commands.main import main
 from trainer.config.config import Config
 from trainer.observe.report.curves import MAX_POINTS, Curve
-from trainer.observe.report.scale import Axis
 from trainer.observe.report.timeline import Span, Timeline
 from trainer.rundir import RunDir
 
@@ -66,13 +72,27 @@ def make(root: Path, name: str, metrics: Iterable[Any] = (), attempts: Iterable[
     return run
 
 
+@dataclass
+class Row:
+    """A point of a curve as page.js gets it."""
+
+    first: int
+    last: int
+    count: int
+    bad: int
+    mean: float
+    low: float
+    high: float
+
+
 class Page(HTMLParser):
-    """A page as a browser parses it: its text, and every attribute of every element."""
+    """A page as a browser parses it: its text, every attribute of every element, its scripts."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.source = path.read_text()
         self.text = ""
+        self.scripts: list[str] = []
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.open: list[str] = []
         self.feed(self.source)
@@ -90,7 +110,21 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if self.open[-1:] == ["script"]:
+            self.scripts.append(data)
+        else:
+            self.text += data
+
+    @property
+    def curves(self) -> Any:
+        """The data that page.js draws."""
+        return json.loads(self.scripts[0])
+
+    def rows(self, figure: int, run: int = 0) -> list[Row]:
+        """The points of a run's curve in a figure."""
+        return [
+            Row(*row) for line in self.curves["figures"][figure]["lines"] if line["run"] == run for row in line["rows"]
+        ]
 
     def all(self, tag: str, style: str) -> list[dict[str, str]]:
         return [attributes for name, attributes in self.elements if name == tag and attributes.get("class") == style]
@@ -118,7 +152,7 @@ def test_every_end_has_its_reason(root: Path, capfd: pytest.CaptureFixture[str])
 
 
 def test_an_end_is_marked_where_it_was(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Preempted after 25 of 100 seconds, at step 20 of the 80 that are drawn from 1 on."""
+    """Preempted after 25 of 100 seconds, at step 20."""
     ends = [
         attempt(0, 0, 25, (0, 20), "preempted", requeue=True),
         attempt(1, 40, 100, (20, 80), "finished"),
@@ -132,8 +166,7 @@ def test_an_end_is_marked_where_it_was(root: Path, capfd: pytest.CaptureFixture[
     assert [(a["x"], a["width"]) for a in queued] == [("25.000%", "15.000%")]
     saving = [(a["x"], a["width"]) for a in page.all("rect", "saving") if "x" in a]
     assert saving == [("20.000%", "5.000%"), ("80.000%", "20.000%")], "from the time of the last step"
-    at = f"{100 * 19 / 79:.2f}%"
-    assert [a["x1"] for a in page.all("line", "end")] == [at, at], "in the loss and in the throughput"
+    assert page.curves["runs"] == [{"name": "mine", "attempts": [[0, "preempted", 0], [1, "finished", 20]]}]
 
 
 def test_many_ends(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -211,11 +244,10 @@ def test_a_point_per_step_is_drawn(root: Path, capfd: pytest.CaptureFixture[str]
     """The curve of a resumed run is one line, without a gap between the attempts."""
     ends = [attempt(0, 0, 50, (0, 50), "preempted"), attempt(1, 60, 160, (50, 150), "finished")]
     make(root, "mine", [step(n, 1 / n) for n in range(1, 151)], ends)
-    loss, throughput = report(capfd, root, "mine").all("polyline", "curve")
-    for curve in (loss, throughput):
-        xs = [float(point.split(",")[0]) for point in curve["points"].split()]
-        assert len(xs) == 150 and xs == sorted(xs) and (xs[0], xs[-1]) == (0, 1000)
-        assert max(b - a for a, b in itertools.pairwise(xs)) < 1000 / 149 + 0.2
+    page = report(capfd, root, "mine")
+    for figure in (0, 1):  # the loss and the throughput
+        assert [(row.first, row.last, row.count) for row in page.rows(figure)] == [(n, n, 1) for n in range(1, 151)]
+    assert page.rows(0)[6].mean == 0.142857
 
 
 def test_a_million_steps(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -227,11 +259,9 @@ def test_a_million_steps(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     page = report(capfd, root, "mine")
     assert time.monotonic() - began < 60  # 4 s on an idle machine
-    assert len(page.source) < 100_000
-    loss = page.all("polygon", "band")[0]["points"]
-    highest = min(loss.split(), key=lambda point: float(point.split(",")[1]))
-    assert float(highest.split(",")[0]) == pytest.approx(123.456, abs=2 * 1000 / MAX_POINTS)
-    assert ">80<" in page.source, "the axis goes up to it"
+    assert len(page.source) - len(get_plotlyjs()) < 1_000_000
+    spike = max(page.rows(0), key=lambda row: row.high)
+    assert spike.high == 77.0 and spike.first <= 123_456 <= spike.last < spike.first + 500
 
 
 def test_steps_that_were_not_finite(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -244,8 +274,9 @@ def test_steps_that_were_not_finite(root: Path, capfd: pytest.CaptureFixture[str
     with run.metrics.open("a") as file:
         file.write('{"step": 11, "lo')
     page = report(capfd, root, "mine")
-    assert "3 values that are not finite or were skipped" in page.text
-    assert len(page.all("use", "bad")) == 3 + 1, "and the epoch's validation loss"
+    assert [row.first for row in page.rows(0) if row.bad] == [3, 4, 9]
+    assert [row.first for row in page.rows(0) if not row.count] == [3, 4]
+    assert [row.bad for row in page.rows(1)] == [1], "the epoch's validation loss"
     assert "not finite" in page.text and "Validation accuracy" in page.text
 
 
@@ -253,17 +284,17 @@ def test_no_step_was_finite(root: Path, capfd: pytest.CaptureFixture[str]) -> No
     """There is a figure all the same, with a cross for every step."""
     make(root, "mine", [step(n, None) for n in range(1, 6)])
     page = report(capfd, root, "mine")
-    assert "Training loss" in page.text and len(page.all("use", "bad")) == 5
+    assert "Training loss" in page.text and [row.bad for row in page.rows(0)] == [1] * 5
 
 
 @pytest.mark.parametrize("metrics", [[], [step(1, 0.5)]], ids=["no step", "one step"])
 def test_a_run_that_has_hardly_started(metrics: list[Any], root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The page says so, instead of an error or an empty frame. A single step is visible as a dot."""
+    """The page says so, instead of an error or an empty frame, and has no plotly for nothing."""
     make(root, "mine", metrics)
     page = report(capfd, root, "mine")
     assert "No attempt has started yet" in page.text
     assert ("metrics.jsonl has no steps yet" in page.text) == (not metrics)
-    assert len(page.all("circle", "dot")) == 2 * len(metrics)
+    assert len(page.scripts) == 3 * len(metrics)
 
 
 def test_an_attempt_without_a_step(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -284,22 +315,125 @@ def test_several_runs(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "2 runs" in page.text and "optim.lr" in page.text and "launch.name" not in page.text
     assert "Attempts of slow" in page.text and "Attempts of fast" in page.text
     assert "Validation f1.macro" in page.text
-    groups = {a["class"] for tag, a in page.elements if tag == "g" and a["class"].startswith("run-")}
-    assert groups == {"run-0 dash-0", "run-1 dash-0"}
+    assert [run["name"] for run in page.curves["runs"]] == ["slow", "fast"]
+    assert [page.rows(0, run)[0].mean for run in (0, 1)] == [0.01, 0.5]
+    assert len([tag for tag, a in page.elements if tag == "button" and a.get("aria-pressed") == "true"]) == 2
+
+
+def test_figures_say_what_they_are(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A loss without "of the last step" or "mean of the epoch" has misled readers; so does a rate without its step."""
+    epoch = {"epoch": 2, "step": 20, "train_loss": 0.25, "val_accuracy": 0.5}
+    steps = [step(n, 1 / n, lr=n / 100) for n in range(1, 31)]
+    ends = [attempt(0, 0, 40, (0, 30), "cancelled", step_s=1.0)]
+    page = report(capfd, root, make(root, "task", [*steps[:20], epoch, *steps[20:]], ends).name)
+    for words in ("training loss0.25 mean of epoch 2", "validation accuracy0.5 epoch 2", "learning rate0.3 step 30"):
+        assert words in page.text
+    assert re.search(r"goodput\d+%", page.text)
+    page = report(capfd, root, make(root, "custom", steps).name)
+    assert "training loss0.03333 step 30" in page.text, "a custom loop has no epochs"
+
+
+def test_where_a_run_comes_from(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Weeks later the page still shows which commands ran which code."""
+    commits = ["0123456789abcdef", "fedcba9876543210"]
+    for name in ("one", "two"):
+        first = {
+            "job_id": "7",
+            "time": BEGAN,
+            "command": ["launch.py", "--name", name, "data.root=a b"],
+            "commit": commits[0],
+        }
+        then = {"job_id": "8", "time": BEGAN + 9, "command": ["launch.py", "resume", name], "commit": commits[1]}
+        make(root, name, [step(1, 1.0)]).submissions.write_text(lines([first, then]))
+    page = report(capfd, root, "one")
+    for words in ("launch.py --name one 'data.root=a b'", "launch.py resume one", "0123456789", "fedcba9876"):
+        assert words in page.text
+    page = report(capfd, root, "one", "two")
+    for words in (
+        "launch.py --name one 'data.root=a b'",
+        "launch.py --name two 'data.root=a b'",
+        "0123456789, fedcba9876",
+    ):
+        assert words in page.text
+
+
+def test_written_where_asked(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """To a web server's folder, say: then the run's folder, which may be another user's, is left alone."""
+    run = make(root, "mine", [step(1, 1.0)])
+    assert main(["report", "mine", "-o", "page.html", f"launch.root={root}"]) == 0
+    assert capfd.readouterr().out == f"{Path('page.html').absolute()}\n"
+    assert "Training loss" in Path("page.html").read_text() and not run.report.exists()
+    assert main(["report", "mine", "--output", "missing/page.html", f"launch.root={root}"]) == 2
+    assert "missing/page.html: cannot be written: No such file or directory" in capfd.readouterr().err
+
+
+SEARCHED = os.environ["PATH"]
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+LOOK = """
+(async () => {
+  const [loss, speed] = document.querySelectorAll(".plot"), seen = {};
+  const lines = plot => plot._fullData.filter(trace => (trace.mode || "").startsWith("lines") && trace.customdata);
+  const look = name => { seen[name] = [lines(loss).length, lines(loss)[0].x.length, loss._fullLayout.yaxis.type]; };
+  look("whole");
+  seen.hover = lines(loss)[0].customdata[0];
+  await Plotly.relayout(loss, {"xaxis.range[0]": 1000, "xaxis.range[1]": 1019});
+  look("zoomed");
+  seen.together = speed._fullLayout.xaxis.range;
+  seen.step = lines(loss)[1].customdata.at(-1);
+  loss.emit("plotly_doubleclick");
+  look("back");
+  document.querySelector("figcaption button").click();
+  look("linear");
+  document.querySelectorAll(".legend button")[1].click();
+  look("hidden");
+  seen.ends = loss._fullLayout.shapes.map(shape => shape.x0);
+  document.title = JSON.stringify(seen);
+})();
+"""
+
+
+def test_in_a_browser(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The curves are drawn; a reader can zoom in down to single steps, see values, and hide runs."""
+    if BROWSER is None:
+        pytest.skip("no chromium on this machine: apt-get install chromium")
+    ends = [attempt(0, 0, 500, (0, 500), "preempted"), attempt(1, 600, 2600, (500, 2000), "finished")]
+    for name in ("one", "two"):
+        make(root, name, [step(n, 1 / n) for n in range(1, 2001)], ends)
+    page = report(capfd, root, "one", "two")
+    probe = Path("probe.html")
+    probe.write_text(page.source.replace("</body>", f"<script>{LOOK}</script></body>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--virtual-time-budget=3000", "--window-size=1100,2000"]
+    command += ["--dump-dom", probe.absolute().as_uri()]
+    env = {**os.environ, "PATH": SEARCHED}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    seen = json.loads(html.unescape(re.findall("<title>(.*?)</title>", done.stdout)[0]))
+    count, points, kind = seen["whole"]
+    assert count == 2 and 100 <= points <= 250 and kind == "log"
+    assert seen["hover"] == "one: 0.2113 (0.0625 to 1), mean of steps 1 to 16, attempt 0 (preempted)"
+    assert seen["zoomed"] == [2, 22, "log"], "each step, and a neighbour on each side"
+    assert seen["together"] == [1000, 1019], "the figures by step show the same steps"
+    assert seen["step"] == "two: 0.0009804, attempt 1 (finished)"
+    assert seen["back"] == seen["whole"]
+    assert seen["linear"] == [2, points, "linear"]
+    assert seen["hidden"] == [1, points, "linear"]
+    assert seen["ends"] == [500], "of the run that is shown"
 
 
 def test_nothing_comes_from_the_network(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The page works on a node without a network, and in years: it refers only to its own shapes."""
+    """The page works on a node without a network, and in years: it refers only to its own shapes and scripts."""
     make(root, "mine", [step(1, 1.0)], [attempt(0, 0, 1, (0, 1), "finished")])
     page = report(capfd, root, "mine")
-    assert {tag for tag, _ in page.elements}.isdisjoint({"script", "link", "img", "iframe", "object"})
+    assert {tag for tag, _ in page.elements}.isdisjoint({"link", "img", "iframe", "object"})
     for _, attributes in page.elements:
         assert attributes.keys().isdisjoint({"src", "srcset", "xlink:href"})
         assert attributes.get("href", "#").startswith("#")
-    assert set(re.findall(r"url\((.)", page.source)) == {"#"}
-    assert "@import" not in page.source
+    style, _, body = page.source.partition("</style>")
+    drawn = style + body.partition("<script")[0]
+    assert set(re.findall(r"url\((.)", drawn)) == {"#"}
+    assert "@import" not in drawn
+    assert page.scripts[1] == get_plotlyjs(), "the library itself, whole"
     shapes = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
-    used = {a["href"][1:] for _, a in page.elements if "href" in a} | set(re.findall(r"url\(#([\w-]+)\)", page.source))
+    used = {a["href"][1:] for _, a in page.elements if "href" in a} | set(re.findall(r"url\(#([\w-]+)\)", drawn))
     assert used <= shapes
 
 
@@ -313,10 +447,22 @@ def test_every_text_is_escaped(root: Path, capfd: pytest.CaptureFixture[str]) ->
         run.path.rename(root / f"{name}<script>&")
     for names in (["one<script>&"], ["one<script>&", "two<script>&"]):
         page = report(capfd, root, *names)
-        assert "script" not in {tag for tag, _ in page.elements}
+        assert len(page.scripts) == 3, "the data, plotly, page.js"
         assert nasty in page.text and "one<script>&" in page.text
+        assert page.curves["runs"][0]["name"] == "one<script>&"
     make(root, "A-1._b", [], [])
     assert "A-1._b" in report(capfd, root, "A-1._b").text
+
+
+def test_without_plotly(root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python that submits jobs to a container may have only what a submission needs."""
+    make(root, "mine", [step(1, 1.0)])
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.delitem(sys.modules, "plotly.offline", raising=False)
+    assert main(["report", "mine", f"launch.root={root}"]) == 2
+    assert capfd.readouterr().err == (
+        f"error: the report needs plotly, which {sys.executable} lacks: pip install plotly\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -340,23 +486,3 @@ def test_a_folder_that_cannot_be_written(root: Path, capfd: pytest.CaptureFixtur
     run.report.mkdir()
     assert main(["report", "mine", f"launch.root={root}"]) == 2
     assert f"{run.report}: cannot be written: Is a directory" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("axis", "ticks"),
-    [
-        (Axis.along([1, 1260]), ["200", "400", "600", "800", "1000", "1200"]),
-        (Axis.along([1, 1_000_000]), ["0.2M", "0.4M", "0.6M", "0.8M", "1M"]),
-        (Axis.along([1, 10_000]), ["2k", "4k", "6k", "8k", "10k"]),
-        (Axis.along([1, 3]), ["1", "2", "3"]),
-        (Axis.up([0.82, 0.983]), ["0.8", "0.85", "0.9", "0.95", "1"]),
-        (Axis.up([0.3, 0.3]), ["0.26", "0.28", "0.3", "0.32", "0.34"]),
-        (Axis.up([1999.0], from_zero=True), ["0", "500", "1000", "1500", "2000"]),
-        (Axis.up_log([0.0004, 2.3]), ["0.001", "0.01", "0.1", "1"]),
-    ],
-    ids=str,
-)
-def test_axes_are_marked_at_round_values(axis: Axis, ticks: list[str]) -> None:
-    """No tick reads 0.30000000000000004, and each lies on its axis."""
-    assert [text for _, text in axis.marks] == ticks
-    assert all(-1e-6 <= axis.at(at) <= 100 + 1e-6 for at in axis.ticks)

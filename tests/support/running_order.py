@@ -30,6 +30,7 @@ SLOW = (
     "loops/test_exact",
     "loops/test_sizes",
     "observe/test_report.py::test_a_million_steps",
+    "observe/test_report.py::test_in_a_browser",
     "observe/test_tensorboard.py::test_attempts_that_ended_in_different_ways",
     "observe/test_troubleshooting",
     "slurm/",

@@ -104,6 +104,8 @@ def _option_values(option: Action) -> Iterator[str]:
         folder = CONFIGS if option.dest == "config" else CONFIGS / "site"
         yield from (path.stem for path in folder.glob("*.yaml"))
         yield FILES
+    if option.metavar == "FILE":
+        yield FILES
 
 
 def _runs(words: Sequence[str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from trainer.cluster import run_folders
@@ -13,6 +14,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.keys import fields_of
 from trainer.observe.report.curves import read_curves
 from trainer.observe.report.page import Run, page
+from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir
 
 DESCRIPTION = """\
@@ -23,6 +25,7 @@ HTML page: report.html, in the folder of the run, or for several runs here."""
 def add_arguments(parser: Parser) -> None:
     """Declare what report takes."""
     add_runs(parser, nargs="+")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the page to this file instead")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,8 +35,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(NO_RUN)
     root = run_folders.runs_root(overrides)
     runs = [run_folders.find_run(name, root) for name in names]
-    target = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
-    text = page([_contents(run, status) for run, status in zip(runs, StatusReader().read(runs))])
+    target = (args.output or (runs[0].report if len(runs) == 1 else Path("report.html"))).absolute()
+    contents = [_contents(run, status) for run, status in zip(runs, StatusReader().read(runs))]
+    try:
+        text = page(contents)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "plotly":
+            raise
+        raise ConfigError(f"the report needs plotly, which {sys.executable} lacks: pip install plotly") from None
     try:
         target.write_text(text, errors="replace")
     except OSError as error:
@@ -53,7 +62,9 @@ def _contents(run: RunDir, status: RunStatus) -> Run:
         alive=status.alive,
         step=status.step,
         total_steps=status.total_steps,
+        goodput=status.goodput,
         records=records,
+        submissions=read_submissions(run.submissions),
         curves=read_curves(run.metrics, kept),
         config={key: value for key, _, value in fields_of(Config.load(run.config))},
         yaml=run.config.read_text(errors="replace"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.records.metrics import is_step
 
-MAX_POINTS = 240  # per curve: about one for every four pixels of a wide screen
+MAX_POINTS = 4096  # per curve: enough to zoom into; page.js merges them further to fit the screen
 
 
 @dataclass(slots=True)
@@ -25,11 +25,6 @@ class Point:
     low: float = math.inf
     high: float = -math.inf
     bad: int = 0  # how many values were not finite, or belong to a skipped step
-
-    @property
-    def x(self) -> float:
-        """The middle of its range."""
-        return (self.first + self.last) / 2
 
     @property
     def mean(self) -> float:
@@ -99,8 +94,13 @@ class Curves:
     throughput: Curve = field(default_factory=Curve)  # samples/s, by step
     validation: dict[str, Curve] = field(default_factory=dict)  # by name, e.g. val_loss; by epoch
     final: Mapping[str, Any] = field(default_factory=dict)  # the line of the newest epoch
+    newest: Mapping[str, Any] = field(default_factory=dict)  # the line of the newest step
     done_at: dict[int, float] = field(default_factory=dict)  # step -> Unix seconds, for the requested steps
-    last_step_at: float | None = None  # Unix seconds of the newest step
+
+    @property
+    def last_step_at(self) -> float | None:
+        """Unix seconds of the newest step."""
+        return self.newest.get("time")
 
 
 def read_curves(path: Path, steps: Collection[int]) -> Curves:
@@ -130,7 +130,7 @@ def _add_step(curves: Curves, line: Mapping[str, Any], wanted: frozenset[int]) -
     if "loss" in line:  # a custom training loop may not log it
         curves.loss.add(step, line["loss"], bad="skipped" in line)
     curves.throughput.add(step, line["samples_per_s"])
-    curves.last_step_at = line["time"]
+    curves.newest = line
     if step in wanted:
         curves.done_at[step] = line["time"]
 

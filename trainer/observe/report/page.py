@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.observe.progress import duration
-from trainer.observe.report.curves import Curve, Curves
-from trainer.observe.report.plot import Line, colour, figure, legend, loss_axis
-from trainer.observe.report.scale import Axis
-from trainer.observe.report.timeline import Timeline, steps
+from trainer.observe.report.curves import Curves
+from trainer.observe.report.figures import Figure, colour, legend
+from trainer.observe.report.figures import html as figures_html
+from trainer.observe.report.timeline import Timeline, steps, when
 from trainer.records.attempt_record import AttemptRecord
+from trainer.records.submissions import SubmissionRecord
 
 STYLE = Path(__file__).with_name("page.css")
 FAMILY_OF_STATE = {"finished": "good", "running": "good", "failed": "fault", "lost": "fault"}
 # Keys that always differ between runs.
 RUN_KEYS = ("launch.name", "launch.root")
-# The shapes: a disc with a sign for each end of an attempt, a cross for bad values, a legend's line, two hatchings.
+# The shapes: a disc with a sign for each end of an attempt, a legend's line, two hatchings.
 DISC = '<symbol id="end-{}" viewBox="0 0 16 16"><circle cx="8" cy="8" r="8" fill="currentColor"/>{}</symbol>'
 SIGNS = {
     "finished": "M4.5 8.5 7 11 11.5 5.5",
@@ -35,13 +37,24 @@ SIGNS = {
 SHAPES = (
     '<svg class="shapes" aria-hidden="true">'
     + "".join(DISC.format(reason, f'<path class="glyph" d="{path}"/>') for reason, path in SIGNS.items())
-    + '<symbol id="bad" viewBox="0 0 10 10"><path d="M1 1 9 9M9 1 1 9"/></symbol>'
-    '<symbol id="swatch" viewBox="0 0 22 11"><line class="swatch" x2="22" y1="5.5" y2="5.5"/></symbol>'
+    + '<symbol id="swatch" viewBox="0 0 22 11"><line class="swatch" x2="22" y1="5.5" y2="5.5"/></symbol>'
     '<pattern id="hatch-lost" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="3" height="6" fill="var(--lost)"/></pattern>'
     '<pattern id="hatch-queued" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(-45)">'
     '<rect width="1" height="6" fill="var(--soft)"/></pattern></svg>'
 )
+
+
+class Fact(NamedTuple):
+    """A figure at the top of the page."""
+
+    text: str
+    of: str = ""  # the step or epoch that it belongs to
+
+    @property
+    def html(self) -> str:
+        """The figure, and in small print what it belongs to."""
+        return escape(self.text) + (f" <small>{escape(self.of)}</small>" if self.of else "")
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,9 @@ class Run:
     alive: bool  # whether an attempt without an end is in progress, rather than killed
     step: int | None
     total_steps: int | None
+    goodput: float | None  # share of the allocated time that was spent on steps that were kept
     records: Sequence[AttemptRecord]
+    submissions: Sequence[SubmissionRecord]
     curves: Curves
     config: Mapping[str, object]  # the configuration, flat: optim.lr -> 0.1
     yaml: str  # the text of config.yaml
@@ -65,39 +80,54 @@ class Run:
         return Timeline.of(self.records, self.alive, time.time(), self.curves.last_step_at)
 
     @property
-    def facts(self) -> dict[str, str]:
-        """The figures at the top of the page: name -> text."""
+    def facts(self) -> dict[str, Fact]:
+        """The figures at the top of the page, by name."""
         step = "-" if self.step is None else steps(self.step)
-        final = {name: value for name, value in self.curves.final.items() if name not in ("epoch", "step")}
         attempts = self.timeline.attempts
         lost = [attempt.lost_steps for attempt in attempts if attempt.lost_steps is not None]
         return {
-            "step": f"{step} of {self.total_steps:,}" if self.total_steps else step,
-            **{_label(name): "not finite" if value is None else f"{value:.4g}" for name, value in final.items()},
-            "attempts": f"{len(self.records):,}",
-            "lost steps": steps(sum(lost) if len(lost) == len(attempts) else None),
-            "time in attempts": duration(sum(attempt.seconds for attempt in attempts)),
+            "step": Fact(f"{step} of {self.total_steps:,}" if self.total_steps else step),
+            **self._results,
+            "attempts": Fact(f"{len(self.records):,}"),
+            "lost steps": Fact(steps(sum(lost) if len(lost) == len(attempts) else None)),
+            "time in attempts": Fact(duration(sum(attempt.seconds for attempt in attempts))),
+            "goodput": Fact("-" if self.goodput is None else f"{self.goodput:.0%}"),
         }
+
+    @property
+    def _results(self) -> dict[str, Fact]:
+        """The figures of the newest epoch and of the newest step, by name."""
+        epoch, step = self.curves.final, self.curves.newest
+        found = {}
+        for name, value in epoch.items():
+            if name not in ("epoch", "step"):
+                of = "mean of epoch" if name.startswith("train_") else "epoch"
+                found[_label(name)] = Fact(_number(value), f"{of} {epoch['epoch']:,}")
+        for name, label in (("loss", "training loss"), ("lr", "learning rate")):
+            if name in step:
+                found.setdefault(label, Fact(_number(step[name]), f"step {step['step']:,}"))
+        return found
 
 
 def page(runs: Sequence[Run]) -> str:
     """The report of these runs."""
     title = ", ".join(run.name for run in runs)
     one = len(runs) == 1
-    body = _head(runs[0]) if one else _comparison(runs)
+    head = _head(runs[0]) if one else _comparison(runs)
+    attempts = "".join(_attempts(run, "" if one else run.name) for run in runs)
+    more = _starts(runs[0]) + _yaml(runs[0]) if one else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)}</title>\n<style>\n{STYLE.read_text()}</style>\n</head>\n<body>\n{SHAPES}\n"
-        f"<header>{body}</header>\n<main>\n{_figures(runs)}"
-        f"{''.join(_attempts(run, '' if one else run.name) for run in runs)}{_yaml(runs[0]) if one else ''}</main>\n"
+        f"<header>{head}</header>\n<main>\n{_figures(runs)}{attempts}{more}</main>\n"
         f"<footer>Laststep, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}; times are local.</footer>\n</body>\n</html>\n"
     )
 
 
 def _head(run: Run) -> str:
-    facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in run.facts.items())
+    facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{fact.html}</dd></div>" for name, fact in run.facts.items())
     return (
         f'<div class="top"><h1>{escape(run.name)}</h1>{_state(run)}</div>\n<p class="sub">{escape(_about(run))}</p>\n'
         f'<dl class="facts">{facts}</dl>'
@@ -118,14 +148,16 @@ def _about(run: Run) -> str:
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    """The runs side by side: their states and results, and the keys in which their configurations differ."""
+    """The runs side by side: their states and results, their learning rates, and the keys in which they differ."""
     rows: dict[str, list[str]] = {"state": [_state(run) for run in runs]}
     for name in dict.fromkeys(name for run in runs for name in run.facts):
-        rows[name] = [escape(run.facts.get(name, "-")) for run in runs]
+        rows[name] = [run.facts.get(name, Fact("-")).html for run in runs]
     for key in dict.fromkeys(key for run in runs for key in run.config):
         values = [str(run.config.get(key)) for run in runs]
-        if len(set(values)) > 1 and key not in RUN_KEYS:
+        if key == "optim.lr" or (len(set(values)) > 1 and key not in RUN_KEYS):
             rows[key] = [escape(value) for value in values]
+    rows["command"] = [f"<code>{_command(run.submissions[0])}</code>" if run.submissions else "-" for run in runs]
+    rows["commit"] = [escape(", ".join(_commits(run.submissions)) or "-") for run in runs]
     head = "".join(
         f'<th class="{colour(number)}"><svg><use href="#swatch"/></svg>{escape(run.name)}</th>'
         for number, run in enumerate(runs)
@@ -142,29 +174,31 @@ def _comparison(runs: Sequence[Run]) -> str:
 
 
 def _figures(runs: Sequence[Run]) -> str:
-    def lines(curves: Sequence[Curve | None]) -> list[Line]:
-        return [Line(number, curve) for number, curve in enumerate(curves) if curve]
-
-    ends = [record["end_step"] - record["lost_steps"] for record in runs[0].records[:-1]] if len(runs) == 1 else []
-    loss = figure("Training loss", "step", lines([run.curves.loss for run in runs]), loss_axis, ends)
     validated = dict.fromkeys(name for run in runs for name in run.curves.validation)
-    validation = [
-        figure(
-            _label(name).capitalize(),
-            "epoch",
-            lines([run.curves.validation.get(name) for run in runs]),
-            loss_axis if name == "val_loss" else Axis.up,
-            [],
-        )
-        for name in validated
+    figures = [
+        Figure("Training loss", "step", [run.curves.loss for run in runs], is_loss=True),
+        *(
+            Figure(
+                _label(name).capitalize(),
+                "epoch",
+                [run.curves.validation.get(name) for run in runs],
+                is_loss=name.endswith("loss"),
+            )
+            for name in validated
+        ),
+        Figure("Throughput", "step", [run.curves.throughput for run in runs], y_unit="samples/s", from_zero=True),
     ]
-    from_zero = partial(Axis.up, from_zero=True)
-    speed = figure("Throughput, samples/s", "step", lines([run.curves.throughput for run in runs]), from_zero, ends)
-    drawn = "".join([loss, *validation, speed])
-    if not drawn:
+    figures = [figure for figure in figures if figure.has_points]
+    if not figures:
         return '<h2>Curves</h2>\n<p class="empty">metrics.jsonl has no steps yet, so there are no curves.</p>\n'
-    names = legend([run.name for run in runs]) if len(runs) > 1 else ""
-    return f'<h2>Curves</h2>\n{names}<section class="figures">\n{drawn}</section>\n'
+    several = len(runs) > 1
+    how = "Drag to zoom in, double-click to zoom out." + " Click a name to hide that run." * several
+    names = legend([run.name for run in runs]) if several else ""
+    drawn = figures_html(figures, [(run.name, run.timeline.attempts) for run in runs])
+    return (
+        f'<h2>Curves <small class="how">{how}</small></h2>\n'
+        f"<noscript>The curves need JavaScript.</noscript>\n{names}{drawn}"
+    )
 
 
 def _attempts(run: Run, name: str) -> str:
@@ -177,6 +211,29 @@ def _attempts(run: Run, name: str) -> str:
     )
 
 
+def _starts(run: Run) -> str:
+    """A table with a row for each command that submitted or resumed the run."""
+    rows = "".join(
+        f"<tr><td>{when(line['time'])}</td><td>{escape(line['job_id'])}</td><td>{escape(commit)}</td>"
+        f"<td><code>{_command(line)}</code></td></tr>\n"
+        for line, commit in ((line, ", ".join(_commits([line])) or "-") for line in run.submissions)
+    )
+    if not rows:
+        return ""
+    head = "<tr><th>started</th><th>job</th><th>commit</th><th>command</th></tr>"
+    return f'<h2>Commands</h2>\n<div class="wide"><table><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>\n'
+
+
+def _command(submission: SubmissionRecord) -> str:
+    """What was typed, as HTML."""
+    return escape(shlex.join(submission.get("command", [])))
+
+
+def _commits(submissions: Sequence[SubmissionRecord]) -> list[str]:
+    """The commits of the code that was submitted, abbreviated, oldest first."""
+    return list(dict.fromkeys(commit[:10] for line in submissions if (commit := line.get("commit"))))
+
+
 def _yaml(run: Run) -> str:
     return f"<details><summary>Configuration</summary><pre>{escape(run.yaml)}</pre></details>\n"
 
@@ -184,3 +241,8 @@ def _yaml(run: Run) -> str:
 def _label(name: str) -> str:
     """val_accuracy -> validation accuracy"""
     return name.replace("val_", "validation ", 1).replace("train_", "training ", 1).replace("_", " ")
+
+
+def _number(value: float | None) -> str:
+    """None: the value was not finite."""
+    return "not finite" if value is None else f"{value:.4g}"

@@ -9,7 +9,7 @@ from html import escape
 from typing import Literal
 
 from trainer.observe.progress import duration
-from trainer.observe.report.scale import Axis, clock
+from trainer.observe.report.scale import TimeAxis, clock
 from trainer.records.attempt_record import AttemptRecord
 
 Kind = Literal["running", "saving", "lost", "queued", "stopped"]
@@ -143,7 +143,7 @@ class Timeline:
     def picture(self, done_at: Mapping[int, float]) -> str:
         """An SVG: the lane of time, and above it the end of each attempt."""
         spans = self.spans(done_at)
-        axis = Axis.of_time(self.attempts[0].start, max(attempt.end for attempt in self.attempts))
+        axis = TimeAxis.between(self.attempts[0].start, max(attempt.end for attempt in self.attempts))
         length = axis.high - axis.low
         rows = self._label_rows(axis)
         placed = list(zip(self.attempts, rows or [0] * len(self.attempts)))
@@ -179,7 +179,7 @@ class Timeline:
         rows = "".join(f"<tr>{_row(attempt)}</tr>\n" for attempt in self.attempts)
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n'
 
-    def _label_rows(self, axis: Axis) -> list[int] | None:
+    def _label_rows(self, axis: TimeAxis) -> list[int] | None:
         """The row above the lane for the word of each attempt's end: the lowest one where it overlaps no other word.
         None when there are too many ends for words."""
         taken = [0.0] * ROWS  # the right end of the last word in each row
@@ -200,7 +200,12 @@ def steps(number: int | None) -> str:
     return "unknown" if number is None else f"{number:,}"
 
 
-def _stem(axis: Axis, attempt: ShownAttempt, y: int, top: int) -> str:
+def when(at: float) -> str:
+    """A date and a time, in local time, from Unix seconds."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _stem(axis: TimeAxis, attempt: ShownAttempt, y: int, top: int) -> str:
     """A line from the sign of an end, at `y`, down to its time on the lane, whose upper edge is `top`."""
     x = f"{axis.at(attempt.end):.2f}%"
     return (
@@ -209,7 +214,7 @@ def _stem(axis: Axis, attempt: ShownAttempt, y: int, top: int) -> str:
     )
 
 
-def _marker(axis: Axis, attempt: ShownAttempt, y: int, with_word: bool) -> str:
+def _marker(axis: TimeAxis, attempt: ShownAttempt, y: int, with_word: bool) -> str:
     """How an attempt ended: a sign, and the word for it."""
     x, reason = axis.at(attempt.end), escape(attempt.reason)
     place = 'class="after" dx="12"' if _word_follows(x) else 'dx="-12"'
@@ -237,7 +242,7 @@ def _row(attempt: ShownAttempt) -> str:
         f"{sign}{escape(attempt.reason)}{error}",
         f"from {first}" if attempt.end_step is None else f"{first} to {attempt.end_step:,}",
         steps(attempt.lost_steps),
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.start)),
+        when(attempt.start),
         duration(attempt.seconds),
         escape(job),
         escape(", ".join(attempt.hosts)),
