@@ -126,3 +126,13 @@ def test_own_optimizers_may_have_any_name(
             machine_checks.check_names(config)
     else:
         machine_checks.check_names(config)
+
+
+def test_an_infinite_clip_norm(tmp_path: Path) -> None:
+    """It means: measure, do not clip. A resumed run reads it from the run's config.yaml."""
+    config = Config.load(None, ["optim.clip_norm=.inf", "optim.args.eps=1e-6"])
+    config.save(tmp_path / "config.yaml")
+    assert Config.load(tmp_path / "config.yaml") == config
+    for wrong in (".nan", "-.inf"):
+        with pytest.raises(ConfigError, match=f"optim.clip_norm={wrong.replace('.', '')}: must be a finite number"):
+            Config.load(None, [f"optim.clip_norm={wrong}"])

@@ -18,15 +18,15 @@ class LearningRates:
 
     def __init__(self, task: Task, optimizer: Optimizer, total_steps: int) -> None:
         """The optimiser is new: its groups have their initial learning rates."""
-        self._task = task
+        self._task, self._optim = task, task.config.optim
+        self._is_default = getattr(task.schedule, "__func__", None) is Task.schedule
         self._initial = [float(group["lr"]) for group in optimizer.param_groups]
         self._total = total_steps
 
     def at(self, step: int) -> list[float]:
         """The learning rate of each group at `step` (from 0). Raises ConfigError when the schedule gives none."""
-        if getattr(self._task.schedule, "__func__", None) is Task.schedule:
-            # Not by its factor, which would round once more.
-            return [scheduled(lr, self._task.config.optim, step, self._total) for lr in self._initial]
+        if self._is_default:  # not by its factor, which would round once more
+            return [scheduled(lr, self._optim, step, self._total) for lr in self._initial]
         value: Any = self._task.schedule(step, self._total)
         try:
             factor = float(value)
