@@ -97,6 +97,17 @@ def test_finding_what_is_not_finite(value: float) -> None:
     assert torch.equal(gradients[0], torch.ones(3))
 
 
+def test_skipping_by_a_flag() -> None:
+    """A fused optimiser leaves its step out by itself, so that no step waits for the device; others do not."""
+    weight = nn.Parameter(torch.ones(3))
+    fused = torch.optim.AdamW([weight], fused=True)
+    assert compat.reads_found_inf(fused)
+    assert not compat.reads_found_inf(torch.optim.RMSprop([weight]))
+    weight.grad, fused.found_inf = torch.ones(3), torch.ones(())  # type: ignore[attr-defined]
+    fused.step()
+    assert torch.equal(weight, torch.ones(3))
+
+
 def test_trees() -> None:
     """A model may return any nest of tensors."""
     tree = {"a": [1, (2, 3)]}

@@ -19,7 +19,7 @@ LAYERS = [
     {"world"},
     {"records"},
     {"observe"},
-    {"data", "checkpoint"},
+    {"data", "checkpoint", "optim"},
     {"task"},
     {"tasks"},
     {"loops"},

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from submitit import SlurmExecutor
     from torch import Tensor, nn
     from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.optim import Optimizer
 
 # --- argparse
 
@@ -92,6 +93,12 @@ def note_nonfinite(gradients: list[Tensor], found: Tensor, scale: Tensor) -> Non
     import torch
 
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
+
+
+def reads_found_inf(optimizer: Optimizer) -> bool:
+    """Whether an optimiser skips its step by itself where its attribute `found_inf`, a scalar on the device, is not 0.
+    GradScaler asks the same way."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def version_of(tensor: Tensor) -> int:

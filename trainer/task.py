@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
+from trainer.optim.build import make_optimizer
+from trainer.optim.schedule import scheduled
 
 READY_MADE = {"classification": "trainer.tasks.classification.Classification"}
 
@@ -32,7 +35,8 @@ class Task:
                 return {"loss": cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
 
     The ready-made loop does the rest: batches, optimiser, schedule, validation after each epoch, metrics, checkpoints.
-    `datasets`, `model` and `step` must be defined; `prepare`, `on_device` and `collate` may be.
+    `datasets`, `model` and `step` must be defined; `prepare`, `on_device`, `collate`, `optimizer` and `schedule` may
+    be.
 
     All of these may draw random numbers from the global generators of Python, NumPy and torch. Those are seeded from
     (seed, step, rank) before each step and from (seed, epoch, sample index) before each sample, so a resumed run draws
@@ -69,6 +73,29 @@ class Task:
     def collate(self, samples: Sequence[Any]) -> Any:
         """Make a batch from samples. By default torch's default_collate."""
         return default_collate(list(samples))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """The optimiser of the model, which is on its device. By default what `optim` in the configuration says.
+
+            def optimizer(self, model):
+                groups = [{"params": model.body.parameters(), "lr": 1e-4}, {"params": model.head.parameters()}]
+                return torch.optim.AdamW(groups, lr=1e-3)
+
+        It has all parameters of the model that require a gradient; freeze others in `model()`. Its state is in every
+        checkpoint. Gradients are clipped as `optim.clip_norm` says. LBFGS and SparseAdam cannot be used.
+        """
+        return make_optimizer(model, self.config.optim)
+
+    def schedule(self, step: int, total: int) -> float:
+        """The factor on the learning rate of each parameter group at `step` (from 0) of `total` steps. By default what
+        `optim.schedule` and `optim.warmup_steps` in the configuration say.
+
+            def schedule(self, step, total):
+                return min((step + 1) / 100, 1 - step / total)
+
+        It must depend on nothing else: no checkpoint holds it, and a resumed run asks again.
+        """
+        return scheduled(1.0, self.config.optim, step, total)
 
 
 def find_task(config: Config) -> type[Task] | Callable[[Any], Any]:

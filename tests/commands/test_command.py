@@ -41,7 +41,7 @@ WRONG = [
     (["model.name=resnet19"], "model.name=resnet19: no such model; did you mean resnet18?"),
     (["data.name=cifar"], "data.name=cifar: no such data set; did you mean cifar10?"),
     (["data.name=zzz"], "data.name=zzz: no such data set; choose from mnist-5k, mnist,"),
-    (["optim.name=adam"], "optim.name=adam: did you mean adamw?"),
+    (["optim.name=adan"], "optim.name=adan: torch.optim has no such class; did you mean adam?"),
     (["optim.schedule=cosin"], "optim.schedule=cosin: did you mean cosine?"),
     (["task=clasification"], "task=clasification: did you mean classification? or give package.module.Name"),
     (["task=nowhere.Mine"], "task=nowhere.Mine: no module nowhere on the Python path"),

@@ -45,7 +45,7 @@ def train(learning: Learner, samples: int) -> list[float]:
     losses = []
     for step in range(4):
         learning.learn(step, [(batch, len(IMAGES))], samples)
-        losses.append(learning.update()[0].item())
+        losses.append(learning.update()["loss"].item())
     return losses
 
 

@@ -54,6 +54,18 @@ def test_each_option(root: Path, option: str, request: pytest.FixtureRequest) ->
     stop_and_resume(root, f"option-{abs(hash(option))}", 2, tuple(option.split()), "SIGTERM step 4 rank 1")
 
 
+def test_own_optimizer_and_schedule(root: Path) -> None:
+    """A task's own parameter groups and schedule, with an optimiser that keeps products of all its steps; the norm of
+    the gradient is in metrics.jsonl."""
+    options = ("task=tests.support.tasks.OwnOptimizer", "optim.clip_norm=.inf", "train.epochs=1")
+    expected = fingerprint(train(config(root, "own-calm", 2, options)))
+    assert all(line["grad_norm"] > 0 for line in expected["metrics"][:-1])
+    stopped = Attempt(config(root, "own", 2, options), {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 3 rank 1"})
+    assert stopped.wait() == [128 + signal.SIGTERM] * 2, stopped.output()
+    assert "grad norm " in stopped.output()
+    assert fingerprint(train(config(root, "own", 2, options))) == expected
+
+
 def test_compiled(root: Path) -> None:
     """A compiled graph is exact too. The ranks keep compiled code in the run's folder, so a requeue does not spend the
     minutes of the first start again. All batches have the same size here. A resume may still compile the validation,

@@ -25,7 +25,7 @@ from trainer.config.schema import Optim
 from trainer.data.order import Order
 from trainer.loops import learner as learner_module
 from trainer.loops.learner import Learner
-from trainer.loops.optim import learning_rate
+from trainer.optim.schedule import scheduled
 from trainer.tasks.models import build_model
 from trainer.world.group import Group
 
@@ -71,7 +71,7 @@ def learner(build: Callable[[], nn.Module] = plain, *words: str, rank: int = 0, 
 def take_step(learning: Learner, step: int, micro_batches: Sequence[tuple[Any, int]], samples: int = 12) -> float:
     """One whole step; returns its loss."""
     learning.learn(step, micro_batches, samples)
-    return float(learning.update()[0])
+    return float(learning.update()["loss"])
 
 
 def train(learning: Learner, steps: int, batches: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ def gradient(before: dict[str, Tensor], after: dict[str, Tensor]) -> Tensor:
 
 def rates(total: int = 90, **fields: Any) -> list[float]:
     optim = Optim(lr=1.0, **fields)
-    return [learning_rate(optim, step, total) for step in range(total)]
+    return [scheduled(optim.lr, optim, step, total) for step in range(total)]
 
 
 def test_schedules() -> None:
@@ -126,7 +126,7 @@ def test_warm_up() -> None:
 def test_rate_is_positive_and_below_the_peak(schedule: str, warmup: int, total: int, lr: float) -> None:
     """Also when the warm-up is longer than the run."""
     optim = Optim(lr=lr, schedule=schedule, warmup_steps=warmup)
-    assert all(0 < learning_rate(optim, step, total) <= lr for step in range(total))
+    assert all(0 < scheduled(lr, optim, step, total) <= lr for step in range(total))
 
 
 def test_step_uses_the_schedule() -> None:
@@ -134,7 +134,7 @@ def test_step_uses_the_schedule() -> None:
     learning = learner(plain, "optim.lr=0.5", "optim.warmup_steps=3")
     for step in range(6):
         take_step(learning, step, [((IMAGES, LABELS), 12)])
-        assert learning.optimizer.param_groups[0]["lr"] == learning_rate(learning.config.optim, step, 10)
+        assert learning.optimizer.param_groups[0]["lr"] == scheduled(0.5, learning.config.optim, step, 10)
 
 
 # --- the gradient
@@ -350,8 +350,7 @@ def test_a_nonfinite_step_is_skipped(words: list[str], poison: str) -> None:
             learning.model.poison = poison if step == poisoned else ""
             before = copy.deepcopy(learning.model.state_dict())
             learning.learn(step, batch, 12)
-            _, found = learning.update()
-            assert bool(found) == (step == poisoned)
+            assert bool(learning.update()["nonfinite"]) == (step == poisoned)
             assert same(learning.model.state_dict(), before) == (step == poisoned)
     state = learning.state_dict()
     tensors = [*state["model"].values(), *(state["average"] or {}).values()]
@@ -366,7 +365,7 @@ def test_a_nonfinite_step_is_found(poison: str) -> None:
     assert isinstance(learning.model, Poisoned)
     learning.model.poison = poison
     learning.learn(0, [((IMAGES, LABELS), 12)], 12)
-    assert bool(learning.update()[1]) == bool(poison)
+    assert bool(learning.update()["nonfinite"]) == bool(poison)
 
 
 def test_the_state_is_that_of_the_last_finished_step() -> None:

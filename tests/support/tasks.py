@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import NAdam, Optimizer
 from torch.utils.data import Dataset
 
 from tests.support.data_tasks import Delayed, Linear, Prepared, Slow, SlowData, Unhurried
@@ -51,6 +52,7 @@ __all__ = [
     "Held",
     "KilledOnce",
     "Linear",
+    "OwnOptimizer",
     "Poisoned",
     "PoisonedAndKilled",
     "Prepared",
@@ -140,6 +142,19 @@ class Signalled(Classification):
     def per_unit(self, unit: str) -> int:
         """Calls of `step` per unit of work."""
         return self.config.train.accumulate if unit == "step" else 1
+
+
+class OwnOptimizer(Signalled):
+    """Makes its own optimiser, with two groups, and its own schedule."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        flat = [p for p in model.parameters() if p.ndim <= 1]
+        groups: list[dict[str, Any]] = [{"params": flat, "lr": 0.02}]
+        groups.append({"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1})
+        return NAdam(groups, lr=0.002)
+
+    def schedule(self, step: int, total: int) -> float:
+        return min((step + 1) / 3, 1 - step / total)
 
 
 class SignalledElsewhere(Classification):

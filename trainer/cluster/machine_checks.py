@@ -13,15 +13,21 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Data
 from trainer.data.catalog import DATA_ARGS, DATASETS, FLAGS
+from trainer.optim.names import check_optimizer
 from trainer.tasks.models import check_model_name
 
 WITHOUT_SLURM = "add --local to train here, or try a throwaway Slurm with `make slurm`"
 
 
 def check_names(config: Config) -> None:
-    """Check that the task exists; for the ready-made one, the model and the data set too. Raises ConfigError."""
+    """Check that the task exists, and the optimiser unless the task may make its own; for the ready-made task, the
+    model and the data set too. Raises ConfigError."""
     if config.task != "classification":
-        return _check_task(config.task)
+        _check_task(config.task)
+        if not _may_make_optimizer(config.task):
+            check_optimizer(config.optim)
+        return
+    check_optimizer(config.optim)
     check_model_name(config.model.name)
     data = config.data
     if data.name not in DATASETS:
@@ -140,6 +146,20 @@ def _check_task(path: str) -> None:
             raise ConfigError(f"task={path}: must take one argument, the run: def {name}(run)")
     if name not in names and "*" not in names:
         raise ConfigError(f"task={path}: {module} has no {name}; {nearest(name, sorted(names))}")
+
+
+def _may_make_optimizer(path: str) -> bool:
+    """Whether a user's task may have an optimiser of its own: then `optim` is for the task to read. False for a class
+    that its source shows to be a plain Task without the method."""
+    module, _, name = path.rpartition(".")
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return True
+    for node in ast.parse(Path(spec.origin).read_bytes()).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            plain = all(ast.unparse(base).rpartition(".")[2] in ("Task", "Classification") for base in node.bases)
+            return not plain or any(getattr(part, "name", None) == "optimizer" for part in node.body)
+    return True
 
 
 def _takes_one(function: ast.FunctionDef) -> bool:

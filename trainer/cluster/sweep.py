@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster import code_copy, run_folders, submission
+from trainer.cluster import code_copy, machine_checks, run_folders, submission
 from trainer.cluster.queue import Queue
 from trainer.cluster.run_status import statuses_of
 from trainer.config.config import Config, variants
@@ -76,6 +76,8 @@ def submit_missing(
         raise ConfigError(f"{duplicate}: two combinations would have this name; leave one out")
     changed = [{**change, "launch.name": name} for change, name in zip(changes, names)]
     planned = dict(zip(names, variants(config, changed)))
+    for varied, _ in planned.values():
+        machine_checks.check_names(varied)
     wanted = [RunDir(root / name) for name in names]
     existing = [run.name for run in wanted if run.config.exists()]
     for name in existing:

@@ -138,5 +138,9 @@ def _key_values(key: str) -> Iterator[str]:
         from trainer.tasks.models import model_names
 
         yield from model_names()
+    if key == "optim.name":
+        from trainer.optim.names import optimizer_names
+
+        yield from optimizer_names()
     if key in PATHS:
         yield FILES

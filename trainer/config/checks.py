@@ -54,7 +54,7 @@ def _check_limits(key: str, field: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{key}={value}: must be of type list[str]")
     if choices and value not in choices:
         raise ConfigError(f"{key}={value}: {nearest(str(value), choices)}")
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value) and not (key == "optim.clip_norm" and value == math.inf):
         raise ConfigError(f"{key}={value}: must be a finite number")
     if least is not None and isinstance(value, (int, float)) and value < least:
         raise ConfigError(f"{key}={value}: must be at least {least:g}")

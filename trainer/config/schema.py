@@ -66,10 +66,20 @@ class Data:
 class Optim:
     """The optimiser and its learning rate."""
 
-    name: str = setting("sgd", "optimiser", choices=("sgd", "adamw"))
+    name: str = setting(
+        "sgd", "optimiser: sgd, adamw, or any other class of torch.optim, such as Adam, NAdam or RMSprop, in any case"
+    )
     lr: float = setting(0.1, "peak learning rate", least=0)
     weight_decay: float = setting(0.0, "weight decay (coupled for sgd, decoupled for adamw)", least=0)
-    momentum: float = setting(0.9, "momentum, for sgd only", least=0)
+    decay_norms_and_biases: bool = setting(
+        True,
+        "false: no weight decay for parameters of one dimension, which are biases and the parameters of normalisation "
+        "layers",
+    )
+    momentum: float = setting(0.9, "momentum, for sgd only; for others optim.args.momentum", least=0)
+    args: dict[str, Any] = setting(
+        {}, "more keyword arguments for the optimiser's constructor, e.g. optim.args.betas=[0.9,0.95]"
+    )
     schedule: str = setting(
         "cosine",
         "learning rate after the warm-up; cosine: falls to 0, step: divided by 10 after each third, constant: lr",
@@ -77,7 +87,10 @@ class Optim:
     )
     warmup_steps: int = setting(0, "steps of warm-up, in which the learning rate rises linearly from 0 to lr", least=0)
     clip_norm: float | None = setting(
-        None, "clip the gradient to this norm (over all parameters); null: no clipping", least=0
+        None,
+        "clip the gradient to this norm (over all parameters), and log its norm before as grad_norm; .inf: log it, and "
+        "do not clip; null: neither",
+        least=0,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,8 @@ from trainer.data.loader import for_each_tensor
 from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.buffers import Buffers
 from trainer.loops.model_setup import channels_last, data_parallel, prepare_model
-from trainer.loops.optim import learning_rate, make_optimizer
+from trainer.loops.rates import LearningRates
+from trainer.optim.build import check_made, fill_momentum, load_optimizer
 from trainer.task import Task
 from trainer.world.group import Group
 
@@ -48,7 +50,10 @@ class Learner:
         self._one = torch.ones((), device=self.device)
         self.parallel = data_parallel(self.model, self._loss_tap, group)
         self.buffers = Buffers(self.model, group)
-        self.optimizer = make_optimizer(self.model, config.optim)
+        self.optimizer = task.optimizer(self.model)
+        check_made(self.optimizer, self.model, config.task)
+        fill_momentum(self.optimizer)
+        self.rates = LearningRates(task, self.optimizer, total_steps)
         self.dtype = PRECISION[config.train.precision]
         # The range of fp16 is so small that gradients vanish unless the loss is scaled up (Micikevicius et al. 2018).
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
@@ -60,8 +65,8 @@ class Learner:
         All collectives of the step happen here. Nothing that a checkpoint holds changes here: `update` does that.
         """
         seed_generators(nth_seed(self._steps_seed, step), self.device)
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = learning_rate(self.config.optim, step, self.total_steps)
+        for param_group, lr in zip(self.optimizer.param_groups, self.rates.at(step)):
+            param_group["lr"] = lr
 
         began = time.perf_counter()
         for position, (batch, count) in enumerate(micro_batches):
@@ -76,26 +81,23 @@ class Learner:
                 self._backward(loss if weight == 1 else loss * weight)
         self.buffers.broadcast()
 
-    def update(self) -> tuple[Tensor, Tensor]:
+    def update(self) -> dict[str, Tensor]:
         """The update of the step. No collectives here: a rank that gets this far finishes even if a peer dies.
 
-        Returns two scalars on the device: the mean loss over the global batch, and a flag, 1 if that loss or the
-        gradient was not finite, else 0. With train.nonfinite=skip, a step with flag 1 has changed nothing.
+        Returns scalars on the device: `loss`, the mean over the global batch; `nonfinite`, 1 if that loss or the
+        gradient was not finite, else 0; with optim.clip_norm also `grad_norm`, the norm of the gradient before it was
+        clipped. With train.nonfinite=skip, a step whose `nonfinite` is 1 has changed nothing.
         """
-        clip_norm, skips = self.config.optim.clip_norm, self.config.train.nonfinite == "skip"
-        if self.scaler.is_enabled():
-            # Infinite gradients are part of fp16, and no fault: the scaler lowers its scale.
-            nonfinite = self._find_nonfinite({torch.float32: [self._loss_tap]})
-            if clip_norm is not None:
-                self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self._parameters, clip_norm)
-        else:
-            if clip_norm is not None:
-                nn.utils.clip_grad_norm_(self._parameters, clip_norm)  # one nonfinite gradient makes all nonfinite
-            nonfinite = self._find_nonfinite(self._by_dtype)
-            if skips:  # fused optimisers read this flag on the device, as they do for the scaler: the CPU never waits
-                self.optimizer.found_inf = nonfinite  # type: ignore[attr-defined]
-        self.scaler.step(self.optimizer)
+        measured: dict[str, Tensor] = {}
+        if self.config.optim.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            measured["grad_norm"] = self._clip(self.config.optim.clip_norm).float()
+        # Infinite gradients are part of fp16, and no fault: the scaler lowers its scale.
+        loss_alone = {torch.float32: [self._loss_tap]}
+        nonfinite = self._find_nonfinite(loss_alone if self.scaler.is_enabled() else self._by_dtype)
+        skips = self.config.train.nonfinite == "skip"
+        if not (skips and self._skip(nonfinite)):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
         self.buffers.commit(nonfinite if skips else None)
@@ -104,7 +106,8 @@ class Learner:
         loss, self._loss_tap.grad = self._loss_tap.grad, None
         assert loss is not None
         # With several ranks the loss lies in a bucket that the next all-reduce overwrites.
-        return loss if self.parallel is self.model else loss.clone(), nonfinite
+        loss = loss if self.parallel is self.model else loss.clone()
+        return {"loss": loss, "nonfinite": nonfinite, **measured}
 
     @torch.no_grad()
     def evaluate(self, step: int, position: int, batch: Any, count: int) -> Tensor:
@@ -162,7 +165,7 @@ class Learner:
         self.buffers.snapshot()
         if self.average is not None:
             self.average.load_state_dict(state["average"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 
     def _forward(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -183,6 +186,23 @@ class Learner:
         else:  # the same, faster
             scaled.backward()
             self._loss_tap.grad = plain if self._loss_tap.grad is None else self._loss_tap.grad + plain
+
+    def _clip(self, limit: float) -> Tensor:
+        """Clip the gradient to this norm; returns its norm before. One nonfinite gradient makes all nonfinite. An
+        infinite limit leaves the gradient as it is."""
+        if math.isinf(limit):
+            return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        return nn.utils.clip_grad_norm_(self._parameters, limit)
+
+    def _skip(self, nonfinite: Tensor) -> bool:
+        """Whether to leave this step out here and now. A fused optimiser does it by itself: it reads the flag on the
+        device, as it does for the scaler, and the CPU does not wait. For any other, the CPU waits."""
+        if self.scaler.is_enabled():
+            return False
+        if compat.reads_found_inf(self.optimizer):
+            self.optimizer.found_inf = nonfinite  # type: ignore[attr-defined]
+            return False
+        return bool(nonfinite)
 
     def _find_nonfinite(self, parameters: Mapping[torch.dtype, Sequence[nn.Parameter]]) -> Tensor:
         """1.0 if any of their gradients holds an infinity or a NaN, else 0.0; a scalar on the device. Uses GradScaler's

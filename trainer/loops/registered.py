@@ -17,6 +17,7 @@ from trainer.checkpoint.pack import Packed, map_tensors, serialized_structure
 from trainer.config.errors import ConfigError
 from trainer.loops.buffers import Buffers
 from trainer.loops.rehearsal import rehearse
+from trainer.optim.build import load_optimizer
 from trainer.world.group import Group
 
 State = dict[str, Any]
@@ -83,6 +84,8 @@ class Registered:
                 if isinstance(registered, dict):
                     registered.clear()
                     registered.update(state[name])
+                elif isinstance(registered, Optimizer):
+                    load_optimizer(registered, state[name])
                 else:
                     _unwrapped(registered).load_state_dict(state[name])
             except Exception as error:  # an object may raise anything when the state is not its own

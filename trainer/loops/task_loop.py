@@ -16,7 +16,6 @@ from trainer.data.loader import LoaderFactory, TrainBatchKeys, ValidationBatchKe
 from trainer.data.order import Order
 from trainer.loops.learner import Learner
 from trainer.loops.loop import AttemptContext, Loop, NotFinite, finite
-from trainer.loops.optim import learning_rate
 from trainer.task import Task
 
 
@@ -102,9 +101,9 @@ class TaskLoop(Loop):
         samples = self.order.count(step)
         self.learner.learn(step, micro_batches, samples)
         with self.state_lock:
-            loss, nonfinite = self.learner.update()
+            measured = self.learner.update()
             self.last_update.mark()
-            self.readback.add(step, {"loss": loss, "nonfinite": nonfinite})
+            self.readback.add(step, measured)
             position.step += 1
             position.samples += samples
         self._step_done(samples, self._validation_due())
@@ -120,8 +119,10 @@ class TaskLoop(Loop):
         record: dict[str, Any] = {
             "epoch": self.order.epoch(step) + 1,
             "loss": finite(loss),
-            "lr": learning_rate(self.config.optim, step, self.total_steps),
+            "lr": self.learner.rates.at(step)[0],
         }
+        if "grad_norm" in measured:
+            record["grad_norm"] = finite(measured["grad_norm"])
         if measured["nonfinite"]:
             self._not_finite(step, "gradient" if math.isfinite(loss) else "loss")
             record["skipped"] = True

@@ -70,6 +70,8 @@ class Progress:
             parts.append("loss not finite" if line["loss"] is None else f"loss {line['loss']:.4f}")
         if "lr" in line:
             parts.append(f"lr {line['lr']:.4g}")
+        if line.get("grad_norm") is not None:
+            parts.append(f"grad norm {line['grad_norm']:.4g}")
         self.say("  ".join([*parts, f"{self.throughput():,.0f} samples/s", f"{duration(left_s)} left"]))
         if self._window_s > WINDOW_S:
             self._check_data_wait()

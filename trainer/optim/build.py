@@ -1,0 +1,90 @@
+"""Makes the optimiser that the configuration asks for, checks one that a task has made, and restores its state."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.config.errors import ConfigError, first_line
+from trainer.config.schema import Optim
+from trainer.optim.names import UNSUPPORTED, check_optimizer, class_name
+
+# Fused optimisers can skip a step by a flag on the device.
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+NOT_FUSED = {"foreach", "differentiable", "dampening"}  # arguments that keep them from being fused
+
+
+def make_optimizer(model: nn.Module, optim: Optim) -> Optimizer:
+    """The optimiser of the configuration, for the model's trainable parameters. Raises ConfigError."""
+    check_optimizer(optim)
+    kind = getattr(torch.optim, class_name(optim.name))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups: list[Any] = parameters
+    arguments: dict[str, Any] = {"lr": optim.lr}
+    if "weight_decay" in inspect.signature(kind).parameters:
+        arguments["weight_decay"] = optim.weight_decay
+        if not optim.decay_norms_and_biases:
+            decayed, others = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
+            groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    if kind is torch.optim.SGD:
+        arguments["momentum"] = optim.momentum
+    if kind in FUSED and not NOT_FUSED & optim.args.keys():
+        arguments["fused"] = True
+    try:
+        optimizer: Optimizer = kind(groups, **{**arguments, **optim.args})
+    except Exception as error:  # each class checks its arguments in its own way
+        given = f"optim.args={optim.args}" if optim.args else f"optim.name={optim.name}"
+        raise ConfigError(f"{given}: {kind.__name__} refuses: {first_line(error)}") from error
+    return optimizer
+
+
+def check_made(optimizer: Any, model: nn.Module, task: str) -> None:
+    """Raise ConfigError unless this is an optimiser of the model that the loop can use. `task` made it."""
+    made = f"task={task}: optimizer()"
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"{made} must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    for base in type(optimizer).__mro__:
+        if reason := UNSUPPORTED.get(base.__name__.lower()):
+            raise ConfigError(f"{made}: {reason}")
+    if not all("lr" in group for group in optimizer.param_groups):
+        raise ConfigError(f"{made}: a parameter group has no lr, which the schedule sets")
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if strangers := len(given - {id(p) for p in model.parameters()}):
+        raise ConfigError(f"{made}: {strangers} of its parameters are not the model's; build it from the model given")
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
+    if left_out:
+        named = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+        raise ConfigError(
+            f"{made} leaves out {len(left_out)} of the model's parameters ({named}); add them, or freeze them in "
+            "model() with requires_grad_(False)"
+        )
+
+
+def fill_momentum(optimizer: Optimizer) -> None:
+    """Create the momentum of fused SGD now: if the very first step is skipped, torch leaves this memory
+    uninitialised."""
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            if group["fused"] and group["momentum"] and not group["dampening"]:
+                for parameter in group["params"]:
+                    if parameter.requires_grad:
+                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)`, bit for bit: torch rounds each tensor to the dtype of its parameter, such as
+    float32 averages for bfloat16 weights."""
+    optimizer.load_state_dict(state)
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return  # it knows best
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters):
+        for name, saved in state["state"].get(number, {}).items():
+            live = optimizer.state[parameter][name]
+            if isinstance(saved, Tensor) and saved.dtype != live.dtype:
+                optimizer.state[parameter][name] = saved.to(live.device)
