@@ -33,7 +33,7 @@ def flush_output() -> None:
 
 def program() -> str:
     """This program's name, as usage lines show it: `laststep` or `launch.py`."""
-    return "launch.py" if os.path.basename(command()) == "launch.py" else "laststep"
+    return os.path.basename(shlex.split(command())[-1])
 
 
 def command(words: str = "") -> str:
