@@ -39,12 +39,8 @@ def test_needed(
 
 def test_not_needed(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many repositories have a trainer.py. As long as the task does not import it, it does no harm."""
-    write(
-        here,
-        "trainer.py",
-        "from trainer import Task\nfrom trainer.config.config import Config\n" + SUBCLASS,
-        monkeypatch,
-    )
+    imports = "from trainer import Task\nfrom trainer.config.config import Config\n"
+    write(here, "trainer.py", imports + SUBCLASS, monkeypatch)
     assert main(["--dry-run", "task=mine.Mine"]) == 0
     capfd.readouterr()
 
@@ -55,4 +51,3 @@ def write(here: Path, theirs: str, source: str, monkeypatch: pytest.MonkeyPatch)
     (here / theirs).write_text("")
     (here / "mine.py").write_text(source)
     monkeypatch.syspath_prepend(here)
-    monkeypatch.delitem(__import__("sys").modules, "mine", raising=False)
