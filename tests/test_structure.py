@@ -28,10 +28,10 @@ LAYERS = [
     {"cluster"},
     {"doctor"},
     {"commands"},
-    {"__main__", "__init__", "launch"},
+    {"__main__", "__init__", "launch", "laststep"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
-SOURCES = [PROJECT / "launch.py", *sorted((PROJECT / "trainer").rglob("*.py"))]
+SOURCES = [PROJECT / "launch.py", PROJECT / "laststep.py", *sorted((PROJECT / "trainer").rglob("*.py"))]
 
 
 def module_of(path: Path) -> str:
@@ -55,6 +55,8 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
             for alias in node.names:
+                if alias.name in ("__all__", "__version__"):  # they need none of the modules that it names
+                    continue
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in known else str(node.module))
     return found & known

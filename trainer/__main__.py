@@ -1,7 +1,11 @@
-"""`python -m trainer`: one rank of a run, under any launcher; see trainer.commands.rank."""
+"""`python -m trainer`: one rank of a run, under any launcher; see trainer.commands.rank.
+
+--local starts its ranks with this folder's path instead of `-m trainer`.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -9,10 +13,16 @@ if __name__ == "__main__":
     # Blocked until Signals.catch can catch them: a signal that arrived earlier would kill the rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT})
 
+    folder = os.path.dirname(os.path.abspath(__file__))
+    by_path = sys.path[0] == folder
+    if by_path:
+        sys.path[0] = os.path.dirname(folder)
     from trainer.commands.rank import main
     from trainer.config.errors import ConfigError
     from trainer.world.world import MeetingError
 
+    if by_path:  # what is imported from here on is looked up in the current folder first, as with -m
+        sys.path[0] = os.getcwd()
     try:
         sys.exit(main(sys.argv[1:]))
     except (ConfigError, MeetingError) as error:

@@ -1,14 +1,20 @@
-"""Printing into a rank's log."""
+"""What Laststep prints about itself: lines in a rank's log, and the commands that its messages name."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
+import shutil
 import sys
 import time
+from pathlib import Path
+
+COMMAND = "LASTSTEP_COMMAND"  # the variable through which ranks learn how the command was typed
 
 
 def say(text: str) -> None:
-    """Print one line with our mark and the time; `launch.py logs` puts the lines of all ranks in order by it.
+    """Print one line with our mark and the time; the verb `logs` puts the lines of all ranks in order by it.
 
     A failed write, for example to a full disk, is ignored: it is no reason to end the training.
     """
@@ -23,3 +29,23 @@ def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
+
+
+def program() -> str:
+    """This program's name, as usage lines show it: `laststep` or `launch.py`."""
+    return os.path.basename(shlex.split(command())[-1])
+
+
+def command(words: str = "") -> str:
+    """What to type to run Laststep with these words, the way the user started it: `laststep status first`."""
+    path = sys.argv[0]
+    if os.path.basename(path) == "launch.py":
+        typed = f"python {shlex.quote(os.path.normpath(path))}"
+    elif os.path.basename(path) == "laststep":
+        typed = "laststep" if shutil.which("laststep") == path else shlex.quote(path)
+    elif COMMAND in os.environ:  # a rank
+        typed = os.environ[COMMAND]
+    else:  # a program of the user's, or a rank under another launcher
+        in_clone = (Path(__file__).parent.parent / "launch.py").exists()
+        typed = "python launch.py" if in_clone else "laststep"
+    return f"{typed} {words}".rstrip()

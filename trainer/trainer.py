@@ -16,7 +16,7 @@ from trainer.config.errors import ConfigError
 from trainer.records.attempt_record import read_ended_attempts
 from trainer.records.retry import decide
 from trainer.rundir import RunDir
-from trainer.say import say
+from trainer.say import command, say
 from trainer.world.launchers import detect_world
 from trainer.world.signals import Signals
 from trainer.world.world import World
@@ -75,7 +75,7 @@ class Trainer:
         # Not the record's `requeue`, which is False off Slurm: submitit's LocalExecutor starts its jobs again, too.
         decision = decide(read_ended_attempts(self.run.attempts), self.config.launch)
         if not decision.requeue:
-            say(f"not requeued: {decision.why}; `python launch.py resume {self.run.name}` continues the run")
+            say(f"not requeued: {decision.why}; `{command(f'resume {self.run.name}')}` continues the run")
             return None
         return DelayedSubmission(Trainer(self.config))
 

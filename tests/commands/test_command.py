@@ -35,7 +35,7 @@ WRONG = [
     (["--nodes", "1,2"], "launch.nodes=1,2: must be of type int or MIN-MAX"),
     (["--nodes", "4-1"], "launch.nodes=4-1: the smaller number comes first"),
     (["--nodes", "1-4"], "train.batch_size=64: not divisible by 3 ranks x train.accumulate=1; 60 would be"),
-    (["--config", "minst"], "--config minst: no such file, and no such name in configs/; did you mean mnist?"),
+    (["--config", "minst"], "--config minst: no such file, and no configuration of that name; did you mean mnist?"),
     (["--config", ""], "no such file"),
     (["--config", "."], "no such file"),
     (["model.name=resnet19"], "model.name=resnet19: no such model; did you mean resnet18?"),

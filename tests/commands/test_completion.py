@@ -37,6 +37,13 @@ bindkey '^T' show
 """,
 }
 SOURCE = f"source <({sys.executable} {PROJECT / 'launch.py'} completion {{shell}})\n"
+# The script that pip puts into an environment's bin/, here for a clone that is not installed.
+LASTSTEP = f"""#!{sys.executable}
+import sys
+sys.path.insert(0, {str(PROJECT)!r})
+from laststep import main
+sys.exit(main())
+"""
 
 
 class Shell:
@@ -47,7 +54,7 @@ class Shell:
         (home / ".bashrc").write_text(rc)
         (home / ".zshrc").write_text(rc)
         env = {
-            "PATH": os.environ["PATH"],
+            "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
             "HOME": str(home),
             "ZDOTDIR": str(home),
             "TERM": "vt100",
@@ -90,6 +97,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with Laststep's launch.py in it, some runs, and some files of the user's."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "launch.py").symlink_to(PROJECT / "launch.py")
+    script = folder / "bin" / "laststep"
+    script.parent.mkdir()
+    script.write_text(LASTSTEP)
+    script.chmod(0o755)
     for run in ("runs/first", "runs/second", "elsewhere/other"):
         (folder / run).mkdir(parents=True)
         (folder / run / "config.yaml").write_text("{}\n")
@@ -111,6 +122,9 @@ def shell(name: str, home: Path) -> Iterator[Shell]:
         ("python3 launch.py --dry", "python3 launch.py --dry-run "),
         ("./launch.py sweep --para", "./launch.py sweep --parallel "),
         ("~/launch.py drill fi", "~/launch.py drill first "),
+        ("laststep lo", "laststep logs "),
+        ("bin/laststep logs fi", "bin/laststep logs first "),
+        ("laststep --config=cif", "laststep --config=cifar10 "),
         ("python launch.py logs launch.root=elsewhere -f ot", "python launch.py logs launch.root=elsewhere -f other "),
         ("python launch.py resume first --nodes 2 launch.no", "python launch.py resume first --nodes 2 launch.nodes="),
         ("python launch.py report first sec", "python launch.py report first second "),
@@ -185,13 +199,14 @@ def test_others_go_on(whose: str, home: Path) -> None:
 
 
 def test_starts_no_other_program(shell: Shell, home: Path) -> None:
-    """Other projects have a launch.py too, which may do harm as soon as it is started."""
+    """Other projects have a program of that name too, which may do harm as soon as it is started."""
     folder = home / "theirs"
     folder.mkdir(exist_ok=True)
-    program = folder / "launch.py"
-    program.write_text("#!/bin/sh\ntouch started\n")
-    program.chmod(0o755)
-    for command in ("python theirs/launch.py", "theirs/launch.py"):
+    for name in ("launch.py", "laststep"):
+        program = folder / name
+        program.write_text("#!/bin/sh\ntouch started\n")
+        program.chmod(0o755)
+    for command in ("python theirs/launch.py", "theirs/launch.py", "theirs/laststep"):
         assert shell.line_after(f"{command} da\t") == f"{command} data.txt "
     assert not (home / "started").exists()
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.checks import check_batch
-from trainer.config.config import CONFIGS, Config, find_config
+from trainer.config.config import PACKAGED, Config, config_names, find_config
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import fields_of
 
@@ -53,11 +53,11 @@ def test_layers() -> None:
     assert config.optim.name == "sgd"
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in PACKAGED.glob("*.yaml")))
 def test_ready_made_configs(name: str) -> None:
     """Each shipped configuration loads by name and by path; its header gives the command, the time and the result."""
-    assert Config.load(name) == Config.load(CONFIGS / f"{name}.yaml")
-    header = (CONFIGS / f"{name}.yaml").read_text().split("\ntask:")[0]
+    assert Config.load(name) == Config.load(PACKAGED / f"{name}.yaml")
+    header = (PACKAGED / f"{name}.yaml").read_text().split("\ntask:")[0]
     assert all(word in header for word in ("command:", "time:", "result:"))
 
 
@@ -66,7 +66,24 @@ def test_file_with_a_known_name_here_wins(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     Path("mnist").write_text("seed: 7\n")
     assert Config.load("mnist").seed == 7
-    assert find_config("cifar10") == CONFIGS / "cifar10.yaml"
+    assert find_config("cifar10") == PACKAGED / "cifar10.yaml"
+
+
+def test_own_configs_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one's own repository, names mean one's own configurations and sites; Laststep's are still there."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mnist", "mine", "site/lab"):
+        path = Path("configs", f"{name}.yaml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("seed: 7\n")
+    assert Config.load("mnist").seed == Config.load("mine").seed == Config.load(None, site="lab").seed == 7
+    assert Config.load("cifar10", site="example") == Config.load(
+        PACKAGED / "cifar10.yaml", site=PACKAGED / "site/example.yaml"
+    )
+    assert config_names() == ["mine", "mnist", "cifar10", "imagenet"]
+    assert config_names(of_site=True) == ["lab", "example"]
+    with pytest.raises(ConfigError, match=r"--config qqq: .*; choose from mine, mnist, cifar10, imagenet"):
+        find_config("qqq")
 
 
 @pytest.mark.parametrize(("key", "field", "value"), FIELDS)
@@ -213,7 +230,7 @@ def test_wrong_files(text: str, says: str) -> None:
 def test_unknown_file_names_the_nearest() -> None:
     """The message for a mistyped configuration name suggests the right one."""
     with pytest.raises(
-        ConfigError, match=r"--config minst: no such file, and no such name in configs/; did you mean mnist\?"
+        ConfigError, match=r"--config minst: no such file, and no configuration of that name; did you mean mnist\?"
     ):
         Config.load("minst")
     with pytest.raises(ConfigError, match="choose from cifar10, imagenet, mnist"):
@@ -336,7 +353,7 @@ def test_a_site_is_overridden(tmp_path: Path) -> None:
     assert (launch.partition, launch.cpus_per_task, launch.setup) == ("gpu", 4, ["module load cuda"])
     assert launch.root == "here"
     with pytest.raises(
-        ConfigError, match=r"--site exmple: no such file, and no such name in configs/site/; did you mean"
+        ConfigError, match=r"--site exmple: no such file, and no site profile of that name; did you mean"
     ):
         Config.load(None, [], "exmple")
 

@@ -35,6 +35,7 @@ SLOW = (
     "observe/test_troubleshooting",
     "slurm/",
     "test_docs",
+    "test_packaging",
     "test_parts",
     "world/test_meeting",
     "world/test_network",

@@ -34,7 +34,7 @@ from trainer.records.attempts import (
 )
 from trainer.records.retry import FAILURES, decide, why_not_requeued
 from trainer.rundir import RunDir
-from trainer.say import say
+from trainer.say import command, say
 from trainer.trainer import Trainer
 from trainer.world import run_lock
 from trainer.world.launchers import detect_world
@@ -120,7 +120,7 @@ def _record_failed_start(
 
 
 def _say_not_requeued(run: RunDir, end: EndedAttempt, why: str) -> None:
-    resume = f"python launch.py resume {run.name}"
+    resume = command(f"resume {run.name}")
     say(f"not requeued: the attempt ended ({end['reason']}): {why}; `{resume}` tries again")
 
 

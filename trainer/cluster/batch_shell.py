@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from trainer import say
 from trainer.cluster import run_folders
 from trainer.config.schema import Launch
 from trainer.rundir import RunDir
@@ -40,6 +41,7 @@ def environment(launch: Launch, code: Path) -> list[str]:
     variables = {
         "OMP_NUM_THREADS": str(launch.cpus_per_task),
         "PYTHONPATH": run_folders.python_path(code),
+        say.COMMAND: say.command(),
         **launch.env,
     }
     return [f"export {name}={_quote(value)}" for name, value in variables.items()]

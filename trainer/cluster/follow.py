@@ -10,6 +10,7 @@ from submitit import SlurmJob
 from trainer.cluster.live_log import LiveLog
 from trainer.cluster.run_status import RunStatus, StatusReader
 from trainer.rundir import RunDir
+from trainer.say import command
 
 POLL_S = 0.5
 
@@ -27,9 +28,8 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
                     break
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
-        print(
-            f"\n[laststep] {run.name} is still running; to end it: python launch.py cancel {run.path}", file=sys.stderr
-        )
+        to_end = command(f"cancel {run.path}")
+        print(f"\n[laststep] {run.name} is still running; to end it: {to_end}", file=sys.stderr)
         return 130
     if status.state == "finished":
         return 0
@@ -42,6 +42,5 @@ def _how_it_ended(run: RunDir, status: RunStatus) -> str:
     if status.state in ("failed", "lost"):
         return f"the run ended: {status.state}{why}; the ranks' logs are in {run.logs}"
     return (
-        f"job {status.job_id} left the queue before the run finished{why}; "
-        f"to continue: python launch.py resume {run.path}"
+        f"job {status.job_id} left the queue before the run finished{why}; to continue: {command(f'resume {run.path}')}"
     )

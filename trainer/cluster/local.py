@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from trainer import say
 from trainer.cluster import run_folders
 from trainer.cluster.live_log import LiveLog
 from trainer.cluster.spawn import GRACE_S
@@ -89,6 +90,7 @@ def _start(config: Config, run: RunDir, job_id: str, logs: Sequence[Path]) -> li
     common = {
         **os.environ,
         "PYTHONPATH": run_folders.python_path(),
+        say.COMMAND: say.command(),
         **launch.env,
         "SUBMITIT_EXECUTOR": "local",
         "SUBMITIT_LOCAL_JOB_ID": job_id,
@@ -96,7 +98,8 @@ def _start(config: Config, run: RunDir, job_id: str, logs: Sequence[Path]) -> li
         "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
         "SUBMITIT_LOCAL_NODEID": "0",
     }
-    command = [sys.executable, "-u", "-m", "trainer", str(run.path)]
+    # By its path: with `-m trainer`, a module of that name in the current folder would be started instead.
+    command = [sys.executable, "-u", str(run_folders.PROJECT / "trainer"), str(run.path)]
     ranks = []
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

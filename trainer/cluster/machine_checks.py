@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from trainer.cluster.namesake import check_namesake, imported
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Data
@@ -115,6 +116,7 @@ def _check_task(path: str) -> None:
     module, _, name = path.rpartition(".")
     if not module:
         raise ConfigError(f"task={path}: {nearest(path, ['classification'])} or give package.module.Name")
+    check_namesake(path, [path])
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -131,6 +133,7 @@ def _check_task(path: str) -> None:
         raise ConfigError(f"task={path}: {spec.origin}, line {error.lineno}: {error.msg}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"task={path}: {spec.origin} cannot be read: {error}") from None
+    check_namesake(path, imported(tree))
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):

@@ -19,6 +19,7 @@ from trainer.cluster.machine_checks import check_writable
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError, nearest
 from trainer.rundir import RunDir
+from trainer.say import command
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -43,7 +44,7 @@ def check_name_is_free(config: Config) -> None:
     name = config.launch.name
     if RunDir(Path(config.launch.root) / str(name)).path.exists():
         raise ConfigError(
-            f"launch.name={name}: this run exists; continue it with `python launch.py resume {name}`, "
+            f"launch.name={name}: this run exists; continue it with `{command(f'resume {name}')}`, "
             "or choose another name"
         )
 

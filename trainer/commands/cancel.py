@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 
+from trainer import say
 from trainer.cluster import run_folders
 from trainer.cluster.run_status import RunStatus, StatusReader, records_of
 from trainer.commands.parsers import Parser, add_run
@@ -65,7 +66,7 @@ def _request_stop(run: RunDir, status: RunStatus) -> None:
     if status.job_id.startswith("local-"):
         return _request_local_stop(run, status.job_id)
     if not is_job_id(status.job_id):
-        raise SlurmError(f"not started by launch.py ({status.job_id}); stop it with Ctrl-C where it was started")
+        raise SlurmError(f"not started by {say.program()} ({status.job_id}); stop it with Ctrl-C where it was started")
     if status.state == "unknown":
         raise SlurmError(status.why)
     if status.state in ("queued", "requeued"):
@@ -92,4 +93,4 @@ def _outcome(run: RunDir, status: RunStatus) -> str:
         return f"{run.name}: cancelled before it started"
     step, lost = records[-1]["end_step"], records[-1]["lost_steps"]
     kept = f"stopped after step {step}" + (f", {lost} steps lost" if lost else ", every step is kept")
-    return f"{run.name}: {kept}; to continue: python launch.py resume {run.name}"
+    return f"{run.name}: {kept}; to continue: {say.command(f'resume {run.name}')}"

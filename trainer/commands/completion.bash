@@ -1,20 +1,26 @@
-# Tab completion of Laststep's command for bash. In ~/.bashrc: source <(python /path/to/launch.py completion bash)
+# Tab completion of Laststep's command for bash. In ~/.bashrc: source <(laststep completion bash),
+# or in a clone: source <(python /path/to/launch.py completion bash)
 
 _laststep() {
     local line=${COMP_LINE:0:COMP_POINT} word=${COMP_WORDS[0]} script second REPLY
+    local -a python=("$_laststep_python")
     if [[ ${word##*/} == python* ]]; then
         (( COMP_CWORD > 1 )) && word=${COMP_WORDS[1]} script=${word/#\~/$HOME}
     else
         script=$(type -P -- "${word/#\~/$HOME}")
     fi
-    # The Tab key must never start another project's launch.py.
-    [[ -f $script ]] && { read -r && read -r second; } <"$script"
+    # The Tab key must never start another project's program.
+    if [[ ${word##*/} == laststep ]]; then
+        [[ -f $script && $(<"$script") == *'from laststep import main'* ]] && second='"""Laststep: ' python=()
+    elif [[ -f $script ]]; then
+        { read -r && read -r second; } <"$script"
+    fi
     if [[ $second != '"""Laststep: '* ]]; then
         _laststep_otherwise "$@"
         return
     fi
 
-    mapfile -t COMPREPLY < <("$_laststep_python" "$script" __complete "${line#*"$word"}" 2>/dev/null)
+    mapfile -t COMPREPLY < <("${python[@]}" "$script" __complete "${line#*"$word"}" 2>/dev/null)
     if [[ ${COMPREPLY[0]} == :files ]]; then
         COMPREPLY=()
         return
@@ -49,7 +55,7 @@ _laststep_otherwise() {
 
 _laststep_register() {
     local name before
-    for name in launch.py python python3; do
+    for name in laststep launch.py python python3; do
         before=$(complete -p "$name" 2>/dev/null)
         [[ $before == *' -F _laststep '* ]] || _laststep_before[$name]=$before
         complete -o bashdefault -o default -F _laststep "$name"

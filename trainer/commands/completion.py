@@ -1,7 +1,7 @@
 """completion: let the Tab key of bash and zsh complete a half-typed command.
 
-`completion bash` prints completion.bash, to be sourced. At each Tab that script runs `launch.py __complete LINE`, where
-LINE is the text between launch.py and the cursor.
+`completion bash` prints completion.bash, to be sourced. At each Tab that script runs `laststep __complete LINE` or
+`launch.py __complete LINE`, whichever was typed; LINE is the text from there to the cursor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 
 from trainer.commands.parsers import ANY_KEY, LAUNCH_KEY, ROOT_KEY, Parser
 from trainer.commands.verbs import DEFAULT, VERBS
-from trainer.config.config import CONFIGS, Config
+from trainer.config.config import Config, config_names
 from trainer.config.keys import fields_of
+from trainer.say import program
 
 FILES = ":files"  # printed where only a path fits: the shell completes paths itself
 # The placeholder of an argument -> how the keys begin that it takes.
@@ -25,7 +26,8 @@ PATHS = ("data.root", "launch.root")
 DESCRIPTION = """\
 Print a script that lets the Tab key complete verbs, options, runs,
 configurations, keys and their values."""
-EPILOG = "For example, in ~/.bashrc:\n  source <(python /path/to/launch.py completion bash)"
+TYPED = "laststep" if program() == "laststep" else "python /path/to/launch.py"
+EPILOG = f"For example, in ~/.bashrc:\n  source <({TYPED} completion bash)"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -101,8 +103,7 @@ def _names(words: Sequence[str], options: Mapping[str, Action]) -> Iterator[str]
 
 def _option_values(option: Action) -> Iterator[str]:
     if option.dest in ("config", "site"):
-        folder = CONFIGS if option.dest == "config" else CONFIGS / "site"
-        yield from (path.stem for path in folder.glob("*.yaml"))
+        yield from config_names(of_site=option.dest == "site")
         yield FILES
     if option.metavar == "FILE":
         yield FILES

@@ -6,6 +6,7 @@ import argparse
 
 from trainer.commands.parsers import JOB_OPTIONS, LAUNCH_KEY, Parser, add_key_options, add_ways, overrides_of
 from trainer.config.errors import ConfigError
+from trainer.say import command
 
 DESCRIPTION = "Continue a run in a new job, from its newest intact checkpoint."
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if way is Way.DRY_RUN:
         return start.dry_run(config)
     if jobs := jobs_in_queue(folder):
-        cancel = f"python launch.py cancel {folder.name}{start.root_hint(config.launch)}"
+        cancel = command(f"cancel {folder.name}{start.root_hint(config.launch)}")
         raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
     machine_checks.check_writable(folder.path)
     config.save(folder.config)

@@ -11,6 +11,7 @@ from trainer.cluster.run_status import records_of
 from trainer.config.config import Config
 from trainer.config.schema import Launch
 from trainer.rundir import RunDir
+from trainer.say import command
 
 
 def start(config: Config, run: RunDir, way: Way) -> int:
@@ -23,7 +24,7 @@ def start(config: Config, run: RunDir, way: Way) -> int:
         status = local.run_local(config, run)
         # Without a reason, nothing was saved: a second Ctrl-C has killed the ranks.
         if status > 128 and any(record["reason"] for record in records_of(run)[-1:]):
-            resume = f"python launch.py resume {run.name} --local{root_hint(launch)}"
+            resume = command(f"resume {run.name} --local{root_hint(launch)}")
             print(f"[laststep] stopped and saved; to continue: {resume}")
         return status
     job = submission.submit_run(config, run)
@@ -32,7 +33,7 @@ def start(config: Config, run: RunDir, way: Way) -> int:
     print(f"folder {_short(run.path)}")
     print(f"log    {_short(job.paths.stdout)} (rank 0)")
     for verb in ("logs -f", "status", "cancel"):
-        print(f"next   python launch.py {verb} {run.name}{root_hint(launch)}", flush=True)
+        print(f"next   {command(f'{verb} {run.name}{root_hint(launch)}')}", flush=True)
     return follow.follow(run, job) if way is Way.FOLLOW else 0
 
 

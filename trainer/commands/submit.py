@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from trainer import __version__
 from trainer.commands.parsers import (
     NEW_RUN_OPTIONS,
     Parser,
@@ -14,10 +15,11 @@ from trainer.commands.parsers import (
     overrides_of,
 )
 from trainer.commands.verbs import verb_list
+from trainer.say import program
 
 DESCRIPTION = "Start a new run: submit it to Slurm, or run it on this machine."
 EPILOG = f"""\
-verbs (default: submit; for the help of a verb: launch.py VERB --help):
+verbs (default: submit; for the help of a verb: {program()} VERB --help):
 {verb_list()}
 
 Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;
@@ -29,6 +31,7 @@ wrong; 130 stopped by Ctrl-C, 143 by SIGTERM.
 
 def add_arguments(parser: Parser) -> None:
     """Declare what submit takes."""
+    parser.add_argument("--version", action="version", version=f"laststep {__version__}", help="print the version")
     add_config(parser)
     add_key_options(parser, NEW_RUN_OPTIONS)
     add_ways(parser)

@@ -6,14 +6,15 @@ import argparse
 
 from trainer.commands.parsers import NEW_RUN_OPTIONS, Parser, add_config, add_key_options, add_overrides, overrides_of
 from trainer.config.errors import ConfigError
+from trainer.say import command, program
 
 DESCRIPTION = """\
 Submit one run per combination of values, as a single Slurm array. Repeat the
 command to submit the runs that are missing or have not finished."""
-EPILOG = """\
+EPILOG = f"""\
 key=v1,v2 or key=0..4 gives a key several values. All options and all other
 key=value words apply to every run. For example:
-  python launch.py sweep --name scan --parallel 4 \\
+  {program()} sweep --name scan --parallel 4 \\
       optim.lr=0.1,0.03 seed=0..4 train.epochs=20
 """
 
@@ -53,5 +54,5 @@ def run(args: argparse.Namespace) -> int:
         return 0
     limit = f", {args.parallel} at a time" if args.parallel else ""
     print(f"job    {job_id}: {len(submitted)} runs{limit}, {submitted[0]} to {submitted[-1]}")
-    print(f"next   python launch.py status --sweep {config.launch.name}{root_hint(config.launch)}", flush=True)
+    print(f"next   {command(f'status --sweep {config.launch.name}{root_hint(config.launch)}')}", flush=True)
     return 0

@@ -1,6 +1,6 @@
 """The table of verbs: the dispatch, the parsers, the help's list of verbs and the completion all follow from it.
 
-`launch.py NAME` is trainer/commands/NAME.py, which is imported only when that verb is used. It defines DESCRIPTION,
+The verb NAME is trainer/commands/NAME.py, which is imported only when that verb is used. It defines DESCRIPTION,
 `add_arguments`, `run` and, where its help needs one, EPILOG. Importing it must be cheap, since --help and the Tab key
 wait for it: anything that needs torch, submitit or rich is imported inside `run`.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from trainer.commands.parsers import Parser
+from trainer.say import program
 
 DEFAULT = "submit"  # when no verb is given
 
@@ -46,7 +47,7 @@ class Verb:
         """The parser of the words after the verb."""
         module = self.module()
         name = f"[{self.name}]" if self.name == DEFAULT else self.name
-        parser = Parser(f"launch.py {name}", module.DESCRIPTION, getattr(module, "EPILOG", ""))
+        parser = Parser(f"{program()} {name}", module.DESCRIPTION, getattr(module, "EPILOG", ""))
         module.add_arguments(parser)
         return parser
 

@@ -17,7 +17,7 @@ from trainer.config.keys import assign, escaped, parse_override, replaced, value
 from trainer.config.scalars import as_written
 from trainer.config.schema import Settings
 
-CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
+PACKAGED = Path(__file__).parent.parent / "configs"  # what ships with Laststep; in a clone, a link to its configs/
 
 
 @dataclass
@@ -31,8 +31,8 @@ class Config(Settings):
         """Load and check a configuration. Later layers override earlier ones:
 
         1. the schema's defaults,
-        2. `site`: a YAML file (a path, or a name in configs/site/),
-        3. `source`: a YAML file (a path, or a name in configs/),
+        2. `site`: a YAML file (a path, or a name in configs/site/ here or in the package),
+        3. `source`: a YAML file (a path, or a name in configs/ here or in the package),
         4. `overrides`: `key=value` words.
 
         Raises ConfigError, which names the field, the value and the fix.
@@ -96,15 +96,24 @@ def variants(config: Config, changes: Iterable[Mapping[str, Any]]) -> Iterator[t
 
 
 def find_config(source: str | Path, of_site: bool = False) -> Path:
-    """The YAML file of this path, or of this name in configs/ (a site: in configs/site/). Raises ConfigError."""
-    folder, option, label = (
-        (CONFIGS / "site", "--site", "configs/site") if of_site else (CONFIGS, "--config", "configs")
-    )
-    for path in (Path(source), folder / f"{source}.yaml"):
+    """The YAML file of this path, or of this name: the user's own, else Laststep's. Raises ConfigError."""
+    for path in (Path(source), *(folder / f"{source}.yaml" for folder in _folders(of_site))):
         if path.is_file():
             return path
-    names = sorted(path.stem for path in folder.glob("*.yaml"))
-    raise ConfigError(f"{option} {source}: no such file, and no such name in {label}/; {nearest(str(source), names)}")
+    option, kind = ("--site", "site profile") if of_site else ("--config", "configuration")
+    hint = nearest(str(source), config_names(of_site))
+    raise ConfigError(f"{option} {source}: no such file, and no {kind} of that name; {hint}")
+
+
+def config_names(of_site: bool = False) -> list[str]:
+    """The names that `find_config` knows here, the user's own first."""
+    found = (path.stem for folder in _folders(of_site) for path in sorted(folder.glob("*.yaml")))
+    return list(dict.fromkeys(found))
+
+
+def _folders(of_site: bool) -> list[Path]:
+    """Where a name is looked up: in `configs/` of the current folder, then among those that ship with Laststep."""
+    return [folder / "site" if of_site else folder for folder in (Path.cwd() / "configs", PACKAGED)]
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

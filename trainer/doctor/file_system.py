@@ -12,6 +12,7 @@ from pathlib import Path
 from trainer.config.schema import Launch
 from trainer.doctor.problem import Problem
 from trainer.doctor.slurm_settings import SlurmSettings
+from trainer.say import command
 
 LOCAL_KINDS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs")
 # Mount options of NFS and Lustre with which other machines do not see a lock.
@@ -54,7 +55,7 @@ def check_run_root(root: RunRoot, slurm: SlurmSettings | None, launch: Launch, h
             f"launch.root={root.path} is on {root.kind}, usually a disk that only {host} can see, but jobs run on "
             f"other machines, e.g. {others[0]}",
             "choose a folder that all nodes share; "
-            f"`launch.py doctor --nodes {max(2, launch.node_counts[-1])}` tests it",
+            f"`{command(f'doctor --nodes {max(2, launch.node_counts[-1])}')}` tests it",
         )
     if root.lock_error is not None:
         yield Problem(

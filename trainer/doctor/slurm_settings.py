@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer import say
 from trainer.attempt.grace import LAST_MOMENT_S
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Launch
@@ -91,7 +92,7 @@ def check_slurm(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:
         yield Problem(
             f"no accounting ({slurm.sacct_error}): submitit's job.result() never returns for a job that ends without a "
             "result",
-            "use `launch.py status`, which needs no accounting",
+            f"use `{say.command('status')}`, which needs no accounting",
         )
     most = max((int(node["CPUTot"]) for node in slurm.nodes if "CPUTot" in node), default=None)
     if most is not None and launch.ranks_per_node * launch.cpus_per_task > most:
@@ -126,24 +127,25 @@ def _check_requeue(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:
     if {"no-requeue", "no_requeue"} & set(launch.slurm):
         yield Problem(
             "launch.slurm.no-requeue: Slurm refuses to requeue the job, so a preemption or a time limit ends it",
-            "remove it, or continue by hand with `launch.py resume`",
+            f"remove it, or continue by hand with `{say.command('resume')}`",
         )
     if cancelling := ", ".join(_cancels_on_preemption(slurm)):
         yield Problem(
             f"PreemptMode=CANCEL ({cancelling}): a preempted job returns only if it requeues itself within "
             f"KillWait={slurm.kill_wait_s} s, as a run does",
-            "choose another partition or QOS, or check with `launch.py status` and continue with `launch.py resume`",
+            f"choose another partition or QOS, or check with `{say.command('status')}` and continue with "
+            f"`{say.command('resume')}`",
         )
     if statuses := slurm.config.get("RequeueExit"):
         yield Problem(
             f"RequeueExit={statuses}: Slurm requeues a job that exits with such a status, even when "
             "launch.max_failures is used up",
-            "end such a run with `launch.py cancel`",
+            f"end such a run with `{say.command('cancel')}`",
         )
     if statuses := slurm.config.get("RequeueExitHold"):
         yield Problem(
             f"RequeueExitHold={statuses}: Slurm requeues a job that exits with such a status, and holds it",
-            "release it with `scontrol release`, or end it with `launch.py cancel`",
+            f"release it with `scontrol release`, or end it with `{say.command('cancel')}`",
         )
 
 

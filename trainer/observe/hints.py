@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from trainer.config.config import Config
+from trainer.say import command
 from trainer.world.world import World
 
 
@@ -53,8 +54,8 @@ def _missing_rank(config: Config, world: World) -> str:
 
 def _stuck_rank(config: Config, world: World) -> str:
     return (
-        "the stacks in that rank's log show where (`launch.py logs RUN --rank R`); if a step may take that long, raise "
-        f"launch.hang_timeout_s={config.launch.hang_timeout_s}"
+        f"the stacks in that rank's log show where (`{command('logs RUN --rank R')}`); if a step may take that long, "
+        f"raise launch.hang_timeout_s={config.launch.hang_timeout_s}"
     )
 
 

@@ -1,0 +1,163 @@
+"""Laststep as a user installs it: the sdist, the wheel, and the command `laststep` in an environment of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import trainer
+from tests.support.project import PROJECT
+from tests.support.waiting import DEADLINE_S
+from trainer.records.metrics import read_lines
+from trainer.rundir import RunDir
+
+pytestmark = pytest.mark.xdist_group("packaging")  # all in one process: they share what is built
+
+SOURCES = (
+    "trainer", "configs", "laststep.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md",
+    "LICENSE", "NOTICE",
+)  # fmt: skip
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+THEIRS = 'raise SystemExit("another module called trainer was started")\n'
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainer import Task
+
+
+class Line(Task):
+    def datasets(self):
+        x = torch.arange(32.0).unsqueeze(1) / 32
+        return TensorDataset(x, 2 * x), TensorDataset(x, 2 * x)
+
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def step(self, model, batch):
+        x, y = batch
+        return {"loss": ((model(x) - y) ** 2).mean()}
+"""
+
+
+class Built(NamedTuple):
+    """What a release would consist of."""
+
+    sdist: Path
+    wheel: Path
+
+
+def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
+    """Run a command to its end; returns what it printed. Any other exit status than 0 fails the test."""
+    done = subprocess.run(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The sdist of this clone, and the wheel of that sdist, built with the setuptools that is installed here."""
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        if (PROJECT / name).is_dir():
+            shutil.copytree(PROJECT / name, source / name, symlinks=True)
+        else:
+            shutil.copy(PROJECT / name, source)
+    run(sys.executable, "-c", BUILD.format(kind="sdist"), folder, cwd=source)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    run(sys.executable, "-c", BUILD.format(kind="wheel"), folder, cwd=folder / sdist.name.removesuffix(".tar.gz"))
+    (wheel,) = folder.glob("*.whl")
+    return Built(sdist, wheel)
+
+
+class User:
+    """Somebody who has installed the wheel, in a folder of their own, which also has a module called `trainer`."""
+
+    def __init__(self, wheel: Path, home: Path) -> None:
+        environment, self.folder = home / "environment", home / "project"
+        venv.create(environment)
+        self.python = environment / "bin" / "python"
+        run(sys.executable, "-m", "pip", "--python", self.python, "install", "--no-deps", "--no-index", wheel, cwd=home)
+        # What Laststep depends on is not installed again. A .pth in that folder, such as this clone's, is not read.
+        torch = importlib.util.find_spec("torch")
+        assert torch is not None and torch.origin is not None
+        (packages,) = environment.glob("lib/python*/site-packages")
+        (packages / "dependencies.pth").write_text(f"{Path(torch.origin).parent.parent}\n")
+        for name, text in {
+            "line.py": TASK,
+            "configs/mine.yaml": "task: line.Line\ntrain: {epochs: 2, batch_size: 8}\n",
+            "trainer.py": THEIRS,
+            "elsewhere/trainer/__init__.py": THEIRS,
+        }.items():
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_text(text)
+        path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        self.env = {**os.environ, "PATH": path, "COLUMNS": "80", "CUDA_VISIBLE_DEVICES": ""}
+        self.env.pop("PYTHONPATH", None)
+
+    def types(self, *words: str) -> str:
+        """Run `laststep WORDS`; returns what it printed."""
+        return run("laststep", *words, cwd=self.folder, env=self.env)
+
+
+@pytest.fixture(scope="module")
+def user(built: Built, tmp_path_factory: pytest.TempPathFactory) -> User:
+    return User(built.wheel, tmp_path_factory.mktemp("user"))
+
+
+def test_what_is_packed(built: Built) -> None:
+    """Every file of the package and the licences must be in both: whoever lacks one notices only when it is used."""
+    package = {
+        str(path.relative_to(PROJECT))
+        for folder in (PROJECT / "trainer", PROJECT / "trainer" / "configs")  # a link, which rglob does not follow
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(built.wheel) as wheel:
+        packed = set(wheel.namelist())
+        assert {name for name in packed if ".dist-info/" not in name} == package | {"laststep.py"}
+        licences = {name.rpartition("/")[2] for name in packed if ".dist-info/licenses/" in name}
+        assert licences == {"LICENSE", "NOTICE"}
+    with tarfile.open(built.sdist) as sdist:
+        files = {member.name.partition("/")[2] for member in sdist if member.isfile()}
+    assert files >= package | {"laststep.py", "LICENSE", "NOTICE", "README.md", "CHANGELOG.md", "setup.cfg"}
+
+
+def test_command(user: User) -> None:
+    """The command calls itself by the name under which it is installed, and runs what was installed, not this clone."""
+    show = "import trainer; print(trainer.__file__)"
+    where = run(user.python, "-c", show, cwd=user.python.parent, env=user.env)
+    assert Path(where.strip()).is_relative_to(user.python.parent.parent)
+    assert user.types("--version") == f"laststep {trainer.__version__}\n"
+    help = user.types("--help")
+    assert help.startswith("usage: laststep [submit] ") and "launch.py" not in help
+    assert user.types("status") == "no run in runs/ yet\n"
+
+
+def test_trains(user: User) -> None:
+    """A user's own task and configuration, and a packaged one with its data, even where other modules of the name
+    `trainer` are in the way."""
+    said = user.types("--local", "--config", "mine", "--name", "first")
+    assert "finished: epoch 2  step 8" in said
+    user.env["PYTHONPATH"] = str(user.folder / "elsewhere")
+    few = ("train.max_steps=2", "train.batch_size=4", "data.workers=0")
+    assert "finished: " in user.types("--local", "--config", "mnist", "--name", "digits", *few)
+    for name, steps in (("first", 8), ("digits", 2)):
+        assert sum("loss" in line for line in read_lines(RunDir(user.folder / "runs" / name).metrics)) == steps
+    assert user.types("status").count("finished") == 2

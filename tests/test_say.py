@@ -1,0 +1,41 @@
+"""The commands that messages tell the user to type: they must work as they are printed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer import say
+
+
+@pytest.mark.parametrize(
+    ("started", "typed", "program"),
+    [
+        ("launch.py", "python launch.py", "launch.py"),
+        ("./launch.py", "python launch.py", "launch.py"),
+        ("../my code/launch.py", "python '../my code/launch.py'", "launch.py"),
+        ("{bin}/laststep", "laststep", "laststep"),
+        ("env/bin/laststep", "env/bin/laststep", "laststep"),  # the environment is not activated
+        ("trainer/__main__.py", "python launch.py", "launch.py"),  # python -m trainer, in a clone
+    ],
+)
+def test_as_it_was_started(
+    started: str, typed: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user copies the command from the message: another name, or a script that is not there, would fail."""
+    (tmp_path / "laststep").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(say.COMMAND, raising=False)
+    monkeypatch.setattr(sys, "argv", [started.format(bin=tmp_path)])
+    assert say.command("status first") == f"{typed} status first"
+    assert say.program() == program
+
+
+def test_in_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hints in a rank's log name the command with which the user started the run."""
+    monkeypatch.setattr(sys, "argv", ["/submitit/core/_submit.py"])
+    monkeypatch.setenv(say.COMMAND, "laststep")
+    assert say.command("resume first") == "laststep resume first"
+    assert say.program() == "laststep"
