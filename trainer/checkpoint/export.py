@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,9 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == SAFETENSORS:
             return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about unusual pickles; one that cannot be read is refused below
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ConfigError(
             f"{path}: holds Python objects besides tensors, which are not loaded since that would run code; save "

@@ -36,18 +36,18 @@ class Way(enum.Enum):
 def prepare(config: Config, way: Way, stem: str = "run") -> Config:
     """The configuration adapted to this way of running, with an absolute root and a name (made from `stem` if none is
     given), and checked as far as is possible on this machine. Raises ConfigError. Creates nothing."""
-    config = with_absolute_weights(run_folders.with_root_and_name(_fit(config, way), stem))
+    config = run_folders.with_root_and_name(_fit(config, way), stem)
     _check(config, way)
-    return config
+    return with_absolute_weights(config)
 
 
 def prepare_new(config: Config, way: Way, stem: str = "run") -> Config:
     """`prepare` for a new run. Raises ConfigError also when the name is taken."""
-    config = with_absolute_weights(run_folders.with_root_and_name(_fit(config, way), stem))
+    config = run_folders.with_root_and_name(_fit(config, way), stem)
     run_folders.check_name_is_free(config)
     _check(config, way)
     check_weights(config)
-    return config
+    return with_absolute_weights(config)
 
 
 def _fit(config: Config, way: Way) -> Config:

@@ -106,9 +106,7 @@ def add_checkpoint(parser: Parser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     which.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
-    parser.add_argument(
-        "--raw", action="store_true", help="the weights as trained, without train.ema_decay's averaging"
-    )
+    parser.add_argument("--raw", action="store_true", help="the weights as trained, not averaged")
 
 
 def add_runs(parser: Parser, nargs: str) -> None:
