@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.cluster.submission import submit
+    from trainer.cluster.weights_source import load_weights
     from trainer.config.config import Config
     from trainer.loops.run import Run
     from trainer.task import Task
     from trainer.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Run", "Task", "Trainer", "submit"]
+__all__ = ["Config", "Run", "Task", "Trainer", "load_weights", "submit"]
 
 _HOMES = {
     "Config": "config.config",
     "Run": "loops.run",
     "Task": "task",
     "Trainer": "trainer",
+    "load_weights": "cluster.weights_source",
     "submit": "cluster.submission",
 }
 

@@ -61,6 +61,11 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
+    def initial_weights(self) -> Path:
+        """The weights that the run started from, as JSON: source, weights_sha256. Only where model.weights is set."""
+        return self.path / "initial_weights.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints, each a folder such as `step_000001234/`."""
         return self.path / "checkpoints"

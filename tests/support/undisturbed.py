@@ -11,6 +11,7 @@ from tests.support.ranks import fingerprint, train
 from tests.support.shared import shared_folder, shared_lock
 from trainer.config.config import Config
 from trainer.config.schema import Launch
+from trainer.rundir import RunDir
 
 
 def undisturbed_run(config: Config) -> dict[str, Any]:
@@ -20,15 +21,28 @@ def undisturbed_run(config: Config) -> dict[str, Any]:
     The tasks of tests/support/tasks and tests/gpu/tasks change nothing about an undisturbed run, so it is trained with
     the task that they derive from.
     """
+    return _trained(_undisturbed(config))
+
+
+def undisturbed_folder(config: Config) -> RunDir:
+    """The folder of that run, which is to be read only."""
+    plain = _undisturbed(config)
+    _trained(plain)
+    return RunDir(shared_folder() / str(plain.launch.name))
+
+
+def _undisturbed(config: Config) -> Config:
+    """The configuration of the undisturbed run, which is named for everything that matters."""
     derived = config.task.startswith(("tests.support.tasks.", "tests.gpu.tasks."))
     task = "classification" if derived else config.task
     launch = Launch(name="", root=str(shared_folder()), tasks_per_node=config.launch.world_size)
     plain = dataclasses.replace(config, task=task, launch=launch)
     name = hashlib.sha256(plain.to_yaml().encode()).hexdigest()[:16]
-    return _trained(dataclasses.replace(plain, launch=dataclasses.replace(launch, name=name)), name)
+    return dataclasses.replace(plain, launch=dataclasses.replace(launch, name=name))
 
 
-def _trained(config: Config, name: str) -> dict[str, Any]:
+def _trained(config: Config) -> dict[str, Any]:
+    name = str(config.launch.name)
     found = shared_folder() / f"{name}.json"
     with shared_lock(name):
         if not found.exists():

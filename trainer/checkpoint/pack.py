@@ -83,41 +83,46 @@ def serialized_structure(structure: Any) -> memoryview:
     return data.getbuffer()
 
 
-def load(folder: Path, manifest: Manifest) -> Any:
+def load(folder: Path, manifest: Manifest, part: Callable[[Any], Any] = lambda state: state) -> Any:
     """The state in the checkpoint `folder`, on the CPU, from any number of shards. Raises CheckpointError.
 
-    Does not compare hashes; `CheckpointStore.verify` does.
+    `part` picks from the state what to load: it gets the structure, and what it returns is filled. The other tensors
+    take neither time nor memory. Does not compare hashes; `CheckpointStore.verify` does.
     """
     try:
         structure = torch.load(folder / STRUCTURE, weights_only=True)
-        tensors: list[Tensor] = []
-        state = map_tensors(structure, lambda stand_in: _allocate(stand_in, tensors))
+        stand_ins = _tensors_of(structure)
+        *offsets, size = accumulate((_aligned(t.nbytes) for t in stand_ins), initial=0)
+        offset_of = {id(stand_in): offset for stand_in, offset in zip(stand_ins, offsets)}
+        tensors: list[tuple[int, Tensor]] = []
+
+        def allocate(stand_in: Tensor) -> Tensor:
+            tensor = torch.empty_strided(stand_in.size(), stand_in.stride(), dtype=stand_in.dtype)
+            tensors.append((offset_of[id(stand_in)], tensor))
+            return tensor
+
+        state = map_tensors(part(structure), allocate)
         with ExitStack() as files:
-            _fill(tensors, [files.enter_context((folder / name).open("rb", buffering=0)) for name in manifest.shards])
+            shards = [files.enter_context((folder / name).open("rb", buffering=0)) for name in manifest.shards]
+            _fill(tensors, shards, size)
         return state
     except Exception as error:  # a damaged pickle or a failing disk may raise anything
         raise CheckpointError(f"{folder.name}: could not be loaded: {error}") from error
 
 
-def _allocate(stand_in: Tensor, tensors: list[Tensor]) -> Tensor:
-    """An uninitialized tensor like `stand_in`, also appended to `tensors`."""
-    tensors.append(torch.empty_strided(stand_in.size(), stand_in.stride(), dtype=stand_in.dtype))
-    return tensors[-1]
-
-
-def _fill(tensors: list[Tensor], shards: list[FileIO]) -> None:
-    """Fill the tensors from the shards, which together hold all bytes. Raises ValueError when the lengths differ.
+def _fill(tensors: list[tuple[int, Tensor]], shards: list[FileIO], expected: int) -> None:
+    """Fill tensors, each with its offset, from the shards, which together hold `expected` bytes. Raises ValueError when
+    the lengths differ.
 
     Several threads read, since first access to new memory takes most of the time and one thread is half as fast as two.
     """
-    *offsets, expected = accumulate((_aligned(t.nbytes) for t in tensors), initial=0)
     *starts, found = accumulate((os.fstat(shard.fileno()).st_size for shard in shards), initial=0)
     if found != expected:
         raise ValueError(f"its shards hold {found} bytes, its structure says {expected}")
     pieces = iter(
         [
             (offset + begin, memory[begin : begin + READ_BYTES])
-            for offset, memory in zip(offsets, (_bytes_of(tensor).numpy().data for tensor in tensors))
+            for offset, memory in ((offset, _bytes_of(tensor).numpy().data) for offset, tensor in tensors)
             for begin in range(0, len(memory), READ_BYTES)
         ]
     )
@@ -134,6 +139,18 @@ def _fill(tensors: list[Tensor], shards: list[FileIO]) -> None:
     with ThreadPoolExecutor(READING_THREADS) as pool:
         for _ in pool.map(read, range(READING_THREADS)):
             pass
+
+
+def _tensors_of(state: Any) -> list[Tensor]:
+    """The tensors of a nested state, in the order in which it is traversed."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(state, note)
+    return found
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

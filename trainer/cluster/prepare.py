@@ -11,6 +11,7 @@ import enum
 from pathlib import Path
 
 from trainer.cluster import machine_checks, run_folders
+from trainer.cluster.weights_source import check_weights, with_absolute_weights
 from trainer.config.config import Config
 from trainer.world.slurm import kill_wait_s
 
@@ -37,7 +38,7 @@ def prepare(config: Config, way: Way, stem: str = "run") -> Config:
     given), and checked as far as is possible on this machine. Raises ConfigError. Creates nothing."""
     config = run_folders.with_root_and_name(_fit(config, way), stem)
     _check(config, way)
-    return config
+    return with_absolute_weights(config)
 
 
 def prepare_new(config: Config, way: Way, stem: str = "run") -> Config:
@@ -45,7 +46,8 @@ def prepare_new(config: Config, way: Way, stem: str = "run") -> Config:
     config = run_folders.with_root_and_name(_fit(config, way), stem)
     run_folders.check_name_is_free(config)
     _check(config, way)
-    return config
+    check_weights(config)
+    return with_absolute_weights(config)
 
 
 def _fit(config: Config, way: Way) -> Config:

@@ -22,7 +22,7 @@ from trainer.say import program
 FILES = ":files"  # printed where only a path fits: the shell completes paths itself
 # The placeholder of an argument -> how the keys begin that it takes.
 KEYS = {ANY_KEY: "", LAUNCH_KEY: "launch.", ROOT_KEY: "launch.root", "RUN": "launch.root"}
-PATHS = ("data.root", "launch.root")
+PATHS = ("data.root", "launch.root", "model.weights")
 DESCRIPTION = """\
 Print a script that lets the Tab key complete verbs, options, runs,
 configurations, keys and their values."""
@@ -85,6 +85,8 @@ def _candidates(before: Sequence[str], word: str) -> Iterator[str]:
             yield from action.choices or ()
             if action.dest == "words" or (action.dest == "run" and not has_run):
                 yield from _runs(before)
+                yield FILES
+            if action.dest == "out":
                 yield FILES
             if action.metavar in KEYS:
                 yield from _keys(KEYS[str(action.metavar)], word)

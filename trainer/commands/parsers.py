@@ -101,6 +101,14 @@ def add_run(parser: Parser) -> None:
     parser.add_argument("overrides", nargs="*", metavar=ROOT_KEY, help="the folder that holds all runs")
 
 
+def add_checkpoint(parser: Parser) -> None:
+    """Which of a run's checkpoints a verb is about, and which of its weights."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    which.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
+    parser.add_argument("--raw", action="store_true", help="the weights as trained, not averaged")
+
+
 def add_runs(parser: Parser, nargs: str) -> None:
     """Several runs, and where to find them; `split` separates the two."""
     parser.add_argument("words", nargs=nargs, metavar="RUN", help="name or folder of a run")

@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Submit the missing runs of a sweep; returns the exit status."""
     from trainer.cluster import run_folders, sweep
     from trainer.cluster.prepare import Way, prepare
+    from trainer.cluster.weights_source import check_weights
     from trainer.commands.start import root_hint
     from trainer.config.config import Config, find_config
 
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     config = Config.load(args.config, shared, args.site or run_folders.site())
     changes = sweep.combinations(varied)
     config = prepare(config, Way.SLURM, stem=find_config(args.config).stem)
+    check_weights(config)
     job_id, submitted, total = sweep.submit_missing(config, changes, args.parallel)
     print(f"sweep  {config.launch.name}: {total} runs")
     if job_id is None:

@@ -67,6 +67,8 @@ VERBS = {
         Verb("cancel", "cancel RUN", "stop a run after its current step, keeping every step"),
         Verb("drill", "drill RUN", "preempt a run on purpose and check that it comes back"),
         Verb("verify", "verify RUN", "check every checkpoint of a run for damage"),
+        Verb("export", "export RUN OUT", "write a run's weights to a .safetensors or .pt file"),
+        Verb("evaluate", "evaluate RUN", "validate a checkpoint again, on the same or on other data"),
         Verb("report", "report RUN [...]", "write the curves and attempts of runs to an HTML page"),
         Verb("doctor", "doctor", "check this cluster for anything that could break a run"),
         Verb("completion", "completion SHELL", "print a script that lets the Tab key complete all this"),

@@ -42,6 +42,12 @@ class Model:
 
     name: str = setting("convnet", "convnet, or the name of any torchvision classification model")
     args: dict[str, Any] = setting({}, "keyword arguments for the model's constructor, e.g. model.args.dropout=0.1")
+    weights: str | None = setting(
+        None,
+        "start from these weights: a .safetensors or .pt file, a run (its newest checkpoint; the averaged weights if "
+        "there are any), or torchvision's name for them, e.g. DEFAULT. The last layer stays as initialised if the "
+        "number of classes differs. null: start from random weights",
+    )
 
 
 @dataclass

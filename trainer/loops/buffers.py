@@ -24,10 +24,10 @@ class Buffers:
 
     def __init__(self, model: nn.Module, group: Group, *more: Tensor) -> None:
         """The buffers of `model`, and `more` tensors to treat like buffers."""
-        dense = [buffer for buffer in (*model.buffers(), *more) if _is_dense(buffer)]
+        dense = [buffer for buffer in (*model.buffers(), *more) if is_dense(buffer)]
         # Large elements first, so that each lies at a multiple of its size in a row of bytes.
         self._live = sorted(dense, key=lambda b: -b.element_size())
-        self._bytes = [buffer.detach().as_strided((buffer.numel(),), (1,)).view(torch.uint8) for buffer in self._live]
+        self._bytes = [bytes_of(buffer) for buffer in self._live]
         self._sizes = [len(part) for part in self._bytes]
         self._group = group
         self._committed = self._gather()
@@ -64,7 +64,12 @@ class Buffers:
         return torch.cat(self._bytes) if self._bytes else torch.empty(0, dtype=torch.uint8)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def bytes_of(dense: Tensor) -> Tensor:
+    """A view of the bytes of a tensor that has no gaps and overlaps, in memory order."""
+    return dense.detach().as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements are in memory without gaps and overlaps. If not, it is an expanded constant, to
     which nothing writes."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

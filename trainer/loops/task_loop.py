@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from trainer.config.checks import check_batch
-from trainer.config.errors import ConfigError
-from trainer.data.decoded_cache import DecodedCache
-from trainer.data.loader import LoaderFactory, TrainBatchKeys, ValidationBatchKeys
+from trainer.data.loader import TrainBatchKeys
 from trainer.data.order import Order
+from trainer.loops.initial_weights import read_initial_weights
 from trainer.loops.learner import Learner
 from trainer.loops.loop import AttemptContext, Loop, NotFinite, finite
+from trainer.loops.validation import Validation, make_loading, open_datasets
 from trainer.task import Task
 
 
@@ -28,17 +28,9 @@ class TaskLoop(Loop):
         check_batch(config.train.batch_size, [self.size], config.train.accumulate)
 
         self.watch.enter("preparing data")
+        self.initial_weights = context.run.initial_weights
         self.task = task(config)
-        group.node_by_node(self.task.prepare)
-        self.train_set, val_set = self.task.datasets()
-        for name, dataset in (("train", self.train_set), ("val", val_set)):
-            if isinstance(decoded := getattr(dataset, "decoded", None), DecodedCache):
-                decoded.open_shared(group, name)
-        counts = [len(dataset) for dataset in (self.train_set, val_set)]  # type: ignore[arg-type]
-        if not all(counts):
-            raise ConfigError(
-                f"data.name={config.data.name}: empty ({counts[0]} training, {counts[1]} validation samples)"
-            )
+        self.train_set, val_set, counts = open_datasets(config, self.task, group)
         self.order = Order(counts[0], config.train.batch_size, config.seed)
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
         if config.train.max_steps is not None:
@@ -46,16 +38,15 @@ class TaskLoop(Loop):
         self._announce_length(self.total_steps, config.train.batch_size)
 
         self.learner = Learner(config, self.task, group, self.total_steps)
-        collate = None if task.collate is Task.collate else self.task.collate
-        self.loading = LoaderFactory(collate, config.data.workers, group.device, config.launch.hang_timeout_s)
-        self.validation = ValidationBatchKeys(counts[1], config.train.batch_size, self.rank, self.size)
-        self.validation_loader = self.loading.loader(val_set, config.seed, self.validation)
+        self.loading = make_loading(config, self.task, group)
+        self.validation = Validation(config, val_set, counts[1], self.loading, group)
         self.watch.measure(lambda: self.learner.busy_s)
         self.startup.done("data and model")
 
     def restore(self, step: int | None) -> None:
         """Warm up, then load the checkpoint of `step`; None: keep the initial state."""
         train = self.config.train
+        initial = self._read_initial_weights() if step is None and self.config.model.weights is not None else None
         self.watch.enter("warming up")
         micro_batch = train.batch_size // (self.size * train.accumulate)
         self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
@@ -63,11 +54,24 @@ class TaskLoop(Loop):
         self.watch.enter("restoring")
         if step is not None:
             self.learner.load_state_dict(self._load_checkpoint(step))
+        elif initial is not None:
+            self.learner.start_from(initial)
         self._finish_restore()
         self.progress.say(
             f"{'starting' if step is None else f'resuming after step {step}'}: {self.total_steps} steps, "
             f"{self.order.steps_per_epoch} per epoch, {self.size} ranks on {self.group.device.type}"
         )
+
+    def _read_initial_weights(self) -> Mapping[str, Tensor]:
+        """What rank 0 reads as model.weights; nothing on the other ranks. They wait without limit: it may download."""
+        weights: Mapping[str, Tensor] = {}
+        if self.rank == 0:
+            fitted, lines = read_initial_weights(self.config, self.learner.model, self.initial_weights)
+            weights = fitted.tensors
+            for line in lines:
+                self.progress.say(line)
+        self.group.barrier(timeout_s=24 * 3600)
+        return weights
 
     def _train(self) -> bool:
         self.watch.enter("training")
@@ -76,7 +80,7 @@ class TaskLoop(Loop):
             return self._steps(iter(loader))
         finally:
             loader.close()
-            self.validation_loader.close()
+            self.validation.close()
 
     def _steps(self, batches: Iterator[Any]) -> bool:
         while True:
@@ -149,21 +153,15 @@ class TaskLoop(Loop):
     def _validate(self) -> bool:
         """Validate the model and end the epoch. False when the ranks agreed to stop: a resumed run validates again."""
         position = self.position
-        self.learner.train(False)
-        sums = torch.zeros(len(self.learner.names), dtype=torch.float64, device=self.group.device)
-        for number, batch in enumerate(self.validation_loader):
-            if not self.stop.begin_tick():
-                return False
-            sums += self.learner.evaluate(position.step, number, batch, len(self.validation.indices(number)))
-        self.learner.train(True)
-
-        averages = [total / self.validation.samples for total in self.group.sum(sums).tolist()]
+        means = self.validation.measure(self.learner, position.step, self.stop.begin_tick)
+        if means is None:
+            return False
         train_loss = position.loss_sum / position.loss_samples if position.loss_samples else math.nan
         record = {
             "epoch": self._epoch(),
             "step": position.step,
             "train_loss": finite(train_loss),
-            **{f"val_{name}": finite(mean) for name, mean in zip(self.learner.names, averages)},
+            **means,
         }
         self._end_epoch(record)
         return True

@@ -1,0 +1,202 @@
+"""Reads weights from a run's checkpoints or from a file, and writes them to a file that other tools read."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.store import MANIFEST, CheckpointError, CheckpointStore, Manifest
+from trainer.config.errors import ConfigError, first_line
+from trainer.rundir import RunDir
+
+SAFETENSORS, TORCH = ".safetensors", ".pt"
+READABLE = (SAFETENSORS, TORCH, ".pth", ".bin", ".ckpt")  # all but the first are what torch.save writes
+NESTED = ("state_dict", "model")  # where training scripts keep the weights in what they save
+BEST_BY = "val_loss"
+TRIES = 5  # a run that is training may delete the checkpoint that is being read
+DELETION_S = 2.0  # how long deleting a checkpoint may take
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights, and the checkpoint that they are from."""
+
+    # By the names of the plain model, on the CPU, in C order. A tensor with two names in the model is here twice.
+    tensors: dict[str, Any]
+    manifest: Manifest
+    averaged: bool  # whether these are the moving average of train.ema_decay
+    metrics: dict[str, float]  # of the run's validation of these weights; empty if it did not validate them
+
+
+def read_run(run: RunDir, step: int | None = None, best: bool = False, raw: bool = False) -> Weights:
+    """The weights in a run's newest checkpoint, in that of `step`, or in that with the lowest validation loss.
+
+    Every file is compared with its hash. A damaged checkpoint is refused, and none is taken in its place. Raises
+    ConfigError.
+    """
+    return read_store(CheckpointStore(run.checkpoints), run.name, step, best, raw)
+
+
+def read_store(store: CheckpointStore, name: str, step: int | None, best: bool, raw: bool) -> Weights:
+    """`read_run`, for a folder of checkpoints. `name` is the run's, for messages."""
+    for _ in range(TRIES):
+        chosen = _choose(store, name, step, best)
+        try:
+            return _read(store, chosen, raw)
+        except CheckpointError as error:
+            if not _is_deleted(store, chosen):
+                others = ", ".join(str(other) for other in store.steps() if other != chosen)
+                fix = f"--step takes another one: {others}" if others else "there is no other"
+                raise ConfigError(f"{name}: the checkpoint of step {chosen} is damaged ({error}); {fix}") from None
+    raise ConfigError(f"{name}: its training deletes checkpoints faster than they can be read; try again")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The named tensors in a file, on the CPU, by the names that they have there. Raises ConfigError.
+
+    Of a file that torch.save wrote only the tensors are read: no code in it is run.
+    """
+    import safetensors
+    import torch
+    from safetensors.torch import load_file
+
+    check_readable(path)
+    try:
+        if path.suffix == SAFETENSORS:
+            return load_file(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about unusual pickles; one that cannot be read is refused below
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ConfigError(
+            f"{path}: holds Python objects besides tensors, which are not loaded since that would run code; save "
+            "model.state_dict() alone"
+        ) from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"{path}: cannot be read as weights: {first_line(error)}") from None
+    for inner in (found, *(found.get(key) for key in NESTED if isinstance(found, dict))):
+        if isinstance(inner, dict) and any(isinstance(value, torch.Tensor) for value in inner.values()):
+            return {str(name): value for name, value in inner.items() if isinstance(value, torch.Tensor)}
+    raise ConfigError(f"{path}: holds no named tensors; save model.state_dict()")
+
+
+def read_source(source: Path, step: int | None = None, best: bool = False, raw: bool = False) -> dict[str, Any]:
+    """The weights in a run's folder, in the folder of one checkpoint, or in a file. Raises ConfigError."""
+    if (source / MANIFEST).is_file():
+        number = source.name.removeprefix("step_")
+        if not number.isdigit():
+            raise ConfigError(f"{source}: the folder of a checkpoint is named like step_000001234")
+        _refuse_choice(source, step, best)
+        return read_store(CheckpointStore(source.parent), str(source.parent), int(number), False, raw).tensors
+    if source.is_dir():
+        return read_run(RunDir(source), step, best, raw).tensors
+    if not source.exists():
+        raise ConfigError(f"{source}: no such file or run")
+    _refuse_choice(source, step, best)
+    return read_file(source)
+
+
+def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> int:
+    """Write weights to a .safetensors or .pt file, and return its size in bytes. Raises ConfigError.
+
+    A file of that name is replaced in one step: at any moment it is the old one or the new one. No two of the tensors
+    may share memory. Only .safetensors has room for `metadata`.
+    """
+    import safetensors
+    import torch
+    from safetensors.torch import save_file
+
+    check_target(path)
+    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    try:
+        if path.suffix == SAFETENSORS:
+            save_file(dict(tensors), temporary, metadata=dict(metadata))
+        else:
+            torch.save(dict(tensors), temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        size = temporary.stat().st_size
+        temporary.replace(path)
+    except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"{path}: cannot be written: {first_line(error)}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return size
+
+
+def check_readable(path: Path) -> None:
+    """Raise ConfigError unless the file's name says that it holds weights."""
+    if path.suffix not in READABLE:
+        raise ConfigError(f"{path}: no such format; weights are in {', '.join(READABLE)} files, or in a run's folder")
+
+
+def check_target(path: Path) -> None:
+    """Raise ConfigError unless weights can be written to a file of this name."""
+    if path.suffix not in (SAFETENSORS, TORCH):
+        raise ConfigError(f"{path}: the name must end in {SAFETENSORS} or {TORCH}")
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}")
+
+
+def _choose(store: CheckpointStore, name: str, step: int | None, best: bool) -> int:
+    """The step to read. Raises ConfigError."""
+    steps = store.steps()
+    kept = ", ".join(map(str, steps))
+    if not steps:
+        raise ConfigError(f"{name}: no checkpoint yet")
+    if step is not None:
+        if step not in steps:
+            raise ConfigError(f"{name}: no checkpoint of step {step}; these are kept: {kept}")
+        return step
+    if not best:
+        return steps[-1]
+    losses: dict[int, float] = {}
+    for each in steps:
+        with contextlib.suppress(CheckpointError):
+            losses[each] = store.manifest(each).metrics.get(BEST_BY, math.nan)
+    measured = [each for each in losses if math.isfinite(losses[each])]
+    if not measured:
+        raise ConfigError(f"{name}: no checkpoint has a {BEST_BY}; name one by --step: {kept}")
+    return min(measured, key=lambda each: (losses[each], each))
+
+
+def _read(store: CheckpointStore, step: int, raw: bool) -> Weights:
+    """Raises CheckpointError when the checkpoint is damaged, ConfigError when it holds no model."""
+    from trainer.checkpoint.pack import load
+    from trainer.checkpoint.weights import is_averaged, plain_weights
+
+    manifest = store.verify(step)
+    has_average, tensors = load(store.path(step), manifest, lambda s: (is_averaged(s), plain_weights(s, raw)))
+    if not tensors:
+        raise ConfigError(f"{store.path(step)}: holds no model; register one with run.restore(model=...)")
+    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    # A run that has an average validates that.
+    measured = {} if has_average and raw else manifest.metrics
+    metrics = {name: value for name, value in measured.items() if name.startswith("val_")}
+    return Weights(plain, manifest, has_average and not raw, metrics)
+
+
+def _is_deleted(store: CheckpointStore, step: int) -> bool:
+    """Whether a checkpoint that could not be read is one that the run has just deleted, or is deleting now."""
+    deadline = time.monotonic() + DELETION_S
+    while store.path(step).exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _refuse_choice(source: Path, step: int | None, best: bool) -> None:
+    if step is not None or best:
+        raise ConfigError(f"{source}: a step can be chosen of a run only, not of a file or of one checkpoint")

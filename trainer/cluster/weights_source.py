@@ -1,0 +1,77 @@
+"""Finding weights by what a user types: a run's name or folder, the folder of a checkpoint, or a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.checkpoint.export import READABLE, check_readable
+from trainer.checkpoint.store import MANIFEST
+from trainer.cluster import run_folders
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.rundir import RunDir
+from trainer.tasks.models import check_weights_name, is_weights_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def load_weights(
+    run_or_path: str | os.PathLike[str], step: int | None = None, best: bool = False, raw: bool = False
+) -> dict[str, Tensor]:
+    """The weights of a trained model, ready for `model.load_state_dict`.
+
+    `run_or_path` is a run's name or folder, the folder of one of its checkpoints, or a .safetensors or .pt file. Of a
+    run, the newest checkpoint is read, or that of `step`, or with `best` the one with the lowest validation loss. They
+    are the averaged weights where train.ema_decay is set, or with `raw` the weights themselves. The names are those of
+    the plain model, without the prefixes of DistributedDataParallel or torch.compile; the names in a file stay as they
+    are. The tensors are on the CPU.
+
+    Raises ConfigError, a ValueError, when there are no such weights or they are damaged.
+    """
+    from trainer.checkpoint.export import read_source
+
+    root = run_folders.runs_root([])
+    return read_source(find_source(os.fspath(run_or_path), root), step, best, raw)
+
+
+def find_source(words: str, root: str) -> Path:
+    """The absolute path of the file, checkpoint or run that `words` name. Raises ConfigError when there is none."""
+    path = Path(words).expanduser().absolute()
+    if path.is_file() or (path / MANIFEST).is_file():
+        return path
+    if path.suffix in READABLE:
+        raise ConfigError(f"{words}: no such file")
+    return run_folders.find_run(words, root).path
+
+
+def with_absolute_weights(config: Config) -> Config:
+    """The configuration with an absolute path in model.weights, since the job may start in another folder."""
+    given = config.model.weights
+    if given is None or is_weights_name(given):
+        return config
+    try:
+        path = find_source(given, config.launch.root)
+    except ConfigError:  # checked elsewhere: a resumed run needs its weights no more
+        path = Path(given).expanduser().absolute()
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=str(path)))
+
+
+def check_weights(config: Config) -> None:
+    """Check that model.weights names something, and that it is there. Raises ConfigError."""
+    given = config.model.weights
+    if given is None:
+        return
+    if is_weights_name(given):
+        return check_weights_name(config.model.name, given)
+    try:
+        path = find_source(given, config.launch.root)
+    except ConfigError as error:
+        raise ConfigError(f"model.weights={error}") from None
+    if path.is_file():
+        check_readable(path)
+    elif not (path / MANIFEST).exists() and not RunDir(path).checkpoints.is_dir():
+        raise ConfigError(f"model.weights={given}: this run has no checkpoint yet")

@@ -1,0 +1,73 @@
+"""export: write a run's weights to a file that other tools read."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.cluster import run_folders
+from trainer.commands.parsers import ROOT_KEY, Parser, add_checkpoint
+from trainer.config.config import Config
+from trainer.rundir import RunDir
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.export import Weights
+
+DESCRIPTION = """\
+Write the weights of a run's newest checkpoint to OUT, whose name ends in
+.safetensors or .pt. They are the averaged weights if train.ema_decay is set,
+by the names of the plain model. A file of that name is replaced."""
+EPILOG = """\
+In Python, without a file: model.load_state_dict(trainer.load_weights(RUN))"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what export takes."""
+    parser.add_argument("run", metavar="RUN", help="name or folder of the run")
+    parser.add_argument("out", metavar="OUT", help="the file to write")
+    parser.add_argument("overrides", nargs="*", metavar=ROOT_KEY, help="the folder that holds all runs")
+    add_checkpoint(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file; returns the exit status."""
+    from trainer.checkpoint import export
+
+    out = Path(args.out).expanduser()
+    export.check_target(out)
+    folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
+    weights = export.read_run(folder, args.step, args.best, args.raw)
+    manifest = weights.manifest
+    size = export.write(out, weights.tensors, _metadata(folder, weights))
+    count = sum(tensor.numel() for tensor in weights.tensors.values())
+    metrics = "".join(f", {name} {value:.4f}" for name, value in weights.metrics.items())
+    print(
+        f"{out}: {folder.name}, step {manifest.step}, epoch {manifest.epoch}{metrics}; "
+        f"{'averaged weights, ' if weights.averaged else ''}{count:,} parameters in {len(weights.tensors)} tensors, "
+        f"{size / 1e6:.1f} MB"
+    )
+    return 0
+
+
+def _metadata(run: RunDir, weights: Weights) -> dict[str, str]:
+    """What the header of a .safetensors file says about the weights; its values are strings."""
+    from trainer.checkpoint.weights import weights_sha256
+
+    config = Config.read(run.config)
+    found: dict[str, object] = {
+        "format": "pt",  # other tools look for this: the tensors are torch's
+        "laststep": importlib.import_module("trainer").__version__,
+        "run": run.name,
+        "step": weights.manifest.step,
+        "epoch": weights.manifest.epoch,
+        "averaged": json.dumps(weights.averaged),
+        "weights_sha256": weights_sha256(weights.tensors),
+        "task": config.task,
+    }
+    if config.task == "classification":
+        # Every model of this task ends in the layer that has one output per class.
+        found |= {"model.name": config.model.name, "classes": list(weights.tensors.values())[-1].shape[0]}
+    return {name: str(value) for name, value in found.items()}

@@ -1,0 +1,53 @@
+"""Evaluation: the validation of a checkpoint's weights, in this one process, by the code that validates in training."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.checkpoint.export import Weights
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.loops.initial_weights import fit
+from trainer.loops.learner import Learner
+from trainer.loops.validation import Validation, make_loading, open_datasets
+from trainer.rundir import RunDir
+from trainer.task import find_task
+from trainer.world.join import join
+from trainer.world.world import World, hostname
+
+WARM_UP_SAMPLES = 2  # batch norm cannot train on one
+
+
+def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float | None]:
+    """The validation metrics of these weights.
+
+    `config` is for one rank. A model that was trained by one rank, on such a machine, gets the very metrics that its
+    own validation has recorded. With more ranks these are the same sums, added in another order. Raises ConfigError.
+    """
+    task_class = find_task(config)
+    if not isinstance(task_class, type):
+        raise ConfigError(
+            f"task={config.task}: a custom training loop validates in its own code; load the weights there, by "
+            f"trainer.load_weights({str(run.path)!r})"
+        )
+    world = World(0, 1, 0, 1, 0, 1, (hostname(),), "evaluate", 0, "evaluate", "python", on_slurm=False)
+    group = join(config, world, run.meeting("evaluate"), config.launch.hang_timeout_s)
+    if group.device.type == "cpu":
+        torch.set_num_threads(int(weights.manifest.numerics.get("threads", torch.get_num_threads())))
+    task = task_class(config)
+    train_set, val_set, counts = open_datasets(config, task, group)
+    learner = Learner(config, task, group, total_steps=1)
+    loading = make_loading(config, task, group)
+    learner.warm_up(loading.warm_up_batch(train_set, config.seed, WARM_UP_SAMPLES))
+    fitted = fit(learner.model.state_dict(), weights.tensors, run.name)
+    if fitted.classes is not None:
+        there, here = fitted.classes
+        raise ConfigError(f"data.name={config.data.name}: {here} classes, but {run.name} was trained on {there}")
+    learner.start_from(fitted.tensors)
+    validation = Validation(config, val_set, counts[1], loading, group)
+    try:
+        metrics = validation.measure(learner, weights.manifest.step, lambda: True)
+    finally:
+        validation.close()
+    assert metrics is not None
+    return metrics

@@ -1,0 +1,104 @@
+"""model.weights: the weights that a run starts from. A resumed run has its own, and reads no others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.checkpoint.export import read_source
+from trainer.checkpoint.weights import plain_name, weights_sha256
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.tasks.models import is_weights_name, pretrained_weights
+
+SHOWN = 3  # names in a message
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Weights from elsewhere, by the names of the model that they are for."""
+
+    tensors: dict[str, Tensor]
+    left_out: list[str]  # names that the model has with another number of classes
+    classes: tuple[int, int] | None  # there and here, if they differ
+
+
+def read_initial_weights(config: Config, model: nn.Module, record: Path) -> tuple[Fitted, list[str]]:
+    """The weights that `config.model.weights` names, for this model, and lines that say what was taken.
+
+    An attempt that dies before the first checkpoint is followed by one that reads them again: `record` tells whether
+    they are still the same. Raises ConfigError when there are none, or they are another model's.
+    """
+    given = str(config.model.weights)
+    if is_weights_name(given):
+        found = pretrained_weights(config.model.name, given, config.model.args)
+    else:
+        found = read_source(Path(given))
+    fitted = fit(model.state_dict(), found, f"model.weights={given}")
+    line = f"weights: {len(fitted.tensors)} of {len(fitted.tensors) + len(fitted.left_out)} tensors from {given}"
+    if fitted.classes is not None:
+        there, here = fitted.classes
+        line += f"; {', '.join(fitted.left_out)} left as initialised (classes {there} -> {here})"
+    return fitted, [line, *_note(record, given, weights_sha256(found))]
+
+
+def fit(wanted: Mapping[str, Any], found: Mapping[str, Tensor], source: str) -> Fitted:
+    """Match weights to the tensors of a model's state_dict, `wanted`, by name and shape.
+
+    Names may have the prefixes of torch.compile and DistributedDataParallel. Tensors that differ only in the number of
+    classes, their first dimension, are left out. Raises ConfigError, which names `source`, for any other difference.
+    """
+    names = {plain_name(name): name for name, value in wanted.items() if isinstance(value, Tensor)}
+    given = {plain_name(name): tensor for name, tensor in found.items()}
+    if not names.keys() & given.keys():
+        given = {name.removeprefix("module."): tensor for name, tensor in given.items()}
+    _check_names(names, given, source)
+    shared = {name: (tuple(given[name].shape), tuple(wanted[names[name]].shape)) for name in names if name in given}
+    differing = {name: shapes for name, shapes in shared.items() if shapes[0] != shapes[1]}
+    classes = {_classes(*shapes) for shapes in differing.values()}
+    if None in classes or len(classes) > 1 or len(differing) == len(shared):
+        name, (there, here) = next(iter(differing.items()))
+        raise ConfigError(f"{source}: weights of another model: {name} is {there} there, {here} in this model")
+    taken = {names[name]: given[name] for name in shared if name not in differing}
+    return Fitted(taken, list(differing), next(iter(classes), None))
+
+
+def _check_names(wanted: Mapping[str, Any], given: Mapping[str, Any], source: str) -> None:
+    """Raise ConfigError unless the weights have the names of the model's tensors."""
+    # Batch norm's count of batches, which old files lack, has no part in what a model computes.
+    missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
+    if missing:
+        raise ConfigError(f"{source}: weights of another model: this model's {_few(missing)} not among them")
+    if unknown := [name for name in given if name not in wanted]:
+        raise ConfigError(f"{source}: weights of another model: {_few(unknown)} not in this model")
+
+
+def _classes(there: tuple[int, ...], here: tuple[int, ...]) -> tuple[int, int] | None:
+    """The first dimensions of two shapes, if they differ in nothing else."""
+    return (there[0], here[0]) if there and here and there[1:] == here[1:] else None
+
+
+def _few(names: list[str]) -> str:
+    """The first of some names, as the subject of a sentence."""
+    if len(names) > SHOWN:
+        return f"{', '.join(names[:SHOWN])} and {len(names) - SHOWN} more are"
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def _note(record: Path, source: str, sha256: str) -> Iterator[str]:
+    """Record what the run starts from; yields a warning if an earlier attempt has started from something else."""
+    now = {"source": source, "weights_sha256": sha256}
+    try:
+        before = json.loads(record.read_text())["weights_sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        before = sha256
+    with contextlib.suppress(OSError):
+        record.write_text(json.dumps(now) + "\n")
+    if before != sha256:
+        yield f"WARNING: {source} has changed since this run first started from it; no step of that attempt is left"

@@ -1,0 +1,67 @@
+"""A Task's data sets, and the validation of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.data.decoded_cache import DecodedCache
+from trainer.data.loader import LoaderFactory, ValidationBatchKeys
+from trainer.loops.learner import Learner
+from trainer.loops.loop import finite
+from trainer.task import Task
+from trainer.world.group import Group
+
+
+def open_datasets(config: Config, task: Task, group: Group) -> tuple[Dataset[Any], Dataset[Any], list[int]]:
+    """The training set, the validation set, and their sizes. A collective. Raises ConfigError when one is empty."""
+    group.node_by_node(task.prepare)
+    train_set, val_set = task.datasets()
+    for name, dataset in (("train", train_set), ("val", val_set)):
+        if isinstance(decoded := getattr(dataset, "decoded", None), DecodedCache):
+            decoded.open_shared(group, name)
+    counts = [len(dataset) for dataset in (train_set, val_set)]  # type: ignore[arg-type]
+    if not all(counts):
+        raise ConfigError(f"data.name={config.data.name}: empty ({counts[0]} training, {counts[1]} validation samples)")
+    return train_set, val_set, counts
+
+
+def make_loading(config: Config, task: Task, group: Group) -> LoaderFactory:
+    """What makes the loaders of a Task's data sets."""
+    collate = None if type(task).collate is Task.collate else task.collate
+    return LoaderFactory(collate, config.data.workers, group.device, config.launch.hang_timeout_s)
+
+
+class Validation:
+    """Measures a learner's model on the validation set."""
+
+    def __init__(
+        self, config: Config, val_set: Dataset[Any], samples: int, loading: LoaderFactory, group: Group
+    ) -> None:
+        self._group = group
+        self._keys = ValidationBatchKeys(samples, config.train.batch_size, group.world.rank, group.world.size)
+        self._loader = loading.loader(val_set, config.seed, self._keys)
+
+    def measure(self, learner: Learner, step: int, begin_batch: Callable[[], bool]) -> dict[str, float | None] | None:
+        """The means over the validation set, named like val_loss; None for one that is not finite. A collective.
+
+        `begin_batch` is called before each batch; once it returns False, so does this: None.
+        """
+        learner.train(False)
+        sums = torch.zeros(len(learner.names), dtype=torch.float64, device=self._group.device)
+        for number, batch in enumerate(self._loader):
+            if not begin_batch():
+                return None
+            sums += learner.evaluate(step, number, batch, len(self._keys.indices(number)))
+        learner.train(True)
+        means = [total / self._keys.samples for total in self._group.sum(sums).tolist()]
+        return {f"val_{name}": finite(mean) for name, mean in zip(learner.names, means)}
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._loader.close()
