@@ -84,6 +84,21 @@ WRONG = [
     (["verify", "nobody"], "nobody: no such run in runs/; there is none yet"),
     (["verify", "x" * 300], "no such run in runs/"),
     (["verify", "a", "b"], "b: not a verb, an option or key=value; see --help"),
+    (["export", "a"], "the following arguments are required: OUT"),
+    (["export", "a", "out.npz"], "out.npz: the name must end in .safetensors or .pt"),
+    (["export", "a", "nowhere/out.pt"], "nowhere/out.pt: there is no folder nowhere"),
+    (["export", "a", "out.pt"], "a: no such run in"),
+    (["export", "a", "out.pt", "--best", "--step", "3"], "not allowed with argument"),
+    (["evaluate"], "name the run, or its folder"),
+    (["evaluate", "a", "model.name=resnet18"], "model.name=resnet18: evaluate changes only data.*, train.batch_size"),
+    (["model.weights=nowhere"], "model.weights=nowhere: no such run in"),
+    (["model.weights=nowhere.pt"], "model.weights=nowhere.pt: no such file"),
+    (["model.weights=/proc/version"], "model.weights=/proc/version: no such format; weights are in .safetensors, .pt"),
+    (["model.weights=DEFAULT"], "model.weights=DEFAULT: no such weights; torchvision has no weights for convnet"),
+    (
+        ["model.name=resnet18", "model.weights=IMAGENET1K_V2"],
+        "model.weights=IMAGENET1K_V2: no such weights; did you mean IMAGENET1K_V1?",
+    ),
     (["verify", "a", "--jsn"], "--jsn: no such option; did you mean --json?"),
     (["verify", "a", "launch.root=/proc/1/root/runs"], "a: no such run in /proc/1/root/runs/"),
 ]  # fmt: skip
@@ -347,7 +362,15 @@ def test_parsers_are_cheap() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--dry-run", "--nodes", "2"], ["--name", "mine"], ["resume", "mine"], ["status"], ["report", "mine"]],
+    [
+        ["--help"],
+        ["--dry-run", "--nodes", "2"],
+        ["--dry-run", "model.name=resnet18", "model.weights=DEFAULT"],
+        ["--name", "mine"],
+        ["resume", "mine"],
+        ["status"],
+        ["report", "mine"],
+    ],
     ids=" ".join,
 )
 def test_torch_stays_away(words: list[str], slurm: Path, here: Path) -> None:

@@ -29,6 +29,7 @@ SLOW = (
     "loops/test_custom_loop",
     "loops/test_exact",
     "loops/test_sizes",
+    "loops/test_weights",
     "observe/test_report.py::test_a_million_steps",
     "observe/test_report.py::test_in_a_browser",
     "observe/test_tensorboard.py::test_attempts_that_ended_in_different_ways",

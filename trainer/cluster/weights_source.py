@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.export import READABLE, check_readable
-from trainer.checkpoint.store import MANIFEST
+from trainer.checkpoint.store import MANIFEST, CheckpointStore
 from trainer.cluster import run_folders
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
@@ -69,9 +69,9 @@ def check_weights(config: Config) -> None:
         return check_weights_name(config.model.name, given)
     try:
         path = find_source(given, config.launch.root)
+        if path.is_file():
+            check_readable(path)
     except ConfigError as error:
         raise ConfigError(f"model.weights={error}") from None
-    if path.is_file():
-        check_readable(path)
-    elif not (path / MANIFEST).exists() and not RunDir(path).checkpoints.is_dir():
+    if path.is_dir() and not (path / MANIFEST).exists() and not CheckpointStore(RunDir(path).checkpoints).steps():
         raise ConfigError(f"model.weights={given}: this run has no checkpoint yet")
