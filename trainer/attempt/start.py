@@ -6,16 +6,21 @@ attempt.py imports this module late, since it imports torch.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+from pathlib import Path
 
 from trainer.attempt.state import AttemptState
 from trainer.loops.loop import AttemptContext, Loop
 from trainer.loops.run import make_custom_loop
 from trainer.loops.task_loop import TaskLoop
 from trainer.observe.startup import StartupTimer
+from trainer.say import say
 from trainer.task import find_task
 from trainer.world import nccl
 from trainer.world.group import Group
 from trainer.world.join import join
+from trainer.world.launchers import WORKING_FOLDER
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Fault, Watchdog
 
@@ -54,5 +59,17 @@ def create_loop(
     """The loop around the configured Task or function."""
     context = AttemptContext(state.config, state.run_dir, group, stop, watchdog, phases, closing)
     task = find_task(state.config)
+    if group.world.rank == 0 and group.world.launcher == "submitit-slurm":
+        _check_origin(state.config.task.rpartition(".")[0] or task.__module__, state)
     state.loop = TaskLoop(task, context) if isinstance(task, type) else make_custom_loop(task, context)
     return state.loop
+
+
+def _check_origin(module: str, state: AttemptState) -> None:
+    """Warn if a job does not run the task from the copy of its code: edits made after the submission would leak in."""
+    file = getattr(sys.modules.get(module), "__file__", None) or module
+    if WORKING_FOLDER in os.environ and not Path(file).resolve().is_relative_to(state.run_dir.code.resolve()):
+        say(
+            f"WARNING: task={state.config.task} is imported from {file}, which is not in the copy of the code: later "
+            "edits of that file change this run"
+        )
