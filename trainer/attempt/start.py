@@ -15,6 +15,7 @@ from trainer.loops.loop import AttemptContext, Loop
 from trainer.loops.run import make_custom_loop
 from trainer.loops.task_loop import TaskLoop
 from trainer.observe.startup import StartupTimer
+from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.task import find_task
 from trainer.world import nccl
@@ -60,16 +61,16 @@ def create_loop(
     context = AttemptContext(state.config, state.run_dir, group, stop, watchdog, phases, closing)
     task = find_task(state.config)
     if group.world.rank == 0 and group.world.launcher == "submitit-slurm":
-        _check_origin(state.config.task.rpartition(".")[0] or task.__module__, state)
+        check_origin(state.config.task, state.config.task.rpartition(".")[0] or task.__module__, state.run_dir)
     state.loop = TaskLoop(task, context) if isinstance(task, type) else make_custom_loop(task, context)
     return state.loop
 
 
-def _check_origin(module: str, state: AttemptState) -> None:
-    """Warn if a job does not run the task from the copy of its code: edits made after the submission would leak in."""
+def check_origin(task: str, module: str, run: RunDir) -> None:
+    """Warn if a job does not import its task's module from the copy of the code."""
     file = getattr(sys.modules.get(module), "__file__", None) or module
-    if WORKING_FOLDER in os.environ and not Path(file).resolve().is_relative_to(state.run_dir.code.resolve()):
+    if WORKING_FOLDER in os.environ and not Path(file).resolve().is_relative_to(run.code.resolve()):
         say(
-            f"WARNING: task={state.config.task} is imported from {file}, which is not in the copy of the code: later "
-            "edits of that file change this run"
+            f"WARNING: task={task} is imported from {file}, which is not in the copy of the code: this run will follow "
+            "later edits of it"
         )

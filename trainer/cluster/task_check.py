@@ -23,8 +23,8 @@ def check_task(path: str, search: Sequence[Path] = ()) -> None:
     module, _, name = path.rpartition(".")
     if module == "__main__":
         raise ConfigError(
-            f"task={path}: the ranks cannot import a script or a notebook; move {name} to a module, e.g. my_task.py, and "
-            f"use task=my_task.{name}"
+            f"task={path}: the ranks cannot import a script or a notebook; move {name} to a module, e.g. my_task.py, "
+            f"and use task=my_task.{name}"
         )
     if not module:
         _refuse_module(path, _find(path, path, search))
