@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from tests.support.needs import require_program
+from tests.support.project import PROJECT
 from tests.support.ranks import reasons
 from tests.support.terminal import LONG
 from tests.support.waiting import wait_until
@@ -33,10 +35,11 @@ def config(root: Path, name: str, *words: str) -> Config:
     return Config.load("mnist", [f"launch.root={root}", f"launch.name={name}", *words])
 
 
-def test_in_a_notebook(tmp_path: Path) -> None:
+def test_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell shows the run as it trains, with a task from the notebook's folder, and gets its metrics."""
-    require_program("jupyter-execute", "pip install nbclient ipykernel", os.environ["PATH"])
+    require_program("jupyter-execute", "pip install nbclient ipykernel", str(Path(sys.executable).parent))
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     (tmp_path / "my_task.py").write_text(TASK)
     (tmp_path / "numbers.txt").write_text("1 2 3")
     words = [*TINY, "launch.name=cell", "launch.tasks_per_node=2", "task=my_task.Mine"]

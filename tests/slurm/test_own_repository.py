@@ -28,7 +28,7 @@ class Mine(Unhurried):
         return super().datasets()
 """
 DAY = "day = '{day}'\n"
-TWO_RANKS = ("--nodes", "2", "--config", "configs/lines.yaml")
+LINES = ("--config", "configs/lines.yaml")
 GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@example.org")
 
 
@@ -55,12 +55,12 @@ def mine(user: User, tmp_path: Path) -> Iterator[User]:
 
 
 def test_from_ones_own_repository(mine: User) -> None:
-    """Submitted, preempted, resumed: with the code as it was submitted, the data in the user's folder, and the weights of
-    an undisturbed run."""
-    mine.types("--name", "first", *TWO_RANKS, "launch.slurm.hold=true")
+    """Submitted, preempted, resumed: with the code as it was submitted, the data in the user's folder, and the weights
+    of an undisturbed run."""
+    mine.types("--name", "first", "--nodes", "2", *LINES, "launch.slurm.hold=true")
     (mine.folder / "src" / "shapes.py").write_text(DAY.format(day="tuesday"))
     mine.cluster.run("scontrol", "release", mine.job_of("first"))
-    said = mine.types("sweep", "--name", "scan", *TWO_RANKS, "seed=1,2", "train.max_steps=2")
+    said = mine.types("sweep", "--name", "scan", *LINES, "seed=1,2", "train.max_steps=2")
     assert "scan: 2 runs" in said
     mine.waits_for("first", IN_EPOCH_2)
     mine.cluster.run("scontrol", "requeue", mine.job_of("first"))

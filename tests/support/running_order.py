@@ -21,7 +21,6 @@ SLOW = (
     "attempt/test_stops",
     "checkpoint/test_interval.py::test_a_run",
     "cluster/test_local",
-    "cluster/test_local_job",
     "cluster/test_spawn",
     "commands/test_completion",
     "doctor/test_hello",
