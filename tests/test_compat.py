@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from tests.support.editable import install_finder
 from tests.support.project import PROJECT
 from trainer import compat
 from trainer.cluster.sbatch import run_executor
@@ -52,6 +53,13 @@ def test_argparse() -> None:
     parser.add_argument("run")
     assert {"-f", "--follow", "--help"} <= compat.options_of(parser).keys()
     assert [action.dest for action in compat.positionals_of(parser)] == ["run"]
+
+
+def test_editable_installs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job must not import from an editable install what the copy of the code has."""
+    install_finder("mine", {"mine": str(tmp_path / "mine"), "ns.part": str(tmp_path / "ns" / "part")}, monkeypatch)
+    found = compat.editable_modules()
+    assert (found["mine"], found["ns.part"]) == (tmp_path / "mine", tmp_path / "ns" / "part")
 
 
 def test_submitits_script(tmp_path: Path) -> None:

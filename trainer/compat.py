@@ -8,7 +8,9 @@ exception is torch's compiler, whose stand-in (attempt/compiler.py) has its own 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 if TYPE_CHECKING:
@@ -31,6 +33,16 @@ def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 def positionals_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """The positional arguments of a parser, in order."""
     return parser._get_positional_actions()
+
+
+# --- setuptools
+
+
+def editable_modules() -> dict[str, Path]:
+    """The modules of editable installs that Python finds without an entry in sys.path: a file or folder for each."""
+    finders = {getattr(finder, "__module__", "") for finder in sys.meta_path}
+    mappings = [getattr(sys.modules.get(name), "MAPPING", {}) for name in finders if name.startswith("__editable__")]
+    return {name: Path(path) for mapping in mappings for name, path in mapping.items()}
 
 
 # --- submitit

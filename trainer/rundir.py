@@ -40,7 +40,7 @@ class RunDir:
 
     @property
     def diff(self) -> Path:
-        """The uncommitted changes in that code, where it is a git clone."""
+        """The uncommitted changes in the user's repository, or in Laststep's clone, where that is in git."""
         return self.path / "code.diff"
 
     @property
@@ -50,7 +50,8 @@ class RunDir:
 
     @property
     def submissions(self) -> Path:
-        """One JSON object per line for each submission or start: job_id, time, host, command, commit."""
+        """One JSON object per line for each submission or start: job_id, time, host, command, folder, commit,
+        version."""
         return self.path / "submissions.jsonl"
 
     # The training: its length, its state, its results.

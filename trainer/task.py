@@ -113,6 +113,10 @@ def find_task(config: Config) -> type[Task] | Callable[[Any], Any]:
         if not issubclass(found, Task):
             raise ConfigError(f"task={config.task}: is not a subclass of trainer.Task")
         return found
+    if isinstance(found, Task):
+        raise ConfigError(f"task={config.task}: is an instance; name its class, {type(found).__name__}")
+    if inspect.ismodule(found):
+        raise ConfigError(f"task={config.task}: is a module: name its Task class or function")
     if not inspect.isfunction(found):
         raise ConfigError(f"task={config.task}: is neither a subclass of trainer.Task nor a function")
     try:

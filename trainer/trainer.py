@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import sys
@@ -17,7 +16,7 @@ from trainer.records.attempt_record import read_ended_attempts
 from trainer.records.retry import decide
 from trainer.rundir import RunDir
 from trainer.say import command, say
-from trainer.world.launchers import detect_world
+from trainer.world.launchers import WORKING_FOLDER, detect_world
 from trainer.world.signals import Signals
 from trainer.world.world import World
 
@@ -50,9 +49,7 @@ class Trainer:
             self.config.save(self.run.config)
         _clear_unfinished(world)
         if world.launcher == "submitit-slurm":
-            # srun starts the ranks in the code's copy, so that Python finds that first, see trainer.cluster.sbatch.
-            with contextlib.suppress(KeyError, OSError):
-                os.chdir(os.environ["SLURM_SUBMIT_DIR"])
+            _change_to_working_folder()
         # Importing torch creates a million objects that live as long as the process. Meanwhile the garbage collector
         # would walk over them again and again, which takes longer than the import itself (benchmarks/requeue.py).
         gc.disable()
@@ -78,6 +75,20 @@ class Trainer:
             say(f"not requeued: {decision.why}; `{command(f'resume {self.run.name}')}` continues the run")
             return None
         return DelayedSubmission(Trainer(self.config))
+
+
+def _change_to_working_folder() -> None:
+    """Leave the code's copy for the folder that relative paths refer to.
+
+    srun starts the ranks in the copy, so that Python finds it first, see trainer.cluster.sbatch. Python has made the
+    entries of sys.path absolute by now.
+    """
+    folder = os.environ.get(WORKING_FOLDER)
+    try:
+        os.chdir(folder or os.environ["SLURM_SUBMIT_DIR"])
+    except (KeyError, OSError) as error:
+        if folder:
+            say(f"WARNING: relative paths refer to {os.getcwd()} here: {folder}: {getattr(error, 'strerror', error)}")
 
 
 def _clear_unfinished(world: World) -> None:

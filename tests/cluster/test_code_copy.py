@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from trainer.cluster import code_copy, run_folders
+import trainer
+from tests.support.editable import install_finder
+from trainer.cluster import code_copy, code_origin, run_folders
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 
 TASK = "class Mine:\n    pass\n"
+GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@example.org")
 
 
 @pytest.fixture
@@ -62,13 +69,18 @@ def test_a_folder_with_git(run: RunDir, here: Path) -> None:
     (here / ".gitignore").write_text("/data.bin\ndropped.py\nenv/\n__pycache__/\n.secret/\n")
     (here / "dropped.py").write_text(TASK)
     (here / "gone.py").write_text(TASK)
-    git = ("git", "-c", "user.name=x", "-c", "user.email=x@example.org")
-    for words in (("init", "-q"), ("add", "my_task.py", "gone.py"), ("commit", "-qm", "x")):
-        subprocess.run([*git, *words], check=True)
+    commit(here, "my_task.py", "gone.py")
     (here / "gone.py").unlink()
     (here / "my_task.py").write_text(TASK + "# edited\n")
     assert copied(run) == {"my_task.py", "parts"}
     assert (run.code / "my_task.py").read_text().endswith("# edited\n")
+
+
+def commit(folder: Path, *names: str) -> str:
+    """Make a repository of the folder and commit these files; returns the commit."""
+    for words in (("init", "-q"), ("add", *names), ("commit", "-qm", "x")):
+        subprocess.run([*GIT, *words], cwd=folder, check=True)
+    return str(code_origin.current_commit(folder))
 
 
 def test_only_what_the_task_needs(run: RunDir, here: Path) -> None:
@@ -89,7 +101,7 @@ def test_runs_are_not_code(here: Path) -> None:
 def test_too_many_to_be_code(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user gets one line instead of an hour of copying a data set."""
     monkeypatch.setattr(code_copy, "MOST_FILES", 2)
-    with pytest.raises(ConfigError, match="has over 2 files: submit from a folder that holds only code"):
+    with pytest.raises(ConfigError, match=r"has over 2 files: name what is not code in \.gitignore"):
         copied(run)
 
 
@@ -105,12 +117,139 @@ def test_a_disk_that_refuses(run: RunDir, here: Path, monkeypatch: pytest.Monkey
     assert not list(run.path.iterdir())
 
 
-def test_where_python_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.fixture
+def monorepo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's repository with two src folders, a flat package and an environment, and an editable install of it all.
+
+    The command is typed in a folder elsewhere.
+    """
+    folder = tmp_path / "mono"
+    source = "day = 'monday'\n"
+    write(
+        folder,
+        {
+            ".gitignore": ".venv/\n_version.py\n/data/\n",
+            "models/src/mymodels/__init__.py": source + "from mymodels import _version\n",
+            "models/src/mymodels/_version.py": source,
+            "tools/src/mytools/__init__.py": source,
+            "flat/__init__.py": source,
+            "data/numbers.txt": "1 2 3",
+            ".venv/pyvenv.cfg": "",
+            ".venv/lib/site-packages/installed.py": source,
+        },
+    )
+    commit(folder, ".")
+    for name in ("mymodels", "mytools", "flat"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return folder
+
+
+def editable_by_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editable install with a .pth file: each source folder stands on sys.path."""
+    places = ("models/src", "tools/src", ".", ".venv/lib/site-packages")
+    monkeypatch.setattr(sys, "path", [*sys.path, *(str(folder / place) for place in places)])
+
+
+def editable_by_finder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editable install with setuptools' finder, which knows each package's folder."""
+    found = {"mymodels": "models/src/mymodels", "mytools": "tools/src/mytools", "flat": "flat"}
+    install_finder("mono", {name: str(folder / place) for name, place in found.items()}, monkeypatch)
+
+
+@pytest.mark.parametrize("editable", [editable_by_path, editable_by_finder])
+def test_the_copy_wins_over_an_editable_install(
+    editable: Callable[[Path, pytest.MonkeyPatch], None], run: RunDir, monorepo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job in the queue must not run what is edited later, in any package of the user's repository; and it must find
+    the modules there that a build generates and git ignores."""
+    editable(monorepo, monkeypatch)
+    config = Config.load(None, ["task=mymodels.Mine", f"launch.root={run.path.parent}"])
+    code_copy.copy_code(run, config)
+    for source in monorepo.rglob("__init__.py"):
+        source.write_text(source.read_text().replace("monday", "tuesday"))
+    path = code_origin.python_path(code_origin.origin_of(run, config), run.code)
+    assert "site-packages" not in path and not (run.code / ".venv").exists() and not (run.code / "data").exists()
+    code = (
+        f"import sys; sys.path += {[str(monorepo / place) for place in ('models/src', 'tools/src', '.')]}\n"
+        "import mymodels, mytools, flat, trainer\n"
+        "print(mymodels.day, mytools.day, flat.day, mymodels._version.day, trainer.__file__)"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code], env={"PYTHONPATH": path}, text=True)
+    assert said.split() == [*["monday"] * 4, str(run.code / "trainer" / "__init__.py")]
+
+
+def test_the_commit_is_the_users(run: RunDir, here: Path) -> None:
+    """Provenance: which commit of the user's code trained, with which changes, and with which Laststep."""
+    head = commit(here, "my_task.py")
+    (here / "my_task.py").write_text(TASK + "# edited\n")
+    copied(run)
+    origin = code_origin.origin_of(run, Config.load(None, ["task=my_task.Mine"]))
+    assert (origin.commit, origin.version, origin.repository) == (head, trainer.__version__, str(here))
+    assert "+# edited" in run.diff.read_text() and "trainer/" not in run.diff.read_text()
+
+
+def test_laststeps_own_commit(run: RunDir, here: Path) -> None:
+    """A ready-made task is Laststep's code, wherever it is started."""
+    head = commit(here, "my_task.py")
+    copied(run, "classification")
+    found = code_origin.origin_of(run, Config.load(None, [])).commit
+    assert found == code_origin.current_commit(run_folders.PROJECT) != head
+
+
+def test_too_large_to_be_code(
+    run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A forgotten checkpoint of some GB is not copied for each run without a word: the line names it, and the fix."""
+    (here / "parts" / "weights.pt").write_bytes(bytes(3_000_000))
+    monkeypatch.setattr(code_copy, "MUCH_MB", 2)
+    copied(run)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"warning: {here}: .* takes 3 MB \(largest: parts/weights.pt 3 MB, ", line)
+    assert line.endswith("name what is not code in .gitignore after `git init`, or move it elsewhere")
+    shutil.rmtree(run.code)
+    monkeypatch.setattr(code_copy, "MOST_MB", 2)
+    with pytest.raises(ConfigError, match=r"is too large to copy for each run: 3 MB \(largest: parts/weights\.pt 3 MB"):
+        copied(run)
+    commit(here, "my_task.py")
+    (here / ".gitignore").write_text("*.pt\nenv/\n.secret/\n__pycache__/\n")
+    assert "my_task.py" in copied(run) and not (run.code / "parts" / "weights.pt").exists()
+
+
+def test_links(run: RunDir, here: Path, tmp_path: Path) -> None:
+    """A link to a folder of code is copied as that folder, or later edits there would leak in; one that leads around in
+    a circle is left out."""
+    write(tmp_path / "shared", {"common.py": TASK})
+    (here / "kept").symlink_to(tmp_path / "shared")
+    (here / "parts" / "loop").symlink_to(here)
+    for repository in (False, True):
+        if repository:
+            (here / ".gitignore").write_text("env/\n.secret/\n__pycache__/\n")
+            commit(here, ".")
+        assert "kept" in copied(run)
+        assert (run.code / "kept" / "common.py").read_text() == TASK and not (run.code / "kept").is_symlink()
+        assert not (run.code / "parts" / "loop").exists()
+        shutil.rmtree(run.code)
+
+
+def test_where_python_looks(tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """First the copy, then the current folder inside the copy, then the user's own PYTHONPATH."""
     monkeypatch.setenv("PYTHONPATH", "/own")
     monkeypatch.chdir(run_folders.PROJECT / "tests")
     copy = tmp_path / "code"
-    assert run_folders.python_path(copy) == os.pathsep.join(map(str, (copy, copy / "tests", "/own")))
+
+    def path() -> list[str]:
+        return code_origin.python_path(code_origin.look_up("classification", Path.cwd()), copy).split(os.pathsep)
+
+    assert path() == list(map(str, (copy, copy / "tests", "/own")))
     monkeypatch.chdir(tmp_path)
-    assert run_folders.python_path(copy) == os.pathsep.join(map(str, (copy, "/own")))
-    assert run_folders.python_path() == os.pathsep.join(map(str, (run_folders.PROJECT, tmp_path, "/own")))
+    assert path() == list(map(str, (copy, "/own")))
+    live = code_origin.live_python_path(tmp_path).split(os.pathsep)
+    assert live == list(map(str, (run_folders.PROJECT, tmp_path, "/own")))

@@ -73,7 +73,9 @@ def test_image_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "class Mine: ...",
+        "class Mine(Base): ...",
+        "class Mine(metaclass=Meta): ...",
+        "Mine = make()",
         "from elsewhere import Mine",
         "import elsewhere as Mine",
         "Mine = object",
@@ -96,6 +98,8 @@ def test_task_is_found_however_it_is_named(source: str, tmp_path: Path, monkeypa
         ("def Mine(): ...", r"must take one argument, the run: def Mine\(run\)"),
         ("def Mine(run, epochs): ...", "must take one argument"),
         ("def Mine(run, *, epochs): ...", "must take one argument"),
+        ("class Mine: ...", r"is not a subclass of trainer\.Task: class Mine\(Task\)"),
+        ("class Base(Task): ...\nMine = Base(config)", r"is an instance; name its class: task=wrong_task\.Base"),
         ("Mine = 3", "is neither a subclass of trainer.Task nor a function"),
     ],
 )

@@ -19,26 +19,30 @@ from trainer.rundir import RunDir
 
 
 class User:
-    """A user of a cluster, with the project's folder as working directory."""
+    """A user of a cluster, who works in the project's folder or in one of their own."""
 
-    def __init__(self, cluster: Cluster, root: Path) -> None:
+    def __init__(self, cluster: Cluster, root: Path, folder: Path = PROJECT) -> None:
         self.cluster = cluster
         self.root = root
+        self.folder = folder
+        self.program = os.path.relpath(PROJECT / "launch.py", folder)
         # Jobs inherit this environment from sbatch.
         self.env = {**cluster.env, "OMP_NUM_THREADS": "1"}
 
     def types(self, *words: str, status: int = 0) -> str:
         """Run `python launch.py WORDS` and return what it printed. Any other exit status fails the test."""
-        command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
-        done = subprocess.run(command, cwd=PROJECT, env=self.env, capture_output=True, text=True, timeout=DEADLINE_S)
+        command = [sys.executable, self.program, *words, f"launch.root={self.root}"]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=DEADLINE_S
+        )
         assert done.returncode == status, f"{command} exited {done.returncode}:\n{done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
     def begins(self, *words: str) -> subprocess.Popen[str]:
         """Start `python launch.py WORDS`."""
-        command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
+        command = [sys.executable, self.program, *words, f"launch.root={self.root}"]
         return subprocess.Popen(
-            command, cwd=PROJECT, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, cwd=self.folder, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
     def run(self, name: str) -> RunDir:

@@ -6,16 +6,22 @@ attempt.py imports this module late, since it imports torch.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+from pathlib import Path
 
 from trainer.attempt.state import AttemptState
 from trainer.loops.loop import AttemptContext, Loop
 from trainer.loops.run import make_custom_loop
 from trainer.loops.task_loop import TaskLoop
 from trainer.observe.startup import StartupTimer
+from trainer.rundir import RunDir
+from trainer.say import say
 from trainer.task import find_task
 from trainer.world import nccl
 from trainer.world.group import Group
 from trainer.world.join import join
+from trainer.world.launchers import WORKING_FOLDER
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Fault, Watchdog
 
@@ -54,5 +60,17 @@ def create_loop(
     """The loop around the configured Task or function."""
     context = AttemptContext(state.config, state.run_dir, group, stop, watchdog, phases, closing)
     task = find_task(state.config)
+    if group.world.rank == 0 and group.world.launcher == "submitit-slurm":
+        check_origin(state.config.task, state.config.task.rpartition(".")[0] or task.__module__, state.run_dir)
     state.loop = TaskLoop(task, context) if isinstance(task, type) else make_custom_loop(task, context)
     return state.loop
+
+
+def check_origin(task: str, module: str, run: RunDir) -> None:
+    """Warn if a job does not import its task's module from the copy of the code."""
+    file = getattr(sys.modules.get(module), "__file__", None) or module
+    if WORKING_FOLDER in os.environ and not Path(file).resolve().is_relative_to(run.code.resolve()):
+        say(
+            f"WARNING: task={task} is imported from {file}, which is not in the copy of the code: this run will follow "
+            "later edits of it"
+        )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from pathlib import Path
 
 from trainer import say
-from trainer.cluster import run_folders
+from trainer.cluster import code_origin, run_folders
+from trainer.config.config import Config
 from trainer.config.schema import Launch
 from trainer.rundir import RunDir
+from trainer.world.launchers import WORKING_FOLDER
 
 
 def after_ranks(run: RunDir) -> list[str]:
@@ -36,13 +37,14 @@ def rank_count(ranks_per_node: int) -> str:
     return f"export SLURM_NTASKS_PER_NODE={ranks_per_node} SLURM_NTASKS=$(({ranks_per_node} * SLURM_JOB_NUM_NODES))"
 
 
-def environment(launch: Launch, code: Path) -> list[str]:
+def environment(config: Config, run: RunDir) -> list[str]:
     """Lines that set the ranks' environment."""
     variables = {
-        "OMP_NUM_THREADS": str(launch.cpus_per_task),
-        "PYTHONPATH": run_folders.python_path(code),
+        "OMP_NUM_THREADS": str(config.launch.cpus_per_task),
+        "PYTHONPATH": code_origin.python_path(code_origin.origin_of(run, config), run.code),
         say.COMMAND: say.command(),
-        **launch.env,
+        WORKING_FOLDER: str(run_folders.working_folder(run)),
+        **config.launch.env,
     }
     return [f"export {name}={_quote(value)}" for name, value in variables.items()]
 

@@ -1,44 +1,49 @@
 """The code copy: every attempt of a job runs the code as it was at submission, even if files are edited meanwhile.
 
-It holds the files of this project and, if the task is defined there, those of the folder where the command was typed:
-the tracked files and the untracked ones that git does not ignore. Without git: all files except hidden folders,
-environments and caches.
+It holds the files of Laststep and of the user's repository (see trainer.cluster.code_origin): the tracked files and the
+untracked ones that git does not ignore. Without git: all files except hidden folders, environments and caches.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
+import itertools
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path
 
-from trainer.cluster.run_folders import PROJECT
+from trainer.cluster import code_origin
+from trainer.cluster.code_origin import CLONE, NOT_CODE, CodeOrigin, git, is_environment
+from trainer.cluster.run_folders import PROJECT, working_folder
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 
 COPY_THREADS = 16  # each waits for the file system
 MOST_FILES = 50_000
-NOT_CODE = ("__pycache__", "node_modules", "site-packages")
-ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")  # a folder that holds one of these is a Python environment
+MOST_MB = 1000  # a larger copy is refused
+MUCH_MB = 100  # a larger copy gets a warning
 
 
 def copy_code(run: RunDir, config: Config) -> None:
     """Copy the code, its uncommitted changes and the list of installed packages into the run's folder.
 
-    Raises ConfigError when that fails.
+    Raises ConfigError when that fails, and when there is too much to be code.
     """
     partial = run.code.with_suffix(".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     root = Path(config.launch.root)
+    origin = code_origin.look_up(config.task, working_folder(run))
     try:
-        for folder in reversed(_folders(config.task)):  # Python searches the first one first, so it is copied last
-            _copy(folder, list(_files(folder, root)), partial)
-        if (diff := _git(PROJECT, "diff", "HEAD", "--", ".")) is not None:
+        _copy(PROJECT, _files_of_laststep(root), partial)
+        if origin.repository is not None:
+            _copy(Path(origin.repository), _files_of_user(origin, root), partial)
+        origin.save(partial)
+        if (diff := git(origin.git_folder, "diff", "HEAD", "--", ".")) is not None:
             run.diff.write_bytes(diff)
         # Once per package: each access reads the metadata again.
         packages = [distribution.metadata for distribution in importlib.metadata.distributions()]
@@ -50,60 +55,89 @@ def copy_code(run: RunDir, config: Config) -> None:
         raise ConfigError(f"launch.root={root}: the code could not be copied to {run.code}: {error}") from None
 
 
-def current_commit() -> str | None:
-    """The commit of this project's code; None outside git."""
-    found = _git(PROJECT, "rev-parse", "HEAD")
-    return found.decode().strip() if found else None
+def _files_of_laststep(root: Path) -> list[Path]:
+    """Laststep's own code files, relative to PROJECT."""
+    if CLONE:
+        return _code_files(CLONE, root)
+    return [Path("trainer") / path for path in _walk(PROJECT / "trainer", root)]
 
 
-def _folders(task: str) -> list[Path]:
-    """The folders of the code that a job needs, in the order in which Python searches them."""
-    here = Path.cwd()
-    spec = importlib.util.find_spec(task.partition(".")[0]) if "." in task else None
-    places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
-    found_here = any(Path(place).is_relative_to(here) for place in places if place)
-    return [PROJECT, here] if found_here and not here.is_relative_to(PROJECT) else [PROJECT]
+def _files_of_user(origin: CodeOrigin, root: Path) -> list[Path]:
+    """The code files of the user's repository, relative to it. Raises ConfigError when there is too much to be code."""
+    folder = Path(str(origin.repository))
+    files = list(dict.fromkeys([*_code_files(folder, root), *_generated(origin)]))
+    sizes = {path: (folder / path).stat().st_size / 1e6 for path in files}
+    total = sum(sizes.values())
+    largest = sorted(files, key=lambda path: -sizes[path])[:3]
+    content = f"{total:,.0f} MB (largest: {', '.join(f'{path} {sizes[path]:,.0f} MB' for path in largest)})"
+    if total > MOST_MB:
+        raise ConfigError(f"{folder} is too large to copy for each run: {content}; {_fix(folder)}")
+    if total > MUCH_MB:
+        print(f"warning: {folder}: the run's copy of the code takes {content}; {_fix(folder)}", file=sys.stderr)
+    return files
 
 
-def _files(folder: Path, root: Path) -> Iterator[Path]:
+def _fix(folder: Path) -> str:
+    in_git = git(folder, "rev-parse") is not None
+    return f"name what is not code in .gitignore{'' if in_git else ' after `git init`, or move it elsewhere'}"
+
+
+def _code_files(folder: Path, root: Path) -> list[Path]:
     """The code files of a folder, relative to it. Raises ConfigError when there are too many files to be code."""
-    listed = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if folder == PROJECT and not (PROJECT / "launch.py").exists():  # installed as a package
-        found: Iterator[Path] = (Path("trainer") / path for path in _walk(PROJECT / "trainer", root))
-    elif listed:
-        found = (Path(os.fsdecode(name)) for name in listed.split(b"\0") if name)
-    else:
-        found = _walk(folder, root)
-    for number, path in enumerate(found):
-        if number == MOST_FILES:
-            raise ConfigError(f"{folder} has over {MOST_FILES} files: submit from a folder that holds only code")
-        if (folder / path).is_dir():  # a submodule
-            yield from (path / inner for inner in _files(folder / path, root))
-        elif (folder / path).exists() and not (folder / path).is_relative_to(root):
+    files = list(itertools.islice(_files(folder, root, ()), MOST_FILES + 1))
+    if len(files) > MOST_FILES:
+        raise ConfigError(f"{folder} has over {MOST_FILES} files: {_fix(folder)}")
+    return files
+
+
+def _files(folder: Path, root: Path, around: Sequence[Path]) -> Iterator[Path]:
+    """The code files of a folder that was reached from the folders `around`."""
+    around = (*around, folder.resolve())
+    listed = git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for path in map(Path, _split(listed)) if listed else _walk(folder, root):
+        place = folder / path
+        if not place.exists() or _holds_runs(place, root, folder):
+            continue
+        if not place.is_dir():
             yield path
+        elif not any(outer.is_relative_to(place.resolve()) for outer in around):  # a submodule, or a link to a folder
+            yield from (path / inner for inner in _files(place, root, around))
+
+
+def _holds_runs(place: Path, root: Path, folder: Path) -> bool:
+    """Whether a place in a folder belongs to the runs, which are not code."""
+    return place.is_relative_to(root) and not folder.is_relative_to(root)
+
+
+def _generated(origin: CodeOrigin) -> Iterator[Path]:
+    """Modules within the task's packages that git ignores: a generated _version.py, a compiled extension."""
+    folder = Path(str(origin.repository))
+    suffixes = (*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES)
+    ignored = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--", *origin.packages)
+    for path in map(Path, _split(git(folder, *ignored) or b"") if origin.packages else ()):
+        if path.name.endswith(suffixes) and not any(part in NOT_CODE for part in path.parts):
+            yield path
+
+
+def _split(names: bytes) -> Iterator[str]:
+    return (os.fsdecode(name) for name in names.split(b"\0") if name)
 
 
 def _walk(folder: Path, root: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
-        if any(name in names or name in folders for name in ENVIRONMENT_MARKS) or Path(place) == root:
+        if is_environment([*folders, *names]) or _holds_runs(Path(place), root, folder):
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_CODE]
-        yield from (Path(place, name).relative_to(folder) for name in names if not name.endswith(".pyc"))
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]  # os.walk does not follow them
+        yield from (Path(place, name).relative_to(folder) for name in (*names, *links) if not name.endswith(".pyc"))
 
 
-def _copy(folder: Path, files: list[Path], to: Path) -> None:
+def _copy(folder: Path, files: Iterable[Path], to: Path) -> None:
+    """Copy files of a folder, except those that are there already."""
+    files = [path for path in files if not os.path.lexists(to / path)]
     for parent in {path.parent for path in files}:
         (to / parent).mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(COPY_THREADS) as pool:
         for _ in pool.map(lambda path: shutil.copy2(folder / path, to / path), files):
             pass
-
-
-def _git(folder: Path, *words: str) -> bytes | None:
-    """git's output; None where git is not installed or the folder is not in a repository."""
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True)
-    except FileNotFoundError:
-        return None
-    return None if done.returncode else done.stdout

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer import say
-from trainer.cluster import run_folders
+from trainer.cluster import code_origin, run_folders
 from trainer.cluster.live_log import LiveLog
 from trainer.cluster.spawn import GRACE_S
 from trainer.config.config import Config
@@ -29,44 +29,80 @@ REFUSED_S = 5.0  # instead of GRACE_S after a rank has refused the configuration
 POLL_S = 0.05
 
 
+class LocalRanks:
+    """The ranks of one attempt on this machine. They write their logs themselves, so they survive this process."""
+
+    def __init__(self, config: Config, run: RunDir) -> None:
+        self._config, self._run = config, run
+        self.job_id = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.logs = [run.logs / f"{self.job_id}_{rank}_log.out" for rank in range(config.launch.world_size)]
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._ended, self._ended_at = 0, 0.0
+
+    def start(self) -> None:
+        """Start them; the thread that does so must outlive them, see `die_with_parent`."""
+        folder = run_folders.working_folder(self._run)
+        commit = code_origin.look_up(self._config.task, folder).commit
+        run_folders.record_submission(self._run, self.job_id, commit=commit)
+        self._ranks = _start(self._config, self._run, self.job_id, self.logs, folder)
+
+    def alive(self) -> bool:
+        """Whether any of them is; kills those that outlive the others for too long."""
+        ended = sum(rank.poll() is not None for rank in self._ranks)
+        if ended != self._ended:
+            self._ended, self._ended_at = ended, time.monotonic()
+        grace_s = REFUSED_S if any(rank.returncode == 2 for rank in self._ranks) else GRACE_S
+        if ended and time.monotonic() > self._ended_at + grace_s:
+            self.send(signal.SIGKILL)
+        return ended < len(self._ranks)
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal each of them that is alive."""
+        _send(self._ranks, number)
+
+    def codes(self) -> list[int]:
+        """Their exit statuses, once they have ended."""
+        return [rank.returncode for rank in self._ranks]
+
+    def status(self) -> int:
+        """The attempt's exit status: a refused configuration (2) wins over the failures that followed from it."""
+        codes = self.codes()
+        if 2 in codes:
+            return 2
+        return 1 if any(map(_failed, codes)) else max(codes)
+
+
 def run_local(config: Config, run: RunDir) -> int:
     """Run all ranks here, with rank 0's output on the terminal and each rank's in `logs/`; returns the exit status.
 
     Ctrl-C, SIGTERM, SIGUSR2 and a closed terminal are forwarded to the ranks as a stop; a second Ctrl-C kills them.
-    The ranks write their logs themselves, so they survive this process and its terminal.
     """
-    job_id = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_folders.record_submission(run, job_id)
-    logs = [run.logs / f"{job_id}_{rank}_log.out" for rank in range(config.launch.world_size)]
-    with _forwarded_signals() as received, LiveLog(run, logs[0]) as log:
-        ranks = _start(config, run, job_id, logs)
+    ranks = LocalRanks(config, run)
+    with _forwarded_signals() as received, LiveLog(run, ranks.logs[0]) as log:
+        ranks.start()
         sent = 0
-        ended, ended_at = 0, time.monotonic()
-        while (living := sum(rank.poll() is None for rank in ranks)) > 0:
+        while ranks.alive():
             log.update()
             if len(received) > sent:
                 sent = len(received)
                 kill = received.count(signal.SIGINT) > 1
-                _send(ranks, signal.SIGKILL if kill else received[-1])
+                ranks.send(signal.SIGKILL if kill else received[-1])
                 _say("killed" if kill else "stopping after this step; press Ctrl-C again to kill")
-            if ended != len(ranks) - living:
-                ended, ended_at = len(ranks) - living, time.monotonic()
-            grace_s = REFUSED_S if any(rank.returncode == 2 for rank in ranks) else GRACE_S
-            if ended and time.monotonic() > ended_at + grace_s:
-                _send(ranks, signal.SIGKILL)
             time.sleep(POLL_S)
         log.update()
-    codes = [rank.returncode for rank in ranks]
     if received.count(signal.SIGINT) > 1:
         return 130
-    status = _status(codes)
+    status = ranks.status()
     if status in (1, 2):
-        _show_failure(codes, logs)
+        _show_failure(ranks.codes(), ranks.logs)
     return status
 
 
 def run_debug(config: Config) -> int:
     """Run one rank in this process; an error opens the post-mortem debugger where it was raised."""
+    folder = run_folders.working_folder(RunDir(Path(config.launch.root) / str(config.launch.name)))
+    os.chdir(folder)
+    sys.path.append(str(folder))
     try:
         Trainer(config)()
     except ConfigError:
@@ -81,7 +117,9 @@ def run_debug(config: Config) -> int:
     return 0
 
 
-def _start(config: Config, run: RunDir, job_id: str, logs: Sequence[Path]) -> list[subprocess.Popen[bytes]]:
+def _start(
+    config: Config, run: RunDir, job_id: str, logs: Sequence[Path], folder: Path
+) -> list[subprocess.Popen[bytes]]:
     """Start one process per rank, each in its own session, so that it gets a Ctrl-C at the terminal only once.
 
     The signals that ask for a stop stay blocked in the ranks until Signals.catch: an earlier one would kill the rank.
@@ -89,7 +127,7 @@ def _start(config: Config, run: RunDir, job_id: str, logs: Sequence[Path]) -> li
     launch = config.launch
     common = {
         **os.environ,
-        "PYTHONPATH": run_folders.python_path(),
+        "PYTHONPATH": code_origin.live_python_path(folder),
         say.COMMAND: say.command(),
         **launch.env,
         "SUBMITIT_EXECUTOR": "local",
@@ -109,6 +147,7 @@ def _start(config: Config, run: RunDir, job_id: str, logs: Sequence[Path]) -> li
                 ranks.append(
                     subprocess.Popen(
                         command,
+                        cwd=folder,
                         env=environment,
                         start_new_session=True,
                         stdin=subprocess.DEVNULL,
@@ -152,14 +191,7 @@ def _failed(code: int | None) -> bool:
     return code is not None and (code < 0 or 0 < code <= 128)
 
 
-def _status(codes: list[int]) -> int:
-    """The command's exit status: a refused configuration (2) wins over the failures that followed from it."""
-    if 2 in codes:
-        return 2
-    return 1 if any(map(_failed, codes)) else max(codes)
-
-
-def _show_failure(codes: list[int], logs: list[Path]) -> None:
+def _show_failure(codes: Sequence[int], logs: Sequence[Path]) -> None:
     """Print the ends of the failed ranks' logs, unless rank 0 failed too: its log is on the terminal already."""
     for rank, code in enumerate(codes):
         if rank and code and not codes[0]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import os
 import shutil
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cluster.namesake import check_namesake, imported
+from trainer.cluster.task_check import check_task, may_make_optimizer
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Data
@@ -20,12 +18,12 @@ from trainer.tasks.models import check_model_name
 WITHOUT_SLURM = "add --local to train here, or try a throwaway Slurm with `make slurm`"
 
 
-def check_names(config: Config) -> None:
-    """Check that the task exists, and the optimiser unless the task may make its own; for the ready-made task, the
-    model and the data set too. Raises ConfigError."""
+def check_names(config: Config, search: Sequence[Path] = ()) -> None:
+    """Check that the task exists, which is looked for in the folders `search` first, and the optimiser unless the task
+    may make its own; for the ready-made task, the model and the data set too. Raises ConfigError."""
     if config.task != "classification":
-        _check_task(config.task)
-        if not _may_make_optimizer(config.task):
+        check_task(config.task, search)
+        if not may_make_optimizer(config.task, search):
             check_optimizer(config.optim)
         return
     check_optimizer(config.optim)
@@ -106,69 +104,3 @@ def _check_data_root(data: Data) -> None:
                 )
             if not any(entry.is_dir() for entry in folder.iterdir()):
                 raise ConfigError(f"data.root={root}: {folder} is empty; it must hold one folder of images per class")
-
-
-def _check_task(path: str) -> None:
-    """Check that the module of a user's Task or function exists and defines it.
-
-    The module is parsed, not imported, because it may import torch. Raises ConfigError.
-    """
-    module, _, name = path.rpartition(".")
-    if not module:
-        raise ConfigError(f"task={path}: {nearest(path, ['classification'])} or give package.module.Name")
-    check_namesake(path, [path])
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    except Exception as error:  # to find a.b.C, Python runs a/__init__.py, which may raise anything
-        raise ConfigError(f"task={path}: {module} cannot be imported: {type(error).__name__}: {error}") from None
-    if spec is None:
-        raise ConfigError(f"task={path}: no module {module} on the Python path ({sys.path[0] or os.getcwd()}, ...)")
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return  # a package without source, or a compiled module: the rank finds out
-    try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
-    except SyntaxError as error:
-        raise ConfigError(f"task={path}: {spec.origin}, line {error.lineno}: {error.msg}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"task={path}: {spec.origin} cannot be read: {error}") from None
-    check_namesake(path, imported(tree))
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            names.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            assigned = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            names.update(assigned)
-            if name in assigned and isinstance(node.value, ast.Constant):
-                raise ConfigError(f"task={path}: is neither a subclass of trainer.Task nor a function")
-        if isinstance(node, ast.FunctionDef) and node.name == name and not _takes_one(node):
-            raise ConfigError(f"task={path}: must take one argument, the run: def {name}(run)")
-    if name not in names and "*" not in names:
-        raise ConfigError(f"task={path}: {module} has no {name}; {nearest(name, sorted(names))}")
-
-
-def _may_make_optimizer(path: str) -> bool:
-    """Whether a user's task may have an optimiser of its own: then `optim` is for the task to read. False for a class
-    that its source shows to be a plain Task without the method."""
-    module, _, name = path.rpartition(".")
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return True
-    for node in ast.parse(Path(spec.origin).read_bytes()).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            plain = all(ast.unparse(base).rpartition(".")[2] in ("Task", "Classification") for base in node.bases)
-            return not plain or any(getattr(part, "name", None) == "optimizer" for part in node.body)
-    return True
-
-
-def _takes_one(function: ast.FunctionDef) -> bool:
-    """Whether a function can be called with one argument. A decorated one passes: the decorator may change that."""
-    arguments = function.args
-    positional = len(arguments.posonlyargs) + len(arguments.args)
-    takes_any = positional >= 1 or arguments.vararg is not None
-    needs_more = positional - len(arguments.defaults) > 1 or None in arguments.kw_defaults
-    return (takes_any and not needs_more) or bool(function.decorator_list)

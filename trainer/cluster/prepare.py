@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cluster import machine_checks, run_folders
@@ -33,21 +34,24 @@ class Way(enum.Enum):
         return next((way for way in optional if getattr(args, way.value)), cls.SLURM)
 
 
-def prepare(config: Config, way: Way, stem: str = "run") -> Config:
+def prepare(config: Config, way: Way, stem: str = "run", search: Sequence[Path] = ()) -> Config:
     """The configuration adapted to this way of running, with an absolute root and a name (made from `stem` if none is
-    given), and checked as far as is possible on this machine. Raises ConfigError. Creates nothing."""
+    given), and checked as far as is possible on this machine. Raises ConfigError. Creates nothing.
+
+    `search` holds the folders in which Python looks for the task first; by default the current one.
+    """
     config = run_folders.with_root_and_name(_fit(config, way), stem)
-    _check(config, way)
+    _check(config, way, search)
     return with_absolute_weights(config)
 
 
 def prepare_new(config: Config, way: Way, stem: str = "run") -> Config:
-    """`prepare` for a new run. Raises ConfigError also when the name is taken."""
+    """`prepare` for a new run, with an absolute data.root. Raises ConfigError also when the name is taken."""
     config = run_folders.with_root_and_name(_fit(config, way), stem)
     run_folders.check_name_is_free(config)
-    _check(config, way)
+    _check(config, way)  # before data.root is made absolute: the messages show it as it was typed
     check_weights(config)
-    return with_absolute_weights(config)
+    return run_folders.with_absolute_data(with_absolute_weights(config))
 
 
 def _fit(config: Config, way: Way) -> Config:
@@ -60,8 +64,8 @@ def _fit(config: Config, way: Way) -> Config:
     return dataclasses.replace(config, launch=launch)
 
 
-def _check(config: Config, way: Way) -> None:
-    machine_checks.check_names(config)
+def _check(config: Config, way: Way, search: Sequence[Path] = ()) -> None:
+    machine_checks.check_names(config, search or [Path.cwd()])
     if way is Way.RANK:
         return  # the rank itself finds out about its machine
     machine_checks.check_writable(Path(config.launch.root))

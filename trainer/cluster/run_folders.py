@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 from trainer.cluster.machine_checks import check_writable
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError, nearest
+from trainer.records.submissions import SubmissionRecord, read_submissions
 from trainer.rundir import RunDir
 from trainer.say import command
 
@@ -37,6 +39,14 @@ def with_root_and_name(config: Config, stem: str) -> Config:
             number += 1
             name = f"{base}-{number}"
     return dataclasses.replace(config, launch=dataclasses.replace(config.launch, root=str(root), name=name))
+
+
+def with_absolute_data(config: Config) -> Config:
+    """The configuration with an absolute data.root, as it is to be recorded for a run that may be resumed elsewhere."""
+    root = config.data.root
+    if "://" not in root:  # a task of the user's own may read from anywhere
+        root = str(Path(root).expanduser().absolute())
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, root=root))
 
 
 def check_name_is_free(config: Config) -> None:
@@ -91,20 +101,29 @@ def remove(run: RunDir) -> None:
 
 def record_submission(run: RunDir, job_id: str, **more: Any) -> None:
     """Append a line to submissions.jsonl: the job, and where and how it was started."""
-    record = {"job_id": job_id, "time": time.time(), "host": socket.gethostname(), "command": sys.argv, **more}
+    record: SubmissionRecord = {
+        "job_id": job_id,
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "command": sys.argv,
+        "folder": str(working_folder(run)),
+        "version": version(),
+        **more,  # type: ignore[typeddict-item]
+    }
     with run.submissions.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
-def python_path(code: Path = PROJECT) -> str:
-    """PYTHONPATH of the ranks: this project's code or its copy, then the current folder where that is not copied, then
-    the user's own PYTHONPATH."""
-    here = Path.cwd()
-    if here.is_relative_to(PROJECT):
-        here = code / here.relative_to(PROJECT)
-    places = [code, here] if code == PROJECT or here.is_relative_to(code) else [code]
-    users = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return os.pathsep.join(dict.fromkeys([*map(str, places), *users]))
+def working_folder(run: RunDir) -> Path:
+    """The folder that relative paths in the ranks refer to: the one where the run was first submitted or started. The
+    current folder, if the run is new or that folder is gone."""
+    first = next((line["folder"] for line in read_submissions(run.submissions) if "folder" in line), None)
+    return Path(first) if first and os.path.isdir(first) else Path.cwd()
+
+
+def version() -> str:
+    """Laststep's version."""
+    return str(importlib.import_module("trainer").__version__)
 
 
 def site() -> str | None:

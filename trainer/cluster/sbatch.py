@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from submitit import SlurmExecutor
 
 from trainer import compat
-from trainer.cluster import batch_shell
+from trainer.cluster import batch_shell, run_folders
 from trainer.config.config import Config
-from trainer.config.schema import Launch
 from trainer.rundir import RunDir
 
 # Trainer.checkpoint decides how often a run is requeued. submitit's own limit would count every signal within ten
@@ -35,16 +35,17 @@ def run_executor(config: Config, run: RunDir) -> SbatchExecutor:
     """The executor for the ranks of a run."""
     # A rank that fails ends the others, even if they are stuck; at a stop every rank but 0 exits 0, see Stopped.
     srun_args, options = ["--kill-on-bad-exit=1"], {"requeue": True}
-    return job_executor(config.launch, run, batch_shell.after_ranks(run), srun_args, options)
+    return job_executor(config, run, batch_shell.after_ranks(run), srun_args, options)
 
 
 def job_executor(
-    launch: Launch, run: RunDir, setup: Sequence[str], srun_args: Sequence[str], options: Mapping[str, Any]
+    config: Config, run: RunDir, setup: Sequence[str], srun_args: Sequence[str], options: Mapping[str, Any]
 ) -> SbatchExecutor:
     """The executor for any job that runs the code in `run.code`.
 
     `setup` holds the first lines of its batch shell, `options` further options of sbatch.
     """
+    launch = config.launch
     executor = SbatchExecutor(folder=run.logs, max_num_timeout=NO_LIMIT, python=launch.python)
     ranks_per_node, is_range = launch.ranks_per_node, len(launch.node_counts) > 1
     if is_range:
@@ -52,6 +53,9 @@ def job_executor(
         # the job asks for the CPUs of that many ranks, and its shell passes the number of ranks to srun.
         options = {**options, "nodes": launch.nodes, "mincpus": ranks_per_node * launch.cpus_per_task}
         setup = [*setup, batch_shell.rank_count(ranks_per_node)]
+    folder = run_folders.working_folder(run)
+    if folder != Path.cwd():  # a run that is resumed from elsewhere
+        options = {**options, "chdir": folder}
     optional: dict[str, Any] = {
         "partition": launch.partition,
         "account": launch.account,
@@ -68,7 +72,7 @@ def job_executor(
         cpus_per_task=launch.cpus_per_task,
         time=launch.time_min,
         signal_delay_s=launch.signal_delay_s,
-        setup=[*setup, *batch_shell.environment(launch, run.code), *batch_shell.user_setup(launch)],
+        setup=[*setup, *batch_shell.environment(config, run), *batch_shell.user_setup(launch)],
         # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). --chdir: `python -m` searches
         # the current folder first, see Trainer.
         srun_args=[f"--cpus-per-task={launch.cpus_per_task}", *srun_args, f"--chdir={run.code}", *launch.srun],

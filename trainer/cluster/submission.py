@@ -7,12 +7,14 @@ import io
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar, overload
 
 from submitit import Job, SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from trainer.cluster import code_copy, machine_checks, run_folders, sbatch
+from trainer.cluster.code_origin import origin_of
+from trainer.cluster.local_job import LocalJob
 from trainer.cluster.prepare import Way, prepare_new
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
@@ -22,21 +24,28 @@ from trainer.trainer import Trainer
 # Prefixes of the variables that Slurm, submitit, torchrun, mpirun and --spawn set for their ranks.
 LAUNCHER_VARIABLES = (
     *("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_"),
-    *("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_JOB"),
+    *("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_JOB", "LASTSTEP_WORKING_FOLDER"),
 )
 # Prefixes of the variables that any launcher may set for torch.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_")
 T = TypeVar("T")
 
 
-def submit(config: Config) -> SlurmJob[dict[str, float]]:
-    """Submit a new run from Python; returns submitit's Job of rank 0, whose `result()` is the final metrics.
+@overload
+def submit(config: Config, local: Literal[False] = False) -> SlurmJob[dict[str, float]]: ...
+@overload
+def submit(config: Config, local: Literal[True]) -> LocalJob: ...
+@overload
+def submit(config: Config, local: bool) -> SlurmJob[dict[str, float]] | LocalJob: ...
+def submit(config: Config, local: bool = False) -> SlurmJob[dict[str, float]] | LocalJob:
+    """Start a new run from Python: submit it to Slurm or, with `local`, train it on this machine in the background.
 
-    Raises ConfigError when the configuration cannot work here, or Slurm refuses it; then nothing is left behind.
+    Returns a job whose `result()` waits for the final metrics: on Slurm, submitit's Job of rank 0. Raises ConfigError
+    when the configuration cannot work here, or Slurm refuses it; then nothing is left behind.
     """
-    config = prepare_new(config, Way.SLURM)
+    config = prepare_new(config, Way.LOCAL if local else Way.SLURM)
     with run_folders.created(config) as run:
-        return submit_run(config, run)
+        return LocalJob(config, run) if local else submit_run(config, run)
 
 
 def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
@@ -47,7 +56,7 @@ def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
     if not run.code.exists():
         code_copy.copy_code(run, config)
     (job,) = submit_jobs(sbatch.run_executor(config, run), [Trainer(config)])
-    run_folders.record_submission(run, job.job_id, commit=code_copy.current_commit())
+    run_folders.record_submission(run, job.job_id, commit=origin_of(run, config).commit)
     return job.task(0)  # type: ignore[return-value]
 
 

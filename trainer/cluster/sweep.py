@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster import code_copy, machine_checks, run_folders, submission
+from trainer.cluster.code_origin import origin_of
 from trainer.cluster.queue import Queue
 from trainer.cluster.run_status import statuses_of
 from trainer.config.config import Config, variants
@@ -107,7 +108,7 @@ def submit_missing(
         for name, change in zip(names, changes):
             if name not in known:
                 file.write(json.dumps({"run": name, **change}) + "\n")
-    commit = code_copy.current_commit()
+    commit = origin_of(sweep, config).commit
     for run, job_id in zip(missing, jobs):
         run_folders.record_submission(run, job_id, commit=commit)
     return jobs[0].partition("_")[0], [run.name for run in missing], len(names)
@@ -135,7 +136,8 @@ def _check_same(run: RunDir, config: Config, text: str) -> None:
     before = run.config.read_text()
     if before.partition("\nlaunch:")[0] == text.partition("\nlaunch:")[0]:
         return
-    if dataclasses.replace(Config.load(run.config), launch=config.launch) != config:  # written by an older Laststep
+    written = run_folders.with_absolute_data(Config.load(run.config))  # perhaps by an older Laststep
+    if dataclasses.replace(written, launch=config.launch) != config:
         raise ConfigError(f"{run.name}: this run exists with another configuration; give the sweep another --name")
 
 

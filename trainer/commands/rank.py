@@ -110,8 +110,9 @@ def _load(source: str, overrides: Sequence[str], site: str | None) -> Config:
 
 def _check_same(config: Config, started: Config) -> None:
     """Raise ConfigError when the run was started with other values: it would be neither that run nor this one."""
-    before = {key: value for key, _, value in fields_of(started)}
-    for key, _, value in fields_of(config):
+    # The folder of the data may be recorded as an absolute path, see `run_folders.with_absolute_data`.
+    before = {key: value for key, _, value in fields_of(run_folders.with_absolute_data(started))}
+    for key, _, value in fields_of(run_folders.with_absolute_data(config)):
         if value != before[key] and not key.startswith("launch."):
             raise ConfigError(
                 f"{key}={value}: {config.launch.name} was started with {before[key]}, and a run keeps its "

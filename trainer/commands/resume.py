@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Continue a run; returns the exit status."""
-    from trainer.cluster import machine_checks, run_folders
+    from trainer.cluster import code_origin, machine_checks, run_folders
     from trainer.cluster.prepare import Way, prepare
     from trainer.cluster.run_status import jobs_in_queue
     from trainer.commands import start
@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{word}: a resumed run keeps its configuration; change only launch.* keys, or start a new run"
             )
-    config = prepare(run_folders.load(folder, overrides), way)
+    config = run_folders.load(folder, overrides)
+    runs_copy = way not in (Way.LOCAL, Way.DEBUG)
+    config = prepare(config, way, search=code_origin.search_path(folder, config, runs_copy))
     if way is Way.DRY_RUN:
         return start.dry_run(config)
     if jobs := jobs_in_queue(folder):

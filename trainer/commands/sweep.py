@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     shared = [word for word in overrides if word not in varied]
     config = Config.load(args.config, shared, args.site or run_folders.site())
     changes = sweep.combinations(varied)
-    config = prepare(config, Way.SLURM, stem=find_config(args.config).stem)
+    config = run_folders.with_absolute_data(prepare(config, Way.SLURM, stem=find_config(args.config).stem))
     check_weights(config)
     job_id, submitted, total = sweep.submit_missing(config, changes, args.parallel)
     print(f"sweep  {config.launch.name}: {total} runs")

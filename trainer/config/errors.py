@@ -12,6 +12,8 @@ class ConfigError(ValueError):
 
 def nearest(name: str, names: Sequence[str]) -> str:
     """A hint for a wrong name: the most similar valid name, else up to 12 names to choose from."""
+    if not names:
+        return "there is none to choose from"
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]}?"

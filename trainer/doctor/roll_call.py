@@ -46,7 +46,7 @@ class RollCall:
         run = RunDir(self.folder)
         try:
             code_copy.copy_code(run, config)  # as for every run, which tests that the nodes can see and import it
-            executor = sbatch.job_executor(launch, run, [], [], {"no-requeue": True})
+            executor = sbatch.job_executor(config, run, [], [], {"no-requeue": True})
             executor.update_parameters(job_name="doctor")
             (self._job,) = submission.submit_jobs(executor, [Hello(config, self.folder)])
         except ConfigError:

@@ -18,7 +18,9 @@ class SubmissionRecord(_Required, total=False):
 
     host: str
     command: list[str]  # sys.argv
-    commit: str | None  # of the code; only a submission to Slurm has it
+    folder: str  # the ranks' working folder: where the first command of the run was typed
+    commit: str | None  # of the user's repository, or of Laststep's clone; ranks that another launcher starts lack it
+    version: str  # Laststep's
 
 
 def read_submissions(path: Path) -> list[SubmissionRecord]:

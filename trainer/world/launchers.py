@@ -21,6 +21,9 @@ from trainer.world.world import World, hostname
 
 STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the process id, a name that is unique to this process
 
+# Set in a job that runs a copy of the code: the folder in which its ranks work.
+WORKING_FOLDER = "LASTSTEP_WORKING_FOLDER"
+
 
 class Launcher(ABC):
     """One way of starting ranks."""

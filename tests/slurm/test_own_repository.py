@@ -1,0 +1,88 @@
+"""From a user's own repository: a src/ layout, its own configuration, and data that git ignores."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
+from tests.slurm.user import User
+from tests.support.ranks import fingerprint
+from tests.support.undisturbed import undisturbed_run
+from tests.support.waiting import DEADLINE_S
+from trainer.config.config import Config
+from trainer.records.submissions import read_submissions
+
+TASK = """
+from tests.support.tasks import Unhurried
+from shapes import day
+
+class Mine(Unhurried):
+    def datasets(self):
+        print("the code of", day, open("data/numbers.txt").read(), self.config.data.root, flush=True)
+        return super().datasets()
+"""
+DAY = "day = '{day}'\n"
+LINES = ("--config", "configs/lines.yaml")
+GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@example.org")
+
+
+@pytest.fixture
+def mine(user: User, tmp_path: Path) -> Iterator[User]:
+    """A user in their own repository, which is installed in editable mode: its src/ stands on Python's path."""
+    folder = tmp_path / "mine"
+    lines = [word for word in UNHURRIED if not word.startswith("task=")]
+    for name, text in {
+        ".gitignore": "/data/\n/runs/\n__pycache__/\n",
+        "src/lines/__init__.py": "",
+        "src/lines/task.py": TASK,
+        "src/shapes.py": DAY.format(day="monday"),
+        "configs/lines.yaml": Config.load(None, [*lines, "task=lines.task.Mine"]).to_yaml(),
+        "data/numbers.txt": "1 2 3",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
+        subprocess.run([*GIT, *words], cwd=folder, check=True)
+    mine = User(user.cluster, folder / "runs", folder)
+    mine.env["PYTHONPATH"] = str(folder / "src")
+    yield mine
+
+
+def test_from_ones_own_repository(mine: User) -> None:
+    """Submitted, preempted, resumed: with the code as it was submitted, the data in the user's folder, and the weights
+    of an undisturbed run."""
+    mine.types("--name", "first", "--nodes", "2", *LINES, "launch.slurm.hold=true")
+    (mine.folder / "src" / "shapes.py").write_text(DAY.format(day="tuesday"))
+    mine.cluster.run("scontrol", "release", mine.job_of("first"))
+    said = mine.types("sweep", "--name", "scan", *LINES, "seed=1,2", "train.max_steps=2")
+    assert "scan: 2 runs" in said
+    mine.waits_for("first", IN_EPOCH_2)
+    mine.cluster.run("scontrol", "requeue", mine.job_of("first"))
+    records = mine.waits_for_end("first", "finished")
+    assert [(record["reason"], record["lost_steps"]) for record in records] == [("preempted", 0), ("finished", 0)]
+
+    logs = mine.types("logs", "first")
+    assert logs.count(f"the code of monday 1 2 3 {mine.folder}/data") == 4, "two ranks, two attempts"
+    assert "tuesday" not in logs and "not in the copy" not in logs
+    run = mine.run("first")
+    expected = Config.load(None, [*UNHURRIED, "launch.tasks_per_node=2"])
+    assert fingerprint(run) == undisturbed_run(expected)
+    (line,) = read_submissions(run.submissions)
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=mine.folder, text=True).strip()
+    assert (line["commit"], line["folder"]) == (head, str(mine.folder))
+    assert run.diff.read_text() == "" and "tuesday" in mine.run("scan").diff.read_text()
+    # Exporting the weights of this run belongs here.
+
+    def finished() -> list[dict[str, Any]] | None:
+        found = json.loads(mine.types("status", "--sweep", "scan", "--json"))
+        return found if all(one["state"] == "finished" for one in found) else None
+
+    found = mine.cluster.wait_for(finished, DEADLINE_S, "the sweep did not finish", poll_s=1)
+    assert found is not None and [one["step"] for one in found] == [2, 2]
+    assert mine.types("status").count("finished") == 3
