@@ -1,4 +1,4 @@
-"""Draws a command's terminal output as SVG: `python -m docs.terminal PICTURE.svg COLUMNS python launch.py status`."""
+"""Draws a command's terminal output as SVG: `python -m tools.terminal PICTURE.svg COLUMNS python launch.py status`."""
 
 from __future__ import annotations
 
