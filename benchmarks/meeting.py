@@ -2,7 +2,7 @@
 
 `python -m benchmarks.meeting [--repeats N]`. The ranks are processes on this machine that have already imported torch.
 They share its cores: with more ranks than cores, each additional rank waits for its turn. torch asks the name server
-for the name of every address that it connects to. To exclude that, the figures in the README were measured without a
+for the name of every address that it connects to. To exclude that, the figures in docs/benchmarks.md were measured without a
 reachable name server: `unshare --net sh -c 'ip link set lo up; python -m benchmarks.meeting'`, as root.
     sign in   from the last rank's start until every rank has reached the store and written its card there
     met       from the last rank's start until every rank knows all others and gloo has connected each pair
