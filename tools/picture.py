@@ -14,7 +14,7 @@ from tools.terminal import Line
 
 def picture(command: str, lines: Sequence[Line], columns: int) -> str:
     """The picture of a terminal."""
-    console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=columns + 1, file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ {command}"))
     for line in lines:
         console.print(Text.from_ansi(line.text))
