@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -68,6 +69,14 @@ def test_the_recording_types_what_readme_says() -> None:
     for command, _ in recording.JOURNEY:
         assert command in typed
         assert command.replace('"', "&quot;") in shown, "to record it again: python -m tools.recording"
+
+
+def test_the_pictures_need_nothing_else() -> None:
+    """GitHub shows an SVG without its scripts, and without what it would load from elsewhere."""
+    for picture in (PROJECT / "docs").glob("*.svg"):
+        text = picture.read_text()
+        ElementTree.fromstring(text)
+        assert not re.search(r"<script|@import|@font-face|href=|url\(http", text), picture
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{page.name}" for page in (PROJECT / "docs").glob("*.md"))])

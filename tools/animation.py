@@ -94,18 +94,18 @@ def animate(scenes: Sequence[Scene], columns: int) -> str:
             body.append(_typing(index, columns))
             style.append(_moves(index, row, film.length))
     style.append(_scrolls(film))
-    clock = []
-    seconds = list(film.clock.items())
+    clock, seconds = [], list(film.clock.items())
     for (second, at), (_, until) in zip(seconds, [*seconds[1:], (0, film.length)]):
         clock.append(
             f'<text class="clock title c{second}" x="{width - MARGIN - 5 * WIDTH}" y="23">{_clock(second)}</text>'
         )
         style.append(_appears(f"c{second}", at, film.length, until))
     style.append("@media (prefers-reduced-motion: reduce) { * { animation: none !important; } }")
+    size = f'width="{width:g}" height="{height:g}"'
     return f"""\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}">
+<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width:g} {height:g}" {size}>
 <style>{chr(10).join(style)}</style>
-<rect class="back" width="{width:g}" height="{height:g}" rx="8"/>
+<rect class="back" {size} rx="8"/>
 <circle cx="20" cy="18" r="6" fill="#ff5f57"/><circle cx="40" cy="18" r="6" fill="#febc2e"/>
 <circle cx="60" cy="18" r="6" fill="#28c840"/>
 <text class="title" x="{width / 2:g}" y="23" text-anchor="middle">4 ranks on 2 nodes of a real Slurm</text>

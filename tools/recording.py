@@ -1,15 +1,13 @@
 """Records docs/recording.svg, a run that is preempted and resumes, and draws docs/status.svg, a table of seven runs.
 
-`python -m tools.recording [--cast FILE]`, as root, on Debian or Ubuntu. Both show the real output of real commands,
-typed in a copy of this clone on a throwaway Slurm. With `--cast` the recording is drawn again from a file that an
-earlier call wrote, without running anything.
+`python -m tools.recording`, as root, on Debian or Ubuntu, in about four minutes. Both show the real output of real
+commands, typed in a copy of this clone on a throwaway Slurm.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -25,11 +23,12 @@ from typing import Any
 from tests.slurm.cluster import Cluster
 from tools.animation import Scene, animate
 from tools.picture import picture
-from tools.terminal import Line, watch
+from tools.terminal import watch
 
 PROJECT = Path(__file__).resolve().parents[1]
 DOCS = PROJECT / "docs"
 COLUMNS = 100  # a progress line of one rank among several fits
+WIDE = 140  # no column of `status` is cut
 # The commands of README's first run on Slurm, and the line after which Ctrl-C ends a command that follows a log.
 JOURNEY: list[tuple[str, str | None]] = [
     ("python launch.py --nodes 2 --tasks-per-node 2 --name first", None),
@@ -101,11 +100,6 @@ def is_(state: str) -> Callable[[dict[str, Any]], bool]:
     return lambda run: run["state"] == state
 
 
-def record(desk: Desk) -> list[Scene]:
-    """The journey."""
-    return [desk.types(command, until) for command, until in JOURNEY]
-
-
 def table_of_runs(desk: Desk) -> Scene:
     """`status` with a run in each state: more of them than four nodes can take, since each takes all their memory."""
     submit = "python launch.py launch.mem_gb=60"
@@ -126,32 +120,22 @@ def table_of_runs(desk: Desk) -> Scene:
     desk.types(f"{submit} --nodes 2 --name ema {long} train.ema_decay=0.999")
     desk.requeues("augment")
     desk.until("augment", is_("requeued"), "requeued")
-    return desk.types("python launch.py status", columns=140)
+    return desk.types("python launch.py status", columns=WIDE)
 
 
 def main() -> None:
     """Record, and write the two pictures."""
     parser = argparse.ArgumentParser(prog="python -m tools.recording", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cast", type=Path, help="draw the recording from this file; without it, write one")
     parser.add_argument("--only", choices=("recording", "status"), help="make only this picture")
     words = parser.parse_args()
-    if words.cast and words.cast.exists():
-        scenes = [
-            Scene(scene["command"], [Line(**line) for line in scene["lines"]], scene["took"])
-            for scene in json.loads(words.cast.read_text())
-        ]
-        (DOCS / "recording.svg").write_text(animate(scenes, COLUMNS))
-        return
     if words.only != "status":
         with throwaway_desk() as here:
-            scenes = record(here)
-            if words.cast:
-                words.cast.write_text(json.dumps([dataclasses.asdict(scene) for scene in scenes], indent=1))
-            (DOCS / "recording.svg").write_text(animate(scenes, COLUMNS))
+            scenes = [here.types(command, until) for command, until in JOURNEY]
+        (DOCS / "recording.svg").write_text(animate(scenes, COLUMNS))
     if words.only != "recording":
         with throwaway_desk() as here:
             table = table_of_runs(here)
-            (DOCS / "status.svg").write_text(picture(table.command, table.lines, 140))
+        (DOCS / "status.svg").write_text(picture(table.command, table.lines, WIDE))
 
 
 if __name__ == "__main__":
