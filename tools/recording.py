@@ -32,9 +32,9 @@ WIDE = 140  # no column of `status` is cut
 # The commands of README's first run on Slurm, and the line after which Ctrl-C ends a command that follows a log.
 JOURNEY: list[tuple[str, str | None]] = [
     ("python launch.py --nodes 2 --tasks-per-node 2 --name first", None),
-    ("python launch.py logs first -f --rank 0", r"step 1\d\d/"),
+    ("python launch.py logs first -f", r"step 1\d\d/"),
     ('sbatch -o /dev/null -p high -N4 --exclusive --wrap "sleep 5"', None),
-    ("python launch.py logs first -f --rank 0", r"step 2\d\d/"),
+    ("python launch.py logs first -f", r"step 2\d\d/"),
     ("python launch.py status first", None),
 ]
 
