@@ -3,15 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train check test test-fast slurm slurm-down chaos gpu-check bench clean
+.PHONY: train check docs test test-fast slurm slurm-down chaos gpu-check bench clean
 
 train: $(VENV)/installed  ## train on 5,000 handwritten digits on this machine
 	$(BIN)/python launch.py --local
 
-check: $(VENV)/installed-dev  ## lint and types
+check: $(VENV)/installed-dev docs  ## lint and types, and the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: $(VENV)/installed-dev  ## the documentation as a site in site/; a broken link is an error
+	$(BIN)/zensical build --clean --strict
 
 # Most tests wait for Slurm or for ranks, so four test processes suit two cores; the quick tests compute.
 WORKERS ?= 4
@@ -39,7 +42,7 @@ gpu-check: $(VENV)/installed-dev  ## on a machine with a GPU: tests, then benchm
 	$(BIN)/python -m pytest tests/gpu -W default
 	$(BIN)/python -m benchmarks.gpu
 
-bench: $(VENV)/installed  ## measure every figure that README quotes
+bench: $(VENV)/installed  ## measure every figure of docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
 # For tests of Slurm, mpirun, network namespaces, Tab completion and torch.compile. Without root or apt these tests
@@ -65,4 +68,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) site build dist .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info

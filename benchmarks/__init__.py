@@ -1,1 +1,1 @@
-"""Benchmarks behind the figures in the README, one file each. `python -m benchmarks` runs them all."""
+"""Benchmarks behind the figures in docs/benchmarks.md, one file each. `python -m benchmarks` runs them all."""

@@ -2,8 +2,8 @@
 
 `python -m benchmarks.meeting [--repeats N]`. The ranks are processes on this machine that have already imported torch.
 They share its cores: with more ranks than cores, each additional rank waits for its turn. torch asks the name server
-for the name of every address that it connects to. To exclude that, the figures in the README were measured without a
-reachable name server: `unshare --net sh -c 'ip link set lo up; python -m benchmarks.meeting'`, as root.
+for the name of every address that it connects to. To exclude that, the figures in docs/benchmarks.md were measured
+without a reachable name server: `unshare --net sh -c 'ip link set lo up; python -m benchmarks.meeting'`, as root.
     sign in   from the last rank's start until every rank has reached the store and written its card there
     met       from the last rank's start until every rank knows all others and gloo has connected each pair
     stop      from a signal to one rank, while all wait between two steps, until every rank knows the last step

@@ -4,34 +4,111 @@ from __future__ import annotations
 
 import difflib
 import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
 
-from docs import reference, scale
+import pytest
+
+from tests.support.needs import require
 from tests.support.project import PROJECT
+from tools import benchmarks, commands, recording, reference, scale
 
 
 def test_configuration_reference_is_current() -> None:
-    """A key that the page lacks, or describes as it was, sends users wrong. The cure: python -m docs.reference"""
+    """A key that the page lacks, or describes as it was, sends users wrong. The cure: python -m tools.reference"""
     assert reference.TARGET.read_text() == reference.reference()
 
 
 def test_scale_page_is_current() -> None:
-    """Otherwise it would quote outdated figures. To update it: python -m docs.scale"""
+    """Otherwise it would quote outdated figures. To update it: python -m tools.scale"""
     assert scale.TARGET.read_text() == scale.page()
 
 
-def test_readme_shows_what_a_custom_loop_changes() -> None:
-    """README promises that little of a loop must change, and shows all of the difference."""
+def test_commands_page_is_current() -> None:
+    """A page that shows other options than the command has sends users wrong. To update it: python -m tools.commands"""
+    assert commands.TARGET.read_text() == commands.page()
+
+
+def test_benchmarks_page_is_current() -> None:
+    """Otherwise it would quote outdated figures. To update it: python -m tools.benchmarks"""
+    assert benchmarks.TARGET.read_text() == benchmarks.page()
+
+
+def test_readme_is_short() -> None:
+    """A newcomer reads one page, not a manual; the rest belongs into docs/."""
+    assert len((PROJECT / "README.md").read_bytes()) <= 9216
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/custom-loops.md"])
+def test_what_a_custom_loop_changes(page: str) -> None:
+    """The page promises that little of a loop must change, and shows all of the difference."""
     plain, custom = (
         (PROJECT / "examples" / f"{name}_loop.py").read_text().splitlines() for name in ("plain", "custom")
     )
     _, _, *difference = difflib.unified_diff(plain, custom, lineterm="", n=0)
-    assert "\n".join(difference) in (PROJECT / "README.md").read_text()
+    assert "\n".join(difference) in (PROJECT / page).read_text()
     assert sum(line.startswith("+") for line in difference) <= 20
+
+
+def test_the_same_task_everywhere() -> None:
+    """README's example of a Task is tested, so the page about tasks must show that one and no other."""
+    example = re.compile(r"```python\n# my_task.py\n.*?```", re.DOTALL)
+    (readme,) = example.findall((PROJECT / "README.md").read_text())
+    assert example.findall((PROJECT / "docs" / "tasks.md").read_text()) == [readme]
+
+
+def test_the_recording_types_what_readme_says() -> None:
+    """The picture shows the commands that README invites the reader to type, so both must be the same."""
+    typed = [line.split("  #")[0].strip() for line in (PROJECT / "README.md").read_text().splitlines()]
+    picture = (PROJECT / "docs" / "recording.svg").read_text()
+    shown = re.sub(r"<[^>]+>", "", picture)
+    for command, _ in recording.JOURNEY:
+        assert command in typed
+        assert command.replace('"', "&quot;") in shown, "to record it again: python -m tools.recording"
+
+
+def test_the_pictures_need_nothing_else() -> None:
+    """GitHub shows an SVG without its scripts, and without what it would load from elsewhere."""
+    for picture in (PROJECT / "docs").glob("*.svg"):
+        text = picture.read_text()
+        ElementTree.fromstring(text)
+        assert not re.search(r"<script|@import|@font-face|href=|url\(http", text), picture
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page.name}" for page in (PROJECT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(page: str) -> None:
+    """Pages are read in the repository, too: every link and picture is there, relative to the page."""
+    path = PROJECT / page
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL))
+    assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+def test_the_site_has_every_page() -> None:
+    """A page that the navigation lacks is found by nobody; the strict build does not notice it."""
+    listed = re.findall(r'"([\w-]+\.md)"', (PROJECT / "zensical.toml").read_text())
+    assert sorted(listed) == sorted(page.name for page in (PROJECT / "docs").glob("*.md"))
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """`make docs`: a link to a page or heading that is not there is an error, and nothing is loaded from elsewhere."""
+    require(None if find_spec("zensical") else "no zensical: pip install -e '.[docs]'")
+    shutil.copytree(PROJECT / "docs", tmp_path / "docs")
+    for name in ("zensical.toml", "CHANGELOG.md", "CONTRIBUTING.md"):
+        shutil.copy(PROJECT / name, tmp_path / name)
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    home = (tmp_path / "site" / "index.html").read_text()
+    assert not re.findall(r'<(?:script|img)[^>]+src="https?:|<link[^>]+stylesheet[^>]+href="https?:', home)
 
 
 def test_the_files_that_design_names_exist() -> None:
     """The page says where everything is: a reference to a file that has moved would mislead a newcomer."""
     text = (PROJECT / "docs" / "design.md").read_text()
-    named = set(re.findall(r"`((?:trainer|tests|benchmarks|examples|docs)/[\w./]+)`", text))
+    named = set(re.findall(r"`((?:trainer|tests|benchmarks|examples|docs|tools)/[\w./]+)`", text))
     assert len(named) > 40, "the twenty questions are answered by the names of files"
     assert [name for name in sorted(named) if not (PROJECT / name).exists()] == []

@@ -15,7 +15,7 @@ import pytest
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S, read_until
 
-PAGE = (PROJECT / "docs" / "parts.md").read_text()
+PAGE = (PROJECT / "docs" / "custom-loops.md").read_text()
 
 
 def test_the_plain_loop_runs() -> None:

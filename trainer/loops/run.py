@@ -35,7 +35,7 @@ class Run:
     validation, so a resumed run draws the same random numbers.
 
     The function returns the run's result, a dict of numbers. If it returns nothing, the result is what the last epoch
-    has logged. docs/parts.md lists the rules that such a loop must follow.
+    has logged. docs/custom-loops.md lists the rules that such a loop must follow.
 
     Attributes: `rank`, `size` (number of ranks), `local_rank`, `device` (this rank's torch.device), `config`.
     """

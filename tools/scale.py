@@ -1,6 +1,6 @@
 """Writes docs/scale.md, which extrapolates the figures measured in benchmarks/results to 1,024 ranks.
 
-`python -m docs.scale` after a benchmark has written other figures; a test says when that was forgotten.
+`python -m tools.scale` after a benchmark has written other figures; a test says when that was forgotten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.world.slurm import DEFAULT_KILL_WAIT_S
 from trainer.world.stop import ANSWER_S
 from trainer.world.watchdog import BEAT_S
 
-TARGET = Path(__file__).resolve().parent / "scale.md"
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 RESULTS = TARGET.parent.parent / "benchmarks" / "results"
 
 RANKS, PER_NODE = 1024, 8
@@ -37,7 +37,7 @@ PAGE = """\
 The cost of Laststep on up to {ranks} ranks ({nodes} nodes of {per_node}), and the first thing to break. Nobody has
 run it at that size. *Measured* figures come from `benchmarks/`, on {cores} cores; *calculated* ones follow from these
 and from two assumptions: a shared disk that reads {disk} GB/s for all its clients together, and opens {files} small
-files per second. `python -m docs.scale` writes this page from the figures.
+files per second. `python -m tools.scale` writes this page from the figures.
 
 ## How often to save
 

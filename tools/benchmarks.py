@@ -1,0 +1,247 @@
+"""Writes docs/benchmarks.md, a table of the figures measured in benchmarks/results.
+
+Run `python -m tools.benchmarks` after a benchmark has written other figures; tests/test_docs.py fails until you do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overhead import WORKLOADS
+from tools.scale import result, table
+
+MEASURED = (
+    *("agreement", "goodput", "loading", "meeting", "memory", "overhead", "requeue"),
+    *("restore", "save", "start", "status", "stops", "submit"),
+)
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+PAGE = """\
+# Benchmarks
+
+Each figure comes from a script in `benchmarks/`, named in brackets, which prints a table and writes
+`benchmarks/results/`. `make bench` runs them all; `overhead` measures Lightning and Accelerate too where they are
+installed. `python -m tools.benchmarks` writes this page from the results.
+
+Medians (some with their 10th and 90th percentiles) on {cores} cores of an {cpu}, Python {python}, torch {torch},
+submitit {submitit}, {dates}; two gloo ranks where nothing else is said, no GPU.
+
+{figures}
+
+On a machine with a GPU, `make gpu-check` measures throughput, saves and starts there (`benchmarks/gpu.py`). No GPU was
+available so far. [Scale](scale.md) extrapolates to 1,024 ranks; [What each fault costs](peers.md) compares other
+trainers.
+"""
+
+Row = tuple[str, str, str]
+
+
+def page() -> str:
+    """The whole page."""
+    of = {name: result(name) for name in MEASURED}
+    dates = sorted({measured["date"] for measured in of.values()})
+    return PAGE.format(
+        **{key: of["overhead"][key] for key in ("cores", "cpu", "python", "torch", "submitit")},
+        dates=dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
+        figures=table(("what", "measured", "for comparison"), _rows(of)),
+    )
+
+
+def _rows(of: dict[str, Any]) -> Iterator[Row]:
+    yield from _overhead(of["overhead"]["steps"])
+    yield from _ranks(of)
+    yield from _starts(of["requeue"])
+    yield from _checkpoints(of)
+    yield from _loading(of["loading"]["figures"])
+    yield from _memory(of["memory"])
+    yield from _commands(of)
+
+
+def _overhead(steps: list[dict[str, Any]]) -> Iterator[Row]:
+    """How much longer a step takes than in a bare loop, on 1 and 2 ranks."""
+    for model, limit in ((model, load.limit) for model, load in WORKLOADS.items()):
+        measured = {(step["contender"], step["ranks"]): step for step in steps if step["model"] == model}
+        ratio = {key: step["ratio"]["median"] for key, step in measured.items()}
+        bare = [measured["bare", ranks]["us"]["median"] for ranks in (1, 2)]
+        ours = [
+            f"{of['median']:.2f} ({of['p10']:.2f} to {of['p90']:.2f}{_over(of['median'], limit)})"
+            for of in (measured["laststep", ranks]["ratio"] for ranks in (1, 2))
+        ]
+        what = "a 64-64-10 perceptron" if model == "perceptron" else "a wider network"
+        yield (
+            f"a step of {what} on 1 and 2 ranks, everything on (`overhead`)",
+            f"{' and '.join(ours)} times the bare loop's {_us(bare[0])} and {_us(bare[1])}",
+            "; ".join(
+                f"{title} {ratio[name, 1]:.2f} and {ratio[name, 2]:.2f}"
+                for name, title in (
+                    ("accelerate", "Accelerate"),
+                    ("lightning barebones", "Lightning with everything off"),
+                    ("lightning", "Lightning with defaults"),
+                )
+                if (name, 1) in ratio and (name, 2) in ratio
+            ),
+        )
+
+
+def _ranks(of: dict[str, Any]) -> Iterator[Row]:
+    """How long ranks take to connect, and to stop."""
+    meeting, stops, cores = of["meeting"], of["stops"], of["meeting"]["cores"]
+    ranks = ("2", "8", "32")
+    met = ", ".join(f"{meeting['ranks'][size]['met']['median']:.2f}" for size in ranks)
+    agreed = ", ".join(f"{1000 * meeting['ranks'][size]['stop']['median']:.1f}" for size in ranks)
+    whole = stops["from the signal"]["in all"]
+    lost = f"{stops['lost_steps']} steps lost" if stops["lost_steps"] else "no step lost"
+    growth = "grows as ranks to the power of"
+    yield (
+        f"{', '.join(ranks)} ranks connect, all on these {cores} cores (`meeting`)",
+        f"{met} s",
+        f"{growth} {meeting['growth']['met']}",
+    )
+    yield "the same ranks agree on a stop, from the signal", f"{agreed} ms", f"{growth} {meeting['growth']['stop']}"
+    cost = f"{of['agreement']['cost']:.0f} ns"
+    yield "cost per step of being able to stop together, when nothing happens (`agreement`)", cost, ""
+    yield (
+        f"a stop, from the signal to the exit of both ranks, {stops['stops']} times (`stops`)",
+        f"{whole['median']:.2f} s, at most {whole['max']:.2f} s; {lost}",
+        f"one step {stops['one step']['median']:.2f} s, the write {1000 * stops['write']['median']:.0f} ms",
+    )
+
+
+def _starts(requeue: dict[str, Any]) -> Iterator[Row]:
+    """From a requeue to the first step."""
+    floor, compiled = requeue["floor"], requeue["compile"]
+    whole, first_step = (requeue["resume"][phase]["median"] for phase in ("in all", "first batch"))
+    first, again = compiled["first start"], compiled["requeue"]
+    yield (
+        "from a requeue to the first step (`requeue`)",
+        f"{whole:.2f} s, including {first_step:.2f} s from the restore to the end of the first step; "
+        f"{requeue['ratio']:.2f} times the floor{_over(requeue['ratio'], requeue['limit'])}",
+        f"floor (python, import torch, connect, read the bytes) {floor['in all']['median']:.2f} s; the first step of a "
+        f"bare loop takes {floor['first batch']['median']:.2f} s more",
+    )
+    yield (
+        "with `train.compile`, from start to first step: first start, requeue (`requeue`, once each)",
+        f"{first['in all']:.1f}, {again['in all']:.1f} s",
+        f"of which compiling {first['warm-up']:.1f}, {again['warm-up']:.1f} s",
+    )
+
+
+def _checkpoints(of: dict[str, Any]) -> Iterator[Row]:
+    """Saving, restoring, and what is lost without."""
+    save, restore, goodput = of["save"], of["restore"]["results"]["four shards"], of["goodput"]
+    peers, ours = save["results"], save["results"]["CheckpointWriter"]
+    others = [peer for name, peer in peers.items() if name.startswith("async_save")]
+    stall, cost = (min(other[key] for other in others) for key in ("stall_ms", "lost_ms"))
+    seconds = {key: f"{value['median']:.2f} s" for key, value in restore.items()}
+    yield (
+        f"the training loop pauses for a save of {save['bytes'] / 1e6:.0f} MB (`save`)",
+        f"{ours['stall_ms']:.0f} ms",
+        f"`torch.save` and fsync {peers['torch.save + fsync']['stall_ms']:.0f} ms; `torch.save` "
+        f"{peers['torch.save']['stall_ms']:.0f} ms; `torch.distributed.checkpoint.async_save` {stall:.0f} ms at best",
+    )
+    yield (
+        "the same, plus the slowdown of the steps during the write",
+        f"{ours['lost_ms']:.0f} ms of {ours['write_s']:.1f} s",
+        f"`async_save` {cost:.0f} ms at best",
+    )
+    sizes = save["bytes_per_rank"]
+    yield (
+        "bytes that each rank writes for it",
+        f"{', '.join(f'{size / 1e6:.0f}' for size in sizes.values())} MB",
+        f"with {', '.join(sizes)} ranks",
+    )
+    yield (
+        "a rank reads 1 GB in four shards from the page cache (`restore`)",
+        seconds["load"],
+        f"reading the bytes with one thread {seconds['read']}; `torch.load` {seconds['torch.load']}",
+    )
+    yield "rank 0 checks it against its hashes first", seconds["verify"], f"SHA-256 alone {seconds['hash']}"
+    yield (
+        f"training lost when both ranks die, {goodput['deaths']} times, with a save every "
+        f"{goodput['interval_s']:.0f} s (`goodput`)",
+        f"{goodput['measured']['lost_s']:.1f} ± {goodput['standard_error_s']:.1f} s",
+        f"the model predicts {goodput['model']['lost_s']:.1f} s",
+    )
+
+
+def _loading(figures: list[dict[str, Any]]) -> Iterator[Row]:
+    """Images per second and core, without loader workers."""
+    for workload, what, peer in (
+        ("photos of 500x375", "JPEGs of 500x375, augmented", "torchvision's reference pipeline"),
+        ("photos of 2000x1500", "JPEGs of 2000x1500, augmented", "torchvision's reference pipeline"),
+        ("photos of 500x375, decoded once", "500x375, decoded once (`data.args.cache=true`)", "the same pipeline"),
+        ("digits of mnist-5k", "5,000 digits in memory", "PyTorch's MNIST example"),
+    ):
+        ours, reference = (
+            next(
+                figure["per_core"]["median"]
+                for figure in figures
+                if (figure["workload"], figure["contender"]) == (f"{workload}, 0 workers", contender)
+            )
+            for contender in ("laststep", "reference")
+        )
+        yield f"loading, images/s per core: {what} (`loading`)", _count(ours), f"{peer} {_count(reference)}"
+
+
+def _memory(memory: dict[str, Any]) -> Iterator[Row]:
+    """The peak of a rank, and that it does not grow."""
+    peaks = {n: [peak for peak in memory["peaks"] if peak["ranks"] == n] for n in (1, 2)}
+    most = {n: max(peak["laststep_mb"] for peak in found) for n, found in peaks.items()}
+    buffers = {n: found[0]["buffer_mb"] for n, found in peaks.items()}
+    bare = {n: found[0]["bare_mb"] for n, found in peaks.items()}
+    compiler = min(-peak["tiny_more_mb"] for found in peaks.values() for peak in found)
+    yield (
+        f"peak memory of a rank with a state of {buffers[1]:.0f} MB, 1 and 2 ranks (`memory`)",
+        f"{most[1]:.0f}, {most[2]:.0f} MB, including the save buffer of {buffers[1]:.0f}, {buffers[2]:.0f} MB",
+        f"the bare loop {bare[1]:.0f}, {bare[2]:.0f} MB, including some {compiler:.0f} MB for torch's compiler, which "
+        "Laststep does not load",
+    )
+    largest = max(memory["growth"], key=lambda grown: grown["late"]["anonymous_mb"])
+    early, late = largest["early"], largest["late"]
+    same = all(g["late"][key] <= g["early"][key] for g in memory["growth"] for key in ("threads", "files", "keys"))
+    yield (
+        "memory after 1,000 steps and 10 saves, and after 10,000 and 100",
+        f"{early['anonymous_mb']:.0f}, {late['anonymous_mb']:.0f} MB{'; not one more thread, file or key' * same}",
+        "",
+    )
+
+
+def _commands(of: dict[str, Any]) -> Iterator[Row]:
+    """How long a user waits for a command."""
+    start = {name: f"{taken['median_ms']:.0f} ms" for name, taken in of["start"]["results"].items()}
+    submit, status = of["submit"], of["status"]
+    yield (
+        "`launch.py --help`, `--dry-run` (`start`)",
+        f"{start['launch.py --help']}, {start['launch.py --dry-run --nodes 2']}",
+        f"`import submitit, omegaconf` {start['import submitit, omegaconf']}",
+    )
+    calls = f"{status['squeue_calls']:.0f} call{'s' * (status['squeue_calls'] != 1)} of squeue"
+    yield (
+        f"`launch.py status` over {status['runs']:,} runs (`status`)",
+        f"{status['status']['median']:.1f} s, {calls}",
+        "",
+    )
+    yield (
+        "`launch.py --nodes 2`, held on the throwaway Slurm (`submit`)",
+        f"{submit['launch.py --nodes 2']['median']:.2f} s",
+        f"`sbatch` with the same script {submit['sbatch']['median']:.3f} s",
+    )
+    sweep = f"{submit['a sweep of 1000']['median']:.1f} s"
+    yield "`launch.py sweep` of 1,000 runs, as one array", sweep, ""
+
+
+def _over(value: float, limit: float) -> str:
+    return f"; **misses the goal of {limit:g}**" if value > limit else ""
+
+
+def _us(microseconds: float) -> str:
+    return f"{microseconds:,.0f} us" if microseconds < 10_000 else f"{microseconds / 1000:.0f} ms"
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e6:.1f} million" if number > 1e6 else f"{float(f'{number:.3g}'):,.0f}"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())
