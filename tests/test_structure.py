@@ -42,6 +42,8 @@ def module_of(path: Path) -> str:
 def part_of(module: str) -> str:
     """The part of the picture that a module belongs to: trainer.world.group -> world."""
     names = module.split(".")
+    if module.startswith("trainer.commands.project."):
+        return "__init__"  # what init copies: like any user's file, it may import the public names
     return names[1] if len(names) > 1 else {"trainer": "__init__"}.get(module, module)
 
 

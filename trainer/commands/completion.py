@@ -86,7 +86,7 @@ def _candidates(before: Sequence[str], word: str) -> Iterator[str]:
             if action.dest == "words" or (action.dest == "run" and not has_run):
                 yield from _runs(before)
                 yield FILES
-            if action.dest == "out":
+            if action.dest == "out" or action.metavar == "DIR":
                 yield FILES
             if action.metavar in KEYS:
                 yield from _keys(KEYS[str(action.metavar)], word)

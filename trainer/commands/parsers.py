@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -26,6 +27,7 @@ NEW_RUN_OPTIONS: KeyOptions = {**JOB_OPTIONS, "--name": ("launch.name", "RUN", "
 
 # key=value words, as --help shows them and as the completion recognizes them.
 ANY_KEY, LAUNCH_KEY, ROOT_KEY = "key=value", "launch.KEY=value", "launch.root=FOLDER"
+OWN_CONFIG = "configs/default.yaml"  # in the folder where the command is typed; `laststep init` writes one
 NO_RUN = "name the run, or its folder"
 
 
@@ -62,7 +64,10 @@ class Parser(argparse.ArgumentParser):
 def add_config(parser: Parser) -> None:
     """The options that name the YAML files of a configuration."""
     parser.add_argument(
-        "--config", default="mnist", metavar="NAME|PATH", help="a name in configs/, or a YAML file (default: mnist)"
+        "--config",
+        default=OWN_CONFIG if os.path.isfile(OWN_CONFIG) else "mnist",
+        metavar="NAME|PATH",
+        help=f"a name in configs/, or a YAML file (default: {OWN_CONFIG} if there is one here, else mnist)",
     )
     parser.add_argument(
         "--site",

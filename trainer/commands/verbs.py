@@ -59,6 +59,7 @@ class Verb:
 VERBS = {
     verb.name: verb
     for verb in (
+        Verb("init", "init [DIR]", "write a small project to start from"),
         Verb("submit", "submit", "start a new run"),
         Verb("sweep", "sweep key=v1,v2", "submit one run per combination of values"),
         Verb("resume", "resume RUN", "continue a run in a new job, on any number of ranks"),
