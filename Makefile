@@ -46,14 +46,15 @@ bench: $(VENV)/installed  ## measure every figure of docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
 # For tests of Slurm, mpirun, network namespaces, Tab completion and torch.compile. Without root or apt these tests
-# are skipped, with the reason. Where there is a chromium, a test looks at the report in it.
+# are skipped, with the reason. So is the test that opens the report in a browser: Ubuntu has no package of chromium.
 PACKAGES := slurmctld slurmd slurm-client slurmdbd munge mariadb-server openmpi-bin iproute2 zsh g++
+BROWSER := chromium
 .PHONY: system-packages
 system-packages:
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(PACKAGES) >/dev/null 2>&1; then \
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(PACKAGES) $(BROWSER) >/dev/null 2>&1; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 			$(PACKAGES) >/dev/null && \
-		{ apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1 || true; }; fi
+		{ apt-get install -y -qq --no-install-recommends $(BROWSER) >/dev/null 2>&1 || true; }; fi
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from tests.support.project import PROJECT
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from plotly.offline import get_plotlyjs
 
+from tests.support.needs import require
 from tests.support.waiting import DEADLINE_S
 from trainer.commands.main import main
 from trainer.config.config import Config
@@ -394,8 +395,8 @@ LOOK = """
 
 def test_in_a_browser(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The curves are drawn; a reader can zoom in down to single steps, see values, and hide runs."""
-    if BROWSER is None:
-        pytest.skip("no chromium on this machine: apt-get install chromium")
+    require(None if BROWSER else "no chromium on this machine: apt-get install chromium")
+    assert BROWSER is not None
     ends = [attempt(0, 0, 500, (0, 500), "preempted"), attempt(1, 600, 2600, (500, 2000), "finished")]
     for name in ("one", "two"):
         make(root, name, [step(n, 1 / n) for n in range(1, 2001)], ends)
