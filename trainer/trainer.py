@@ -88,7 +88,8 @@ def _change_to_working_folder() -> None:
         os.chdir(folder or os.environ["SLURM_SUBMIT_DIR"])
     except (KeyError, OSError) as error:
         if folder:
-            say(f"WARNING: relative paths refer to {os.getcwd()} here: {folder}: {getattr(error, 'strerror', error)}")
+            reason = getattr(error, "strerror", error)
+            say(f"WARNING: {folder}: {reason} on this node; relative paths refer to {os.getcwd()} instead")
 
 
 def _clear_unfinished(world: World) -> None:

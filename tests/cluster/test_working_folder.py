@@ -85,7 +85,7 @@ def test_a_rank_moves_there(
     assert Path.cwd() == tmp_path / "code"
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith(
-        f"WARNING: relative paths refer to {tmp_path}/code here: {tmp_path}/gone: No such file or directory"
+        f"{tmp_path}/gone: No such file or directory on this node; relative paths refer to {tmp_path}/code instead"
     )
     monkeypatch.setenv(WORKING_FOLDER, str(tmp_path))
     trainer_module._change_to_working_folder()

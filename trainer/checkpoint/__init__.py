@@ -1,4 +1,5 @@
 """Everything that outlives an attempt: the folder of checkpoints (`store`), the background writer (`writer`), when to
-save (`manager`) and how often (`interval`, `goodput`), and how far a run has come (`position`).
+save (`manager`) and how often (`interval`, `goodput`), how far a run has come (`position`), and the weights that are
+read from a checkpoint and written to a file (`weights`, `export`).
 
 Not here: what a loop puts into a checkpoint (loops), and which rank saves after a fault (attempt)."""

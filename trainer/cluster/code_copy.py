@@ -43,7 +43,7 @@ def copy_code(run: RunDir, config: Config) -> None:
         if origin.repository is not None:
             _copy(Path(origin.repository), _files_of_user(origin, root), partial)
         origin.save(partial)
-        if (diff := git(origin.git_folder, "diff", "HEAD", "--", ".")) is not None:
+        if (diff := git(Path(origin.git_folder), "diff", "HEAD", "--", ".")) is not None:
             run.diff.write_bytes(diff)
         # Once per package: each access reads the metadata again.
         packages = [distribution.metadata for distribution in importlib.metadata.distributions()]
@@ -125,7 +125,7 @@ def _split(names: bytes) -> Iterator[str]:
 
 def _walk(folder: Path, root: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
-        if is_environment([*folders, *names]) or _holds_runs(Path(place), root, folder):
+        if is_environment(Path(place)) or _holds_runs(Path(place), root, folder):
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_CODE]

@@ -14,10 +14,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from itertools import starmap
 from pathlib import Path
 
 from trainer import compat
-from trainer.cluster.run_folders import PROJECT, version, working_folder
+from trainer.cluster.run_folders import PROJECT, working_folder
 from trainer.cluster.task_check import find_spec
 from trainer.config.config import Config
 from trainer.rundir import RunDir
@@ -33,15 +34,10 @@ class CodeOrigin:
     """Where the code of a run comes from; written into its copy."""
 
     repository: str | None  # the user's; None where the task is Laststep's own, or that of an installed package
-    packages: list[str]  # folders of the packages of that repository which the task is known to use
-    commit: str | None  # of the user's repository, else of Laststep's clone; None outside git
-    version: str  # Laststep's
+    packages: list[str]  # folders of packages in that repository: the task's, and those of editable installs
+    git_folder: str  # the folder whose commit and uncommitted changes are recorded
+    commit: str | None  # None outside git
     python_path: list[str]  # folders in the copy where Python looks for modules, relative to the copy
-
-    @property
-    def git_folder(self) -> Path:
-        """The folder whose commit and uncommitted changes are recorded."""
-        return Path(self.repository) if self.repository else PROJECT
 
     def save(self, code: Path) -> None:
         """Write this into the copy."""
@@ -57,22 +53,23 @@ def origin_of(run: RunDir, config: Config) -> CodeOrigin:
 
 
 def look_up(task: str, folder: Path) -> CodeOrigin:
-    """Find the code of a task named in `folder`."""
-    spec = find_spec(task.partition(".")[0], [folder]) if "." in task else None
-    found = _files_of(spec) if spec else []
-    repository = _repository(found[0], folder) if found else None
-    bases = [base for base in (CLONE, repository) if base]
-    modules = [*((spec.name, path) for path in found if spec), *compat.editable_modules().items()]
-    packages = [str(path) for _, path in modules if repository and path.is_dir() and path.is_relative_to(repository)]
-    places = [*(_parent(name, path) for name, path in modules[: len(found)]), folder, *map(Path, sys.path)]
-    places += [_parent(name, path) for name, path in modules[len(found) :]]
-    inside = [_inside(place.resolve(), bases) for place in places]
+    """Find the code of a task that is named in `folder`."""
+    name = task.partition(".")[0]
+    spec = find_spec(name, [folder]) if "." in task else None
+    own = [(name, path) for path in _files_of(spec)] if spec else []
+    repository = _repository(own[0][1], folder) if own else None
+    editable = list(compat.editable_modules().items())
+    packages = [path for _, path in own + editable if repository and path.is_dir() and path.is_relative_to(repository)]
+    # As Python searches: what an editable install knows comes after sys.path.
+    places = [*starmap(_parent, own), folder, *map(Path, sys.path), *starmap(_parent, editable)]
+    inside = [_inside(place, [base for base in (CLONE, repository) if base]) for place in places]
+    git_folder = repository or CLONE or folder
     return CodeOrigin(
         repository=str(repository) if repository else None,
-        packages=list(dict.fromkeys(packages)),
-        commit=current_commit(repository or PROJECT),
-        version=version(),
-        python_path=list(dict.fromkeys([".", *(place for place in inside if place)])),
+        packages=list(dict.fromkeys(map(str, packages))),
+        git_folder=str(git_folder),
+        commit=current_commit(git_folder),
+        python_path=list(dict.fromkeys([".", *filter(None, inside)])),
     )
 
 
@@ -91,7 +88,7 @@ def python_path(origin: CodeOrigin, code: Path) -> str:
 
 def live_python_path(folder: Path) -> str:
     """PYTHONPATH of ranks that run the live code in `folder`; includes the folder of the script that started them."""
-    inside = [path for path in map(Path, sys.path) if path.name and _inside(path.resolve(), [folder])]
+    inside = [path for path in map(Path, sys.path) if path.name and _inside(path, [folder])]
     return _joined(PROJECT, folder, *inside)
 
 
@@ -109,9 +106,9 @@ def git(folder: Path, *words: str) -> bytes | None:
     return None
 
 
-def is_environment(names: Sequence[str]) -> bool:
-    """Whether a folder that holds these names is a Python environment."""
-    return any(mark in names for mark in ENVIRONMENT_MARKS)
+def is_environment(folder: Path) -> bool:
+    """Whether a folder is a Python environment."""
+    return any(os.path.exists(folder / mark) for mark in ENVIRONMENT_MARKS)
 
 
 def _file(code: Path) -> Path:
@@ -143,11 +140,12 @@ def _parent(name: str, path: Path) -> Path:
 
 def _inside(place: Path, bases: Sequence[Path]) -> str | None:
     """A folder's path relative to the base that it is in; None when it is in none of them, or in an environment."""
+    place = place.resolve()
     for base in bases:
-        if place.is_relative_to(base) and place.is_dir():
+        if place.is_relative_to(base) and os.path.isdir(place):
             relative = place.relative_to(base)
             between = [place, *place.parents][: len(relative.parts)]
-            if not any(is_environment(os.listdir(one)) or one.name in NOT_CODE for one in between):
+            if not any(one.name in NOT_CODE or is_environment(one) for one in between):
                 return str(relative)
     return None
 

@@ -30,7 +30,20 @@ def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float |
             f"task={config.task}: a custom training loop validates in its own code; load the weights there, by "
             f"trainer.load_weights({str(run.path)!r})"
         )
-    world = World(0, 1, 0, 1, 0, 1, (hostname(),), "evaluate", 0, "evaluate", "python", on_slurm=False)
+    world = World(
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        node=0,
+        nodes=1,
+        hosts=(hostname(),),
+        job_id="evaluate",
+        restart=0,
+        attempt="evaluate",
+        launcher="python",
+        on_slurm=False,
+    )
     group = join(config, world, run.meeting("evaluate"), config.launch.hang_timeout_s)
     if group.device.type == "cpu":
         torch.set_num_threads(int(weights.manifest.numerics.get("threads", torch.get_num_threads())))
