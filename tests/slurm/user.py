@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import parent, processes
+from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
 from trainer.records.metrics import read_lines
@@ -19,13 +20,19 @@ from trainer.rundir import RunDir
 
 
 class User:
-    """A user of a cluster, with the project's folder as working directory."""
+    """A user of a cluster, with the project's folder as working directory.
 
-    def __init__(self, cluster: Cluster, root: Path) -> None:
+    `python` starts the ranks: by default forked processes, see tests/support/forked; sys.executable for tests of what
+    differs there.
+    """
+
+    def __init__(self, cluster: Cluster, root: Path, python: str | None = None) -> None:
         self.cluster = cluster
         self.root = root
+        self.python = python or forked_python()
         # Jobs inherit this environment from sbatch.
-        self.env = {**cluster.env, "OMP_NUM_THREADS": "1"}
+        self.env = {**cluster.env, "OMP_NUM_THREADS": "1", "LASTSTEP_SITE": str(root / "site.yaml")}
+        (root / "site.yaml").write_text(f"launch: {{python: {self.python}, root: {root}}}\n")
 
     def types(self, *words: str, status: int = 0) -> str:
         """Run `python launch.py WORDS` and return what it printed. Any other exit status fails the test."""

@@ -34,6 +34,7 @@ SLOW = (
     "observe/test_troubleshooting",
     "slurm/",
     "test_docs",
+    "test_forked",
     "test_parts",
     "world/test_meeting",
     "world/test_network",
