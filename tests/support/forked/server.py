@@ -251,7 +251,7 @@ def _open_streams(unbuffered: bool) -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old, raw = getattr(sys, name), io.FileIO(number, "w" if number else "r", closefd=False)
         binary = io.BufferedReader(raw) if number == 0 else raw if unbuffered else io.BufferedWriter(raw)
-        by_line = name == "stderr" or raw.isatty()
+        by_line = not unbuffered and (name == "stderr" or raw.isatty())
         new = io.TextIOWrapper(binary, old.encoding, old.errors, line_buffering=by_line, write_through=unbuffered)
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
