@@ -31,8 +31,9 @@ class User:
         self.root = root
         self.python = python or forked_python()
         # Jobs inherit this environment from sbatch.
-        self.env = {**cluster.env, "OMP_NUM_THREADS": "1", "LASTSTEP_SITE": str(root / "site.yaml")}
-        (root / "site.yaml").write_text(f"launch: {{python: {self.python}, root: {root}}}\n")
+        self.site = str(root / "site.yaml")  # what each command reads; a program passes it to Config.load
+        self.env = {**cluster.env, "OMP_NUM_THREADS": "1", "LASTSTEP_SITE": self.site}
+        Path(self.site).write_text(f"launch: {{python: {self.python}}}\n")
 
     def types(self, *words: str, status: int = 0) -> str:
         """Run `python launch.py WORDS` and return what it printed. Any other exit status fails the test."""

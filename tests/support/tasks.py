@@ -56,6 +56,7 @@ __all__ = [
     "Prepared",
     "Recorded",
     "RecordedLinear",
+    "RecordedUnhurried",
     "Signalled",
     "SignalledElsewhere",
     "Slow",
@@ -231,6 +232,10 @@ class Recorded(Signalled):
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         *batch, _, _ = batch
         return super().step(model, batch)
+
+
+class RecordedUnhurried(Unhurried, Recorded):
+    """Both of these tasks in one."""
 
 
 class RecordedLinear(Linear, Recorded):
