@@ -51,7 +51,7 @@ def mine(user: User, tmp_path: Path) -> Iterator[User]:
         (folder / name).write_text(text)
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
         subprocess.run([*GIT, *words], cwd=folder, check=True)
-    mine = User(user.cluster, folder / "runs", folder)
+    mine = User(user.cluster, folder / "runs", folder=folder)
     mine.env["PYTHONPATH"] = str(folder / "src")
     yield mine
 
