@@ -293,6 +293,17 @@ def test_killed_while_it_writes(tmp_path: Path, suffix: str, monkeypatch: pytest
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
+def test_others_may_read_it(tmp_path: Path, name: str) -> None:
+    """Colleagues read the file as the user's umask allows. safetensors alone would keep it from everybody else."""
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / name, {"weight": torch.ones(3)}, {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
+
+
 def test_targets(tmp_path: Path) -> None:
     """A name that cannot work is refused before the checkpoint is read, which may take minutes."""
     for name, says in {
