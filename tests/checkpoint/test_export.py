@@ -63,7 +63,9 @@ def save(run: RunDir, step: int, state: dict[str, Any], **metrics: float) -> Pat
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """An empty run folder."""
-    return RunDir(tmp_path / "first")
+    run = RunDir(tmp_path / "first")
+    run.path.mkdir()
+    return run
 
 
 def equal(found: dict[str, Any], expected: dict[str, Tensor]) -> bool:
@@ -147,6 +149,7 @@ def test_which_checkpoint(run: RunDir) -> None:
     save(run, 4, state_of(nn.Linear(1, 1)))
     assert read_run(run, best=True).manifest.step == 2  # step 4 was saved in the middle of an epoch
     unmeasured = RunDir(run.path.parent / "other")
+    unmeasured.path.mkdir()
     save(unmeasured, 1, state_of(nn.Linear(1, 1)))
     with pytest.raises(ConfigError, match="no checkpoint has a val_loss; name one by --step: 1"):
         read_run(unmeasured, best=True)
