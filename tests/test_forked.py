@@ -165,8 +165,8 @@ def test_a_killed_client(python: str) -> None:
     with begins(python) as client:
         worker = Path("/proc", read_until(client, "ready").split()[-1])
         process = Path("/proc", (worker / "stat").read_text().rpartition(")")[2].split()[1])
-        assert process.name != str(client.pid)
         client.kill()
+    assert process.name != str(client.pid)
     wait_until(lambda: not alive(process) and not alive(worker), "the process outlived its client")
 
 
