@@ -136,12 +136,13 @@ def test_signals_are_passed_on(python: str) -> None:
     """Slurm and users signal the process that they started."""
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT]
     with begins(python, *numbers) as client:
-        read_until(client, "ready")
+        worker = int(read_until(client, "ready").split()[-1])
         for number in numbers:
             client.send_signal(number)
             assert read_until(client, "got").split()[-1] == str(int(number))
         client.send_signal(signal.SIGALRM)
         assert client.wait(DEADLINE_S) == -signal.SIGALRM, "without a handler it kills"
+    os.kill(worker, signal.SIGKILL)
 
 
 def test_a_signal_before_there_is_a_process(python: str) -> None:
@@ -165,8 +166,8 @@ def test_a_killed_client(python: str) -> None:
     with begins(python) as client:
         worker = Path("/proc", read_until(client, "ready").split()[-1])
         process = Path("/proc", (worker / "stat").read_text().rpartition(")")[2].split()[1])
-        assert process.name != str(client.pid)
         client.kill()
+    assert process.name != str(client.pid)
     wait_until(lambda: not alive(process) and not alive(worker), "the process outlived its client")
 
 

@@ -16,8 +16,8 @@ import pytest
 from tests.support.waiting import DEADLINE_S
 from trainer.attempt import compiler
 
-# What a run does with torch before and between its steps. Prints what the stand-in does not have. Torch asks it for
-# more where torchvision was imported before the ranks meet.
+# What a run does with torch before and between its steps. Prints what the stand-in does not have. torchvision is
+# imported before the ranks meet, as a task may do: torch asks for more then.
 IMPORTS = """
 import atexit
 import sys

@@ -20,7 +20,8 @@ static int begins(const char *text, const char *with) { return strncmp(text, wit
 /* Variables that are read while Python or its libraries are loaded, when the server had others. */
 static int must_be_read_early(const char *variable) {
     static const char *const harmless[] = {"PYTHONPATH=", "PYTHONUNBUFFERED=", "PYTHONDONTWRITEBYTECODE=",
-                                           "OMP_NUM_THREADS="};
+                                           "OMP_NUM_THREADS=",
+                                           "TORCHINDUCTOR_CACHE_DIR=" /* torch sets it itself */};
     static const char *const early[] = {"PYTHON", "LD_", "TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_",
                                         "OPENBLAS_", "MALLOC_", "LASTSTEP_KEEP_COMPILER="};
     for (size_t i = 0; i < sizeof harmless / sizeof *harmless; i++)
