@@ -24,6 +24,8 @@ def main(words: Sequence[str]) -> int:
 
             return completion.complete(" ".join(words))
         if verb not in VERBS:
+            if words and words[0] in VERBS:
+                raise ConfigError(f"{verb}: no such verb; the verb comes first: `python launch.py {words[0]} {verb}`")
             raise ConfigError(f"{verb}: no such verb; {nearest(verb, list(VERBS))}")
         return VERBS[verb].run(words)
     except ConfigError as error:
