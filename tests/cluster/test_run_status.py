@@ -27,6 +27,7 @@ from trainer.rundir import RunDir
 NOW = time.time()
 EMPTY = Queue(NOW, {})
 SILENT = Queue(NOW, None)
+NOT_UP = "its ranks are not up yet"
 OWNER = os.getuid()  # of the folders that a test makes
 
 
@@ -59,26 +60,14 @@ def run(tmp_path: Path) -> RunDir:
     ("queue", "ended", "under_way", "state", "why"),
     [
         (queued("PENDING", "Priority"), [], None, "queued", "Priority"),
-        (queued("RUNNING"), [], None, "starting", "its ranks are not up yet"),
+        (queued("RUNNING"), [], None, "starting", NOT_UP),
         (queued("RUNNING"), [], attempt(), "running", ""),
         (queued("RUNNING", "", NOW - 110), [], attempt(), "running", ""),
         # Its ranks were all killed; Slurm has just started the job again.
-        (queued("RUNNING", "", NOW), [], attempt(start=NOW - 900), "starting", "its ranks are not up yet"),
-        (
-            queued("RUNNING", "", NOW - 5),
-            [attempt(end=NOW - 60, reason="preempted")],
-            None,
-            "starting",
-            "its ranks are not up yet",
-        ),
+        (queued("RUNNING", "", NOW), [], attempt(start=NOW - 900), "starting", NOT_UP),
+        (queued("RUNNING", "", NOW - 5), [attempt(0, "preempted", end=NOW - 60)], None, "starting", NOT_UP),
         # The batch shell is still at work, or the job is the user's own.
-        (
-            queued("RUNNING", "", NOW - 90),
-            [attempt(0, "cancelled")],
-            None,
-            "stopping",
-            "its ranks have ended (cancelled)",
-        ),
+        (queued("RUNNING", "", NOW - 90), [attempt(0, "lost")], None, "stopping", "its ranks have ended (lost)"),
         (queued("RUNNING"), [attempt(0, "preempted")], attempt(1), "running", ""),
         (queued("PENDING", "BeginTime"), [attempt(0, "preempted")], None, "requeued", "BeginTime"),
         (queued("PENDING", "BeginTime"), [], attempt(), "requeued", "BeginTime"),  # its ranks were all killed
@@ -225,7 +214,7 @@ def test_how_far_it_is(run: RunDir) -> None:
     write(run.metrics, *steps, {"epoch": 1, "step": 120, "val_loss": 1.0})
     found = status_of(run, queued("RUNNING"))
     assert (found.step, found.total_steps, found.epoch, found.loss) == (120, 520, 1, 1 / 120)
-    assert found.eta_s is None, "no attempt is under way"
+    assert found.eta_s == 400 * 64 / 32
     assert (found.attempts, found.lost_steps) == (2, 5)
     assert found.goodput == pytest.approx((100 * 0.5 + 20 * 0.8) / 200)
 
@@ -233,13 +222,14 @@ def test_how_far_it_is(run: RunDir) -> None:
 def test_the_time_left_and_the_goodput_do_not_jump(run: RunDir) -> None:
     """One slow step, such as the first or one with a save, changes neither. The steps of an earlier attempt that are
     about to be done again count neither."""
-    write(run.attempts, attempt(0, "lost", start=NOW - 400, end=NOW - 300, end_step=100, lost_steps=0, step_s=1.0))
-    write(run.attempt_now, attempt(1, start=NOW - 100, start_step=100))
+    now = time.time()
+    write(run.attempts, attempt(0, "lost", start=now - 400, end=now - 300, end_step=100, lost_steps=0, step_s=1.0))
+    write(run.attempt_now, attempt(1, start=now - 100, start_step=100))
     write(run.plan, {"total_steps": 520, "batch_size": 64})
-    running = queued("RUNNING", "", NOW - 110)
+    running = Queue(now, {"7": Job("RUNNING", "", now - 110)})
 
     def step(number: int, rate: float) -> dict[str, Any]:
-        when = NOW - 350 if number <= 120 else NOW - 100 + number - 120
+        when = now - 350 if number <= 120 else now - 100 + number - 120
         return {"step": number, "epoch": 1, "loss": 0.1, "samples_per_s": rate, "time": when}
 
     old, new = [step(n, 64.0) for n in range(100, 121)], [step(n, 32.0) for n in range(121, 141)]

@@ -166,11 +166,11 @@ def find_runs(names: Sequence[str], root: str, sweep: str | None = None) -> list
         return [RunDir(folder / name) for name in members]
     found: dict[Path, RunDir] = {}
     for name in names:
-        runs = (
-            [find_run(name, root)]
-            if glob.escape(name) == name
-            else [RunDir(Path(path).parent) for path in sorted(glob.glob(str(folder / name / "config.yaml")))]
-        )
+        if glob.escape(name) == name:
+            runs = [find_run(name, root)]
+        else:
+            paths = glob.glob(str(folder / name / "config.yaml"))
+            runs = [RunDir(Path(path).parent) for path in sorted(paths)]
         if not runs:
             raise ConfigError(f"{name}: matches no run in {folder}/")
         found.update({run.path: run for run in runs})

@@ -101,14 +101,14 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
     job = _find_job(run, queue, submissions, records)
     state, why = _state(run, job, submissions, records, queue)
     under_way = records[-1] if records and not records[-1]["reason"] else None
-    steps = [line for line in last_lines(run.metrics, RATE_BYTES if state == "running" else TAIL) if is_step(line)]
+    steps = [line for line in last_lines(run.metrics, RATE_BYTES if under_way else TAIL) if is_step(line)]
     plan = read_plan(run.plan)
     step = steps[-1] if steps else None
     done = step["step"] if step else records[-1]["end_step"] if records else None
     total, batch_size = (plan["total_steps"], plan["batch_size"]) if plan else (None, None)
     rate = _rate(steps, under_way["start"] if under_way else 0.0)
     left_s = None
-    if total and batch_size and done is not None and rate and state == "running":
+    if total and batch_size and done is not None and rate and state in ("starting", "running"):
         left_s = (total - done) * batch_size / rate
     now = step["time"] if step and state == "lost" else time.time()  # a dead attempt uses no more time
     in_attempt = step["step"] if step and under_way and step["time"] >= under_way["start"] else None
