@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import refusal
+from tests.support.commands import fake_squeue, refusal
 from tests.support.records import ended_attempt
 from trainer.cluster.sweep import combinations, name_of
 from trainer.commands.main import main
@@ -97,7 +97,7 @@ def test_again_only_what_is_missing(slurm: Path, here: Path, capfd: pytest.Captu
     assert main(["sweep", "--name", "scan", "seed=0..2"]) == 0
     finished = RunDir(here / "runs" / "scan-seed_0")
     finished.attempts.write_text(json.dumps(ended_attempt(job_id="4711_0")) + "\n")
-    (slurm / "squeue").write_text("#!/bin/sh\necho '4711_1|RUNNING|N/A|None'\n")
+    (slurm / "squeue").write_text(fake_squeue("4711_1"))
     for name in ("scan-seed_2", "scan-seed_0"):
         said = RunDir(here / "runs" / name).submissions
         said.write_text(said.read_text().replace('"time": 1', '"time": 0'))  # long ago

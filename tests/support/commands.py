@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
+from trainer.cluster.queue import SEPARATOR
 from trainer.commands.main import main
 
 NO_SLURM = "/nonexistent"
@@ -22,12 +23,17 @@ FAKE_SBATCH = """#!/bin/sh
 cp "$1" "$(dirname "$0")/submitted.sh"
 echo "Submitted batch job 4711"
 """
-FAKE_SQUEUE = "#!/bin/sh\necho '4711|RUNNING|N/A|None'\n"
 REFUSING_SBATCH = """#!/bin/sh
 echo "sbatch: error: invalid partition specified: nope" >&2
 echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
 exit 1
 """
+
+
+def fake_squeue(job_id: str) -> str:
+    """A squeue that shows one running job, submitted long ago, in the fields of trainer.cluster.queue."""
+    fields = (job_id, "RUNNING", "N/A", "2000-01-01T00:00:00", str(os.getuid()), "name", "(null)", "None")
+    return f"#!/bin/sh\necho '{SEPARATOR.join(fields)}'\n"
 
 
 def files(folder: Path) -> list[str]:

@@ -89,12 +89,12 @@ def _runs(names: Sequence[str], root: str) -> tuple[Read, Draw]:
     from trainer.commands.status_tables import run_details, runs_table
 
     def selected() -> list[RunDir]:
-        return [run_folders.find_run(name, root) for name in names] if names else run_folders.all_runs(root)
+        return run_folders.find_runs(names, root) if names else run_folders.all_runs(root)
 
     def draw(found: Sequence[RunStatus]) -> RenderableType:
         if not found:
             return Text(f"no run in {root}/ yet")
-        if len(names) == 1:
+        if len(names) == len(found) == 1:
             return Group(runs_table(found), *run_details(selected()[0]))
         return runs_table(found)
 

@@ -16,6 +16,7 @@ from trainer.rundir import RunDir
 
 COLOURS = {
     "running": "green",
+    "starting": "yellow",
     "stopping": "yellow",
     "requeued": "yellow",
     "queued": "cyan",
