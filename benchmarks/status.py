@@ -46,7 +46,8 @@ def main(words: list[str] | None = None) -> int:
             shown = subprocess.run(command, cwd=PROJECT, env=environment, check=True, capture_output=True, text=True)
             taken.append(time.perf_counter() - began)
         calls = len((folder / "calls").read_text().splitlines()) / ROUNDS
-    if len(shown.stdout.splitlines()) != runs + 1 or shown.stdout.count("running") != runs:
+    *_, totals = lines = shown.stdout.splitlines()
+    if len(lines) != runs + 2 or totals != f"{runs:,} running":
         raise RuntimeError(f"expected a table of {runs} running runs, got:\n{shown.stdout[-2000:]}")
     seconds = spread(taken)
     print(f"status of {runs} runs: {seconds['median']:.2f} s (limit: {LIMIT_S:.0f} s), squeue called {calls:.0f} times")

@@ -254,8 +254,8 @@ def test_a_run_that_a_crash_has_damaged(run: RunDir, capfd: pytest.CaptureFixtur
     assert main(["status", str(run.path)]) == 0
     said = capfd.readouterr().out
     assert re.search(r"^run +finished +20 ", said, re.MULTILINE)
-    assert "attempts.jsonl: damaged, 1 lines skipped" in said
-    assert "metrics.jsonl: damaged, 1 lines skipped" in said
+    assert "attempts.jsonl: damaged, 1 line skipped" in said
+    assert "metrics.jsonl: damaged, 1 line skipped" in said
 
 
 def test_a_run_of_an_older_version(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ def test_status_ranks_a_sweep(slurm: Path, here: Path, capfd: pytest.CaptureFixt
     capfd.readouterr()
     for words, order in (([], [2, 1, 0]), (["--by", "val_accuracy"], [1, 2, 0])):
         assert main(["status", "--sweep", "scan", *words]) == 0
-        _, *rows = capfd.readouterr().out.splitlines()
+        _, *rows, _ = capfd.readouterr().out.splitlines()
         assert [row.split()[0] for row in rows] == [f"scan-seed_{seed}" for seed in order]
     assert main(["status", "--sweep", "scna"]) == 2
     assert "--sweep scna: no such sweep in" in capfd.readouterr().err

@@ -89,7 +89,8 @@ def test_thirty_runs(bare: User, tmp_path: Path) -> None:
     assert found["lost"]["lost_steps"] >= 10 and found["requeued"]["lost_steps"] == 0
 
     table = bare.types("status").splitlines()
-    assert len(table) == 1 + QUEUED + 5 and any(line.startswith("held-24") and "JobHeldUser" in line for line in table)
+    assert len(table) == 1 + QUEUED + 5 + 1, "a header, a row per run, the totals"
+    assert any(line.startswith("held-24") and "JobHeldUser" in line for line in table)
     assert "preempted" in bare.types("status", "requeued"), "one run alone comes with its attempts"
 
     silent = tmp_path / "squeue"

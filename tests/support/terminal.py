@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import os
+import pty
+import re
+import select
+import struct
 import subprocess
+import time
+from fcntl import ioctl
 from pathlib import Path
+from termios import TIOCSWINSZ
 
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT
@@ -52,6 +59,53 @@ class Terminal:
     def waits_for_step(self, name: str) -> None:
         """Wait until the run has finished its first steps."""
         wait_until(lambda: read_lines(self.run(name).metrics), f"{name} did not begin to train")
+
+
+class Screen:
+    """A terminal's screen, on which a command redraws itself in place, and its keyboard."""
+
+    HOME, BACK = "\x1b[H", "\x1b[?1049l"  # codes: the cursor goes to the upper left; the screen of before is back
+
+    def __init__(self, command: list[str], columns: int, lines: int, env: dict[str, str]) -> None:
+        self._pid, self._terminal = pty.fork()
+        if not self._pid:
+            os.execvpe(command[0], command, {**env, "TERM": "xterm", "COLUMNS": str(columns), "LINES": str(lines)})
+        ioctl(self._terminal, TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self._printed = ""
+
+    def shows(self, text: str) -> list[str]:
+        """The lines of the screen, once it is drawn with this text."""
+        deadline = time.monotonic() + DEADLINE_S
+        while text not in (drawn := self._printed.rpartition(self.HOME)[2]):
+            assert time.monotonic() < deadline and self._read(), f"{text!r} was not shown:\n{drawn}"
+        return plain(drawn)
+
+    def presses(self, keys: str) -> None:
+        """Press keys."""
+        os.write(self._terminal, keys.encode())
+
+    def left(self) -> tuple[list[str], int]:
+        """The lines that the command leaves on the terminal at its end, and its exit status."""
+        while self._read():
+            pass
+        os.close(self._terminal)
+        _, status = os.waitpid(self._pid, 0)
+        return plain(self._printed.rpartition(self.BACK)[2]), os.waitstatus_to_exitcode(status)
+
+    def _read(self) -> bool:
+        """Wait for more output; False when there will be none."""
+        assert select.select([self._terminal], [], [], DEADLINE_S)[0], f"no more output after:\n{self._printed}"
+        try:
+            more = os.read(self._terminal, 65536)
+        except OSError:  # EIO: the command has ended
+            return False
+        self._printed += more.decode(errors="replace")
+        return bool(more)
+
+
+def plain(text: str) -> list[str]:
+    """The lines of what a terminal has received, without its codes and the spaces at the ends."""
+    return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).strip().splitlines()]
 
 
 def ranks_of(launcher: subprocess.Popen[str] | subprocess.Popen[bytes]) -> list[int]:

@@ -19,7 +19,7 @@ from trainer.cluster import own_jobs
 from trainer.cluster.own_jobs import CLOCKS_S, Owner
 from trainer.cluster.queue import Job, Queue
 from trainer.config.errors import ConfigError
-from trainer.records.attempt_record import AttemptRecord, Reason, read_attempts
+from trainer.records.attempt_record import AttemptRecord, Reason, read_attempts, reason_in
 from trainer.records.metrics import TAIL, StepLine, is_step, last_lines
 from trainer.records.plan import read_plan
 from trainer.records.submissions import SubmissionRecord, read_submissions
@@ -42,6 +42,7 @@ FINAL_STATE: dict[Reason, str] = {
     "preempted": "stopped",
     "timeout": "stopped",
 }
+STATES = tuple(dict.fromkeys((*ALIVE, *FINAL_STATE.values())))
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class RunStatus:
     attempts: int
     lost_steps: int
     goodput: float | None
+    started_at: float | None  # the start of the first attempt
+    rank_hours: float  # hours in attempts, times ranks; a rank is a GPU where there are any
 
     @property
     def alive(self) -> bool:
@@ -124,6 +127,8 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
         loss=step.get("loss") if step else None,
         samples_per_s=rate,
         eta_s=left_s,
+        started_at=records[0]["start"] if records else None,
+        rank_hours=sum(((r["end"] or time.time()) - r["start"]) * r["world_size"] for r in records) / 3600,
         attempts=len(records),
         lost_steps=sum(record["lost_steps"] for record in records),
         goodput=_goodput(records, in_attempt, batch_size / rate if batch_size and rate else None, now),
@@ -251,9 +256,8 @@ def _without_job(last: AttemptRecord | None) -> tuple[str, str]:
         return "lost", "job disappeared without recording why"
     if last["requeue"]:
         return "cancelled", "job left the queue before it restarted"
-    why = (last["error"] or "").strip().splitlines()
-    text = why[-1] if why else {"hung": "a rank was stuck", "timeout": "time limit"}.get(last["reason"], "")
-    return FINAL_STATE[last["reason"]], text
+    otherwise = {"hung": "a rank was stuck", "timeout": "time limit"}.get(last["reason"], "")
+    return FINAL_STATE[last["reason"]], reason_in(last["error"]) or otherwise
 
 
 def _rate(steps: Sequence[StepLine], since: float) -> float | None:

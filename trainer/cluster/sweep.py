@@ -52,12 +52,14 @@ def has_several_values(word: str) -> bool:
 
 def name_of(sweep: str, change: Mapping[str, Any]) -> str:
     """The run's name: the sweep's, followed by the varied keys and their values, as in scan-lr_0.1-seed_3."""
-    last = [key.rpartition(".")[2] for key in change]
-    parts = []
-    for key, short in zip(change, last):
-        name = key if last.count(short) > 1 else short
-        parts.append(f"{name}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', str(change[key])).strip('_')}")
-    return "-".join([sweep, *parts])[:200]
+    values = {key: re.sub(r"[^A-Za-z0-9.+-]+", "_", str(value)).strip("_") for key, value in change.items()}
+    return "-".join([sweep, *(f"{short}_{values[key]}" for key, short in short_names(change).items())])[:200]
+
+
+def short_names(keys: Iterable[str]) -> dict[str, str]:
+    """Each of these keys, and the last part of it, which is enough where no two have the same."""
+    last = {key: key.rpartition(".")[2] for key in keys}
+    return {key: key if list(last.values()).count(short) > 1 else short for key, short in last.items()}
 
 
 def submit_missing(

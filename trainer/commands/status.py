@@ -6,122 +6,175 @@ import argparse
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainer.cluster import run_folders
-from trainer.cluster.run_status import RunStatus, StatusReader
+from trainer.cluster.run_status import STATES, RunStatus, StatusReader
 from trainer.commands.parsers import Parser, add_runs, split
 from trainer.config.errors import ConfigError
-from trainer.records.metrics import is_step, last_lines
+from trainer.records.metrics import metrics_in, newest_epoch
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from trainer.commands.status_tables import View
 
-WATCH_S = 2.0  # between two readings of the files
-WIDE = 250  # columns
 DESCRIPTION = """\
-Show the state of all runs, or of the named ones. A single run is shown with
-its attempts."""
-Read = Callable[[StatusReader], "list[RunStatus]"]
-Draw = Callable[["Sequence[RunStatus]"], "RenderableType"]
+Show the state of all runs, or of the named ones: those that run first, then
+those that wait, then the others, each with the newest first. A single run is
+shown with its attempts. On a narrow terminal, only what fits is shown."""
+WAITING = ("queued", "requeued", "unknown")
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what status takes."""
+    parser.add_argument("--state", metavar="STATE[,STATE]", help="show only runs in these states, e.g. failed,lost")
+    parser.add_argument("-n", type=int, metavar="N", help="show only the first N runs")
     parser.add_argument("--sweep", metavar="NAME", help="show the runs of this sweep, best first")
     parser.add_argument(
         "--by",
         metavar="METRIC",
         help="the metric that ranks them: a key of the epoch lines in metrics.jsonl (default: val_loss)",
     )
-    parser.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
+    parser.add_argument("--watch", action="store_true", help="keep the table up to date; arrows scroll, q ends it")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     add_runs(parser, nargs="*")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the status of runs, once or until Ctrl-C; returns the exit status."""
+    """Print the status of runs, once or until the user ends it; returns the exit status."""
     names, overrides = split(args.words)
     root = run_folders.runs_root(overrides)
-    if args.sweep is None:
-        if args.by is not None:
-            raise ConfigError(f"--by {args.by}: ranks the runs of a sweep; give --sweep NAME too")
-        read, draw = _runs(names, root)
-    else:
-        if names:
-            raise ConfigError(f"{names[0]}: name a sweep or runs, not both")
-        read, draw = _sweep(RunDir(Path(root) / args.sweep), args.by or "val_loss")
+    states = _states(args.state)
+    if args.n is not None and args.n < 1:
+        raise ConfigError(f"-n {args.n}: give a number of runs, 1 or more")
+    if args.sweep is None and args.by is not None:
+        raise ConfigError(f"--by {args.by}: ranks the runs of a sweep; give --sweep NAME too")
+    if args.sweep is not None and names:
+        raise ConfigError(f"{names[0]}: name a sweep or runs, not both")
     if args.watch and (args.json or not sys.stdout.isatty()):
         raise ConfigError("--watch: keeps a table on a terminal; leave it out for a file, a pipe or --json")
+    shown: _Shown = _Runs(names, root) if args.sweep is None else _Sweep(RunDir(Path(root) / args.sweep), args.by)
     reader = StatusReader()
+
+    def read() -> _Reading:
+        found = shown.read(reader)
+        wanted = [status for status in found if status.state in states]
+        return _Reading(found, wanted[: args.n], len(wanted) - len(wanted[: args.n]))
+
     if args.json:
-        print(json.dumps([vars(status) for status in read(reader)], indent=1))
+        print(json.dumps([{**vars(status), **shown.fields(status.run)} for status in read().wanted], indent=1))
     elif args.watch:
-        _watch(lambda: draw(read(reader)))
+        from trainer.commands.status_watch import watch
+
+        watch(read, shown.view)
     else:
         from rich.console import Console
 
-        # As wide as the terminal; in a file or a pipe nothing is cut off.
-        console = Console() if sys.stdout.isatty() else Console(width=WIDE)
-        console.print(draw(read(reader)))
+        console = Console()
+        # No wider than the terminal; in a file or a pipe nothing is cut off.
+        console.print(shown.view(read(), console.width if sys.stdout.isatty() else None), soft_wrap=True)
     return 0
 
 
-def _watch(draw: Callable[[], RenderableType]) -> None:
-    """Redraw the terminal until Ctrl-C."""
-    from rich.live import Live
+class _Reading(NamedTuple):
+    """The runs found, those of them to show, and how many `-n` leaves out."""
 
-    with Live(draw(), screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(WATCH_S)
-            live.update(draw(), refresh=True)
+    found: list[RunStatus]
+    wanted: list[RunStatus]
+    more: int
 
 
-def _runs(names: Sequence[str], root: str) -> tuple[Read, Draw]:
-    """How to read and draw the named runs, or all runs in the root; a single named run with its attempts."""
-    from rich.console import Group
-    from rich.text import Text
+class _Shown(Protocol):
+    """The runs that were asked for: how to read and to draw them."""
 
-    from trainer.commands.status_tables import run_details, runs_table
+    def read(self, reader: StatusReader) -> list[RunStatus]:
+        """The status of each run, in the order in which to show them."""
 
-    def selected() -> list[RunDir]:
-        return run_folders.find_runs(names, root) if names else run_folders.all_runs(root)
+    def view(self, reading: _Reading, width: int | None) -> View:
+        """The wanted runs, in so many columns of the terminal (None: any number)."""
 
-    def draw(found: Sequence[RunStatus]) -> RenderableType:
-        if not found:
-            return Text(f"no run in {root}/ yet")
-        if len(names) == len(found) == 1:
-            return Group(runs_table(found), *run_details(selected()[0]))
-        return runs_table(found)
-
-    return lambda reader: reader.read(selected()), draw
+    def fields(self, run: str) -> dict[str, Any]:
+        """Further fields of a run's JSON object."""
 
 
-def _sweep(sweep: RunDir, metric: str) -> tuple[Read, Draw]:
-    """How to read and draw the runs of a sweep, best first: the lowest loss, or the highest of any other metric."""
-    from trainer.cluster.sweep import members
-    from trainer.commands.status_tables import or_dash, runs_table
+class _Runs:
+    """The named runs, in this order, or all runs in the root; a single named run with its attempts."""
 
-    varied = members(sweep)
+    def __init__(self, names: Sequence[str], root: str) -> None:
+        self._names, self._root = names, root
 
-    def value(run: str) -> float | None:
-        lines = last_lines(RunDir(sweep.path.parent / run).metrics)
-        return next((line[metric] for line in reversed(lines) if metric in line and not is_step(line)), None)
+    def read(self, reader: StatusReader) -> list[RunStatus]:
+        if self._names:
+            return reader.read(run_folders.find_runs(self._names, self._root))
+        newest_first = reader.read(run_folders.all_runs(self._root)[::-1])
+        return sorted(newest_first, key=lambda status: (not status.alive, status.state in WAITING))
 
-    def read(reader: StatusReader) -> list[RunStatus]:
-        found = reader.read([RunDir(sweep.path.parent / run) for run in varied])
-        sign = 1 if "loss" in metric else -1
-        values = {status.run: value(status.run) for status in found}
-        return sorted(found, key=lambda status: math.inf if (v := values[status.run]) is None else sign * v)
+    def view(self, reading: _Reading, width: int | None) -> View:
+        from rich.text import Text
 
-    def draw(found: Sequence[RunStatus]) -> RenderableType:
-        keys = list(dict.fromkeys(key for change in varied.values() for key in change))
-        columns = {key: {run: str(change.get(key, "")) for run, change in varied.items()} for key in keys}
-        columns[metric] = {run: or_dash(value(run), "{:.4f}") for run in varied}
-        return runs_table(found, columns)
+        from trainer.commands.status_tables import View, run_view, table_view
 
-    return read, draw
+        if not reading.found:
+            return View([], [Text(f"no run in {self._root}/ yet")])
+        if self._names and len(reading.found) == len(reading.wanted) == 1:
+            return run_view(run_folders.find_runs(self._names, self._root)[0], reading.wanted[0], width)
+        return table_view(*reading, width, {})
+
+    def fields(self, run: str) -> dict[str, Any]:
+        return {}
+
+
+class _Sweep:
+    """The runs of a sweep, best first: the lowest loss, or the highest of any other metric."""
+
+    def __init__(self, sweep: RunDir, metric: str | None) -> None:
+        from trainer.cluster.sweep import members
+
+        self._varied = members(sweep)
+        self._folders = {run: RunDir(sweep.path.parent / run) for run in self._varied}
+        if metric is not None:
+            self._check(metric)
+        self._metric = metric or "val_loss"
+        self._values: dict[str, float | None] = {}
+
+    def _check(self, metric: str) -> None:
+        """Raise ConfigError when there are epochs, and none has this metric."""
+        names: dict[str, None] = {}
+        for folder in self._folders.values():
+            names.update(dict.fromkeys(metrics_in(newest_epoch(folder.metrics) or {})))
+        if names and metric not in names:
+            raise ConfigError(f"--by {metric}: no run of this sweep has this metric; choose from {', '.join(names)}")
+
+    def read(self, reader: StatusReader) -> list[RunStatus]:
+        found = reader.read(list(self._folders.values()))
+        for run, folder in self._folders.items():
+            value = (newest_epoch(folder.metrics, self._metric) or {}).get(self._metric)
+            self._values[run] = value if isinstance(value, (int, float)) else None
+        sign = 1 if "loss" in self._metric else -1
+        return sorted(found, key=lambda status: math.inf if (v := self._values[status.run]) is None else sign * v)
+
+    def view(self, reading: _Reading, width: int | None) -> View:
+        from trainer.cluster.sweep import short_names
+        from trainer.commands.status_tables import number, table_view
+
+        keys = short_names(key for change in self._varied.values() for key in change)
+        columns = {
+            short: {run: str(change.get(key, "")) for run, change in self._varied.items()}
+            for key, short in keys.items()
+        }
+        columns[self._metric] = {run: number(value) for run, value in self._values.items()}
+        return table_view(*reading, width, columns)
+
+    def fields(self, run: str) -> dict[str, Any]:
+        return {"varied": self._varied[run], "metric": {self._metric: self._values[run]}}
+
+
+def _states(words: str | None) -> Sequence[str]:
+    """The states in STATE[,STATE]; all if there is none. Raises ConfigError."""
+    states = STATES if words is None else words.split(",")
+    for state in states:
+        if state not in STATES:
+            raise ConfigError(f"--state {words}: no such state as {state!r}; choose from {', '.join(STATES)}")
+    return states

@@ -1,18 +1,27 @@
-"""The tables that status draws."""
+"""The tables that status draws, as lines of text no wider than the terminal."""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
-from trainer.cluster.run_status import RunStatus, records_of
+from trainer.cluster.run_status import STATES, RunStatus, records_of
+from trainer.commands.fitted_table import Column, FittedTable
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
 from trainer.observe.progress import duration
-from trainer.records.attempt_record import AttemptRecord
-from trainer.records.metrics import damaged_lines
+from trainer.records.attempt_record import AttemptRecord, reason_in
+from trainer.records.metrics import damaged_lines, metrics_in, newest_epoch
 from trainer.rundir import RunDir
+from trainer.world.slurm import is_job_id
 
 COLOURS = {
     "running": "green",
@@ -25,75 +34,179 @@ COLOURS = {
     "lost": "bold red",
     "unknown": "magenta",
 }
+HALF_A_YEAR_S = 182 * 86400.0
+FAILED_RANK = re.compile(r"(rank (\d+) on \S+) failed:")  # the first line of an attempt's error
 
 
-def runs_table(runs: Sequence[RunStatus], more: Mapping[str, Mapping[str, str]] | None = None) -> Table:
-    """A row per run. `more` holds further columns by title: a cell for each run, by its name."""
-    more = more or {}
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("run", no_wrap=True)
-    for title in more:
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("state")
-    for title in ("step", "epoch", "loss", "samples/s", "left", "attempts", "lost", "goodput"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for status in runs:
-        table.add_row(
-            status.run,
-            *(cells[status.run] for cells in more.values()),
-            _state(status),
-            _of(status.step, status.total_steps),
-            or_dash(status.epoch),
-            or_dash(status.loss, "{:.4f}"),
-            or_dash(status.samples_per_s, "{:,.0f}"),
-            "-" if status.eta_s is None else duration(status.eta_s),
-            str(status.attempts),
-            str(status.lost_steps),
-            or_dash(status.goodput, "{:.0%}"),
-        )
-    return table
+@dataclass(frozen=True)
+class View:
+    """What status shows: a header, the rows below it, how many more there are, and the totals. A text is a line."""
+
+    header: Sequence[Text]
+    rows: Sequence[Text]
+    more: int = 0
+    totals: Text | None = None
+
+    def __rich__(self) -> Text:
+        """All of it, from top to bottom."""
+        below = [Text(f"... {self.more:,} more", "dim")] if self.more else []
+        return Text("\n").join([*self.header, *self.rows, *below, *([self.totals] if self.totals else [])])
 
 
-def run_details(run: RunDir) -> list[Table | Text]:
-    """The attempts of one run, damage in its files, and where its folder is."""
-    table = Table(box=None, header_style="bold", pad_edge=False, title="\nattempts", title_justify="left")
-    for title in ("attempt", "job", "began", "lasted", "ranks"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("hosts")
-    for title in ("steps", "lost"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("ended")
-    for record in records_of(run):
-        table.add_row(*_attempt_row(record))
-    damaged = {path.name: damaged_lines(path) for path in (run.attempts, run.metrics)}
-    notes = [f"\n{name}: damaged, {lines} lines skipped" for name, lines in damaged.items() if lines]
-    return [table, *(Text(note, style="yellow") for note in notes), Text(f"\nfolder {run.path}", style="dim")]
-
-
-def _state(status: RunStatus) -> Text:
-    text = Text(status.state, style=COLOURS.get(status.state, ""))
-    notes = [status.why] if status.why else []
-    if status.starts_at:
-        notes.append(f"expected {_clock(status.starts_at)}")
-    if status.job_id and status.alive:
-        notes.insert(0, f"job {status.job_id}")
-    return text.append(f"  {', '.join(notes)}" if notes else "", style="dim")
-
-
-def _attempt_row(record: AttemptRecord) -> list[str]:
-    end = record["end"] or time.time()
-    job = f"{record['job_id']} (restart {record['restart']})" if record["restart"] else record["job_id"]
+def _progress(runs: Sequence[RunStatus], least: int) -> list[Column]:
+    """How far the runs are."""
     return [
-        str(record["attempt"]),
-        job,
-        _clock(record["start"]),
-        duration(end - record["start"]),
-        str(record["world_size"]),
-        ", ".join(record["hosts"]),
-        f"{record['start_step']} to {record['end_step']}" if record["reason"] else f"{record['start_step']} on",
-        str(record["lost_steps"]),
-        record["reason"] or "",
+        _column("run", [run.run for run in runs], left=True, least=least, cut_middle=True),
+        Column("state", [_state(run.state) for run in runs], left=True),
+        _column("step", [_of(run.step, run.total_steps) for run in runs], gives_way=8),
+        _column("epoch", [or_dash(run.epoch) for run in runs], gives_way=5),
+        _column("loss", [number(run.loss) for run in runs], gives_way=6),
+        _column("left", ["-" if run.eta_s is None else duration(run.eta_s) for run in runs], gives_way=7),
+        _column("samples/s", [or_dash(run.samples_per_s, "{:,.0f}") for run in runs], gives_way=3),
     ]
+
+
+def _history(runs: Sequence[RunStatus], least: int) -> list[Column]:
+    """What it has taken so far, and what they wait for or died of."""
+    return [
+        _column("attempts", [str(run.attempts) for run in runs], gives_way=1),
+        _column("lost", [str(run.lost_steps) for run in runs], gives_way=2),
+        _column("goodput", [or_dash(run.goodput, "{:.0%}") for run in runs], gives_way=0),
+        _column("job", [_job(run.job_id) if run.job_id and run.alive else "" for run in runs], gives_way=4),
+        Column("", [Text(_note(run), "dim") for run in runs], left=True, gives_way=9, least=least),
+    ]
+
+
+def table_view(
+    found: Sequence[RunStatus],
+    wanted: Sequence[RunStatus],
+    more: int,
+    width: int | None,
+    columns: Mapping[str, Mapping[str, str]],
+) -> View:
+    """The table of the wanted runs, and how many of all that were found are in each state.
+
+    `columns` holds further columns by title: a cell for each run, by its name.
+    """
+    if not wanted:
+        return View([], [Text("no run is in this state")], 0, _totals(found))
+    least = (width or 0) // 4
+    progress = _progress(wanted, least)
+    further = [_column(title, [cells[run.run] for run in wanted], gives_way=10) for title, cells in columns.items()]
+    table = FittedTable([*progress[:2], *further, *progress[2:], *_history(wanted, least)], width)
+    return View([table.header], table.rows(), more, _totals(found))
+
+
+def _totals(runs: Sequence[RunStatus]) -> Text:
+    """3 running, 996 queued."""
+    count = Counter(run.state for run in runs)
+    plain = [state for state in STATES if state not in COLOURS]
+    return Text(", ").join(_state(state, f"{count[state]:,} ") for state in (*COLOURS, *plain) if count[state])
+
+
+def run_view(run: RunDir, status: RunStatus, width: int | None) -> View:
+    """One run: its row, its measures and files, damage in these, and its attempts with the reason of each failure."""
+    records = records_of(run)
+    table = FittedTable(_progress([status], 0), width)
+    lines = [table.header, *table.rows(), Text()]
+    for name, fact in _facts(run, status, records).items():
+        lines += _folded(f"{name:<13}", fact, width)
+    for path in (run.attempts, run.metrics):
+        if count := damaged_lines(path):
+            lines.append(Text(f"{path.name}: damaged, {count} line{'s' * (count > 1)} skipped", "yellow"))
+    if records:
+        lines += [Text(), *_attempts(records, status.state, width)]
+    return View([], lines)
+
+
+def _facts(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord]) -> dict[str, str]:
+    """What a run's own view shows besides its row, by name."""
+    facts = {"job": status.job_id or "", "reason": status.why}
+    if records and status.why == reason_in(records[-1]["error"]):
+        del facts["reason"]  # the attempt shows it
+    if status.starts_at:
+        facts["starts"] = f"{_clock(status.starts_at)}, as Slurm expects"
+    if status.started_at:
+        facts["started"] = f"{_clock(status.started_at)}, {duration(time.time() - status.started_at)} ago"
+        lost = f"{status.lost_steps or 'no'} step{'s' * (status.lost_steps > 1)} lost"
+        facts["attempts"] = f"{status.attempts}, {lost}, goodput {or_dash(status.goodput, '{:.0%}')}"
+        facts["GPU hours" if _on_gpus(run) else "rank hours"] = f"{status.rank_hours:,.2f}"
+    if epoch := newest_epoch(run.metrics):
+        facts[f"epoch {epoch['epoch']}"] = ", ".join(f"{name} {number(epoch[name])}" for name in metrics_in(epoch))
+    facts["folder"] = str(run.path)
+    if log := _log(run, status, records):
+        facts["log"] = log
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def _attempts(records: Sequence[AttemptRecord], state: str, width: int | None) -> Iterator[Text]:
+    """A row per attempt, and below it the reason if it failed. `state` is the run's, and that of an attempt without an
+    end."""
+    lasted = [(record["end"] or time.time()) - record["start"] for record in records]
+    jobs = [_job(r["job_id"]) + f" (restart {r['restart']})" * bool(r["restart"]) for r in records]
+    steps = [f"{r['start_step']} to {r['end_step']}" if r["reason"] else f"from {r['start_step']}" for r in records]
+    table = FittedTable(
+        [
+            _column("attempt", [str(record["attempt"]) for record in records]),
+            Column("state", [_state(record["reason"] or state) for record in records], left=True),
+            _column("steps", steps),
+            _column("lost", [str(record["lost_steps"]) for record in records], gives_way=3),
+            _column("began", [_clock(record["start"]) for record in records], gives_way=2),
+            _column("lasted", [duration(seconds) for seconds in lasted], gives_way=4),
+            _column("job", jobs, gives_way=0),
+            _column("ranks", [str(record["world_size"]) for record in records], gives_way=1),
+            _column("hosts", [", ".join(record["hosts"]) for record in records], left=True, gives_way=5, least=8),
+        ],
+        width,
+    )
+    yield table.header
+    for record, row in zip(records, table.rows()):
+        yield row
+        if reason := reason_in(record["error"]):
+            failed = FAILED_RANK.match(record["error"] or "")
+            yield from _folded(" " * len("attempt  "), f"{failed[1]}: {reason}" if failed else reason, width, "red")
+
+
+def _folded(start: str, text: str, width: int | None, style: str = "") -> list[Text]:
+    """The text after `start`, in as many lines as it takes. A word that is too long for a line, such as a path, is
+    kept."""
+    wrap = textwrap.TextWrapper(max(20, (width or 0) - len(start)), break_long_words=False, break_on_hyphens=False)
+    pieces = [text] if width is None else wrap.wrap(text)
+    starts = [start, *[" " * len(start)] * (len(pieces) - 1)]
+    return [Text(before, "dim").append(piece, style or "not dim") for before, piece in zip(starts, pieces)]
+
+
+def _log(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord]) -> str:
+    """The path of the log to read: of the rank that failed last, else of rank 0."""
+    newest = records[-1] if records else None
+    failed = FAILED_RANK.match(newest["error"] or "") if newest else None
+    path = run.logs / f"{newest['job_id'] if newest else status.job_id}_{failed[2] if failed else 0}_log.out"
+    return str(path) if path.exists() else ""
+
+
+def _on_gpus(run: RunDir) -> bool:
+    with contextlib.suppress(ConfigError):  # written by an older version
+        config = Config.load(run.config)
+        return config.device == "cuda" or bool(config.launch.gpus_per_node)
+    return False
+
+
+def _note(run: RunStatus) -> str:
+    expected = f"starts {_clock(run.starts_at)}" if run.starts_at else ""
+    return ", ".join(filter(None, (expected, run.why)))
+
+
+def _column(title: str, cells: Sequence[str], **more: Any) -> Column:
+    return Column(title, [Text(cell) for cell in cells], **more)
+
+
+def _state(state: str, before: str = "") -> Text:
+    return Text(before + state, COLOURS.get(state, ""))
+
+
+def _job(job_id: str) -> str:
+    """Slurm's id; `local` without a job, whose name would be long."""
+    return job_id if is_job_id(job_id) else job_id.partition("-")[0]
 
 
 def _of(step: int | None, total: int | None) -> str:
@@ -105,7 +218,16 @@ def or_dash(value: float | None, form: str = "{}") -> str:
     return "-" if value is None else form.format(value)
 
 
+def number(value: object) -> str:
+    """A metric with four digits after the point, or four significant ones where it is small or large; else as it is."""
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
+
+
 def _clock(at: float) -> str:
-    """Local time; with the date if that is not today. `at` is in Unix seconds."""
+    """Local time; with the date if that is not today, with the year if that is far away. `at` is in Unix seconds."""
     moment, today = time.localtime(at), time.localtime()
-    return time.strftime("%H:%M:%S" if moment[:3] == today[:3] else "%Y-%m-%d %H:%M", moment)
+    if moment[:3] == today[:3]:
+        return time.strftime("%H:%M:%S", moment)
+    return time.strftime("%b %d %H:%M" if abs(at - time.time()) < HALF_A_YEAR_S else "%Y-%m-%d", moment)

@@ -103,7 +103,8 @@ def _text(metrics: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """h:mm:ss, or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """An elapsed time, such as 35s, 12m 30s, 1h 02m or 3d 04h."""
+    for unit, size, smaller, smaller_size in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if round(seconds) >= size:
+            return f"{round(seconds) // size}{unit} {round(seconds) % size // smaller_size:02}{smaller}"
+    return f"{round(seconds)}s"

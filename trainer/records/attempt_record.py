@@ -51,6 +51,13 @@ _DEFAULTS: dict[str, Any] = {"lost_s": 0.0, "step_s": None, "requeue": False, "e
 _REQUIRED = OpenAttempt.__required_keys__ - _DEFAULTS.keys()
 
 
+def reason_in(error: str | None) -> str:
+    """An attempt's error in one line: the exception's last line, or which ranks are gone; empty without an error."""
+    lines = (error or "").strip().splitlines() or [""]
+    reason = lines[0] if ": gone (" in lines[0] else lines[-1]
+    return "".join(letter if letter.isprintable() else " " for letter in reason)
+
+
 def read_attempts(path: Path) -> list[AttemptRecord]:
     """The attempts in a file, in its order. A damaged line is skipped; a file that does not exist has none."""
     return [cast("AttemptRecord", {**_DEFAULTS, **line}) for line in read_lines(path) if line.keys() >= _REQUIRED]

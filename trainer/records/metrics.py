@@ -122,8 +122,11 @@ def damaged_lines(path: Path) -> int:
     return len(lines) - len(read_lines(path))
 
 
-def last_lines(path: Path, size: int = TAIL) -> list[dict[str, Any]]:
-    """The records in the last `size` bytes of a .jsonl file. A long file is read as quickly as a short one."""
+def last_lines(path: Path, size: int = TAIL, without: bytes | None = None) -> list[dict[str, Any]]:
+    """The records in the last `size` bytes of a .jsonl file. A long file is read as quickly as a short one.
+
+    Lines that contain `without` are skipped, which is quicker than parsing them.
+    """
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -133,6 +136,8 @@ def last_lines(path: Path, size: int = TAIL) -> list[dict[str, Any]]:
         return []
     records = []
     for line in lines:
+        if without and without in line:
+            continue
         with contextlib.suppress(ValueError):  # the first may be cut, the last half-written
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
@@ -141,6 +146,26 @@ def last_lines(path: Path, size: int = TAIL) -> list[dict[str, Any]]:
 def newest_step(path: Path) -> StepLine | None:
     """The line of the last step in metrics.jsonl, None before the first."""
     return next((line for line in reversed(last_lines(path)) if is_step(line)), None)
+
+
+def newest_epoch(path: Path, key: str = "epoch") -> dict[str, Any] | None:
+    """The line of the last epoch in metrics.jsonl that has this key, None before the first.
+
+    Reads the file from its end, as far back as needed.
+    """
+    size = TAIL
+    while True:
+        for line in reversed(last_lines(path, size, without=b'"time":')):
+            if key in line and not is_step(line):
+                return line
+        if not path.exists() or size >= path.stat().st_size:
+            return None
+        size *= 8
+
+
+def metrics_in(line: Mapping[str, Any]) -> list[str]:
+    """The names of the metrics in an epoch's line."""
+    return [name for name in line if name not in ("epoch", "step")]
 
 
 def first_step_since(path: Path, moment: float) -> StepLine | None:
