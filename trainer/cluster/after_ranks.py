@@ -22,7 +22,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from trainer.attempt.signal_cause import Ending, comes_back, judge
 from trainer.checkpoint.store import CheckpointStore
-from trainer.cluster import run_folders
+from trainer.cluster import run_config
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import EndedAttempt
 from trainer.records.attempts import (
@@ -137,7 +137,7 @@ def _trainer_of_job(run: RunDir, world: World) -> Trainer:
         trainer = DelayedSubmission.load(pickled).function
         assert isinstance(trainer, Trainer)
         return trainer
-    return Trainer(run_folders.load(run))
+    return Trainer(run_config.load(run, warn=say))
 
 
 def main(folder: str, status: int) -> int:

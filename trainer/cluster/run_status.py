@@ -18,6 +18,7 @@ from trainer.records.metrics import newest_step
 from trainer.records.plan import read_plan
 from trainer.records.submissions import SubmissionRecord, read_submissions
 from trainer.rundir import RunDir
+from trainer.say import command
 from trainer.world import run_lock
 from trainer.world.slurm import is_job_id
 
@@ -135,14 +136,20 @@ def jobs_of(run: RunDir) -> list[str]:
     return list(dict.fromkeys(known))
 
 
-def jobs_in_queue(run: RunDir) -> list[str]:
-    """The ids of the run's jobs that wait or run. Raises ConfigError when squeue fails."""
+def jobs_in_queue(run: RunDir, without_slurm: bool = False) -> list[str]:
+    """The ids of the run's jobs that wait or run. If squeue fails: none if `without_slurm`, else raises ConfigError."""
     jobs = [job_id for job_id in jobs_of(run) if is_job_id(job_id)]
     if not jobs:
         return []
     queue = Queue.ask([run])
+    if queue.jobs is None and without_slurm:
+        return []
     if queue.jobs is None:
-        raise ConfigError(f"{run.name}: squeue does not answer, so a job of this run may still be alive; try again")
+        forced = command(f"resume {run.name} --local --force")
+        raise ConfigError(
+            f"{run.name}: Slurm does not answer, so a job of this run may still be alive; try again, or if the cluster "
+            f"is gone, train here: {forced}"
+        )
     return [job_id for job_id in jobs if job_id in queue.jobs]
 
 
@@ -161,7 +168,7 @@ def _state(
     queue: Queue,
 ) -> tuple[str, str]:
     last = records[-1] if records else None
-    if last and last["reason"] == "finished":
+    if is_finished(submissions, records):
         return "finished", ""
     if job_id is None:
         return "stopped", "never submitted"
@@ -178,6 +185,14 @@ def _state(
     if submissions and submissions[-1]["job_id"] == job_id and submissions[-1]["time"] > queue.at - JUST_SUBMITTED_S:
         return "queued", ""
     return _without_job(last if last and last["job_id"] == job_id else None)
+
+
+def is_finished(submissions: Sequence[SubmissionRecord], records: Sequence[AttemptRecord]) -> bool:
+    """Whether the run has reached its end, and was not submitted again since then to end later."""
+    if not records or records[-1]["reason"] != "finished":
+        return False
+    known = {record["job_id"] for record in records}
+    return all(line["job_id"] in known or line["time"] < records[-1]["start"] for line in submissions[-1:])
 
 
 def _in_queue(job: Job, came_back: bool) -> tuple[str, str]:

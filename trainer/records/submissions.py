@@ -21,6 +21,7 @@ class SubmissionRecord(_Required, total=False):
     folder: str  # the ranks' working folder: where the first command of the run was typed
     commit: str | None  # of the user's repository, or of Laststep's clone; ranks that another launcher starts lack it
     version: str  # Laststep's
+    config: str  # the run's config.yaml as it was then; records of older versions lack it
 
 
 def read_submissions(path: Path) -> list[SubmissionRecord]:
