@@ -26,9 +26,9 @@ def check_later_end(run: RunDir, before: Train, after: Train) -> None:
     else:
         by_epochs = total // before.epochs * after.epochs
     if min(by_epochs, _limit(after)) <= total:
+        given = _given(before, after) or f"--from {run.name}"
         raise ConfigError(
-            f"{_given(before, after)}: {run.name} ends at step {total} already, and can only end later; "
-            f"give e.g. {longer(before, total)}"
+            f"{given}: {run.name} ends at step {total}, and can only end later; give e.g. {longer(before, total)}"
         )
 
 

@@ -90,7 +90,8 @@ def _says_finished(run: RunDir, config: Config) -> bool:
         return False
     step = records[-1]["end_step"]
     total = plan["total_steps"] if plan else None
-    hint, more = root_hint(config.launch), longer(config.train, total)
+    where = " --local" if records[-1]["job_id"].startswith("local-") else ""
+    more, hint = longer(config.train, total), where + root_hint(config.launch)
     print(f"{run.name}: finished at {step} of {total or step}")
     print(f"extend {command(f'resume {run.name} {more}{hint}')}")
     print(f"branch {command(f'submit --from {run.name} {more} optim.lr={config.optim.lr / 10:g}{hint}')}")
