@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--force: needs --local; with Slurm, cancel the run's job before you resume it")
     root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
     folder = run_folders.find_run(args.run, root)
+    machine_checks.check_run_writable(folder.path)
     for word in overrides:
         key = word.partition("=")[0]
         if key == "launch.name" or not (key.startswith("launch.") or key in run_end.ENDS):
@@ -72,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}")
     if way is Way.DRY_RUN:
         return start.dry_run(config)
-    machine_checks.check_writable(folder.path)
     with run_folders.reconfigured(folder, config):
         return start.start(config, folder, way)
 
