@@ -56,11 +56,11 @@ def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
 
     The first job of a run copies the code; later jobs of the run use the same copy.
     """
-    if not run.code.exists():
-        code_copy.copy_code(run, config)
     with _ended_by_signals():
+        if not run.code.exists():
+            code_copy.copy_code(run, config)
         (job,) = submit_jobs(sbatch.run_executor(config, run), [Trainer(config)])
-    run_folders.record_submission(run, job.job_id, commit=origin_of(run, config).commit)
+        run_folders.record_submission(run, job.job_id, commit=origin_of(run, config).commit)
     return job.task(0)  # type: ignore[return-value]
 
 
