@@ -158,7 +158,6 @@ def test_which_checkpoint(run: RunDir) -> None:
 @pytest.mark.parametrize("part", ["shard_0000-of-0001.bin", "structure.pt", "manifest.json"])
 def test_damaged(run: RunDir, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flipped bit is found, and no older weights take the place of those that were asked for."""
-    monkeypatch.setattr(export, "DELETION_S", 0.0)
     save(run, 1, state_of(nn.Linear(2, 2)))
     path = save(run, 2, state_of(nn.Linear(2, 2))) / part
     data = bytearray(path.read_bytes())

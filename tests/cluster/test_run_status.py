@@ -9,7 +9,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -152,15 +151,15 @@ def test_an_owner_whom_this_machine_does_not_know(run: RunDir, monkeypatch: pyte
     are shown all the same."""
     asked: list[list[str]] = []
 
-    def answer(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def answer(words: list[str]) -> str:
         asked.append(words)
-        return subprocess.CompletedProcess([], 0, "", "")
+        return ""
 
     def no_account(uid: int) -> None:
         raise KeyError(uid)
 
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr(subprocess, "run", answer)
+    monkeypatch.setattr("trainer.cluster.queue._answer_of", answer)
     monkeypatch.setattr(os, "getuid", lambda: 12)
     monkeypatch.setattr("pwd.getpwuid", no_account)
     found = status_of(run, Queue.ask([run]))
@@ -304,11 +303,8 @@ def test_what_squeue_says(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     )
 
-    def answer(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess([], 0, said, "")
-
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr(subprocess, "run", answer)
+    monkeypatch.setattr("trainer.cluster.queue._answer_of", lambda _: said)
     jobs = Queue.ask([]).jobs
     at = time.mktime(time.strptime(submitted, "%Y-%m-%dT%H:%M:%S"))
     assert jobs == {
@@ -317,8 +313,7 @@ def test_what_squeue_says(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_squeue_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squeue_fails(slurm: Path) -> None:
     """A restarting controller does not mean that all jobs are gone."""
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", "slurm_load_jobs"))
+    (slurm / "squeue").write_text("#!/bin/sh\necho slurm_load_jobs error >&2\nexit 1\n")
     assert Queue.ask([]).jobs is None

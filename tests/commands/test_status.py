@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from tests.support.commands import refusal
+from tests.support.commands import fake_squeue, refusal
 from tests.support.project import PROJECT
 from tests.support.records import ended_attempt
 from tests.support.terminal import Screen, plain
@@ -22,11 +22,7 @@ from trainer.observe.progress import duration
 from trainer.rundir import RunDir
 
 LOSS = "ValueError: the loss of step 700 is not finite; lower optim.lr, or skip such steps with train.skip_bad_steps=3"
-QUEUE = """#!/bin/sh
-echo '1|RUNNING|N/A|None'
-echo '2|PENDING|N/A|PartitionNodeLimit'
-for job in $(seq 10 39); do echo "$job|PENDING|N/A|Priority"; done
-"""
+QUEUE = fake_squeue("1", _2="PartitionNodeLimit", **{f"_{job}": "Priority" for job in range(10, 40)})
 
 
 def make(name: str, job_id: str, *records: dict[str, Any], steps: int = 0, age_s: float = 0.0) -> RunDir:

@@ -23,7 +23,6 @@ WRONG = [
     (["submit", "status"], "submit status: two verbs; type one of them"),
     (["submit", "--nodes", "2", "status"], "submit status: two verbs; type one of them"),
     (["first", "logs"], "first: no such verb; the verb comes first: `python launch.py logs first`"),
-    (["cancel", "a", "b"], "b: cancel takes one run; for another one, type the command again"),
     (["submit", "nonsense"], "nonsense: not a verb, an option or key=value; see --help"),
     (["init", "a", "b"], "b: one word too many; see --help"),
     (["launch.env.1BAD=x"], "launch.env.1BAD: no name of an environment variable; use letters, digits and '_',"),

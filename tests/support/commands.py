@@ -30,10 +30,16 @@ exit 1
 """
 
 
-def fake_squeue(job_id: str) -> str:
-    """A squeue that shows one running job, submitted long ago, in the fields of trainer.cluster.queue."""
-    fields = (job_id, "RUNNING", "N/A", "2000-01-01T00:00:00", str(os.getuid()), "name", "(null)", "None")
-    return f"#!/bin/sh\necho '{SEPARATOR.join(fields)}'\n"
+def fake_squeue(*job_ids: str, **waiting: str) -> str:
+    """A squeue that shows these jobs as running, and those `waiting` with their reasons (_7="Priority"): all submitted
+    long ago, in the fields of trainer.cluster.queue."""
+    jobs = [(job_id, "RUNNING", "None") for job_id in job_ids]
+    jobs += [(name.removeprefix("_"), "PENDING", reason) for name, reason in waiting.items()]
+    long_ago, owner = "2000-01-01T00:00:00", str(os.getuid())
+    lines = (
+        SEPARATOR.join((job_id, state, "N/A", long_ago, owner, "name", "(null)", why)) for job_id, state, why in jobs
+    )
+    return "#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines)
 
 
 def files(folder: Path) -> list[str]:

@@ -179,3 +179,19 @@ def careless(run: Run) -> Any:
         for _batch in run.validation(DataLoader([0] * (3 + (run.rank if wrong == "uneven" else 0)))):  # type: ignore
             pass
     return 3 if wrong == "result" else {"loss": loss}
+
+
+def as_long_as_configured(run: Run) -> None:
+    """Epochs of 3 steps, as many as the configuration says."""
+    loader = run.loader(TensorDataset(torch.arange(24.0).view(12, 2) / 24), 4)
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run.restore(model=model, optimizer=optimizer)
+    for epoch in run.epochs(run.config.train.epochs):
+        for (x,) in run.steps(loader):
+            loss = (model(x) - x.sum(1, keepdim=True) + 0.1 * torch.randn(1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+        run.log(drawn=torch.rand(()), number=epoch)

@@ -6,14 +6,13 @@ import contextlib
 import math
 import os
 import pickle
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.store import MANIFEST, CheckpointError, CheckpointStore, Manifest
+from trainer.checkpoint.store import MANIFEST, CheckpointError, CheckpointGone, CheckpointStore, Manifest
 from trainer.config.errors import ConfigError, first_line
 from trainer.rundir import RunDir
 
@@ -22,7 +21,6 @@ READABLE = (SAFETENSORS, TORCH, ".pth", ".bin", ".ckpt")  # all but the first ar
 NESTED = ("state_dict", "model")  # where training scripts keep the weights in what they save
 BEST_BY = "val_loss"
 TRIES = 5  # a run that is training may delete the checkpoint that is being read
-DELETION_S = 2.0  # how long deleting a checkpoint may take
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,12 @@ def read_store(store: CheckpointStore, name: str, step: int | None, best: bool, 
         chosen = _choose(store, name, step, best)
         try:
             return _read(store, chosen, raw)
+        except CheckpointGone:
+            continue
         except CheckpointError as error:
-            if not _is_deleted(store, chosen):
-                others = ", ".join(str(other) for other in store.steps() if other != chosen)
-                fix = f"--step takes another one: {others}" if others else "there is no other"
-                raise ConfigError(f"{name}: the checkpoint of step {chosen} is damaged ({error}); {fix}") from None
+            others = ", ".join(str(other) for other in store.steps() if other != chosen)
+            fix = f"--step takes another one: {others}" if others else "there is no other"
+            raise ConfigError(f"{name}: the checkpoint of step {chosen} is damaged ({error}); {fix}") from None
     raise ConfigError(f"{name}: its training deletes checkpoints faster than they can be read; try again")
 
 
@@ -175,12 +174,14 @@ def _choose(store: CheckpointStore, name: str, step: int | None, best: bool) -> 
 
 
 def _read(store: CheckpointStore, step: int, raw: bool) -> Weights:
-    """Raises CheckpointError when the checkpoint is damaged, ConfigError when it holds no model."""
+    """Raises CheckpointError when the checkpoint is damaged, CheckpointGone when the run has deleted it, ConfigError
+    when it holds no model."""
     from trainer.checkpoint.pack import load
     from trainer.checkpoint.weights import is_averaged, plain_weights
 
-    manifest = store.verify(step)
-    has_average, tensors = load(store.path(step), manifest, lambda s: (is_averaged(s), plain_weights(s, raw)))
+    with store.reading(step):
+        manifest = store.verify(step)
+        has_average, tensors = load(store.path(step), manifest, lambda s: (is_averaged(s), plain_weights(s, raw)))
     if not tensors:
         raise ConfigError(f"{store.path(step)}: holds no model; register one with run.restore(model=...)")
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -188,16 +189,6 @@ def _read(store: CheckpointStore, step: int, raw: bool) -> Weights:
     measured = {} if has_average and raw else manifest.metrics
     metrics = {name: value for name, value in measured.items() if name.startswith("val_")}
     return Weights(plain, manifest, has_average and not raw, metrics)
-
-
-def _is_deleted(store: CheckpointStore, step: int) -> bool:
-    """Whether a checkpoint that could not be read is one that the run has just deleted, or is deleting now."""
-    deadline = time.monotonic() + DELETION_S
-    while store.path(step).exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def _refuse_choice(source: Path, step: int | None, best: bool) -> None:

@@ -67,7 +67,8 @@ class Manifest:
     """The contents of manifest.json.
 
     `metrics` are those of the validation right before the save, empty if there was none. `numerics` is what the last
-    bits of a step depend on: torch's version, the device and, on a CPU, the number of threads.
+    bits of a step depend on: torch's version, the device and, on a CPU, the number of threads. `config` is the resolved
+    configuration as YAML, a copy of the run's config.yaml; empty in a checkpoint of an older version.
     """
 
     step: int
@@ -77,6 +78,7 @@ class Manifest:
     metrics: dict[str, float]
     files: dict[str, FileEntry]
     numerics: dict[str, str | int] = field(default_factory=dict)
+    config: str = ""
     format: int = FORMAT
 
     @property

@@ -61,6 +61,7 @@ class CheckpointInfo:
     samples: int
     metrics: Mapping[str, float]
     numerics: Mapping[str, str | int] = field(default_factory=dict)
+    config: str = ""
 
 
 class _PartReport(TypedDict):
@@ -285,7 +286,7 @@ def _stream(packed: Packed) -> Iterator[memoryview]:
 
 def _manifest(info: CheckpointInfo, world_size: int, files: dict[str, FileEntry]) -> Manifest:
     metrics, numerics = dict(info.metrics), dict(info.numerics)
-    return Manifest(info.step, info.epoch, info.samples, world_size, metrics, files, numerics)
+    return Manifest(info.step, info.epoch, info.samples, world_size, metrics, files, numerics, info.config)
 
 
 def _write_file(path: Path, chunks: Iterable[memoryview]) -> FileEntry:

@@ -24,7 +24,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from trainer.attempt.signal_cause import comes_back, judge
 from trainer.checkpoint.store import CheckpointStore
-from trainer.cluster import run_folders
+from trainer.cluster import run_config
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import EndedAttempt, Reason
 from trainer.records.attempts import (
@@ -182,7 +182,7 @@ def _trainer_of_job(run: RunDir, world: World) -> Trainer:
         trainer = DelayedSubmission.load(JobPaths(run.logs, world.job_id).submitted_pickle).function
         assert isinstance(trainer, Trainer)
         return trainer
-    return Trainer(run_folders.load(run))
+    return Trainer(run_config.load(run, warn=say))
 
 
 def main(folder: str, status: int, setup_line: int | None = None) -> int:

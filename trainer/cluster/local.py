@@ -23,6 +23,7 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
+from trainer.world.launchers import detect_world
 from trainer.world.signals import STOP_SIGNALS
 
 POLL_S = 0.05
@@ -99,7 +100,9 @@ def run_local(config: Config, run: RunDir) -> int:
 
 def run_debug(config: Config) -> int:
     """Run one rank in this process; an error opens the post-mortem debugger where it was raised."""
-    folder = run_folders.working_folder(RunDir(Path(config.launch.root) / str(config.launch.name)))
+    run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    folder = run_folders.working_folder(run)
+    run_folders.record_submission(run, detect_world().job_id)
     os.chdir(folder)
     sys.path.append(str(folder))
     try:

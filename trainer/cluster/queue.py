@@ -14,7 +14,10 @@ from itertools import filterfalse
 from trainer.rundir import RunDir
 from trainer.world.slurm import NEVER, TAG, SlurmError, check_conf, unix_time
 
-TIMEOUT_S = 30
+NO_ANSWER = "squeue does not answer"
+TIMEOUT_S = 30.0  # a busy controller may take that long
+# Then the controller is pinged. If that is not answered either, the run's own files must do: a user waits 2 s at most.
+PING_AFTER_S, PING_S = 0.7, 0.9
 # Job id, state, start time, time of the submission or requeue, owner's uid, name, comment, reason. Names and comments
 # may contain any printable character.
 FIELDS = ("%i", "%T", "%S", "%V", "%U", "%j", "%k", "%r")
@@ -48,7 +51,7 @@ class Queue:
     at: float
     jobs: dict[str, Job] | None
     unknown_owners: frozenset[int] = frozenset()
-    problem: str = "squeue does not answer"
+    problem: str = NO_ANSWER
 
     @classmethod
     def ask(cls, runs: Iterable[RunDir]) -> Queue:
@@ -70,14 +73,28 @@ class Queue:
             check_conf()
         except SlurmError as error:
             return cls(at, None, problem=str(error))
-        try:
-            asked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        if (answer := _answer_of(command)) is None:
             return cls(at, None)
-        if asked.returncode:
-            return cls(at, None)
-        jobs = (line.split(SEPARATOR) for line in asked.stdout.split("\n"))
+        jobs = (line.split(SEPARATOR) for line in answer.split("\n"))
         return cls(at, dict(_parse(*job) for job in jobs if len(job) == len(FIELDS)), unknown)
+
+
+def _answer_of(command: list[str]) -> str | None:
+    """What squeue prints; None if it fails or Slurm does not answer."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as squeue:
+        try:
+            try:
+                answer, _ = squeue.communicate(timeout=PING_AFTER_S)
+            except subprocess.TimeoutExpired:
+                ping = subprocess.run(["scontrol", "ping"], capture_output=True, timeout=PING_S)
+                if ping.returncode:
+                    return None
+                answer, _ = squeue.communicate(timeout=TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        finally:
+            squeue.kill()
+    return None if squeue.returncode else answer
 
 
 def _has_account(uid: int) -> bool:

@@ -63,12 +63,27 @@ def check_name_is_free(config: Config) -> None:
 
 @contextlib.contextmanager
 def created(config: Config) -> Iterator[RunDir]:
-    """The run's new folder, which is removed again when the start of the run fails with a ConfigError."""
+    """The run's new folder. It is removed again when the start fails with a ConfigError, or is interrupted before there
+    is a job."""
     run = create(config)
     try:
         yield run
-    except ConfigError:
-        remove(run)
+    except BaseException as error:
+        if isinstance(error, ConfigError) or not run.submissions.exists():
+            remove(run)
+        raise
+
+
+@contextlib.contextmanager
+def reconfigured(run: RunDir, config: Config) -> Iterator[None]:
+    """Replace the configuration of a run. The old one is put back when the run is not started with the new one."""
+    before, submissions = Config.parse(run.config.read_text()), len(read_submissions(run.submissions))
+    config.save(run.config)
+    try:
+        yield
+    except BaseException:
+        if len(read_submissions(run.submissions)) == submissions:
+            before.save(run.config)
         raise
 
 
@@ -89,20 +104,14 @@ def create(config: Config) -> RunDir:
     return run
 
 
-def load(run: RunDir, overrides: Sequence[str] = ()) -> Config:
-    """The run's configuration, with the folder's present place, since it may have been moved. Raises ConfigError."""
-    config = Config.load(run.config, overrides)
-    launch = dataclasses.replace(config.launch, root=str(run.path.parent), name=run.name)
-    return dataclasses.replace(config, launch=launch)
-
-
 def remove(run: RunDir) -> None:
     """Remove the folder of a run that did not start."""
     shutil.rmtree(run.path, ignore_errors=True)
 
 
 def record_submission(run: RunDir, job_id: str, **more: Any) -> None:
-    """Append a line to submissions.jsonl: the job, and where and how it was started."""
+    """Append a line to submissions.jsonl: the job, where and how it was started, and the configuration in the run's
+    folder."""
     record: SubmissionRecord = {
         "job_id": job_id,
         "time": time.time(),
@@ -110,6 +119,7 @@ def record_submission(run: RunDir, job_id: str, **more: Any) -> None:
         "command": sys.argv,
         "folder": str(working_folder(run)),
         "version": version(),
+        "config": run.config.read_text(),
         **more,  # type: ignore[typeddict-item]
     }
     with run.submissions.open("a") as file:

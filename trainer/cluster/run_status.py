@@ -17,13 +17,14 @@ from typing import NamedTuple
 
 from trainer.cluster import own_jobs
 from trainer.cluster.own_jobs import CLOCKS_S, Owner
-from trainer.cluster.queue import Job, Queue
+from trainer.cluster.queue import NO_ANSWER, Job, Queue
 from trainer.config.errors import ConfigError
 from trainer.records.attempt_record import AttemptRecord, Reason, read_attempts, reason_in
 from trainer.records.metrics import TAIL, StepLine, is_step, last_lines
 from trainer.records.plan import read_plan
 from trainer.records.submissions import SubmissionRecord, read_submissions
 from trainer.rundir import RunDir
+from trainer.say import command
 from trainer.world import run_lock
 from trainer.world.slurm import is_job_id
 
@@ -152,13 +153,24 @@ def jobs_of(run: RunDir) -> list[str]:
     return list(dict.fromkeys(known))
 
 
-def jobs_in_queue(run: RunDir) -> list[str]:
-    """The ids of the run's jobs that wait or run. Raises ConfigError when squeue fails, or in doubt."""
+def jobs_in_queue(run: RunDir, without_slurm: bool = False) -> list[str]:
+    """The ids of the run's jobs that wait or run. Raises ConfigError in doubt.
+
+    If squeue fails: none if `without_slurm`, else raises ConfigError.
+    """
     if not any(map(is_job_id, jobs_of(run))):
         return []
     queue = Queue.ask([run])
+    if queue.jobs is None and without_slurm:
+        return []
     if queue.jobs is None:
-        raise ConfigError(f"{run.name}: {queue.problem}, so a job of this run may still be alive; try again")
+        if queue.problem != NO_ANSWER:
+            raise ConfigError(queue.problem)
+        forced = command(f"resume {run.name} --local --force")
+        raise ConfigError(
+            f"{run.name}: {NO_ANSWER}, so a job of this run may still be alive; try again, or if the cluster "
+            f"is gone, train here: {forced}"
+        )
     found = own_jobs.owners(run, queue, read_submissions(run.submissions), records_of(run))
     if unclear := [job_id for job_id, owner in found.items() if owner is Owner.UNCLEAR]:
         raise ConfigError(f"{run.name}: {own_jobs.why_unclear(unclear[0])}")
@@ -192,7 +204,7 @@ def _state(
     queue: Queue,
 ) -> tuple[str, str]:
     last = records[-1] if records else None
-    if last and last["reason"] == "finished":
+    if is_finished(submissions, records):
         return "finished", ""
     if job.id is None:
         return "stopped", "never submitted"
@@ -216,6 +228,14 @@ def _state(
     if last is None and (log := run.logs / f"{job.id}_0_log.out").exists():
         return "failed", f"job ended before its ranks began; see {log}"
     return _without_job(last)
+
+
+def is_finished(submissions: Sequence[SubmissionRecord], records: Sequence[AttemptRecord]) -> bool:
+    """Whether the run has reached its end, and was not submitted again since then to end later."""
+    if not records or records[-1]["reason"] != "finished":
+        return False
+    known = {record["job_id"] for record in records}
+    return all(line["job_id"] in known or line["time"] < records[-1]["start"] for line in submissions[-1:])
 
 
 def _not_on_slurm(

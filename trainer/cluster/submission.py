@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Literal, TypeVar, overload
 
 from submitit import Job, SlurmExecutor, SlurmJob
@@ -54,11 +57,12 @@ def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
 
     The first job of a run copies the code; later jobs of the run use the same copy.
     """
-    if not run.code.exists():
-        code_copy.copy_code(run, config)
-    tag = new_tag()
-    (job,) = submit_jobs(sbatch.run_executor(config, run, tag), [Trainer(config)])
-    run_folders.record_submission(run, job.job_id, commit=origin_of(run, config).commit, job_name=run.name, tag=tag)
+    with _ended_by_signals():
+        if not run.code.exists():
+            code_copy.copy_code(run, config)
+        tag = new_tag()
+        (job,) = submit_jobs(sbatch.run_executor(config, run, tag), [Trainer(config)])
+        run_folders.record_submission(run, job.job_id, commit=origin_of(run, config).commit, job_name=run.name, tag=tag)
     return job.task(0)  # type: ignore[return-value]
 
 
@@ -85,6 +89,31 @@ def submit_jobs(executor: SlurmExecutor, functions: Sequence[Callable[[], T]]) -
             last = reason.rpartition("; ")[2].removeprefix("sbatch: fatal: ")
             raise ConfigError(f"no Slurm answers here ({last}): {machine_checks.WITHOUT_SLURM}") from None
         raise ConfigError(f"Slurm refused the job: {reason}") from None
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and a closed terminal raise SystemExit instead of ending the process, so that a submission during
+    which Slurm is silent leaves nothing behind. Only in the main thread."""
+    received: list[int] = []
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt  # for any other exception, subprocess would wait for sbatch to end
+
+    main = threading.current_thread() is threading.main_thread()
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if received:
+            raise SystemExit(128 + received[0]) from None
+        raise
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

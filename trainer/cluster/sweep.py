@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster import code_copy, machine_checks, run_folders, submission
+from trainer.cluster import code_copy, machine_checks, run_config, run_folders, submission
 from trainer.cluster.code_origin import origin_of
 from trainer.cluster.queue import Queue
 from trainer.cluster.run_status import statuses_of
@@ -138,9 +138,10 @@ def _missing(wanted: Sequence[RunDir]) -> list[RunDir]:
 def _check_same(run: RunDir, config: Config, text: str) -> None:
     """Raise ConfigError when the run exists with another configuration; its `launch` section may differ."""
     before = run.config.read_text()
-    if before.partition("\nlaunch:")[0] == text.partition("\nlaunch:")[0]:
+    whole = "\n  slurm:" in before and before.endswith("\n")  # the last key: reading the file takes far longer
+    if whole and before.partition("\nlaunch:")[0] == text.partition("\nlaunch:")[0]:
         return
-    written = run_folders.with_absolute_data(Config.load(run.config))  # perhaps by an older Laststep
+    written = run_folders.with_absolute_data(run_config.load(run, restore=True))  # perhaps by an older Laststep
     if dataclasses.replace(written, launch=config.launch) != config:
         raise ConfigError(f"{run.name}: this run exists with another configuration; give the sweep another --name")
 

@@ -107,6 +107,8 @@ def _option_values(option: Action) -> Iterator[str]:
     if option.dest in ("config", "site"):
         yield from config_names(of_site=option.dest == "site")
         yield FILES
+    if option.dest == "source":
+        yield from _runs(())
     if option.metavar == "FILE":
         yield FILES
 

@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.cluster import machine_checks, run_folders
+from trainer.cluster import machine_checks, run_config, run_folders
 from trainer.commands.parsers import ANY_KEY, Parser, add_checkpoint
+from trainer.config.checks import validate
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
@@ -47,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
             )
     root = run_folders.runs_root([word for word in args.overrides if word.startswith("launch.root=")])
     folder = run_folders.find_run(args.run, root)
-    machine_checks.check_names(Config.load(folder.config, [*args.overrides, *ONE_RANK]))
+    checked = run_config.as_submitted(folder, [*args.overrides, *ONE_RANK])
+    validate(checked)
+    machine_checks.check_names(checked)
     from trainer.checkpoint.export import read_run
     from trainer.loops.evaluate import evaluate
 
@@ -68,11 +71,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(run: RunDir, overrides: Sequence[str], ranks: int, averaged: bool) -> Config:
     """The run's configuration for one rank that has only these weights."""
-    before = Config.read(run.config).train
+    before = run_config.as_submitted(run).train
     words = [f"train.batch_size={max(1, before.batch_size // ranks)}", *overrides, *ONE_RANK, "train.ema_decay=0"]
     if averaged:
         words.append("train.compile=false")  # training does not compile the average either
-    return Config.load(run.config, words)
+    config = run_config.as_submitted(run, words)
+    validate(config)
+    return config
 
 
 def _line(found: Mapping[str, Any]) -> str:

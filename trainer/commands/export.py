@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import __version__
-from trainer.cluster import run_folders
+from trainer.cluster import run_config, run_folders
 from trainer.commands.parsers import ROOT_KEY, Parser, add_checkpoint
-from trainer.config.config import Config
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def _metadata(run: RunDir, weights: Weights) -> dict[str, str]:
     """What the header of a .safetensors file says about the weights; its values are strings."""
     from trainer.checkpoint.weights import weights_sha256
 
-    config = Config.read(run.config)
+    config = run_config.as_submitted(run)
     found: dict[str, object] = {
         "format": "pt",  # other tools look for this: the tensors are torch's
         "laststep": __version__,

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cluster import run_folders
+from trainer.cluster import run_config, run_folders
 from trainer.cluster.prepare import Way, prepare
 from trainer.cluster.spawn import spawn
 from trainer.commands import hello
@@ -18,6 +18,7 @@ from trainer.config.config import Config, find_config
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import fields_of
 from trainer.rundir import RunDir
+from trainer.say import say
 from trainer.trainer import Trainer
 from trainer.world.launchers import detect_world
 from trainer.world.signals import die_with_parent
@@ -79,7 +80,7 @@ def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
     if new and world.rank == 0:
         run_folders.create(config)
     elif not new:
-        _check_same(config, Config.load(run.config))
+        _check_same(config, _load_started(run, world))
     try:
         return _rank(config, run, world)
     except ConfigError:
@@ -96,7 +97,7 @@ def _continue(folder: Path, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"{overrides[0]}: a continued run keeps its configuration")
     world, run = detect_world(), run_folders.find_run(str(folder), str(folder.parent))
-    return _rank(run_folders.load(run), run, world)
+    return _rank(_load_started(run, world), run, world)
 
 
 def _rank(config: Config, run: RunDir, world: World) -> int:
@@ -107,6 +108,13 @@ def _rank(config: Config, run: RunDir, world: World) -> int:
         run_folders.record_submission(run, world.job_id, **name)
     Trainer(config)()
     return 0
+
+
+def _load_started(run: RunDir, world: World) -> Config:
+    """The configuration of a run that exists. All ranks read it; rank 0 reports what is unusual, and restores it."""
+    if world.rank:
+        return run_config.load(run, warn=lambda _: None)
+    return run_config.load(run, warn=lambda text: say(f"WARNING: {text}"), restore=True)
 
 
 def _load(source: str, overrides: Sequence[str], site: str | None) -> Config:

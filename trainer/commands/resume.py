@@ -1,14 +1,21 @@
-"""resume: continue a run in a new job, perhaps on another number of ranks."""
+"""resume: continue a run in a new job, perhaps on another number of ranks, perhaps to a later end."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from trainer.commands.parsers import JOB_OPTIONS, LAUNCH_KEY, Parser, add_key_options, add_ways, overrides_of
 from trainer.config.errors import ConfigError
 from trainer.say import command
 
-DESCRIPTION = "Continue a run in a new job, from its newest intact checkpoint."
+if TYPE_CHECKING:
+    from trainer.config.config import Config
+    from trainer.rundir import RunDir
+
+DESCRIPTION = """\
+Continue a run in a new job, from its newest intact checkpoint. A finished run
+is continued only to a later end: train.epochs=N or train.max_steps=N."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -17,36 +24,75 @@ def add_arguments(parser: Parser) -> None:
     add_key_options(parser, JOB_OPTIONS)
     add_ways(parser)
     parser.add_argument(
+        "--force",
+        action="store_true",
+        help="with --local: do so although Slurm does not answer. Only if the cluster is gone: a job of the run "
+        "that still waits would continue it as well",
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar=LAUNCH_KEY,
-        help="a launch.* key to change; the rest of the run's configuration stays as it is",
+        help="a launch.* key to change, or a later end: train.epochs=N, train.max_steps=N; the rest of the run's "
+        "configuration stays as it is",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Continue a run; returns the exit status."""
-    from trainer.cluster import code_origin, machine_checks, run_folders
+    from trainer.cluster import code_origin, machine_checks, run_config, run_end, run_folders
     from trainer.cluster.prepare import Way, prepare
     from trainer.cluster.run_status import jobs_in_queue
     from trainer.commands import start
 
     way, overrides = Way.of(args), overrides_of(args, JOB_OPTIONS)
+    if args.force and way is not Way.LOCAL:
+        raise ConfigError("--force: needs --local; with Slurm, cancel the run's job before you resume it")
     root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
     folder = run_folders.find_run(args.run, root)
     machine_checks.check_run_writable(folder.path)
     for word in overrides:
-        if not word.startswith("launch.") or word.startswith("launch.name="):
+        key = word.partition("=")[0]
+        if key == "launch.name" or not (key.startswith("launch.") or key in run_end.ENDS):
             raise ConfigError(
-                f"{word}: a resumed run keeps its configuration; change only launch.* keys, or start a new run"
+                f"{word}: a resumed run keeps its configuration, but for launch.* keys and a later end; start another "
+                f"run from this one: `{command(f'submit --from {folder.name} {word}')}`"
             )
-    config = run_folders.load(folder, overrides)
-    runs_copy = way not in (Way.LOCAL, Way.DEBUG)
-    config = prepare(config, way, search=code_origin.search_path(folder, config, runs_copy))
-    if way is Way.DRY_RUN:
-        return start.dry_run(config)
-    if jobs := jobs_in_queue(folder):
+    config = run_config.load(folder, overrides, restore=way is not Way.DRY_RUN)
+    changed = run_config.changes(run_config.as_submitted(folder), config)
+    extended = {key: pair for key, pair in changed.items() if key in run_end.ENDS}
+    if not extended and _says_finished(folder, config):
+        return 0
+    if way is not Way.DRY_RUN and (jobs := jobs_in_queue(folder, args.force)):
         cancel = command(f"cancel {folder.name}{start.root_hint(config.launch)}")
         raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
-    config.save(folder.config)
-    return start.start(config, folder, way)
+    runs_copy = way not in (Way.LOCAL, Way.DEBUG)
+    config = prepare(config, way, search=code_origin.search_path(folder, config, runs_copy))
+    if extended:
+        schedule = "" if config.optim.schedule == "constant" else f" (optim.schedule={config.optim.schedule})"
+        print(f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}")
+    if way is Way.DRY_RUN:
+        return start.dry_run(config)
+    with run_folders.reconfigured(folder, config):
+        return start.start(config, folder, way)
+
+
+def _says_finished(run: RunDir, config: Config) -> bool:
+    """Whether the run has finished. If so, say that, and name the two ways to train on."""
+    from trainer.cluster.run_end import longer
+    from trainer.cluster.run_status import is_finished, records_of
+    from trainer.commands.start import root_hint
+    from trainer.records.plan import read_plan
+    from trainer.records.submissions import read_submissions
+
+    records, plan = records_of(run), read_plan(run.plan)
+    if not is_finished(read_submissions(run.submissions), records):
+        return False
+    step = records[-1]["end_step"]
+    total = plan["total_steps"] if plan else None
+    where = " --local" if records[-1]["job_id"].startswith("local-") else ""
+    more, hint = longer(config.train, total), where + root_hint(config.launch)
+    print(f"{run.name}: finished at {step} of {total or step}")
+    print(f"extend {command(f'resume {run.name} {more}{hint}')}")
+    print(f"branch {command(f'submit --from {run.name} {more} optim.lr={config.optim.lr / 10:g}{hint}')}")
+    return True

@@ -15,6 +15,7 @@ from trainer.commands.parsers import (
     overrides_of,
 )
 from trainer.commands.verbs import verb_list
+from trainer.config.errors import ConfigError
 from trainer.say import program
 
 DESCRIPTION = "Start a new run: submit it to Slurm, or run it on this machine."
@@ -33,6 +34,12 @@ def add_arguments(parser: Parser) -> None:
     """Declare what submit takes."""
     parser.add_argument("--version", action="version", version=f"laststep {__version__}", help="print the version")
     add_config(parser)
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="RUN",
+        help="begin with the configuration, the newest checkpoint and the metrics of this run, which stays as it is",
+    )
     add_key_options(parser, NEW_RUN_OPTIONS)
     add_ways(parser)
     add_overrides(parser)
@@ -40,18 +47,27 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start a new run; returns the exit status."""
-    from trainer.cluster import run_folders
+    from trainer.checkpoint.store import CheckpointStore
+    from trainer.cluster import branch, run_folders
     from trainer.cluster.prepare import Way, prepare_new
     from trainer.commands import start
     from trainer.config.config import Config, find_config
 
-    way = Way.of(args)
-    config = Config.load(args.config, overrides_of(args, NEW_RUN_OPTIONS), args.site or run_folders.site())
-    config = prepare_new(config, way, stem=find_config(args.config).stem)
+    way, overrides, source = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None
+    if args.source is None:
+        config = Config.load(args.config, overrides, args.site or run_folders.site())
+        stem = find_config(args.config).stem
+    else:
+        if args.site is not None:
+            raise ConfigError(f"--site {args.site}: --from {args.source} has a configuration already; leave this out")
+        source = branch.find_source(args.source, overrides)
+        config, stem = branch.configure(source, overrides), source.name
+    config = prepare_new(config, way, stem)
     if way is Way.DRY_RUN:
         return start.dry_run(config)
     with run_folders.created(config) as folder:
+        copied = [] if source is None else [branch.copy_state(source, folder)]
         status = start.start(config, folder, way)
-    if status == 2 and not folder.checkpoints.exists():  # the ranks refused the configuration
+    if status == 2 and CheckpointStore(folder.checkpoints).steps() == copied:  # the ranks refused the configuration
         run_folders.remove(folder)
     return status

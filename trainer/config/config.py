@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.checks import validate
 from trainer.config.errors import ConfigError, first_line, nearest
-from trainer.config.keys import assign, escaped, parse_override, replaced, values_of
+from trainer.config.keys import assign, escaped, fields_of, parse_override, replaced, values_of
 from trainer.config.scalars import as_written
 from trainer.config.schema import Settings
 
@@ -46,15 +47,24 @@ class Config(Settings):
         cls, source: str | Path | None = None, overrides: Sequence[str] = (), site: str | Path | None = None
     ) -> Config:
         """`load`, without checking the values against their limits and each other."""
-        tree = OmegaConf.structured(cls)
         files = [find_config(site, of_site=True)] if site else []
         files += [find_config(source)] if source is not None else []
-        for path in files:
+        return cls._build([(path, _read_text(path)) for path in files], overrides)
+
+    @classmethod
+    def parse(cls, text: str, overrides: Sequence[str] = (), source: str | Path = "configuration") -> Config:
+        """`read`, from the text of a file; `source` names it in messages."""
+        return cls._build([(source, text)], overrides)
+
+    @classmethod
+    def _build(cls, layers: Iterable[tuple[str | Path, str]], overrides: Sequence[str]) -> Config:
+        tree = OmegaConf.structured(cls)
+        for source, text in layers:
             try:
-                for key, value in _read_yaml(path).items():
+                for key, value in _parse_yaml(text).items():
                     assign(tree, key, value)
             except ConfigError as error:
-                raise ConfigError(f"{path}: {error}") from None
+                raise ConfigError(f"{source}: {error}") from None
         for word in overrides:
             for key, value in parse_override(word).items():
                 assign(tree, key, value)
@@ -116,15 +126,42 @@ def _folders(of_site: bool) -> list[Path]:
     return [folder / "site" if of_site else folder for folder in (Path.cwd() / "configs", PACKAGED)]
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    """The value for each dotted key that a file sets. Raises ConfigError."""
+def missing_keys(text: str) -> list[str]:
+    """The keys that a YAML text does not set, in the schema's order. Raises ConfigError when it cannot be read."""
+    content, _ = _load_yaml(text)
+
+    def is_set(key: str) -> bool:
+        inner: Any = content
+        for name in key.split("."):
+            if not isinstance(inner, dict) or name not in inner:
+                return False
+            inner = inner[name]
+        return True
+
+    return [key for key, _, _ in fields_of(Settings) if not is_set(key)]
+
+
+def _read_text(path: Path) -> str:
     try:
-        content, written = OmegaConf.to_container(OmegaConf.load(path)), as_written(path.read_text())
-    except Exception as error:  # a YAML error, an unreadable file: there are many types
+        return path.read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {first_line(error)}") from None
+
+
+def _parse_yaml(text: str) -> dict[str, Any]:
+    """The value for each dotted key that a YAML text sets. Raises ConfigError."""
+    return values_of(*_load_yaml(text))
+
+
+def _load_yaml(text: str) -> tuple[dict[Any, Any], Any]:
+    """What a YAML text holds, read by OmegaConf, and with each scalar as it was written. Raises ConfigError."""
+    try:
+        content, written = OmegaConf.to_container(OmegaConf.load(io.StringIO(text))), as_written(text)
+    except Exception as error:  # a YAML error: there are many types
         raise ConfigError(f"cannot be read as YAML: {_yaml_problem(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError("must consist of `key: value` lines")
-    return values_of(content, written)
+    return content, written
 
 
 def _yaml_problem(error: Exception) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from trainer.config.config import Config
 from trainer.data.order import seed_generators, seed_of
 from trainer.loops.custom_state import CustomState
 from trainer.loops.logged import LoggedValues
@@ -83,6 +84,15 @@ class CustomSteps(Loop):
         """Read the checkpoint of `step`, if there is one. The objects take it over when the function registers them."""
         if step is not None:
             self._held.loaded = self._load_checkpoint(step)
+            if self.position.finished and self._is_extended(step):
+                self.position.finished = False
+
+    def _is_extended(self, step: int) -> bool:
+        """Whether the run ended elsewhere by the configuration with which this checkpoint was saved."""
+        if not (text := self.store.manifest(step).config):
+            return False
+        before, now = Config.parse(text).train, self.config.train
+        return (before.epochs, before.max_steps) != (now.epochs, now.max_steps)
 
     def save(self) -> None:
         """Start a save of this position. A collective."""

@@ -75,6 +75,7 @@ class Loop(ABC):
         # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
         self.reads_one_step_late = self.group.device.type == "cuda"
         self.numerics = describe_numerics(self.group.device)
+        self._yaml = self.config.to_yaml()
         self.position = Position()
         self.state_lock = threading.Lock()
         self.last_update = LastUpdate(self.group.device)
@@ -222,7 +223,7 @@ class Loop(ABC):
         position = self.position
         current = position.validated == position.step
         metrics = {name: value for name, value in position.metrics.items() if current and value is not None}
-        return CheckpointInfo(position.step, self._epoch(), position.samples, metrics, self.numerics)
+        return CheckpointInfo(position.step, self._epoch(), position.samples, metrics, self.numerics, self._yaml)
 
     def _checkpoint_state(self) -> dict[str, Any]:
         return {"position": asdict(self.position), **self._state()}

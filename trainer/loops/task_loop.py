@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.config.checks import check_batch
+from trainer.config.errors import ConfigError
 from trainer.data.loader import TrainBatchKeys
 from trainer.data.order import Order
 from trainer.loops.initial_weights import read_initial_weights, start_from
@@ -54,6 +55,7 @@ class TaskLoop(Loop):
         self.watch.enter("restoring")
         if step is not None:
             self.learner.load_state_dict(self._load_checkpoint(step))
+            self._check_end()
         elif initial is not None:
             start_from(self.learner, initial)
         self._finish_restore()
@@ -61,6 +63,16 @@ class TaskLoop(Loop):
             f"{'starting' if step is None else f'resuming after step {step}'}: {self.total_steps} steps, "
             f"{self.order.steps_per_epoch} per epoch, {self.size} ranks on {self.group.device.type}"
         )
+
+    def _check_end(self) -> None:
+        """The run may end later than when the checkpoint was saved. An end within an epoch has closed that epoch, which
+        is now continued. Raises ConfigError for an earlier end."""
+        position, total = self.position, self.total_steps
+        done = position.step % self.order.steps_per_epoch
+        if position.step > total:
+            raise ConfigError(f"train.epochs, train.max_steps: end the run at step {total}; it is at {position.step}")
+        if position.validated == position.step < total and done:
+            position.reopen_epoch(begins_after=position.step - done)
 
     def _read_initial_weights(self) -> Mapping[str, Tensor]:
         """What rank 0 reads as model.weights; nothing on the other ranks. They wait without limit: it may download."""

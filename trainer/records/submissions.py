@@ -23,6 +23,7 @@ class SubmissionRecord(_Required, total=False):
     version: str  # Laststep's
     job_name: str  # Slurm's name for the job
     tag: str  # in the comment of a job that Laststep submitted: its id may be given to another job one day
+    config: str  # the run's config.yaml as it was then; records of older versions lack it
 
 
 def read_submissions(path: Path) -> list[SubmissionRecord]:
