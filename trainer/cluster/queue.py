@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import filterfalse
 
 from trainer.rundir import RunDir
-from trainer.world.slurm import NEVER, TAG, unix_time
+from trainer.world.slurm import NEVER, TAG, SlurmError, check_conf, unix_time
 
 TIMEOUT_S = 30
 # Job id, state, start time, time of the submission or requeue, owner's uid, name, comment, reason. Names and comments
@@ -39,13 +39,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Queue:
-    """The jobs in the queue by id (an array's as 12_3); None when Slurm did not answer. `at` is in Unix seconds.
+    """The jobs in the queue by id (an array's as 12_3); None when Slurm did not answer, and why. `at` is in Unix
+    seconds.
 
     Slurm was not asked for the jobs of `unknown_owners`: uids that this machine does not know.
     """
 
     at: float
     jobs: dict[str, Job] | None
+    problem: str = "squeue does not answer"
     unknown_owners: frozenset[int] = frozenset()
 
     @classmethod
@@ -56,7 +58,7 @@ class Queue:
         unknown = frozenset(filterfalse(_has_account, owners))
         users = {os.getuid(), *owners} - unknown
         if shutil.which("squeue") is None:
-            return cls(at, {}, unknown)
+            return cls(at, {}, unknown_owners=unknown)
         command = [
             "squeue",
             "--noheader",
@@ -65,13 +67,17 @@ class Queue:
             f"--format={SEPARATOR.join(FIELDS)}",
         ]
         try:
+            check_conf()
+        except SlurmError as error:
+            return cls(at, None, str(error))
+        try:
             asked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return cls(at, None)
         if asked.returncode:
             return cls(at, None)
         jobs = (line.split(SEPARATOR) for line in asked.stdout.split("\n"))
-        return cls(at, dict(_parse(*job) for job in jobs if len(job) == len(FIELDS)), unknown)
+        return cls(at, dict(_parse(*job) for job in jobs if len(job) == len(FIELDS)), unknown_owners=unknown)
 
 
 def _has_account(uid: int) -> bool:

@@ -153,7 +153,7 @@ def jobs_in_queue(run: RunDir) -> list[str]:
         return []
     queue = Queue.ask([run])
     if queue.jobs is None:
-        raise ConfigError(f"{run.name}: squeue does not answer, so a job of this run may still be alive; try again")
+        raise ConfigError(f"{run.name}: {queue.problem}, so a job of this run may still be alive; try again")
     found = own_jobs.owners(run, queue, read_submissions(run.submissions), records_of(run))
     if unclear := [job_id for job_id, owner in found.items() if owner is Owner.UNCLEAR]:
         raise ConfigError(f"{run.name}: {own_jobs.why_unclear(unclear[0])}")
@@ -203,7 +203,7 @@ def _state(
     final = last is not None and last["reason"] is not None and not last["requeue"]
     if not final:
         if queue.jobs is None:
-            return "unknown", "squeue does not answer"
+            return "unknown", queue.problem
         if queue.unknown_owners and (uid := run.path.stat().st_uid) in queue.unknown_owners:
             return "unknown", f"this machine does not know the owner of the run, uid {uid}"
         if newest and newest["time"] > queue.at - JUST_SUBMITTED_S:
