@@ -124,3 +124,22 @@ def test_status_ranks_a_sweep(slurm: Path, here: Path, capfd: pytest.CaptureFixt
     assert main(["status", "--sweep", "scna"]) == 2
     assert "--sweep scna: no such sweep in" in capfd.readouterr().err
     assert os.listdir(here / "runs" / "scan")
+
+
+def test_resume_a_sweep(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Those of its runs that ended early are continued, each in a new job; patterns and names select other runs."""
+    assert main(["sweep", "--name", "scan", "seed=0..2"]) == 0
+    for seed, reason in ((0, "finished"), (1, "timeout")):
+        record = ended_attempt(job_id=f"4711_{seed}", reason=reason)
+        RunDir(here / "runs" / f"scan-seed_{seed}").attempts.write_text(json.dumps(record) + "\n")
+    (slurm / "squeue").write_text(fake_squeue("4711_2"))
+    capfd.readouterr()
+    assert main(["resume", "--sweep", "scan", "launch.time_min=9"]) == 0
+    out = capfd.readouterr().out
+    assert "scan-seed_0: finished, so there is nothing to resume" in out and "scan-seed_2: starting, so" in out
+    assert out.count("run    ") == 1 and "run    scan-seed_1" in out
+    assert "scan-seed_3" in refusal(["cancel", "scan-seed_3"], capfd, here)
+    assert "nothing-*: matches no run in runs/" in refusal(["report", "nothing-*"], capfd, here)
+    assert "name a sweep or runs, not both" in refusal(["cancel", "scan-seed_1", "--sweep", "scan"], capfd, here)
+    assert "--sweep scna: no such sweep in runs/" in refusal(["cancel", "--sweep", "scna"], capfd, here)
+    assert "name the run, or its folder" in refusal(["resume"], capfd, here)

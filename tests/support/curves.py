@@ -26,7 +26,8 @@ def expected(run: RunDir, log_every: int) -> Curves:
             values = {f"val/{name[4:]}": line[name] for name in line if name.startswith("val_")}
             values["train/epoch_loss"] = line["train_loss"]
         elif line["step"] % log_every == 0:
-            values = {f"train/{name}": line[name] for name in ("loss", "lr", "samples_per_s")}
+            names = ("loss", "lr", "grad_norm", "samples_per_s")
+            values = {f"train/{name}": line[name] for name in names if name in line}
         for tag, value in values.items():
             curves[tag].append((when, line["step"], _single(value)))
     return curves

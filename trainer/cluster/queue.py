@@ -50,8 +50,8 @@ class Queue:
 
     at: float
     jobs: dict[str, Job] | None
-    unknown_owners: frozenset[int] = frozenset()
     problem: str = NO_ANSWER
+    unknown_owners: frozenset[int] = frozenset()
 
     @classmethod
     def ask(cls, runs: Iterable[RunDir]) -> Queue:
@@ -61,7 +61,7 @@ class Queue:
         unknown = frozenset(filterfalse(_has_account, owners))
         users = {os.getuid(), *owners} - unknown
         if shutil.which("squeue") is None:
-            return cls(at, {}, unknown)
+            return cls(at, {}, unknown_owners=unknown)
         command = [
             "squeue",
             "--noheader",
@@ -76,7 +76,7 @@ class Queue:
         if (answer := _answer_of(command)) is None:
             return cls(at, None)
         jobs = (line.split(SEPARATOR) for line in answer.split("\n"))
-        return cls(at, dict(_parse(*job) for job in jobs if len(job) == len(FIELDS)), unknown)
+        return cls(at, dict(_parse(*job) for job in jobs if len(job) == len(FIELDS)), unknown_owners=unknown)
 
 
 def _answer_of(command: list[str]) -> str | None:
