@@ -9,6 +9,7 @@ from submitit import SlurmJob
 
 from trainer.cluster.live_log import LiveLog
 from trainer.cluster.run_status import RunStatus, StatusReader
+from trainer.cluster.waiting import Waiting
 from trainer.rundir import RunDir
 from trainer.say import command
 
@@ -18,6 +19,7 @@ POLL_S = 0.5
 def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
     """Stay until the run ends; returns the exit status. Ctrl-C leaves the job alone."""
     reader = StatusReader()
+    waiting = Waiting(lambda text: print(f"[laststep] {text}", file=sys.stderr, flush=True))
     try:
         with LiveLog(run, job.paths.stdout) as log:
             while True:
@@ -26,6 +28,7 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
                 log.update()
                 if not status.alive:
                     break
+                waiting.update(status)
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
         to_end = command(f"cancel {run.path}")

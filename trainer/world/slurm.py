@@ -11,6 +11,7 @@ from collections.abc import Mapping
 DEFAULT_KILL_WAIT_S = 30  # seconds from SIGTERM to SIGKILL unless slurm.conf says otherwise (KillWait)
 NEVER = float("inf")
 Job = Mapping[str, str]  # the fields of `scontrol show job`
+Partition = Mapping[str, str]  # the fields of `scontrol show partition`
 
 
 class SlurmError(RuntimeError):
@@ -23,6 +24,22 @@ def show_job(job_id: str) -> Job | None:
         shown = scontrol("show", "job", "--oneliner", job_id)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
     return None
+
+
+def show_partitions(names: str | None) -> list[Partition]:
+    """The fields of `scontrol show partition` for each of these (`main,long`); None: the default one. Empty when Slurm
+    does not answer."""
+    with contextlib.suppress(SlurmError):
+        known = parse_records(scontrol("show", "partition", "--oneliner"))
+        wanted = names.split(",") if names else [p["PartitionName"] for p in known if p.get("Default") == "YES"]
+        return [partition for partition in known if partition["PartitionName"] in wanted]
+    return []
+
+
+def parse_records(text: str) -> list[Mapping[str, str]]:
+    """Parse the output of `scontrol show ... --oneliner`, which has one record per line."""
+    lines = ([word.split("=", 1) for word in line.split() if "=" in word] for line in text.splitlines())
+    return [dict(words) for words in lines if words]
 
 
 def kill_wait_s() -> int | None:
