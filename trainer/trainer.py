@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -72,7 +73,8 @@ class Trainer:
         # Not the record's `requeue`, which is False off Slurm: submitit's LocalExecutor starts its jobs again, too.
         decision = decide(read_ended_attempts(self.run.attempts), self.config.launch)
         if not decision.requeue:
-            say(f"not requeued: {decision.why}; `{command(f'resume {self.run.name}')}` continues the run")
+            resume = command(f"resume {shlex.quote(str(self.run.path))}")
+            say(f"not requeued: {decision.why}; `{resume}` continues the run")
             return None
         return DelayedSubmission(Trainer(self.config))
 

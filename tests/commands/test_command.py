@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -455,3 +456,38 @@ def test_site_profile(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     assert f"--output={here}/scratch/x/logs" in capfd.readouterr().out
     assert main(["status"]) == 0
     assert f"no run in {here}/scratch/ yet" in capfd.readouterr().out.replace("\n", "")
+
+
+def test_printed_commands_work(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Typed as they are printed, and where: a run in another folder than runs/ is named by its path."""
+    for words, typed in (
+        ([], "a"),
+        (["launch.root=other/runs"], "other/runs/a"),
+        (["launch.root=my runs"], "'my runs/a'"),
+    ):
+        assert main(["--name", "a", *words]) == 0
+        found = re.findall(r"next   python \S*launch.py (.*)", capfd.readouterr().out)
+        assert found == [f"logs -f {typed}", f"status {typed}", f"cancel {typed}"]
+        assert main(shlex.split(found[1])) == 0
+        capfd.readouterr()
+        assert f"launch.py resume {typed}`" in refusal(["--name", "a", *words], capfd, here)
+
+
+def test_a_job_that_never_starts(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """More nodes than the partition has are refused; a limit that Slurm alone knows is a warning, with the limit."""
+    partition = "PartitionName=main Default=YES MaxNodes=2 MaxTime=1:00:00 State=UP TotalNodes=4"
+    (slurm / "scontrol").write_text(
+        f"#!/bin/sh\nif [ $2 = config ]; then echo 'KillWait  = 30 sec'; else echo '{partition}'; fi\n"
+    )
+    (slurm / "scontrol").chmod(0o755)
+    assert refusal(["--nodes", "8"], capfd, here) == (
+        "launch.nodes=8: partition main has 4 nodes, so the job would never start; use at most --nodes 4, or another "
+        "--partition"
+    )
+    (slurm / "squeue").write_text("#!/bin/sh\necho '4711|PENDING|N/A|PartitionNodeLimit'\n")
+    assert main(["--nodes", "4", "--name", "mine"]) == 0
+    warning = "job 4711 may never start; queued: PartitionNodeLimit, main has 4 nodes and gives a job at most 2"
+    assert warning in capfd.readouterr().err
+    (slurm / "squeue").write_text("#!/bin/sh\necho '4711|PENDING|N/A|Resources'\n")
+    assert main(["--nodes", "4", "--name", "other"]) == 0
+    assert capfd.readouterr().err == ""

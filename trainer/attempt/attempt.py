@@ -85,7 +85,9 @@ class Attempt:
             # Rank 0 alone looks for checkpoints: on a shared disk the other ranks' view may be out of date.
             newest_step = self._take_run_folder() if world.rank == 0 else None
             compiler.cache_in(self._run_dir.compiled) if self._config.train.compile else compiler.defer_import()
-            # Imports torch. Not at the top of this file, so that a signal during these seconds is caught too.
+            if world.rank == 0:
+                say("importing torch")  # which takes seconds, on a network file system up to a minute
+            # Not at the top of this file, so that a signal during these seconds is caught too.
             from trainer.attempt import start
 
             self._phases.done("importing torch")

@@ -12,6 +12,7 @@ examples/srun.sbatch.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -120,7 +121,7 @@ def _record_failed_start(
 
 
 def _say_not_requeued(run: RunDir, end: EndedAttempt, why: str) -> None:
-    resume = command(f"resume {run.name}")
+    resume = command(f"resume {shlex.quote(str(run.path))}")
     say(f"not requeued: the attempt ended ({end['reason']}): {why}; `{resume}` tries again")
 
 

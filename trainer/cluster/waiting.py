@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,11 @@ from trainer.cluster.run_status import RunStatus
 from trainer.world.slurm import Partition, show_job, show_partitions
 
 UNLIMITED = "UNLIMITED"
+# Reasons of squeue that waiting alone does not end (man squeue, "job reason codes").
+MAY_NEVER_START = re.compile(
+    r"Partition(Node|Time)Limit|Partition(Down|Inactive)|BadConstraints|Invalid(Account|QOS)|JobHeldAdmin"
+    r"|(Account|QOS)NotAllowed|.*(PerJob|WallDuration).*"
+)
 
 
 class Waiting:
@@ -23,6 +29,13 @@ class Waiting:
         if now != self._said and (text := waiting_for(status)):
             self._say(f"{status.run}: {text}")
         self._said = now
+
+
+def may_never_start(status: RunStatus) -> str:
+    """A warning about a job that has just been submitted; empty if it only waits for its turn."""
+    if not MAY_NEVER_START.match(status.why):
+        return ""
+    return f"job {status.job_id} may never start; {waiting_for(status)}"
 
 
 def waiting_for(status: RunStatus) -> str:

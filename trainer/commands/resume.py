@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if way is Way.DRY_RUN:
         return start.dry_run(config)
     if jobs := jobs_in_queue(folder):
-        cancel = command(f"cancel {folder.name}{start.root_hint(config.launch)}")
+        cancel = command(f"cancel {run_folders.typed(folder)}")
         raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
     machine_checks.check_writable(folder.path)
     config.save(folder.config)
