@@ -3,6 +3,9 @@
 
 import sys
 
+if sys.version_info < (3, 10):  # noqa: UP036 - a cluster's own python3 may be older, and cannot read what follows
+    print("error: Laststep needs Python 3.10 or newer; this one is " + sys.version.split()[0], file=sys.stderr)
+    sys.exit(2)
 from trainer.commands.main import main
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from submitit.core.utils import DelayedSubmission
 from tests.support.commands import REFUSING_SBATCH, files, launch, refusal
 from tests.support.project import PROJECT
 from trainer.commands.main import main
-from trainer.commands.verbs import DEFAULT, VERBS
+from trainer.commands.verbs import DEFAULT, VERBS, Verb
 from trainer.config.config import Config
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
@@ -491,3 +491,43 @@ def test_a_job_that_never_starts(slurm: Path, here: Path, capfd: pytest.CaptureF
     (slurm / "squeue").write_text("#!/bin/sh\necho '4711|PENDING|N/A|Resources'\n")
     assert main(["--nodes", "4", "--name", "other"]) == 0
     assert capfd.readouterr().err == ""
+
+
+def test_outside_the_environment(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The system's Python lacks everything: one line has the command to type."""
+
+    def lacks(name: str) -> None:
+        raise ModuleNotFoundError(name=name)
+
+    monkeypatch.setattr(sys, "argv", ["launch.py", "status", "my run"])
+    monkeypatch.setattr(Verb, "run", lambda verb, words: lacks("submitit"))
+    (here / ".venv" / "bin").mkdir(parents=True)
+    (here / ".venv" / "bin" / "python").touch()
+    assert refusal(["status", "my run"], capfd, here) == (
+        f"status needs submitit, which {sys.executable} lacks: type `.venv/bin/python launch.py status 'my run'`"
+    )
+    monkeypatch.setattr(Verb, "run", lambda verb, words: lacks("of_the_user"))
+    with pytest.raises(ModuleNotFoundError):  # not ours to explain
+        main(["status"])
+
+
+def test_list(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """For scripts: `for run in $(launch.py list)`."""
+    assert main(["list"]) == 0
+    for name in ("b", "a"):
+        RunDir(here / "runs" / name).path.mkdir(parents=True)
+        RunDir(here / "runs" / name).config.write_text("")
+        os.utime(RunDir(here / "runs" / name).config, (0, ord(name)))
+    assert main(["list", "launch.root=runs"]) == 0
+    assert capfd.readouterr().out == "a\nb\n"
+
+
+def test_help_is_a_verb_too(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Many tools have it, so people type it."""
+    assert main(["help", "logs"]) == 0
+    assert capfd.readouterr().out == VERBS["logs"].parser().format_help()
+    assert main(["help"]) == 0
+    assert "verbs (default: submit" in capfd.readouterr().out
+    assert refusal(["help", "lgos"], capfd, here) == "lgos: no such verb; did you mean logs?"
