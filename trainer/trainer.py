@@ -57,7 +57,7 @@ class Trainer:
         try:
             return Attempt(self.config, self.run, world, signals).run()
         finally:
-            process_ends = world.launcher not in ("python", "submitit-debug")
+            process_ends = not world.in_users_program
             # At exit Python would spend a second on collecting objects whose memory is freed anyway. But triton's
             # bindings report objects that were not collected as leaks.
             if not process_ends or "triton" in sys.modules:

@@ -188,6 +188,14 @@ def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None
     assert "error: data.name=mnist-5k: empty" in said and "Traceback" not in said
 
 
+def test_a_users_error_is_shown_once(terminal: Terminal) -> None:
+    """One traceback, which begins at the user's own line: that is the one to mend."""
+    said = terminal.types("--local", "--name", "broken", "task=tests.support.tasks.Broken", *TINY, status=1)
+    lines = said.splitlines()
+    (begins,) = (number for number, line in enumerate(lines) if line.startswith("Traceback"))
+    assert "tests/support/tasks.py" in lines[begins + 1], said
+
+
 def test_only_one_attempt_at_a_time(terminal: Terminal) -> None:
     """Two attempts on one folder would interleave their metrics and overwrite each other's checkpoints."""
     first = terminal.starts("--local", "--name", "twice", *LONG)
