@@ -190,10 +190,11 @@ def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None
 
 def test_a_users_error_is_shown_once(terminal: Terminal) -> None:
     """One traceback, which begins at the user's own line: that is the one to mend."""
-    said = terminal.types("--local", "--name", "broken", "task=tests.support.tasks.Broken", *TINY, status=1)
+    two = ("--tasks-per-node", "2", "task=tests.support.tasks.Broken")
+    said = terminal.types("--local", "--name", "broken", *two, *TINY, status=1)
     lines = said.splitlines()
     (begins,) = (number for number, line in enumerate(lines) if line.startswith("Traceback"))
-    assert "tests/support/tasks.py" in lines[begins + 1], said
+    assert "tests/support/faulty_tasks.py" in lines[begins + 1], said
 
 
 def test_only_one_attempt_at_a_time(terminal: Terminal) -> None:
