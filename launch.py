@@ -3,6 +3,10 @@
 
 import sys
 
+if sys.version_info < (3, 10):  # noqa: UP036 - a cluster's own python3 may be older, and cannot read what follows
+    print("error: Laststep needs Python 3.10 or newer; this one is " + sys.version.split()[0], file=sys.stderr)
+    sys.exit(2)
+
 if __name__ == "__main__":
     try:
         from trainer.commands.main import main

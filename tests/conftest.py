@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from tests.support.shared import make_shared_folder, remove_shared_folder
 
 # Two cores and many ranks: more threads than cores would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+# The commands that messages name begin with the word that started Python.
+sys.orig_argv[0] = "python"
 # A shell starts what it sends to the background with Ctrl-C ignored, and what the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

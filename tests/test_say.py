@@ -39,3 +39,17 @@ def test_in_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(say.COMMAND, "laststep")
     assert say.command("resume first") == "laststep resume first"
     assert say.program() == "laststep"
+
+
+@pytest.mark.parametrize(
+    ("active", "typed", "said"),
+    [(True, "python3", "python"), (False, "python3", "python3"), (False, ".venv/bin/python", ".venv/bin/python")],
+)
+def test_the_same_python(active: bool, typed: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an environment that is not active, `python` is another one, without torch."""
+    (tmp_path / "python").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["launch.py"])
+    monkeypatch.setattr(sys, "orig_argv", [typed, "launch.py"])
+    monkeypatch.setattr(sys, "executable", str((tmp_path if active else tmp_path / "other") / "python3"))
+    assert say.command("status") == f"{said} launch.py status"

@@ -40,7 +40,7 @@ def command(words: str = "") -> str:
     """What to type to run Laststep with these words, the way the user started it: `laststep status first`."""
     path = sys.argv[0]
     if os.path.basename(path) == "launch.py":
-        typed = f"python {shlex.quote(os.path.normpath(path))}"
+        typed = f"{_python()} {shlex.quote(os.path.normpath(path))}"
     elif os.path.basename(path) == "laststep":
         typed = "laststep" if shutil.which("laststep") == path else shlex.quote(path)
     elif COMMAND in os.environ:  # a rank
@@ -49,3 +49,10 @@ def command(words: str = "") -> str:
         in_clone = (Path(__file__).parent.parent / "launch.py").exists()
         typed = "python launch.py" if in_clone else "laststep"
     return f"{typed} {words}".rstrip()
+
+
+def _python() -> str:
+    """What to type to start this Python: `python` where that is this one, else what the user typed."""
+    found = shutil.which("python")
+    is_this = found is not None and os.path.dirname(found) == os.path.dirname(sys.executable)
+    return "python" if is_this else shlex.quote(sys.orig_argv[0])

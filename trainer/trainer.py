@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class Trainer:
         try:
             return Attempt(self.config, self.run, world, signals).run()
         finally:
-            process_ends = world.launcher not in ("python", "submitit-debug")
+            process_ends = not world.in_users_program
             # At exit Python would spend a second on collecting objects whose memory is freed anyway. But triton's
             # bindings report objects that were not collected as leaks.
             if not process_ends or "triton" in sys.modules:
@@ -72,7 +73,8 @@ class Trainer:
         # Not the record's `requeue`, which is False off Slurm: submitit's LocalExecutor starts its jobs again, too.
         decision = decide(read_ended_attempts(self.run.attempts), self.config.launch)
         if not decision.requeue:
-            say(f"not requeued: {decision.why}; `{command(f'resume {self.run.name}')}` continues the run")
+            resume = command(f"resume {shlex.quote(str(self.run.path))}")
+            say(f"not requeued: {decision.why}; `{resume}` continues the run")
             return None
         return DelayedSubmission(Trainer(self.config))
 

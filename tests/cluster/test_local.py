@@ -41,7 +41,12 @@ def test_two_nodes_on_one_machine(terminal: Terminal) -> None:
     """The ranks of two nodes, the fewest of the range, run here; the terminal shows progress and the result."""
     said = terminal.types("--local", "--nodes", "2-4", "--name", "two", *TINY, "train.batch_size=24")
     assert "step 3/3" in said
-    assert "finished: epoch 1  step 3" in said and "val_accuracy" in said.splitlines()[-1]
+    assert "importing torch" in said, "seconds of silence look like a hang"
+    *_, result, saved, export, report = said.splitlines()
+    assert "finished: epoch 1  step 3" in result and "val_accuracy" in result
+    two = terminal.run("two")
+    assert Path(PROJECT, saved.removeprefix("saved  ")) == two.checkpoints / "step_000000003"
+    assert "launch.py export " in export and "launch.py report " in report
     assert terminal.run("two").config.exists()
     (attempt,) = read_lines(terminal.run("two").attempts)
     assert attempt["world_size"] == 2 and attempt["reason"] == "finished"
@@ -84,7 +89,7 @@ def test_ctrl_c_is_a_stop(terminal: Terminal) -> None:
     launcher.send_signal(signal.SIGINT)
     said, _ = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 130, said
-    assert "python launch.py resume stopped --local" in said
+    assert re.search(r"stopped after step \d+, every step is saved; to continue: .* resume \S*stopped --local", said)
     (attempt,) = read_lines(terminal.run("stopped").attempts)
     assert attempt["reason"] == "cancelled" and attempt["lost_steps"] == 0
     lines = fingerprint(terminal.run("stopped"))
@@ -105,7 +110,7 @@ def test_cancel(terminal: Terminal) -> None:
     launcher = terminal.starts("--local", "--name", "mine", "--tasks-per-node", "2", *LONG)
     terminal.waits_for_step("mine")
     said = terminal.types("cancel", "mine")
-    assert re.search(r"mine: stopped after step \d+, every step is kept; to continue: .* resume mine", said)
+    assert re.search(r"mine: stopped after step \d+, every step is kept; to continue: .* resume \S*mine\n", said)
     launcher.communicate(timeout=DEADLINE_S)
     run = terminal.run("mine")
     assert reasons(run) == ["cancelled"] and read_lines(run.attempts)[0]["lost_steps"] == 0
@@ -121,9 +126,10 @@ def test_second_ctrl_c_kills(plain: Terminal) -> None:
     launcher.send_signal(signal.SIGINT)
     read_until(launcher, "Ctrl-C again to kill")
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=DEADLINE_S)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 130
     assert not Path(f"/proc/{rank}").exists(), "no rank is left behind"
+    assert re.search(r"killed after step \d+, before the first checkpoint: nothing is saved; to start again: .*", said)
 
 
 def test_ctrl_c_before_anything_is_up(plain: Terminal) -> None:
@@ -186,6 +192,15 @@ def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None
     here = Terminal(tmp_path / "runs", PYTHONPATH=str(tmp_path))
     said = here.types("--local", "--name", "empty", "task=empty_task.Empty", status=2)
     assert "error: data.name=mnist-5k: empty" in said and "Traceback" not in said
+
+
+def test_a_users_error_is_shown_once(terminal: Terminal) -> None:
+    """One traceback, which begins at the user's own line: that is the one to mend."""
+    two = ("--tasks-per-node", "2", "task=tests.support.tasks.Broken")
+    said = terminal.types("--local", "--name", "broken", *two, *TINY, status=1)
+    lines = said.splitlines()
+    (begins,) = (number for number, line in enumerate(lines) if line.startswith("Traceback"))
+    assert "tests/support/faulty_tasks.py" in lines[begins + 1], said
 
 
 def test_only_one_attempt_at_a_time(terminal: Terminal) -> None:

@@ -86,7 +86,7 @@ def test_one_rank_one_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -
             says(run, rank, HEAD.format(at=f"1{restart}:00:01", rank=rank, restart=restart), f"says {rank} {restart}")
     records = [ended_attempt(attempt=4 + n, restart=n, reason="preempted") for n in range(2)]
     run.attempts.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert main(["logs", str(run.path), "--rank", "1", "--attempt", "5"]) == 0
+    assert main(["logs", str(run.path), "--rank", "1", "--attempt", "5", "--all"]) == 0
     first, _, last = capsys.readouterr().out.splitlines()
     assert first == "  1 | submitit INFO (2026-11-21 11:00:00,1) - Starting with x" and last == "  1 | says 1 1"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from submitit.core.utils import DelayedSubmission
 from tests.support.commands import REFUSING_SBATCH, files, launch, refusal
 from tests.support.project import PROJECT
 from trainer.commands.main import main
-from trainer.commands.verbs import DEFAULT, VERBS
+from trainer.commands.verbs import DEFAULT, VERBS, Verb
 from trainer.config.config import Config
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
@@ -455,3 +456,78 @@ def test_site_profile(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     assert f"--output={here}/scratch/x/logs" in capfd.readouterr().out
     assert main(["status"]) == 0
     assert f"no run in {here}/scratch/ yet" in capfd.readouterr().out.replace("\n", "")
+
+
+def test_printed_commands_work(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Typed as they are printed, and where: a run in another folder than runs/ is named by its path."""
+    for words, typed in (
+        ([], "a"),
+        (["launch.root=other/runs"], "other/runs/a"),
+        (["launch.root=my runs"], "'my runs/a'"),
+    ):
+        assert main(["--name", "a", *words]) == 0
+        found = re.findall(r"next   python \S*launch.py (.*)", capfd.readouterr().out)
+        assert found == [f"logs -f {typed}", f"status {typed}", f"cancel {typed}"]
+        assert main(shlex.split(found[1])) == 0
+        capfd.readouterr()
+        assert f"launch.py resume {typed}`" in refusal(["--name", "a", *words], capfd, here)
+
+
+def test_a_job_that_never_starts(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """More nodes than the partition has are refused; a limit that Slurm alone knows is a warning, with the limit."""
+    partition = "PartitionName=main Default=YES MaxNodes=2 MaxTime=1:00:00 State=UP TotalNodes=4"
+    (slurm / "scontrol").write_text(
+        f"#!/bin/sh\nif [ $2 = config ]; then echo 'KillWait  = 30 sec'; else echo '{partition}'; fi\n"
+    )
+    (slurm / "scontrol").chmod(0o755)
+    assert refusal(["--nodes", "8"], capfd, here) == (
+        "launch.nodes=8: partition main has 4 nodes, so the job would never start; use at most --nodes 4, or another "
+        "--partition"
+    )
+    (slurm / "squeue").write_text("#!/bin/sh\necho '4711|PENDING|N/A|PartitionNodeLimit'\n")
+    assert main(["--nodes", "4", "--name", "mine"]) == 0
+    warning = "job 4711 may never start; queued: PartitionNodeLimit, main has 4 nodes and gives a job at most 2"
+    assert warning in capfd.readouterr().err
+    (slurm / "squeue").write_text("#!/bin/sh\necho '4711|PENDING|N/A|Resources'\n")
+    assert main(["--nodes", "4", "--name", "other"]) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_outside_the_environment(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The system's Python lacks everything: one line has the command to type."""
+
+    def lacks(name: str) -> None:
+        raise ModuleNotFoundError(name=name)
+
+    monkeypatch.setattr(sys, "argv", ["launch.py", "status", "my run"])
+    monkeypatch.setattr(Verb, "run", lambda verb, words: lacks("submitit"))
+    (here / ".venv" / "bin").mkdir(parents=True)
+    (here / ".venv" / "bin" / "python").touch()
+    assert refusal(["status", "my run"], capfd, here) == (
+        f"status needs submitit, which {sys.executable} lacks: type `.venv/bin/python launch.py status 'my run'`"
+    )
+    monkeypatch.setattr(Verb, "run", lambda verb, words: lacks("of_the_user"))
+    with pytest.raises(ModuleNotFoundError):  # not ours to explain
+        main(["status"])
+
+
+def test_list(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """For scripts: `for run in $(launch.py list)`."""
+    assert main(["list"]) == 0
+    for name in ("b", "a"):
+        RunDir(here / "runs" / name).path.mkdir(parents=True)
+        RunDir(here / "runs" / name).config.write_text("")
+        os.utime(RunDir(here / "runs" / name).config, (0, ord(name)))
+    assert main(["list", "launch.root=runs"]) == 0
+    assert capfd.readouterr().out == "a\nb\n"
+
+
+def test_help_is_a_verb_too(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Many tools have it, so people type it."""
+    assert main(["help", "logs"]) == 0
+    assert capfd.readouterr().out == VERBS["logs"].parser().format_help()
+    assert main(["help"]) == 0
+    assert "verbs (default: submit" in capfd.readouterr().out
+    assert refusal(["help", "lgos"], capfd, here) == "lgos: no such verb; did you mean logs?"

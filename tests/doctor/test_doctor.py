@@ -25,7 +25,8 @@ from trainer.doctor.file_system import RunRoot, check_run_root, mount_of
 from trainer.doctor.gpus import check_gpus
 from trainer.doctor.hello import Greeting
 from trainer.doctor.roll_call import RollCall
-from trainer.doctor.slurm_settings import SlurmSettings, check_slurm, parse_config, parse_records
+from trainer.doctor.slurm_settings import SlurmSettings, check_slurm, parse_config
+from trainer.world.slurm import parse_records
 
 # From Slurm 22.05.8, shortened.
 CONFIG = """\

@@ -11,10 +11,9 @@ import contextlib
 import shutil
 import signal
 import time
-import traceback
 from typing import TYPE_CHECKING
 
-from trainer.attempt import compiler
+from trainer.attempt import compiler, user_error
 from trainer.attempt.end_by_fault import EndByFault, run_for
 from trainer.attempt.ending import ending_by_signal, print_hint, record_end, requeue
 from trainer.attempt.grace import GracePeriod
@@ -85,7 +84,9 @@ class Attempt:
             # Rank 0 alone looks for checkpoints: on a shared disk the other ranks' view may be out of date.
             newest_step = self._take_run_folder() if world.rank == 0 else None
             compiler.cache_in(self._run_dir.compiled) if self._config.train.compile else compiler.defer_import()
-            # Imports torch. Not at the top of this file, so that a signal during these seconds is caught too.
+            if world.rank == 0:
+                say("importing torch")  # which takes seconds, on a network file system up to a minute
+            # Not at the top of this file, so that a signal during these seconds is caught too.
             from trainer.attempt import start
 
             self._phases.done("importing torch")
@@ -159,10 +160,14 @@ class Attempt:
         rank = f"rank {world.rank} on {world.host_of(world.rank)}"
         # A ConfigError and a MeetingError explain themselves in one line; anything else needs its traceback.
         not_met, misconfigured = isinstance(error, MeetingError), isinstance(error, ConfigError)
-        details = str(error) if not_met or misconfigured else traceback.format_exc()[-20_000:]
+        details = str(error) if not_met or misconfigured else user_error.describe(error)
         text = f"{rank} failed:\n{details}"
+        if not (not_met or misconfigured or world.in_users_program):
+            user_error.silence(error)
         if state.group is None:  # no other rank can be reached; they notice when they try to meet
             self._watchdog.close()
+            if not (not_met or misconfigured):
+                say(text)
             record_end(state, "failed", state.start_step, state.start_step, error=text, retry=not misconfigured)
             print_hint(state, text)
             return
@@ -178,9 +183,10 @@ class Attempt:
             self._end_by_fault.set_own_failure(fault)
         self._watchdog.report(fault)
         self._end_by_fault.wait()
+        if fault.cause and not self._end_by_fault.is_about(fault):
+            say(fault.text)
         run_for(CLOSE_S, self._closing.close)  # in a thread: the store may no longer answer
         record = find_record(self._run_dir, state.world)
         if record is not None and record["requeue"]:
-            say(traceback.format_exc())
             # submitit would take any other exception for the end of the run and write it down as its result.
             raise SystemExit(1) from error

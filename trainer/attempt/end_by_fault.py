@@ -61,6 +61,10 @@ class EndByFault:
         """This rank itself failed. Call before the fault is reported: the record of the attempt names its cause."""
         self._own_failure = fault
 
+    def is_about(self, fault: Fault) -> bool:
+        """Whether this fault, not an earlier one, ends the attempt; then it is in the log. Call after `wait`."""
+        return self._fault is fault
+
     def wait(self) -> None:
         """Wait until this rank's part is done."""
         self._done.wait()
@@ -113,7 +117,9 @@ class EndByFault:
     def take_part(self, fault: Fault) -> None:
         """Save the last finished step if any rank has it, and record the end. One rank does both, see take_turns."""
         state = self._state
-        say(fault.text)
+        own = fault is self._own_failure
+        # Rank 0's log, which is on the terminal, has every error in full; the others have their own.
+        say(fault.text if own or not state.world.rank else _in_one_line(fault.text))
         if fault.reason in ("hung", "signal"):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         here = Survivor(state.world.rank, self._frozen_step(), self._own_failure)
@@ -200,6 +206,12 @@ class EndByFault:
         say("no time left to save: the run will resume from its newest checkpoint")
         run_for(LAST_MOMENT_S / 2, record)  # in a thread: the disk may be what everything waits for
         _exit()
+
+
+def _in_one_line(text: str) -> str:
+    """A fault's text, of an error with its traceback only what is above and below that."""
+    lines = text.strip().splitlines()
+    return " ".join(lines if len(lines) < 3 else (lines[0], lines[-1]))
 
 
 def run_for(timeout_s: float, work: Callable[[], None]) -> None:

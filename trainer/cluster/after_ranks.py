@@ -161,7 +161,7 @@ def _record_without_ranks(
 
 
 def _say_not_requeued(run: RunDir, end: EndedAttempt, why: str) -> None:
-    resume = command(f"resume {run.name}")
+    resume = command(f"resume {shlex.quote(str(run.path))}")
     say(f"not requeued: the attempt ended ({end['reason']}): {why}; `{resume}` tries again")
 
 

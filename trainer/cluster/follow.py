@@ -8,7 +8,9 @@ import time
 from submitit import SlurmJob
 
 from trainer.cluster.live_log import LiveLog
+from trainer.cluster.run_folders import typed
 from trainer.cluster.run_status import RunStatus, StatusReader
+from trainer.cluster.waiting import Waiting
 from trainer.rundir import RunDir
 from trainer.say import command
 
@@ -18,6 +20,7 @@ POLL_S = 0.5
 def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
     """Stay until the run ends; returns the exit status. Ctrl-C leaves the job alone."""
     reader = StatusReader()
+    waiting = Waiting(lambda text: print(f"[laststep] {text}", file=sys.stderr, flush=True))
     try:
         with LiveLog(run, job.paths.stdout) as log:
             while True:
@@ -26,9 +29,10 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
                 log.update()
                 if not status.alive:
                     break
+                waiting.update(status)
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
-        to_end = command(f"cancel {run.path}")
+        to_end = command(f"cancel {typed(run)}")
         print(f"\n[laststep] {run.name} is still running; to end it: {to_end}", file=sys.stderr)
         return 130
     if status.state == "finished":
@@ -41,6 +45,5 @@ def _how_it_ended(run: RunDir, status: RunStatus) -> str:
     why = f" ({status.why})" if status.why else ""
     if status.state in ("failed", "lost"):
         return f"the run ended: {status.state}{why}; the ranks' logs are in {run.logs}"
-    return (
-        f"job {status.job_id} left the queue before the run finished{why}; to continue: {command(f'resume {run.path}')}"
-    )
+    resume = command(f"resume {typed(run)}")
+    return f"job {status.job_id} left the queue before the run finished{why}; to continue: {resume}"

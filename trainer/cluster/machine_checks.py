@@ -10,11 +10,11 @@ from pathlib import Path
 from trainer.cluster.task_check import check_task, may_make_optimizer
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError, nearest
-from trainer.config.schema import Data
+from trainer.config.schema import Data, Launch
 from trainer.data.catalog import DATA_ARGS, DATASETS, FLAGS
 from trainer.optim.names import check_optimizer
 from trainer.tasks.models import check_model_name
-from trainer.world.slurm import SlurmError, check_conf
+from trainer.world.slurm import SlurmError, check_conf, show_partitions
 
 WITHOUT_SLURM = "add --local to train here, or try a throwaway Slurm with `make slurm`"
 
@@ -72,6 +72,22 @@ def check_submission(config: Config) -> None:
     asks_for_gpus = config.launch.gpus_per_node or any("gpu" in f"{k} {v}" for k, v in config.launch.slurm.items())
     if config.device == "cuda" and not asks_for_gpus:
         raise ConfigError("device=cuda: the job asks for no GPU; add --gpus-per-node N")
+
+
+def check_partition(launch: Launch) -> None:
+    """Check that the job's partition has as many nodes as it asks for. Raises ConfigError: such a job never starts."""
+    names = launch.partition or os.environ.get("SBATCH_PARTITION")
+    if {"clusters", "M"} & set(launch.slurm):  # another cluster's partition
+        return
+    partitions = [one for one in show_partitions(names) if one.get("TotalNodes", "").isdecimal()]
+    most = max((int(one["TotalNodes"]) for one in partitions), default=None)
+    fewest = launch.node_counts[0]
+    if most is not None and fewest > most:
+        name = ",".join(one["PartitionName"] for one in partitions)
+        raise ConfigError(
+            f"launch.nodes={launch.nodes}: partition {name} has {most} nodes, so the job would never start; "
+            f"use at most --nodes {most}, or another --partition"
+        )
 
 
 def check_writable(root: Path) -> None:

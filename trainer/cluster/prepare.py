@@ -75,3 +75,5 @@ def _check(config: Config, way: Way, search: Sequence[Path] = ()) -> None:
         machine_checks.check_submission(config)
     if way in (Way.SLURM, Way.FOLLOW):
         machine_checks.check_slurm()
+        if config.launch.grace_s is not None:  # else Slurm does not answer
+            machine_checks.check_partition(config.launch)

@@ -159,5 +159,5 @@ def _check_edits(run: RunDir, edits: dict[str, Change]) -> None:
     if fixed:
         raise ConfigError(
             f"{run.config}: was edited: {shown(fixed)}; a run keeps these values. Put them back, or start another run "
-            f"from this one: {command(f'submit --from {run.name} KEY=VALUE')}"
+            f"from this one: {command(f'submit --from {run_folders.typed(run)} KEY=VALUE')}"
         )

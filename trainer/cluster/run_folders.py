@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -54,9 +55,10 @@ def with_absolute_data(config: Config) -> Config:
 def check_name_is_free(config: Config) -> None:
     """Raise ConfigError when a run of this name exists."""
     name = config.launch.name
-    if RunDir(Path(config.launch.root) / str(name)).path.exists():
+    run = RunDir(Path(config.launch.root) / str(name))
+    if run.path.exists():
         raise ConfigError(
-            f"launch.name={name}: this run exists; continue it with `{command(f'resume {name}')}`, "
+            f"launch.name={name}: this run exists; continue it with `{command(f'resume {typed(run)}')}`, "
             "or choose another name"
         )
 
@@ -150,6 +152,21 @@ def site() -> str | None:
 def runs_root(overrides: Sequence[str]) -> str:
     """The folder of all runs: launch.root from the overrides, else the site's, else the default."""
     return Config.load(None, overrides, site()).launch.root
+
+
+def typed(run: RunDir) -> str:
+    """The run as a command typed in the current folder names it: by its name, or by its path where the name alone
+    would not find it."""
+    try:
+        by_name = RunDir(Path(runs_root(())).expanduser() / run.name).path == run.path
+    except ConfigError:  # the site's profile is not here
+        by_name = False
+    return run.name if by_name else shlex.quote(short(run.path))
+
+
+def short(path: os.PathLike[str]) -> str:
+    """The path, or relative to the current folder where that is shorter."""
+    return min(os.fspath(path), os.path.relpath(path), key=len)
 
 
 def find_run(name: str, root: str) -> RunDir:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trainer.cluster import own_jobs
+from trainer.cluster import own_jobs, run_folders
 from trainer.cluster.own_jobs import CLOCKS_S, Owner
 from trainer.cluster.queue import NO_ANSWER, Job, Queue
 from trainer.config.errors import ConfigError
@@ -166,7 +166,7 @@ def jobs_in_queue(run: RunDir, without_slurm: bool = False) -> list[str]:
     if queue.jobs is None:
         if queue.problem != NO_ANSWER:
             raise ConfigError(queue.problem)
-        forced = command(f"resume {run.name} --local --force")
+        forced = command(f"resume {run_folders.typed(run)} --local --force")
         raise ConfigError(
             f"{run.name}: {NO_ANSWER}, so a job of this run may still be alive; try again, or if the cluster "
             f"is gone, train here: {forced}"

@@ -173,4 +173,4 @@ def _outcome(run: RunDir, status: RunStatus) -> str:
     if not step:
         return f"{run.name}: cancelled before its first step"
     kept = f"stopped after step {step}" + (f", {lost} steps lost" if lost else ", every step is kept")
-    return f"{run.name}: {kept}; to continue: {say.command(f'resume {run.name}')}"
+    return f"{run.name}: {kept}; to continue: {say.command(f'resume {run_folders.typed(run)}')}"

@@ -83,6 +83,8 @@ def _candidates(before: Sequence[str], word: str) -> Iterator[str]:
         has_run = any(_names(before, options))
         for action in parser.positionals():
             yield from action.choices or ()
+            if action.metavar == "VERB":
+                yield from VERBS
             if action.dest == "words" or (action.dest == "run" and not has_run):
                 yield from _runs(before)
                 yield FILES

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainer.commands.verbs import DEFAULT, VERBS
 from trainer.config.errors import ConfigError, nearest
 from trainer.say import command
+
+NEEDED = ("omegaconf", "submitit", "cloudpickle", "rich", "yaml")  # every environment that has Laststep has these
 
 
 def main(words: Sequence[str]) -> int:
@@ -33,12 +37,24 @@ def main(words: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        name = (error.name or "").partition(".")[0]
+        if name not in (*NEEDED, "torch"):
             raise
-        print(f"error: {verb} needs torch, which {sys.executable} lacks: use the Python of the ranks", file=sys.stderr)
+        fix = _environment() if name in NEEDED else "use the Python of the ranks"
+        print(f"error: {verb} needs {name}, which {sys.executable} lacks: {fix}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `launch.py logs RUN | head` is no error; the flush at exit must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _environment() -> str:
+    """What to type instead, where Laststep's environment is not active."""
+    project = Path(__file__).parent.parent.parent
+    for folder in (Path(), project):
+        python = folder / ".venv" / "bin" / "python"
+        if python.exists():
+            return f"type `{shlex.join([os.path.relpath(python), *sys.argv])}`"
+    return f"activate the environment that has Laststep, or install it: `python3 -m pip install {project}`"

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         if key == "launch.name" or not (key.startswith("launch.") or key in run_end.ENDS):
             raise ConfigError(
                 f"{word}: a resumed run keeps its configuration, but for launch.* keys and a later end; start another "
-                f"run from this one: `{command(f'submit --from {folder.name} {word}')}`"
+                f"run from this one: `{command(f'submit --from {run_folders.typed(folder)} {word}')}`"
             )
     config = run_config.load(folder, overrides, restore=way is not Way.DRY_RUN)
     changed = run_config.changes(run_config.as_submitted(folder), config)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if not extended and _says_finished(folder, config):
         return 0
     if way is not Way.DRY_RUN and (jobs := jobs_in_queue(folder, args.force)):
-        cancel = command(f"cancel {folder.name}{start.root_hint(config.launch)}")
+        cancel = command(f"cancel {run_folders.typed(folder)}")
         raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
     runs_copy = way not in (Way.LOCAL, Way.DEBUG)
     config = prepare(config, way, search=code_origin.search_path(folder, config, runs_copy))
@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
 def _says_finished(run: RunDir, config: Config) -> bool:
     """Whether the run has finished. If so, say that, and name the two ways to train on."""
     from trainer.cluster.run_end import longer
+    from trainer.cluster.run_folders import typed
     from trainer.cluster.run_status import is_finished, records_of
-    from trainer.commands.start import root_hint
     from trainer.records.plan import read_plan
     from trainer.records.submissions import read_submissions
 
@@ -106,10 +106,10 @@ def _says_finished(run: RunDir, config: Config) -> bool:
     step = records[-1]["end_step"]
     total = plan["total_steps"] if plan else None
     where = " --local" if records[-1]["job_id"].startswith("local-") else ""
-    more, hint = longer(config.train, total), where + root_hint(config.launch)
+    more, name = longer(config.train, total), typed(run)
     print(f"{run.name}: finished at {step} of {total or step}")
-    print(f"extend {command(f'resume {run.name} {more}{hint}')}")
-    print(f"branch {command(f'submit --from {run.name} {more} optim.lr={config.optim.lr / 10:g}{hint}')}")
+    print(f"extend {command(f'resume {name} {more}{where}')}")
+    print(f"branch {command(f'submit --from {name} {more} optim.lr={config.optim.lr / 10:g}{where}')}")
     return True
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
+from trainer.checkpoint.store import CheckpointStore
 from trainer.cluster import follow, local, sbatch, submission
 from trainer.cluster.prepare import Way
-from trainer.cluster.run_status import records_of
+from trainer.cluster.run_folders import short, typed
+from trainer.cluster.run_status import StatusReader, records_of
+from trainer.cluster.waiting import may_never_start
 from trainer.config.config import Config
 from trainer.config.schema import Launch
+from trainer.records.metrics import newest_step
+from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir
 from trainer.say import command
 
@@ -20,37 +26,64 @@ def start(config: Config, run: RunDir, way: Way) -> int:
     if way is Way.DEBUG:
         return local.run_debug(config)
     if way is Way.LOCAL:
-        print(f"run    {run.name}\nranks  {launch.world_size} on this machine\nfolder {_short(run.path)}", flush=True)
+        print(f"run    {run.name}\nranks  {launch.world_size} on this machine\nfolder {short(run.path)}", flush=True)
         status = local.run_local(config, run)
-        # Without a reason, nothing was saved: a second Ctrl-C has killed the ranks.
-        if status > 128 and any(record["reason"] for record in records_of(run)[-1:]):
-            resume = command(f"resume {run.name} --local{root_hint(launch)}")
-            print(f"[laststep] stopped and saved; to continue: {resume}")
+        if status == 0:
+            _print_result(run)
+        elif status > 128:
+            print(f"[laststep] {_how_far(run)}: {command(f'resume {typed(run)} --local')}")
         return status
     job = submission.submit_run(config, run)
     print(f"run    {run.name}")
     print(f"job    {job.job_id}: {launch.nodes} nodes x {launch.ranks_per_node} ranks")
-    print(f"folder {_short(run.path)}")
-    print(f"log    {_short(job.paths.stdout)} (rank 0)")
+    print(f"folder {short(run.path)}")
+    print(f"log    {short(job.paths.stdout)} (rank 0)")
     for verb in ("logs -f", "status", "cancel"):
-        print(f"next   {command(f'{verb} {run.name}{root_hint(launch)}')}", flush=True)
-    return follow.follow(run, job) if way is Way.FOLLOW else 0
+        print(f"next   {command(f'{verb} {typed(run)}')}", flush=True)
+    if warning := may_never_start(*StatusReader().read([run])):
+        print(f"[laststep] WARNING: {warning}", file=sys.stderr, flush=True)
+    if way is not Way.FOLLOW:
+        return 0
+    status = follow.follow(run, job)
+    if status == 0:
+        _print_result(run)
+    return status
 
 
 def dry_run(config: Config) -> int:
     """Print the configuration and the sbatch script; returns the exit status."""
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
-    print(f"# {_short(run.config)}\n{config.to_yaml()}")
+    print(f"# {short(run.config)}\n{config.to_yaml()}")
     print(f"# sbatch script\n{sbatch.run_executor(config, run).script()}")
     return 0
 
 
 def root_hint(launch: Launch) -> str:
-    """What a command must add to a run's name to find it: nothing, or ` launch.root=...`."""
+    """What a command about a sweep must add to find it: nothing, or ` launch.root=...`."""
     default = os.path.abspath(Launch().root)
     return "" if launch.root == default else f" launch.root={launch.root}"
 
 
-def _short(path: os.PathLike[str]) -> str:
-    """Relative to the current folder, where that is shorter."""
-    return min(os.fspath(path), os.path.relpath(path), key=len)
+def _print_result(run: RunDir) -> None:
+    """Where the weights of a finished run are, and what to do with them."""
+    if steps := CheckpointStore(run.checkpoints).steps():
+        print(f"saved  {short(CheckpointStore(run.checkpoints).path(steps[-1]))}")
+        print(f"next   {command(f'export {typed(run)} {run.name}.safetensors')}")
+    print(f"next   {command(f'report {typed(run)}')}", flush=True)
+
+
+def _how_far(run: RunDir) -> str:
+    """What is saved of a run that a signal has ended on this machine; ends with "to continue"."""
+    (start,) = read_submissions(run.submissions)[-1:]
+    for end in records_of(run)[-1:]:
+        if end["job_id"] == start["job_id"] and end["reason"]:
+            saved = f"{end['lost_steps']} steps are lost" if end["lost_steps"] else "every step is saved"
+            return f"stopped after step {end['end_step']}, {saved}; to continue"
+    # The ranks were killed, and recorded nothing.
+    done = (newest_step(run.metrics) or {"step": 0})["step"]
+    saved_step = max(CheckpointStore(run.checkpoints).steps(), default=0)
+    if done <= saved_step:
+        return f"killed after step {saved_step}, every step is saved; to continue"
+    if not saved_step:
+        return f"killed after step {done}, before the first checkpoint: nothing is saved; to start again"
+    return f"killed after step {done}: the newest checkpoint is of step {saved_step}, later steps are lost; to continue"

@@ -20,7 +20,7 @@ from trainer.say import program
 
 DESCRIPTION = "Start a new run: submit it to Slurm, or run it on this machine."
 EPILOG = f"""\
-verbs (default: submit; for the help of a verb: {program()} VERB --help):
+verbs (default: submit; for the help of a verb: {program()} help VERB):
 {verb_list()}
 
 Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;

@@ -77,6 +77,7 @@ VERBS = {
         Verb("sweep", "sweep key=v1,v2", "submit one run per combination of values"),
         Verb("resume", "resume RUN", "continue a run in a new job, on any number of ranks"),
         Verb("status", "status [RUN ...]", "show the state of all runs, or of these"),
+        Verb("list", "list", "print the names of all runs, one per line"),
         Verb("logs", "logs RUN", "print the logs of all ranks, merged by time"),
         Verb("cancel", "cancel RUN", "stop a run after its current step, keeping every step"),
         Verb("drill", "drill RUN", "preempt a run on purpose and check that it comes back"),
@@ -86,6 +87,7 @@ VERBS = {
         Verb("report", "report RUN [...]", "write the curves and attempts of runs to an HTML page"),
         Verb("doctor", "doctor", "check this cluster for anything that could break a run"),
         Verb("completion", "completion SHELL", "print a script that lets the Tab key complete all this"),
+        Verb("help", "help [VERB]", "print this help, or that of a verb"),
     )
 }
 

@@ -15,7 +15,7 @@ from trainer.attempt.grace import LAST_MOMENT_S
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Launch
 from trainer.doctor.problem import Problem
-from trainer.world.slurm import DEFAULT_KILL_WAIT_S, SlurmError, command, scontrol
+from trainer.world.slurm import DEFAULT_KILL_WAIT_S, SlurmError, command, parse_records, scontrol
 
 CRED_EXPIRE_S = 120  # Slurm's default
 Fields = Mapping[str, str]
@@ -76,12 +76,6 @@ def parse_config(text: str) -> Fields:
     """Parse `scontrol show config` into name -> value, without the names that are not set."""
     pairs = (line.split(" = ", 1) for line in text.splitlines() if " = " in line)
     return {name.strip(): value.strip() for name, value in pairs if not value.strip().startswith("(null")}
-
-
-def parse_records(text: str) -> list[Fields]:
-    """Parse the output of `scontrol show ... --oneliner`, which has one record per line."""
-    lines = ([word.split("=", 1) for word in line.split() if "=" in word] for line in text.splitlines())
-    return [dict(words) for words in lines if words]
 
 
 def check_slurm(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ Job = Mapping[str, str]  # the fields of `scontrol show job`
 TAG = re.compile(r"\blaststep:[0-9a-f]{12}\b")
 TAG_VARIABLE = "LASTSTEP_JOB_TAG"
 REPLACED = "REPLACED"  # our own JobState: this process's job id is that of another job now
+Partition = Mapping[str, str]  # the fields of `scontrol show partition`
 
 
 class SlurmError(RuntimeError):
@@ -48,6 +49,22 @@ def requeue_job(job_id: str) -> None:
     if TAG_VARIABLE in os.environ and (show_job(job_id) or {}).get("JobState") == REPLACED:
         raise SlurmError(f"job {job_id} is another run's now")
     scontrol("requeue", job_id)
+
+
+def show_partitions(names: str | None) -> list[Partition]:
+    """The fields of `scontrol show partition` for each of these (`main,long`); None: the default one. Empty when Slurm
+    does not answer."""
+    with contextlib.suppress(SlurmError):
+        known = parse_records(scontrol("show", "partition", "--oneliner"))
+        wanted = names.split(",") if names else [p["PartitionName"] for p in known if p.get("Default") == "YES"]
+        return [partition for partition in known if partition["PartitionName"] in wanted]
+    return []
+
+
+def parse_records(text: str) -> list[Mapping[str, str]]:
+    """Parse the output of `scontrol show ... --oneliner`, which has one record per line."""
+    lines = ([word.split("=", 1) for word in line.split() if "=" in word] for line in text.splitlines())
+    return [dict(words) for words in lines if words]
 
 
 def kill_wait_s() -> int | None:

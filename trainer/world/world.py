@@ -37,6 +37,11 @@ class World:
         """Whether submitit started this process: then its files exist, and in a Slurm job it can requeue the job."""
         return self.launcher.startswith("submitit")
 
+    @property
+    def in_users_program(self) -> bool:
+        """Whether a program of the user's called the Trainer, and lives on after it: nothing else was started."""
+        return self.launcher in ("python", "submitit-debug")
+
     def __str__(self) -> str:
         job = f"slurm job {self.job_id}, restart {self.restart}" if self.on_slurm else self.job_id
         source = f"{self.launcher}, by {' and '.join(self.variables)}" if self.variables else self.launcher

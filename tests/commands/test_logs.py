@@ -1,0 +1,162 @@
+"""`launch.py logs`: the lines that one is looking for, and why there are none yet."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.records import ended_attempt
+from tests.support.waiting import DEADLINE_S
+from trainer.commands import logs
+from trainer.commands.main import main
+from trainer.rundir import RunDir
+
+HEAD = "[laststep 10:00:00] attempt begins on 2026-11-21: rank 0 of 1 on n1 (slurm, job 4711, restart 0)"
+LOG = [
+    "submitit INFO (2026-11-21 09:59:59,1) - Starting with JobEnvironment",
+    HEAD,
+    "[laststep 10:00:05] step 1/9",
+    "[laststep 10:20:00] WARNING: the disk is slow",
+    "srun: error: n1: task 0: Killed",
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0",
+    "ValueError: bad",
+]
+PARTITIONS = "PartitionName=main Default=YES MaxNodes=UNLIMITED MaxTime=1:00:00 State=UP TotalNodes=4"
+SCONTROL = f"""#!/bin/sh
+case "$2" in
+job) echo "JobId=4711 Partition=main" ;;
+partition) echo "{PARTITIONS}" ;;
+*) echo "KillWait                = 30 sec" ;;
+esac
+"""
+
+
+@pytest.fixture
+def run(slurm: Path, here: Path) -> RunDir:
+    """A run whose job is in the queue of a fake Slurm."""
+    run = RunDir(here / "runs" / "first")
+    run.logs.mkdir(parents=True)
+    run.config.write_text("{}\n")
+    run.submissions.write_text('{"job_id": "4711", "time": 0}\n')
+    (slurm / "scontrol").write_text(SCONTROL)
+    (slurm / "scontrol").chmod(0o755)
+    return run
+
+
+def writes(run: RunDir, rank: int, *lines: str) -> None:
+    """A rank writes to its log."""
+    with (run.logs / f"4711_{rank}_log.out").open("a") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+
+
+def waits(slurm: Path, reason: str) -> None:
+    """The job waits in the queue."""
+    (slurm / "squeue").write_text(f"#!/bin/sh\necho '4711|PENDING|N/A|{reason}'\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([], [1, 2, 3, 5, 6]),
+        (["--all"], range(7)),
+        (["--tail", "2"], [5, 6]),
+        (["-n", "0"], []),
+        (["--grep", "step [0-9]+/|WARN"], [2, 3]),
+        (["--since", "2026-11-21T10:00:05"], [2, 3, 5, 6]),
+        (["--since", "2026-11-21 10:10", "--grep", "(?i)warning", "-n9"], [3]),
+        (["--since", "2026-11-22"], []),
+    ],
+)
+def test_selected_lines(words: list[str], shown: list[int], run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user looks for one line among thousands; Slurm's own are in the way, unless one says why the run died."""
+    writes(run, 0, *LOG)
+    assert main(["logs", "first", *words]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"  0 | {LOG[number]}" for number in shown]
+
+
+def test_how_long_ago(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last minutes are what one asks for most often."""
+    for name, minutes in (("old", 20), ("new", 5)):
+        writes(run, 0, time.strftime(f"submitit INFO (%F %T,1) - {name}", time.localtime(time.time() - 60 * minutes)))
+    assert main(["logs", "first", "--since", "10m", "--all"]) == 0
+    assert capsys.readouterr().out.endswith("new\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--since", "yesterday"],
+            "--since: yesterday: must be a time such as 14:30 or 2026-11-22T14:30, or a duration",
+        ),
+        (["--grep", "("], "--grep: (: not a regular expression: missing ), unterminated subpattern at position 0"),
+        (["-n", "-3"], "-3: must be a number of lines"),
+        (["-n", "x"], "x: must be a number of lines, such as 20"),
+    ],
+)
+def test_wrong_words(words: list[str], said: str, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line names the option and what it takes."""
+    assert main(["logs", "first", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_colours(run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal warnings and errors catch the eye; NO_COLOR turns all colours off."""
+    writes(run, 0, *LOG)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    main(["logs", "first"])
+    out = capsys.readouterr().out
+    assert f"\x1b[33m{LOG[3]}\x1b[0m" in out and f"\x1b[31m{LOG[6]}\x1b[0m" in out and f" {LOG[2]}\n" in out
+    monkeypatch.setenv("NO_COLOR", "1")
+    main(["logs", "first"])
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_nothing_to_show_yet(run: RunDir, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty screen would leave open whether the run waits, and for what, or has printed nothing of its own."""
+    waits(slurm, "PartitionNodeLimit")
+    assert main(["logs", "first"]) == 0
+    assert "first: no log yet; queued: PartitionNodeLimit, main has 4 nodes" in capsys.readouterr().err
+    writes(run, 0, LOG[0], LOG[4])
+    assert main(["logs", "first"]) == 0
+    assert "2 lines, all of submitit and Slurm: --all shows them" in capsys.readouterr().err
+
+
+def test_follow_waits_for_the_job(
+    run: RunDir, slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`logs RUN -f --rank 0` right after the submission: it says what the job waits for, once, and then follows."""
+    monkeypatch.setattr(logs, "POLL_S", 0.01)
+
+    waits(slurm, "PartitionTimeLimit")
+    statuses: list[int] = []
+    following = threading.Thread(target=lambda: statuses.append(main(["logs", "first", "-f", "--rank", "0"])))
+    following.start()
+    said, deadline = "", time.monotonic() + DEADLINE_S
+    while "PartitionTimeLimit" not in said:
+        said += capsys.readouterr().err
+        assert time.monotonic() < deadline and following.is_alive(), said
+    writes(run, 0, HEAD, "[laststep 10:00:01] done")
+    run.attempts.write_text(json.dumps(ended_attempt(job_id="4711")) + "\n")
+    following.join(DEADLINE_S)
+    out, err = capsys.readouterr()
+    assert statuses == [0] and "[laststep 10:00:01] done" in out
+    assert (said + err).splitlines() == [
+        "[laststep] first: queued: PartitionTimeLimit, main allows at most 1:00:00",
+        "[laststep] first: finished",
+    ]
+
+
+def test_a_rank_that_never_comes(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of one rank has no rank 5: waiting for it would never end."""
+    writes(run, 0, HEAD)
+    run.attempt_now.write_text(json.dumps(ended_attempt(job_id="4711", reason=None)) + "\n")
+    assert main(["logs", "first", "-f", "--rank", "5"]) == 2
+    assert capsys.readouterr().err == "error: --rank 5: no such log; logs so far: 0\n"

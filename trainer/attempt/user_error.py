@@ -1,0 +1,38 @@
+"""An exception in the log: once, and from the first line of the user's own code on."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+LASTSTEP = Path(__file__).resolve().parent.parent
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
+MOST_CHARACTERS = 20_000
+
+
+def describe(error: BaseException) -> str:
+    """The traceback of an error, without the calls that led to the user's code. Complete where it did not get there."""
+    at = error.__traceback__
+    while at is not None and not _is_users(at.tb_frame.f_code.co_filename):
+        at = at.tb_next
+    return "".join(traceback.format_exception(type(error), error, at or error.__traceback__))[-MOST_CHARACTERS:]
+
+
+def silence(error: BaseException) -> None:
+    """Keep Python from printing the error, which is in the log already, once more as it ends the process."""
+    hook = sys.excepthook
+
+    def print_others(kind: type[BaseException], value: BaseException, at: TracebackType | None) -> None:
+        if value is not error:
+            hook(kind, value, at)
+
+    sys.excepthook = print_others
+
+
+def _is_users(file: str) -> bool:
+    path = Path(file).resolve()
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    return path.is_file() and not (installed or path.is_relative_to(LASTSTEP) or path.is_relative_to(STANDARD_LIBRARY))
