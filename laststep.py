@@ -21,11 +21,14 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    sys.path.insert(0, str(HERE))  # ahead of PYTHONPATH, where there may be another module called `trainer`
-    from trainer.commands.main import main as run
+    try:
+        sys.path.insert(0, str(HERE))  # ahead of PYTHONPATH, where there may be another module called `trainer`
+        from trainer.commands.main import main as run
 
-    sys.path.pop(0)
-    return run(sys.argv[1:])
+        sys.path.pop(0)
+        return run(sys.argv[1:])
+    except KeyboardInterrupt:  # while Python still imports what would catch it
+        return 130
 
 
 if __name__ == "__main__":

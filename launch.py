@@ -3,7 +3,10 @@
 
 import sys
 
-from trainer.commands.main import main
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        from trainer.commands.main import main
+
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # while Python still imports what would catch it
+        sys.exit(130)

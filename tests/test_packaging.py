@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torchvision.datasets import MNIST
 
 import trainer
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
+from trainer.data.catalog import MNIST_5K
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
@@ -95,10 +100,10 @@ class User:
         self.python = environment / "bin" / "python"
         run(sys.executable, "-m", "pip", "--python", self.python, "install", "--no-deps", "--no-index", wheel, cwd=home)
         # What Laststep depends on is not installed again. A .pth in that folder, such as this clone's, is not read.
-        torch = importlib.util.find_spec("torch")
-        assert torch is not None and torch.origin is not None
+        spec = importlib.util.find_spec("torch")
+        assert spec is not None and spec.origin is not None
         (packages,) = environment.glob("lib/python*/site-packages")
-        (packages / "dependencies.pth").write_text(f"{Path(torch.origin).parent.parent}\n")
+        (packages / "dependencies.pth").write_text(f"{Path(spec.origin).parent.parent}\n")
         for name, text in {
             "line.py": TASK,
             "configs/mine.yaml": "task: line.Line\ntrain: {epochs: 2, batch_size: 8}\n",
@@ -111,9 +116,9 @@ class User:
         self.env = {**os.environ, "PATH": path, "COLUMNS": "80", "CUDA_VISIBLE_DEVICES": ""}
         self.env.pop("PYTHONPATH", None)
 
-    def types(self, *words: str) -> str:
-        """Run `laststep WORDS`; returns what it printed."""
-        return run("laststep", *words, cwd=self.folder, env=self.env)
+    def types(self, *words: str, folder: str = ".") -> str:
+        """Run `laststep WORDS` in a folder of theirs; returns what it printed."""
+        return run("laststep", *words, cwd=self.folder / folder, env=self.env)
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +129,10 @@ def user(built: Built, tmp_path_factory: pytest.TempPathFactory) -> User:
 def test_what_is_packed(built: Built) -> None:
     """Every file of the package and the licences must be in both: whoever lacks one notices only when it is used."""
     package = {
-        str(path.relative_to(PROJECT))
-        for folder in (PROJECT / "trainer", PROJECT / "trainer" / "configs")  # a link, which rglob does not follow
-        for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        str(Path(folder, name).relative_to(PROJECT))
+        for folder, _, names in os.walk(PROJECT / "trainer", followlinks=True)  # configs/ is a link
+        for name in names
+        if "__pycache__" not in folder
     }
     with zipfile.ZipFile(built.wheel) as wheel:
         packed = set(wheel.namelist())
@@ -161,3 +166,29 @@ def test_trains(user: User) -> None:
     for name, steps in (("first", 8), ("digits", 2)):
         assert sum("loss" in line for line in read_lines(RunDir(user.folder / "runs" / name).metrics)) == steps
     assert user.types("status").endswith("\n2 finished\n")
+
+
+def test_from_init_to_weights(user: User) -> None:
+    """A new user's first hour, typed as README has it: a project that trains as it is, and weights that other programs
+    read. safetensors alone loads them into a plain model of torch, which has the accuracy that the run has measured."""
+    user.types("init", "demo")
+    user.types("--local", "--name", "first", "train.epochs=1", folder="demo")
+    user.types("export", "first", "model.safetensors", folder="demo")
+    demo = user.folder / "demo"
+    model = nn.Sequential(*_block(1, 32), *_block(32, 64), nn.Flatten(), nn.Dropout(), nn.Linear(64 * 7 * 7, 10))
+    model.load_state_dict(load_file(demo / "model.safetensors"))
+    measured = read_lines(RunDir(demo / "runs" / "first").metrics)[-1]["val_accuracy"]
+    assert measured > 0.8
+    assert _accuracy(model.eval()) == pytest.approx(measured, abs=1e-6)
+    said = user.types("evaluate", "first", folder="demo")
+    assert f"val_accuracy {measured:.4g} (as the run itself has measured)" in said
+
+
+def _block(inputs: int, outputs: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module) -> float:
+    digits = MNIST(MNIST_5K, train=False)
+    return float((model(digits.data.unsqueeze(1) / 255).argmax(1) == digits.targets).float().mean())

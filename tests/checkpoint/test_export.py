@@ -63,7 +63,9 @@ def save(run: RunDir, step: int, state: dict[str, Any], **metrics: float) -> Pat
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """An empty run folder."""
-    return RunDir(tmp_path / "first")
+    run = RunDir(tmp_path / "first")
+    run.path.mkdir()
+    return run
 
 
 def equal(found: dict[str, Any], expected: dict[str, Tensor]) -> bool:
@@ -147,6 +149,7 @@ def test_which_checkpoint(run: RunDir) -> None:
     save(run, 4, state_of(nn.Linear(1, 1)))
     assert read_run(run, best=True).manifest.step == 2  # step 4 was saved in the middle of an epoch
     unmeasured = RunDir(run.path.parent / "other")
+    unmeasured.path.mkdir()
     save(unmeasured, 1, state_of(nn.Linear(1, 1)))
     with pytest.raises(ConfigError, match="no checkpoint has a val_loss; name one by --step: 1"):
         read_run(unmeasured, best=True)
@@ -291,6 +294,17 @@ def test_killed_while_it_writes(tmp_path: Path, suffix: str, monkeypatch: pytest
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
+def test_others_may_read_it(tmp_path: Path, name: str) -> None:
+    """Colleagues read the file as the user's umask allows. safetensors alone would keep it from everybody else."""
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / name, {"weight": torch.ones(3)}, {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
 
 
 def test_targets(tmp_path: Path) -> None:

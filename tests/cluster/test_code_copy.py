@@ -82,6 +82,13 @@ def commit(folder: Path, *names: str) -> str:
     return str(code_origin.current_commit(folder))
 
 
+def test_an_ignored_task(run: RunDir, here: Path) -> None:
+    """A job needs the module that it trains, whatever git thinks of it."""
+    (here / ".gitignore").write_text("my_task.py\n*.bin\nenv/\n.secret/\n__pycache__/\n")
+    commit(here, "parts")
+    assert copied(run) == {"my_task.py", "parts"}
+
+
 def test_only_what_the_task_needs(run: RunDir, here: Path) -> None:
     """Submitting a ready-made task from a home folder does not copy that folder."""
     assert copied(run, "classification") == set()
@@ -207,15 +214,15 @@ def test_too_large_to_be_code(
     run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A forgotten checkpoint of some GB is not copied for each run without a word: the line names it, and the fix."""
-    (here / "parts" / "weights.pt").write_bytes(bytes(3_000_000))
-    monkeypatch.setattr(code_copy, "MUCH_MB", 2)
+    (here / "parts" / "weights.pt").write_bytes(bytes(30_000_000))
+    monkeypatch.setattr(code_copy, "MUCH_MB", 29)
     copied(run)
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(rf"warning: {here}: .* takes 3 MB \(largest: parts/weights.pt 3 MB, ", line)
+    assert re.match(rf"warning: {here}: .* takes 30 MB \(largest: parts/weights.pt 30 MB, ", line)
     assert line.endswith("name what is not code in .gitignore after `git init`, or move it elsewhere")
     shutil.rmtree(run.code)
-    monkeypatch.setattr(code_copy, "MOST_MB", 2)
-    with pytest.raises(ConfigError, match=r"is too large to copy for each run: 3 MB \(largest: parts/weights\.pt 3 MB"):
+    monkeypatch.setattr(code_copy, "MOST_MB", 29)
+    with pytest.raises(ConfigError, match=r"too large to copy for each run: 30 MB \(largest: parts/weights\.pt 30 MB"):
         copied(run)
     commit(here, "my_task.py")
     (here / ".gitignore").write_text("*.pt\nenv/\n.secret/\n__pycache__/\n")

@@ -31,6 +31,12 @@ def terminal(tmp_path: Path) -> Terminal:
     return Terminal(tmp_path / "runs")
 
 
+@pytest.fixture
+def plain(tmp_path: Path) -> Terminal:
+    """A terminal where Python itself is started, for tests of what the kernel does with it and with its ranks."""
+    return Terminal(tmp_path / "runs", sys.executable)
+
+
 def test_two_nodes_on_one_machine(terminal: Terminal) -> None:
     """The ranks of two nodes, the fewest of the range, run here; the terminal shows progress and the result."""
     said = terminal.types("--local", "--nodes", "2-4", "--name", "two", *TINY, "train.batch_size=24")
@@ -46,7 +52,7 @@ def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
     """A terminal gets a progress bar; log files and pipes get plain lines without control characters."""
     screen, typed = os.openpty()
     command = [
-        sys.executable,
+        terminal.python,
         "launch.py",
         "--local",
         "--name",
@@ -106,10 +112,10 @@ def test_cancel(terminal: Terminal) -> None:
     assert "cancelled, so there is nothing to cancel" in terminal.types("cancel", "mine")
 
 
-def test_second_ctrl_c_kills(terminal: Terminal) -> None:
+def test_second_ctrl_c_kills(plain: Terminal) -> None:
     """A user who cannot wait gets the terminal back, even when a rank is stuck."""
-    launcher = terminal.starts("--local", "--name", "stuck", *LONG)
-    terminal.waits_for_step("stuck")
+    launcher = plain.starts("--local", "--name", "stuck", *LONG)
+    plain.waits_for_step("stuck")
     (rank,) = ranks_of(launcher)
     os.kill(rank, signal.SIGSTOP)
     launcher.send_signal(signal.SIGINT)
@@ -120,36 +126,36 @@ def test_second_ctrl_c_kills(terminal: Terminal) -> None:
     assert not Path(f"/proc/{rank}").exists(), "no rank is left behind"
 
 
-def test_ctrl_c_before_anything_is_up(terminal: Terminal) -> None:
+def test_ctrl_c_before_anything_is_up(plain: Terminal) -> None:
     """A signal in the first milliseconds of a rank must stop it, not kill it while Python still imports."""
-    launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "early", *LONG)
+    launcher = plain.starts("--local", "--tasks-per-node", "2", "--name", "early", *LONG)
     deadline = time.monotonic() + DEADLINE_S
     while len(ranks_of(launcher)) < 2:
         assert time.monotonic() < deadline and launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     said, _ = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 130, said
-    assert reasons(terminal.run("early")) == ["cancelled"]
+    assert reasons(plain.run("early")) == ["cancelled"]
 
 
-def test_a_killed_launcher_stops_its_ranks(terminal: Terminal) -> None:
+def test_a_killed_launcher_stops_its_ranks(plain: Terminal) -> None:
     """Ranks whose launcher was killed save and end; they neither train on unseen nor lose steps."""
-    launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "orphans", *LONG)
-    terminal.waits_for_step("orphans")
+    launcher = plain.starts("--local", "--tasks-per-node", "2", "--name", "orphans", *LONG)
+    plain.waits_for_step("orphans")
     launcher.kill()
     launcher.communicate(timeout=DEADLINE_S)
     deadline = time.monotonic() + DEADLINE_S
-    while not read_lines(terminal.run("orphans").attempts):
+    while not read_lines(plain.run("orphans").attempts):
         assert time.monotonic() < deadline, "the ranks did not end"
         time.sleep(0.02)
-    (attempt,) = read_lines(terminal.run("orphans").attempts)
+    (attempt,) = read_lines(plain.run("orphans").attempts)
     assert attempt["reason"] == "cancelled" and attempt["lost_steps"] == 0
-    assert fingerprint(terminal.run("orphans"))["step"] == attempt["end_step"]
+    assert fingerprint(plain.run("orphans"))["step"] == attempt["end_step"]
 
 
-def test_nohup(terminal: Terminal) -> None:
-    """A run started with nohup survives the closing of its terminal."""
-    command = [sys.executable, "launch.py", "--local", "--name", "nohup", f"launch.root={terminal.root}", *TINY]
+def test_nohup(plain: Terminal) -> None:
+    """A run started with nohup survives the closing of its plain."""
+    command = [sys.executable, "launch.py", "--local", "--name", "nohup", f"launch.root={plain.root}", *TINY]
     launcher = subprocess.Popen(
         ["nohup", *command], cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -161,15 +167,15 @@ def test_nohup(terminal: Terminal) -> None:
     assert launcher.returncode == 0, said.decode()
 
 
-def test_a_killed_rank_ends_the_run(terminal: Terminal) -> None:
+def test_a_killed_rank_ends_the_run(plain: Terminal) -> None:
     """When one rank is killed (out of memory) the others and the command end too, with status 1 and the rank's name."""
-    launcher = terminal.starts("--local", "--tasks-per-node", "2", "--name", "oom", *LONG)
-    terminal.waits_for_step("oom")
+    launcher = plain.starts("--local", "--tasks-per-node", "2", "--name", "oom", *LONG)
+    plain.waits_for_step("oom")
     os.kill(ranks_of(launcher)[1], signal.SIGKILL)
     said, _ = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 1
     assert "rank 1 was killed by SIGKILL" in said
-    assert reasons(terminal.run("oom")) == ["failed"]
+    assert reasons(plain.run("oom")) == ["failed"]
 
 
 def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None:

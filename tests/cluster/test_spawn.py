@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -28,3 +29,32 @@ def test_a_stop_while_ranks_start(tmp_path: Path) -> None:
     said, _ = spawner.communicate(timeout=DEADLINE_S)
     assert spawner.returncode == 128 + signal.SIGTERM, said
     assert reasons(RunDir(tmp_path / "early")) == ["cancelled"], said
+
+
+REFUSING = """
+import os, time
+from trainer.cluster import spawn
+from trainer.config.errors import ConfigError
+
+def work():
+    if os.environ["LASTSTEP_RANK"] == "0":
+        raise ConfigError("data.root=x: is not a folder")
+    time.sleep(10_000)  # as a rank that waits for rank 0
+
+if __name__ == "__main__":
+    spawn.GRACE_S, spawn.REFUSED_S = 10_000.0, 0.1
+    try:
+        spawn.spawn(2, work)
+    except ConfigError as error:
+        print("refused:", error)
+"""
+
+
+def test_one_rank_refuses(tmp_path: Path) -> None:
+    """What only rank 0 can check, such as a folder that it downloads into, is refused at once: the other ranks wait for
+    it, and have nothing to save."""
+    script = tmp_path / "refusing.py"
+    script.write_text(REFUSING)
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "refused: data.root=x: is not a folder\n", "")

@@ -73,7 +73,7 @@ WRONG = [
     (["data.name=mnist", "data.root=/proc/version"], "data.root=/proc/version: is not a folder"),
     (["launch.root=/proc/version/runs"], "launch.root=/proc/version/runs: /proc/version is not a folder"),
     (["sumbit"], "sumbit: no such verb; did you mean submit?"),
-    (["submit", "resume"], "resume: not a verb, an option or key=value; see --help"),
+    (["submit", "resume"], "submit resume: two verbs; type one of them"),
     (["--nods", "2"], "--nods: no such option; did you mean --nodes?"),
     (["--nods=2"], "--nods=2: no such option; did you mean --nodes?"),
     (["--partition"], "argument --partition: expected one argument"),
@@ -83,7 +83,7 @@ WRONG = [
     (["resume", "nobody"], "nobody: no such run in runs/; there is none yet"),
     (["verify", "nobody"], "nobody: no such run in runs/; there is none yet"),
     (["verify", "x" * 300], "no such run in runs/"),
-    (["verify", "a", "b"], "b: not a verb, an option or key=value; see --help"),
+    (["verify", "a", "b"], "b: verify takes one run; for another one, type the command again"),
     (["export", "a"], "the following arguments are required: OUT"),
     (["export", "a", "out.npz"], "out.npz: the name must end in .safetensors or .pt"),
     (["export", "a", "nowhere/out.pt"], "nowhere/out.pt: there is no folder nowhere"),
@@ -262,7 +262,7 @@ def test_resume_changes_the_launch_alone(slurm: Path, here: Path, capfd: pytest.
     assert main(["--name", "mine"]) == 0
     (slurm / "squeue").write_text("#!/bin/sh\n")
     capfd.readouterr()
-    for word in ("optim.lr=1", "launch.name=other", "nonsense"):
+    for word in ("optim.lr=1", "launch.name=other"):
         assert f"{word}: a resumed run keeps its configuration" in refusal(["resume", "mine", word], capfd, here)
     assert "did you mean mine?" in refusal(["resume", "mime"], capfd, here)
     assert "launch.nodes=0: must be at least 1" in refusal(["resume", "mine", "--nodes", "0"], capfd, here)

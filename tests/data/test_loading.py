@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torchvision
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
@@ -47,6 +48,19 @@ KINDS = (
     "imagefolder on-device",
 )
 BATCH, STEPS = 12, 6  # of 30 samples: two epochs of two full batches and a short one each
+
+
+def test_fake_images_are_those_of_torchvision() -> None:
+    """They have been ever since, so runs with them keep their bits. The generators stay as they are."""
+    theirs = torchvision.datasets.FakeData(20, (3, 9, 9), 7, transforms.pil_to_tensor, random_offset=20)
+    ours = datasets.FakeImages(20, 9, 7, 20, None)
+    before = torch.get_rng_state()
+    for number in range(20):
+        (image, label), (pixels, target) = theirs[number], ours[number]
+        assert torch.equal(image.permute(1, 2, 0), pixels) and label == target
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(IndexError):
+        ours[20]
 
 
 class FewColours:

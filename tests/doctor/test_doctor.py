@@ -9,12 +9,12 @@ import dataclasses
 import os
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import REFUSING_SBATCH, files, refusal
+from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from trainer.commands.main import main
 from trainer.config.config import Config
@@ -232,7 +232,7 @@ def test_ranks_say_hello(size: int, tmp_path: Path) -> None:
     ranks = []
     for rank in range(size):
         ids = {"SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
-        command = [sys.executable, "-c", SAY_HELLO, str(tmp_path)]
+        command = [forked_python(), "-c", SAY_HELLO, str(tmp_path)]
         env = {**os.environ, **place, **ids}
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     for rank, process in enumerate(ranks):

@@ -12,23 +12,22 @@ import pytest
 import torch
 
 from tests.support.commands import begin, end, files
+from tests.support.forked import forked_python
 from tests.support.needs import require_program
 from tests.support.waiting import DEADLINE_S
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.world.device import choose_backend
 
-HELLO = [sys.executable, "-m", "trainer", "hello"]
+HELLO = ["-m", "trainer", "hello"]
+PLAIN = [sys.executable, *HELLO]
 TWO = {"WORLD_SIZE": "2"}  # set by any launcher that sets torch's own variables
 
 
 def a_script(patch: str) -> list[str]:
     """`python -m trainer hello` in a rank that first runs this Python code."""
-    return [
-        sys.executable,
-        "-c",
-        f"import sys, os\n{patch}\nfrom trainer.commands import hello\nsys.exit(hello.main([]))",
-    ]
+    code = f"import sys, os\n{patch}\nfrom trainer.commands import hello\nsys.exit(hello.main([]))"
+    return [forked_python(), "-c", code]
 
 
 @pytest.mark.parametrize(
@@ -45,9 +44,9 @@ def test_every_launcher(launcher: list[str], ranks: int, tmp_path: Path) -> None
     """Every rank in rank order, the right sum, exit status 0; no warning, and nothing left behind."""
     if "mpirun" in launcher:
         require_program("mpirun", "apt-get install openmpi-bin")
-    command = [*HELLO, *launcher]
+    command = [*PLAIN, *launcher]
     if launcher[:1] not in ([], ["--spawn"]):
-        command = [*launcher, *(HELLO[1:] if "torch.distributed.run" in launcher else HELLO)]
+        command = [*launcher, *(HELLO if "torch.distributed.run" in launcher else PLAIN)]
     said, errors = end(begin(tmp_path, command))
     greetings = re.findall(r"^\[(.+)\] hello from \[(\S+):(\w+)\] rank (\d)/(\d)$", said, re.MULTILINE)
     assert [(rank, size) for *_, rank, size in greetings] == [(str(rank), str(ranks)) for rank in range(ranks)]
@@ -62,7 +61,11 @@ def test_variables(tmp_path: Path) -> None:
     """A node with a different environment stands out: a variable that is the same on all ranks is shown once."""
     alike = {**TWO, "NCCL_DEBUG": "INFO"}
     ranks = [
-        begin(tmp_path, [*HELLO, "--env"], {**alike, "RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(7 + rank)})
+        begin(
+            tmp_path,
+            [forked_python(), *HELLO, "--env"],
+            {**alike, "RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(7 + rank)},
+        )
         for rank in range(2)
     ]
     (said, _), (nothing, _) = map(end, ranks)
@@ -94,7 +97,7 @@ def test_a_rank_that_does_not_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 def test_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
     """It exits at once, although rank 0 waits in C for the other rank, and leaves nothing behind."""
-    waiting = begin(tmp_path, HELLO, {**TWO, "RANK": "0"})
+    waiting = begin(tmp_path, PLAIN, {**TWO, "RANK": "0"})
     deadline = time.monotonic() + DEADLINE_S
     while not list(tmp_path.glob("runs/.hello-*.json")):
         assert time.monotonic() < deadline and waiting.poll() is None, "rank 0 published no address"
@@ -119,7 +122,7 @@ def test_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
 )
 def test_wrong_input(words: list[str], says: str, tmp_path: Path) -> None:
     """One line, exit status 2."""
-    said, errors = end(begin(tmp_path, [*HELLO, *words]), status=2)
+    said, errors = end(begin(tmp_path, [forked_python(), *HELLO, *words]), status=2)
     assert said == "" and errors.startswith("error: ") and says in errors and errors.count("\n") == 1
     assert files(tmp_path) == []
 

@@ -70,7 +70,12 @@ def test_compiled(root: Path) -> None:
     """A compiled graph is exact too. The ranks keep compiled code in the run's folder, so a requeue does not spend the
     minutes of the first start again. All batches have the same size here. A resume may still compile the validation,
     which the stopped attempt did not reach."""
-    options = ("train.compile=true", "data.args.samples=48", "train.epochs=1")
+    options = (
+        "train.compile=true",
+        "task=tests.support.tasks.SmallSignalled",
+        "data.args.samples=48",
+        "train.epochs=1",
+    )
     small = config(root, "compiled", 2, options)
     stopping = Attempt(small, {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 4 rank 1"})
     assert stopping.wait() == [143, 143], stopping.output()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +26,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def user(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> User:
     return User(cluster, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def plain(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> User:
+    """A user whose ranks are started by Python itself, for tests of what Slurm and the kernel do with a rank."""
+    return User(cluster, tmp_path_factory.mktemp("plain-runs"), sys.executable)
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.user import User
 from tests.support.ranks import fingerprint
 from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S
+from trainer.checkpoint.weights import weights_sha256
 from trainer.config.config import Config
 from trainer.records.submissions import read_submissions
 
@@ -49,7 +51,7 @@ def mine(user: User, tmp_path: Path) -> Iterator[User]:
         (folder / name).write_text(text)
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
         subprocess.run([*GIT, *words], cwd=folder, check=True)
-    mine = User(user.cluster, folder / "runs", folder)
+    mine = User(user.cluster, folder / "runs", folder=folder)
     mine.env["PYTHONPATH"] = str(folder / "src")
     yield mine
 
@@ -77,7 +79,9 @@ def test_from_ones_own_repository(mine: User) -> None:
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=mine.folder, text=True).strip()
     assert (line["commit"], line["folder"]) == (head, str(mine.folder))
     assert run.diff.read_text() == "" and "tuesday" in mine.run("scan").diff.read_text()
-    # Exporting the weights of this run belongs here.
+    weights = mine.folder / "first.safetensors"
+    mine.types("export", "first", str(weights))
+    assert weights_sha256(load_file(weights)) == fingerprint(run)["weights"]
 
     def finished() -> list[dict[str, Any]] | None:
         found = json.loads(mine.types("status", "--sweep", "scan", "--json"))

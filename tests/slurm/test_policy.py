@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
+from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
 from tests.slurm.user import User
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
@@ -37,44 +37,44 @@ def comes_back(user: User, name: str, words: Sequence[str] = UNHURRIED) -> dict[
     return first
 
 
-def test_every_rank_is_killed(user: User) -> None:
+def test_every_rank_is_killed(plain: User) -> None:
     """After SIGKILL of all ranks only the batch shell is left to record the end and to request a requeue."""
-    following = user.begins(*TWO_RANKS, "--name", "killed", "--follow")
-    user.waits_for("killed", IN_EPOCH_2)
-    user.kills("killed", 0, 1)
-    (lost,) = user.waits_for_end("killed", "lost")
+    following = plain.begins(*TWO_RANKS, "--name", "killed", "--follow")
+    plain.waits_for("killed", IN_EPOCH_2)
+    plain.kills("killed", 0, 1)
+    (lost,) = plain.waits_for_end("killed", "lost")
     assert lost["end_step"] >= 50 and lost["end_step"] - lost["lost_steps"] == 40, "known from metrics.jsonl"
     assert lost["lost_s"] > 0
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0 and "the attempt ended (lost), the run continues" in said
     assert "resuming after step 40" in said, "--follow streams through the requeue"
-    comes_back(user, "killed")
+    comes_back(plain, "killed")
 
 
-def test_srun_is_killed(user: User) -> None:
+def test_srun_is_killed(plain: User) -> None:
     """Without srun the ranks continue until the batch shell ends and Slurm kills them. Requeued before that, they
     receive the SIGTERM of any requeue, and lose no step."""
-    user.types(*TWO_RANKS, "--name", "srun")
-    user.waits_for("srun", IN_EPOCH_2)
-    user.kills_srun("srun")
-    first = comes_back(user, "srun")
+    plain.types(*TWO_RANKS, "--name", "srun")
+    plain.waits_for("srun", IN_EPOCH_2)
+    plain.kills_srun("srun")
+    first = comes_back(plain, "srun")
     assert (first["reason"], first["lost_steps"]) == ("preempted", 0)
 
 
 def test_a_rank_fails_once(user: User) -> None:
     """An attempt that fails after it has kept steps is followed by another, which may get past that place. In Python
     the job's result is that of the whole run, not the failure."""
-    small = ("train.max_steps=160", "model.args.width=4")
+    small = (*SMALL, "train.epochs=2")
     words = [*small, "launch.nodes=2", "launch.name=fails", "task=tests.support.tasks.FailsOnce"]
     program = (
         "from trainer import Config, submit\n"
-        f"job = submit(Config.load('mnist', {[*words, f'launch.root={user.root}']!r}))\n"
+        f"job = submit(Config.load('mnist', {[*words, f'launch.root={user.root}']!r}, {user.site!r}))\n"
         "print(job.result()['step'])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=PROJECT, env=user.env, capture_output=True, text=True, timeout=DEADLINE_S
     )
-    assert (done.returncode, done.stdout) == (0, "160\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "14\n"), done.stderr
     first = comes_back(user, "fails", small)
     assert first["reason"] == "failed" and "ValueError: a bad sample" in first["error"]
 
@@ -96,7 +96,7 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
     cluster = Cluster.start(
         tmp_path_factory.mktemp("fragile"), slurmd_timeout_s=10, accounting=False, owner=os.getpid()
     )
-    yield User(cluster, tmp_path_factory.mktemp("runs"))
+    yield User(cluster, tmp_path_factory.mktemp("runs"), sys.executable)
     cluster.stop()
 
 

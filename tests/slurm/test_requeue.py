@@ -70,9 +70,9 @@ def hit_and_compare(user: User, name: str, ranks: int, fault: tuple[str, ...], *
     assert fingerprint(user.run(name)) == undisturbed(ranks, *WAITS)
 
 
-def test_scontrol_requeue(user: User) -> None:
+def test_scontrol_requeue(plain: User) -> None:
     """An administrator's requeue sends SIGTERM, which submitit ignores: its plain job would start from nothing."""
-    hit_and_compare(user, "requeue", 4, ("scontrol", "requeue", "{job}"))
+    hit_and_compare(plain, "requeue", 4, ("scontrol", "requeue", "{job}"))
 
 
 def test_user_signal(user: User) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import parent, processes
+from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
 from trainer.records.metrics import read_lines
@@ -19,15 +20,23 @@ from trainer.rundir import RunDir
 
 
 class User:
-    """A user of a cluster, who works in the project's folder or in one of their own."""
+    """A user of a cluster, who works in the project's folder or in one of their own.
 
-    def __init__(self, cluster: Cluster, root: Path, folder: Path = PROJECT) -> None:
+    `python` starts the ranks: by default forked processes, see tests/support/forked; sys.executable for tests of what
+    differs there.
+    """
+
+    def __init__(self, cluster: Cluster, root: Path, python: str | None = None, folder: Path = PROJECT) -> None:
         self.cluster = cluster
         self.root = root
         self.folder = folder
         self.program = os.path.relpath(PROJECT / "launch.py", folder)
+        self.python = python or forked_python()
         # Jobs inherit this environment from sbatch.
-        self.env = {**cluster.env, "OMP_NUM_THREADS": "1"}
+        self.site = str(root / "site.yaml")  # what each command reads; a program passes it to Config.load
+        self.env = {**cluster.env, "OMP_NUM_THREADS": "1", "LASTSTEP_SITE": self.site}
+        root.mkdir(parents=True, exist_ok=True)
+        Path(self.site).write_text(f"launch: {{python: {self.python}}}\n")
 
     def types(self, *words: str, status: int = 0) -> str:
         """Run `python launch.py WORDS` and return what it printed. Any other exit status fails the test."""

@@ -67,10 +67,21 @@ def example(run: Run) -> Any:
     return custom_loop.main(run)
 
 
-def short(run: Run) -> Any:
-    """examples/custom_loop.py as it is, but for 2 epochs of 63 steps."""
-    vars(custom_loop).update(EPOCHS=2)
-    return custom_loop.main(run)
+def awaits_stop(run: Run) -> Any:
+    """`example`, but each rank waits in its eighth step of an attempt until the ranks have agreed to stop."""
+    steps = Run.steps
+
+    def counted(batches: Any) -> Iterator[Any]:
+        for batch in steps(run, batches):
+            counted.done += 1  # type: ignore[attr-defined]
+            if counted.done == 8:  # type: ignore[attr-defined]
+                print("holds in its step 8", flush=True)
+                await_agreement()
+            yield batch
+
+    counted.done = 0  # type: ignore[attr-defined]
+    run.steps = counted  # type: ignore[method-assign,assignment]
+    return example(run)
 
 
 class Meter:

@@ -135,9 +135,9 @@ class Broken(Classification):
 
 
 class FailsOnce(Broken):
-    """Rank 1 fails in the 80th step of a job's first attempt, as of a bug that shows once in a million steps."""
+    """Rank 1 fails in the tenth step of a job's first attempt, as of a bug that shows once in a million steps."""
 
-    fails_at = 80
+    fails_at = 10
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -38,7 +38,7 @@ SLOW = (
     "slurm/",
     "test_docs",
     "test_packaging",
-    "test_new_user",
+    "test_forked",
     "test_parts",
     "world/test_meeting",
     "world/test_network",

@@ -16,6 +16,7 @@ VARIABLE = "LASTSTEP_TESTS_SHARED"  # pytest-xdist's workers inherit it from the
 def make_shared_folder() -> None:
     """Make the folder of this session."""
     os.environ[VARIABLE] = tempfile.mkdtemp(prefix="laststep-tests-")
+    (shared_folder() / "owner").write_text(str(os.getpid()))
 
 
 def remove_shared_folder() -> None:
@@ -26,6 +27,11 @@ def remove_shared_folder() -> None:
 def shared_folder() -> Path:
     """The folder of this session."""
     return Path(os.environ[VARIABLE])
+
+
+def owner() -> int:
+    """The pid of the process that the whole session lasts as long as."""
+    return int((shared_folder() / "owner").read_text())
 
 
 @contextmanager

@@ -58,10 +58,12 @@ __all__ = [
     "Prepared",
     "Recorded",
     "RecordedLinear",
+    "RecordedUnhurried",
     "Signalled",
     "SignalledElsewhere",
     "Slow",
     "SlowData",
+    "SmallSignalled",
     "Unhurried",
     "Unprepared",
     "await_agreement",
@@ -227,11 +229,7 @@ class Recorded(Signalled):
             learn(learner, step, micro_batches, samples)
             learned = [
                 sample
-                for (
-                    *_,
-                    indices,
-                    draws,
-                ), count in micro_batches  # a micro-batch with count 0 has samples too
+                for (*_, indices, draws), count in micro_batches  # a micro-batch with count 0 has samples too
                 for sample in zip(indices.tolist()[:count], draws.tolist())
             ]
             with open(os.environ["LASTSTEP_TEST_NOTES"], "a") as notes:
@@ -246,6 +244,19 @@ class Recorded(Signalled):
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         *batch, _, _ = batch
         return super().step(model, batch)
+
+
+class SmallSignalled(Signalled):
+    """With a network that is quickly compiled, although it has a convolution, batch norm and dropout."""
+
+    def model(self) -> nn.Module:
+        side = self.image_size // 2
+        convolved = (nn.Conv2d(self.channels, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1))
+        return nn.Sequential(*convolved, nn.Flatten(), nn.Linear(8 * side**2, self.classes or 0))
+
+
+class RecordedUnhurried(Unhurried, Recorded):
+    """Both of these tasks in one."""
 
 
 class RecordedLinear(Linear, Recorded):

@@ -8,12 +8,12 @@ import re
 import select
 import struct
 import subprocess
-import sys
 import time
 from fcntl import ioctl
 from pathlib import Path
 from termios import TIOCSWINSZ
 
+from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S, wait_until
 from trainer.records.metrics import read_lines
@@ -28,15 +28,19 @@ LONG = (*SLOW_STEPS, "train.epochs=1000")
 
 
 class Terminal:
-    """A terminal in the project's folder, with a folder of its own for runs."""
+    """A terminal in the project's folder, with a folder of its own for runs.
 
-    def __init__(self, root: Path, **env: str) -> None:
+    `python` starts the command, which starts its ranks alike: by default forked processes, see tests/support/forked.
+    """
+
+    def __init__(self, root: Path, python: str | None = None, **env: str) -> None:
         self.root = root
+        self.python = python or forked_python()
         self.env = {**os.environ, **env}
 
     def starts(self, *words: str) -> subprocess.Popen[str]:
         """Start `python launch.py WORDS`."""
-        command = [sys.executable, "launch.py", *words, f"launch.root={self.root}"]
+        command = [self.python, "launch.py", *words, f"launch.root={self.root}"]
         return subprocess.Popen(
             command, cwd=PROJECT, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

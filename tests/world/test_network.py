@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.forked import forked_python
 from tests.support.hosts import Hosts, missing
 from tests.support.needs import require
 from tests.support.ranks import fingerprint, reasons
@@ -64,7 +65,7 @@ class Ranks:
         self.processes = []
         for rank, log in enumerate(self.logs):
             place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host}
-            command = [sys.executable, "-u", "-m", "trainer", "--config", str(written), *words[rank:][:1]]
+            command = [forked_python(), "-u", "-m", "trainer", "--config", str(written), *words[rank:][:1]]
             variables = {**(env or {}), **{key: str(value) for key, value in place.items()}}
             self.processes.append(hosts[rank // per_host].starts(command, variables, log))
 

@@ -81,6 +81,7 @@ def _is_compile_supported(device: str) -> bool:
 # Each module that has a stand-in, with the attributes that torch and torchvision use if nothing is compiled.
 STAND_INS: dict[str, dict[str, Any]] = {
     NAME: {"disable": _disable, "graph_break": lambda: None},
+    f"{NAME}.trace_rules": {"clear_lru_cache": lambda: None},  # where torchvision was imported before the ranks meet
     f"{NAME}.utils": {
         "get_optimize_ddp_mode": lambda: "ddp_optimizer",  # torch's default
         "is_compile_supported": _is_compile_supported,

@@ -117,10 +117,13 @@ def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -
     check_target(path)
     temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the umask has it; safetensors' own files can be read by nobody else
         if path.suffix == SAFETENSORS:
             save_file(dict(tensors), temporary, metadata=dict(metadata))
         else:
             torch.save(dict(tensors), temporary)
+        temporary.chmod(mode)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         size = temporary.stat().st_size

@@ -39,9 +39,14 @@ def copy_code(run: RunDir, config: Config) -> None:
     root = Path(config.launch.root)
     origin = code_origin.look_up(config.task, working_folder(run))
     try:
-        _copy(PROJECT, _files_of_laststep(root), partial)
+        files = {PROJECT: _files_of_laststep(root)}
         if origin.repository is not None:
-            _copy(Path(origin.repository), _files_of_user(origin, root), partial)
+            folder = Path(origin.repository)
+            files[folder] = list(dict.fromkeys([*_code_files(folder, root), *_generated(origin)]))
+        for folder in files:
+            _check_size(folder, files[folder])
+        for folder in files:
+            _copy(folder, files[folder], partial)
         origin.save(partial)
         if (diff := git(Path(origin.git_folder), "diff", "HEAD", "--", ".")) is not None:
             run.diff.write_bytes(diff)
@@ -62,10 +67,8 @@ def _files_of_laststep(root: Path) -> list[Path]:
     return [Path("trainer") / path for path in _walk(PROJECT / "trainer", root)]
 
 
-def _files_of_user(origin: CodeOrigin, root: Path) -> list[Path]:
-    """The code files of the user's repository, relative to it. Raises ConfigError when there is too much to be code."""
-    folder = Path(str(origin.repository))
-    files = list(dict.fromkeys([*_code_files(folder, root), *_generated(origin)]))
+def _check_size(folder: Path, files: Sequence[Path]) -> None:
+    """Warn if these files of a folder are large for code. Raises ConfigError when they are too large."""
     sizes = {path: (folder / path).stat().st_size / 1e6 for path in files}
     total = sum(sizes.values())
     largest = sorted(files, key=lambda path: -sizes[path])[:3]
@@ -74,7 +77,6 @@ def _files_of_user(origin: CodeOrigin, root: Path) -> list[Path]:
         raise ConfigError(f"{folder} is too large to copy for each run: {content}; {_fix(folder)}")
     if total > MUCH_MB:
         print(f"warning: {folder}: the run's copy of the code takes {content}; {_fix(folder)}", file=sys.stderr)
-    return files
 
 
 def _fix(folder: Path) -> str:
@@ -110,11 +112,11 @@ def _holds_runs(place: Path, root: Path, folder: Path) -> bool:
 
 
 def _generated(origin: CodeOrigin) -> Iterator[Path]:
-    """Modules within the task's packages that git ignores: a generated _version.py, a compiled extension."""
+    """Modules that the task needs and git ignores: a generated _version.py, a compiled extension."""
     folder = Path(str(origin.repository))
     suffixes = (*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES)
-    ignored = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--", *origin.packages)
-    for path in map(Path, _split(git(folder, *ignored) or b"") if origin.packages else ()):
+    ignored = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--", *origin.modules)
+    for path in map(Path, _split(git(folder, *ignored) or b"") if origin.modules else ()):
         if path.name.endswith(suffixes) and not any(part in NOT_CODE for part in path.parts):
             yield path
 

@@ -34,7 +34,7 @@ class CodeOrigin:
     """Where the code of a run comes from; written into its copy."""
 
     repository: str | None  # the user's; None where the task is Laststep's own, or that of an installed package
-    packages: list[str]  # folders of packages in that repository: the task's, and those of editable installs
+    modules: list[str]  # files and folders in that repository: the task's module, and those of editable installs
     git_folder: str  # the folder whose commit and uncommitted changes are recorded
     commit: str | None  # None outside git
     python_path: list[str]  # folders in the copy where Python looks for modules, relative to the copy
@@ -59,14 +59,14 @@ def look_up(task: str, folder: Path) -> CodeOrigin:
     own = [(name, path) for path in _files_of(spec)] if spec else []
     repository = _repository(own[0][1], folder) if own else None
     editable = list(compat.editable_modules().items())
-    packages = [path for _, path in own + editable if repository and path.is_dir() and path.is_relative_to(repository)]
+    modules = [str(path) for _, path in own + editable if repository and path.is_relative_to(repository)]
     # As Python searches: what an editable install knows comes after sys.path.
     places = [*starmap(_parent, own), folder, *map(Path, sys.path), *starmap(_parent, editable)]
     inside = [_inside(place, [base for base in (CLONE, repository) if base]) for place in places]
     git_folder = repository or CLONE or folder
     return CodeOrigin(
         repository=str(repository) if repository else None,
-        packages=list(dict.fromkeys(map(str, packages))),
+        modules=list(dict.fromkeys(modules)),
         git_folder=str(git_folder),
         commit=current_commit(git_folder),
         python_path=list(dict.fromkeys([".", *filter(None, inside)])),

@@ -18,14 +18,13 @@ from pathlib import Path
 from trainer import say
 from trainer.cluster import code_origin, run_folders
 from trainer.cluster.live_log import LiveLog
-from trainer.cluster.spawn import GRACE_S
+from trainer.cluster.spawn import GRACE_S, REFUSED_S
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 from trainer.world.signals import STOP_SIGNALS
 
-REFUSED_S = 5.0  # instead of GRACE_S after a rank has refused the configuration: nothing has started then
 POLL_S = 0.05
 
 

@@ -14,6 +14,7 @@ from trainer.config.schema import Data
 from trainer.data.catalog import DATA_ARGS, DATASETS, FLAGS
 from trainer.optim.names import check_optimizer
 from trainer.tasks.models import check_model_name
+from trainer.world.slurm import SlurmError, check_conf
 
 WITHOUT_SLURM = "add --local to train here, or try a throwaway Slurm with `make slurm`"
 
@@ -37,8 +38,8 @@ def check_names(config: Config, search: Sequence[Path] = ()) -> None:
             raise ConfigError(f"data.args.{name}: {data.name} has no such option; {nearest(name, sorted(known))}")
         if name in FLAGS and not isinstance(value, bool):
             raise ConfigError(f"data.args.{name}={value}: must be true or false")
-        if name not in FLAGS and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"data.args.{name}={value}: must be a positive integer")
+        if name not in FLAGS and (not isinstance(value, int) or not 0 < value < 2**63):
+            raise ConfigError(f"data.args.{name}={value}: must be a positive integer of up to 64 bits")
     if data.args.get("cache") and data.args.get("decode_on_device"):
         raise ConfigError(
             "data.args.decode_on_device=true: data.args.cache keeps images off the device; leave one of them out"
@@ -47,9 +48,13 @@ def check_names(config: Config, search: Sequence[Path] = ()) -> None:
 
 
 def check_slurm() -> None:
-    """Check that Slurm's commands are installed here. Raises ConfigError."""
+    """Check that Slurm's commands are installed here and find their configuration. Raises ConfigError."""
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise ConfigError(f"no Slurm on this machine (sbatch not found): {WITHOUT_SLURM}")
+    try:
+        check_conf()
+    except SlurmError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_local(config: Config) -> None:
@@ -78,6 +83,12 @@ def check_writable(root: Path) -> None:
         raise ConfigError(f"launch.root={root}: {existing} is not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"launch.root={root}: {existing} is not writable; name another with launch.root=FOLDER")
+
+
+def check_run_writable(folder: Path) -> None:
+    """Check that a run may continue in its folder. Raises ConfigError."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder.name}: you may not write to {folder}, so this run cannot continue there")
 
 
 def count_gpus() -> int:

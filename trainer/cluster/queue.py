@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trainer.rundir import RunDir
-from trainer.world.slurm import NEVER, unix_time
+from trainer.world.slurm import NEVER, SlurmError, check_conf, unix_time
 
 TIMEOUT_S = 30
 FORMAT = "%i|%T|%S|%r"  # job id, state, start time, reason
@@ -27,10 +27,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Queue:
-    """The jobs in the queue by id (an array's as 12_3); None when Slurm did not answer. `at` is in Unix seconds."""
+    """The jobs in the queue by id (an array's as 12_3); None when Slurm did not answer, and why. `at` is in Unix
+    seconds."""
 
     at: float
     jobs: dict[str, Job] | None
+    problem: str = "squeue does not answer"
 
     @classmethod
     def ask(cls, runs: Iterable[RunDir]) -> Queue:
@@ -46,6 +48,10 @@ class Queue:
             f"--user={','.join(map(str, sorted(users)))}",
             f"--format={FORMAT}",
         ]
+        try:
+            check_conf()
+        except SlurmError as error:
+            return cls(at, None, str(error))
         try:
             asked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster.machine_checks import check_writable
-from trainer.config.config import Config
+from trainer.config.config import Config, find_config
 from trainer.config.errors import ConfigError, nearest
 from trainer.records.submissions import SubmissionRecord, read_submissions
 from trainer.rundir import RunDir
@@ -127,8 +127,12 @@ def version() -> str:
 
 
 def site() -> str | None:
-    """The site profile to use when the command names none: $LASTSTEP_SITE."""
-    return os.environ.get("LASTSTEP_SITE") or None
+    """The site profile to use when the command names none: the file of $LASTSTEP_SITE. Raises ConfigError."""
+    name = os.environ.get("LASTSTEP_SITE")
+    try:
+        return str(find_config(name, of_site=True)) if name else None
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--site ", "LASTSTEP_SITE=", 1)) from None
 
 
 def runs_root(overrides: Sequence[str]) -> str:

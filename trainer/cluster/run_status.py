@@ -147,7 +147,7 @@ def jobs_in_queue(run: RunDir) -> list[str]:
         return []
     queue = Queue.ask([run])
     if queue.jobs is None:
-        raise ConfigError(f"{run.name}: squeue does not answer, so a job of this run may still be alive; try again")
+        raise ConfigError(f"{run.name}: {queue.problem}, so a job of this run may still be alive; try again")
     return [job_id for job_id in jobs if job_id in queue.jobs]
 
 
@@ -177,7 +177,7 @@ def _state(
     if queue.jobs is None:
         if last and last["job_id"] == job_id and last["reason"] and not last["requeue"]:
             return _without_job(last)
-        return "unknown", "squeue does not answer"
+        return "unknown", queue.problem
     if job := queue.jobs.get(job_id):
         return _in_queue(job, came_back=any(record["job_id"] == job_id for record in records))
     if submissions and submissions[-1]["job_id"] == job_id and submissions[-1]["time"] > queue.at - JUST_SUBMITTED_S:

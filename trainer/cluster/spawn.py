@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import sys
 import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from trainer.config.errors import ConfigError
 from trainer.world.signals import STOP_SIGNALS
 
+if TYPE_CHECKING:
+    from torch.multiprocessing.spawn import ProcessContext
+
 # After one rank has ended, the others have this long to notice, to save their state and to exit.
 GRACE_S = 60.0
+REFUSED_S = 5.0  # instead of GRACE_S after a rank has refused the configuration: nothing has started then
 
 
 def spawn(ranks: int, work: Callable[[], int]) -> int:
@@ -53,16 +61,39 @@ def spawn(ranks: int, work: Callable[[], int]) -> int:
         forward(missed)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        while not context.join(grace_period=GRACE_S):
-            pass
+        done = False
+        while not done:
+            wait(list(context.sentinels))  # until a rank ends
+            if refusal := _refusal(context):
+                _kill_after(REFUSED_S, context)
+                raise ConfigError(refusal)
+            done = context.join(grace_period=GRACE_S)
     except ProcessExitedException as error:
         return error.exit_code if error.exit_code > 0 else 1
-    except ProcessRaisedException as error:
-        kind, _, text = str(error).strip().splitlines()[-1].partition(": ")
-        if kind.endswith(".ConfigError"):
-            raise ConfigError(text) from None
+    except ProcessRaisedException:
+        if refusal := _refusal(context):
+            raise ConfigError(refusal) from None
         raise
     return 0
+
+
+def _refusal(context: ProcessContext) -> str | None:
+    """The message of the ConfigError that ended a rank, if one did."""
+    for process, path in zip(context.processes, context.error_files):
+        if process.exitcode is None or not os.path.exists(path):
+            continue
+        kind, _, text = str(pickle.loads(Path(path).read_bytes())).strip().splitlines()[-1].partition(": ")
+        if kind.endswith(".ConfigError"):
+            return text
+    return None
+
+
+def _kill_after(seconds: float, context: ProcessContext) -> None:
+    """Kill the ranks that have not ended by themselves within this time."""
+    deadline = time.monotonic() + seconds
+    for process in context.processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
 
 
 def _rank(rank: int, ranks: int, job: str, work: Callable[[], int]) -> None:

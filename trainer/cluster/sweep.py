@@ -128,7 +128,7 @@ def members(sweep: RunDir) -> dict[str, Change]:
 def _missing(wanted: Sequence[RunDir]) -> list[RunDir]:
     queue = Queue.ask(wanted)
     if queue.jobs is None:
-        raise ConfigError("squeue does not answer, so it is unknown which runs are missing; try again")
+        raise ConfigError(f"{queue.problem}, so it is unknown which runs are missing; try again")
     statuses = zip(wanted, statuses_of(wanted, queue))
     return [run for run, status in statuses if not status.alive and status.state != "finished"]
 

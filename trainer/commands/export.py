@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer import __version__
 from trainer.cluster import run_folders
 from trainer.commands.parsers import ROOT_KEY, Parser, add_checkpoint
 from trainer.config.config import Config
@@ -59,7 +59,7 @@ def _metadata(run: RunDir, weights: Weights) -> dict[str, str]:
     config = Config.read(run.config)
     found: dict[str, object] = {
         "format": "pt",  # other tools look for this: the tensors are torch's
-        "laststep": importlib.import_module("trainer").__version__,
+        "laststep": __version__,
         "run": run.name,
         "step": weights.manifest.step,
         "epoch": weights.manifest.epoch,

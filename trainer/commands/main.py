@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from trainer.commands.verbs import DEFAULT, VERBS
 from trainer.config.errors import ConfigError, nearest
+from trainer.say import command
 
 
 def main(words: Sequence[str]) -> int:
@@ -24,6 +25,8 @@ def main(words: Sequence[str]) -> int:
 
             return completion.complete(" ".join(words))
         if verb not in VERBS:
+            if words and words[0] in VERBS:
+                raise ConfigError(f"{verb}: no such verb; the verb comes first: `{command(f'{words[0]} {verb}')}`")
             raise ConfigError(f"{verb}: no such verb; {nearest(verb, list(VERBS))}")
         return VERBS[verb].run(words)
     except ConfigError as error:

@@ -54,7 +54,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
         unknown = message.removeprefix("unrecognized arguments: ").split()
-        if len(unknown) < len(message.split()):
+        if len(unknown) < len(message.split()) and not unknown[0].startswith("-"):
+            message = f"{unknown[0]}: one word too many; see --help"
+        elif len(unknown) < len(message.split()):
             message = f"{unknown[0]}: no such option; {nearest(unknown[0].split('=')[0], list(self.options()))}"
         if message.startswith("the following arguments are required: RUN"):
             message = NO_RUN  # argparse would ask for the optional key=value words too

@@ -14,7 +14,7 @@ from trainer.cluster.spawn import spawn
 from trainer.commands import hello
 from trainer.commands.parsers import Parser, add_config, split
 from trainer.config.config import Config, find_config
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import fields_of
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
@@ -89,6 +89,9 @@ def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
 
 def _continue(folder: Path, overrides: Sequence[str]) -> int:
     """Continue the run in that folder, in this rank."""
+    if not folder.exists():
+        runs = [str(path.parent) for path in folder.parent.glob("*/config.yaml")]
+        raise ConfigError(f"{folder}: no such folder of a run; {nearest(str(folder), ['hello', *sorted(runs)])}")
     if overrides:
         raise ConfigError(f"{overrides[0]}: a continued run keeps its configuration")
     world, run = detect_world(), run_folders.find_run(str(folder), str(folder.parent))

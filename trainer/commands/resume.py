@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     way, overrides = Way.of(args), overrides_of(args, JOB_OPTIONS)
     root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
     folder = run_folders.find_run(args.run, root)
+    machine_checks.check_run_writable(folder.path)
     for word in overrides:
         if not word.startswith("launch.") or word.startswith("launch.name="):
             raise ConfigError(
@@ -47,6 +48,5 @@ def run(args: argparse.Namespace) -> int:
     if jobs := jobs_in_queue(folder):
         cancel = command(f"cancel {folder.name}{start.root_hint(config.launch)}")
         raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
-    machine_checks.check_writable(folder.path)
     config.save(folder.config)
     return start.start(config, folder, way)

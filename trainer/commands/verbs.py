@@ -11,9 +11,10 @@ import argparse
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from trainer.commands.parsers import Parser
+from trainer.config.errors import ConfigError
 from trainer.say import program
 
 DEFAULT = "submit"  # when no verb is given
@@ -53,7 +54,19 @@ class Verb:
 
     def run(self, words: Sequence[str]) -> int:
         """Parse the words after the verb and run it; returns the exit status. Raises ConfigError."""
-        return self.module().run(self.parser().parse_intermixed_args(words))
+        args = self.parser().parse_intermixed_args(words)
+        for word in getattr(args, "overrides", ()):
+            if "=" not in word:
+                self._refuse(word, takes_run=hasattr(args, "run"))
+        return self.module().run(args)
+
+    def _refuse(self, word: str, takes_run: bool) -> NoReturn:
+        """Raise ConfigError for a word where only key=value may stand."""
+        if word in VERBS:
+            raise ConfigError(f"{self.name} {word}: two verbs; type one of them")
+        if takes_run:
+            raise ConfigError(f"{word}: {self.name} takes one run; for another one, type the command again")
+        raise ConfigError(f"{word}: not a verb, an option or key=value; see --help")
 
 
 VERBS = {

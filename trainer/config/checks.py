@@ -56,6 +56,8 @@ def _check_limits(key: str, field: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{key}={value}: {nearest(str(value), choices)}")
     if isinstance(value, float) and not math.isfinite(value) and not (key == "optim.clip_norm" and value == math.inf):
         raise ConfigError(f"{key}={value}: must be a finite number")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{key}={value}: must fit into 64 bits")
     if least is not None and isinstance(value, (int, float)) and value < least:
         raise ConfigError(f"{key}={value}: must be at least {least:g}")
 
@@ -96,6 +98,11 @@ def _check_launch(config: Settings) -> None:
     for option in launch.slurm:
         if instead := RESERVED_SBATCH_OPTIONS.get(str(option).replace("_", "-")):
             raise ConfigError(f"launch.slurm.{option}: Laststep sets this itself; use {instead}")
+    for name in launch.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(
+                f"launch.env.{name}: no name of an environment variable; use letters, digits and '_', no digit first"
+            )
     if launch.init_method is not None:
         # An IPv6 address is written in brackets.
         at = re.fullmatch(r"env://|file:///.+|tcp://(?:[^:/\[\]]+|\[.+\]):(\d+)", launch.init_method)

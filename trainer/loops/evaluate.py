@@ -7,7 +7,7 @@ import torch
 from trainer.checkpoint.export import Weights
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
-from trainer.loops.initial_weights import fit
+from trainer.loops.initial_weights import fit, start_from
 from trainer.loops.learner import Learner
 from trainer.loops.validation import Validation, make_loading, open_datasets
 from trainer.rundir import RunDir
@@ -56,7 +56,7 @@ def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float |
     if fitted.classes is not None:
         there, here = fitted.classes
         raise ConfigError(f"data.name={config.data.name}: {here} classes, but {run.name} was trained on {there}")
-    learner.start_from(fitted.tensors)
+    start_from(learner, fitted.tensors)
     validation = Validation(config, val_set, counts[1], loading, group)
     try:
         metrics = validation.measure(learner, weights.manifest.step, lambda: True)

@@ -15,6 +15,8 @@ from trainer.checkpoint.export import read_source
 from trainer.checkpoint.weights import plain_name, weights_sha256
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
+from trainer.loops.buffers import bytes_of, is_dense
+from trainer.loops.learner import Learner
 from trainer.tasks.models import is_weights_name, pretrained_weights
 
 SHOWN = 3  # names in a message
@@ -46,6 +48,20 @@ def read_initial_weights(config: Config, model: nn.Module, record: Path) -> tupl
         there, here = fitted.classes
         line += f"; {', '.join(fitted.left_out)} left as initialised (classes {there} -> {here})"
     return fitted, [line, *_note(record, given, weights_sha256(found))]
+
+
+def start_from(learner: Learner, weights: Mapping[str, Tensor]) -> None:
+    """Give the model rank 0's `weights`, by the names of its state_dict; what they lack stays as initialised.
+
+    Rank 0 alone reads them, and broadcasts the result: a file that changes meanwhile cannot make ranks differ. A
+    collective.
+    """
+    learner.model.load_state_dict(weights, strict=False)
+    state = [tensor for tensor in learner.model.state_dict().values() if is_dense(tensor)]
+    learner.group.broadcast([bytes_of(tensor) for tensor in state])
+    learner.buffers.snapshot()
+    if learner.average is not None:
+        learner.average.module.load_state_dict(learner.model.state_dict())
 
 
 def fit(wanted: Mapping[str, Any], found: Mapping[str, Tensor], source: str) -> Fitted:

@@ -17,7 +17,7 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.loader import for_each_tensor
 from trainer.data.order import nth_seed, seed_generators, seed_of
-from trainer.loops.buffers import Buffers, bytes_of, is_dense
+from trainer.loops.buffers import Buffers
 from trainer.loops.model_setup import channels_last, data_parallel, prepare_model
 from trainer.loops.rates import LearningRates
 from trainer.optim.build import check_made, fill_momentum, load_optimizer
@@ -167,17 +167,6 @@ class Learner:
             self.average.load_state_dict(state["average"])
         load_optimizer(self.optimizer, state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-
-    def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """Begin with rank 0's `weights`, by the names of the model's state_dict; what they lack stays as initialised.
-        Rank 0 alone reads them, and broadcasts the result: a file that changes meanwhile cannot make ranks differ. A
-        collective."""
-        self.model.load_state_dict(weights, strict=False)
-        state = [tensor for tensor in self.model.state_dict().values() if is_dense(tensor)]
-        self.group.broadcast([bytes_of(tensor) for tensor in state])
-        self.buffers.snapshot()
-        if self.average is not None:
-            self.average.module.load_state_dict(self.model.state_dict())
 
     def _forward(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         batch = self.task.on_device(batch)

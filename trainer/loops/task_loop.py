@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.config.checks import check_batch
 from trainer.data.loader import TrainBatchKeys
 from trainer.data.order import Order
-from trainer.loops.initial_weights import read_initial_weights
+from trainer.loops.initial_weights import read_initial_weights, start_from
 from trainer.loops.learner import Learner
 from trainer.loops.loop import AttemptContext, Loop, NotFinite, finite
 from trainer.loops.validation import Validation, make_loading, open_datasets
@@ -55,7 +55,7 @@ class TaskLoop(Loop):
         if step is not None:
             self.learner.load_state_dict(self._load_checkpoint(step))
         elif initial is not None:
-            self.learner.start_from(initial)
+            start_from(self.learner, initial)
         self._finish_restore()
         self.progress.say(
             f"{'starting' if step is None else f'resuming after step {step}'}: {self.total_steps} steps, "

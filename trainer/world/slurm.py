@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import time
@@ -43,8 +44,16 @@ def scontrol(*words: str) -> str:
     return command("scontrol", *words)
 
 
+def check_conf() -> None:
+    """Raise SlurmError if there is no file at $SLURM_CONF: every Slurm command would look for it for a minute."""
+    path = os.environ.get("SLURM_CONF")
+    if path and not os.path.exists(path):
+        raise SlurmError(f"SLURM_CONF={path}: no such file; correct or unset this variable")
+
+
 def command(*words: str) -> str:
     """The output of a Slurm command. Raises SlurmError when it fails, is missing, or does not answer within 10 s."""
+    check_conf()
     for _ in range(3):
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=10)

@@ -1,0 +1,60 @@
+"""A stand-in for `python` whose processes are forked with torch loaded, as importing torch takes seconds of CPU time.
+
+`client.c` is the program that a test starts instead of `python`. It asks `server.py` to fork a process, which becomes
+what Python would be: the same words, environment, folder, open files, limits and namespaces. The client passes on the
+signals that it gets and ends as that process ends; if it is killed, so is the process.
+
+It differs from Python in these ways, so a test for which one of them matters starts Python itself (sys.executable):
+- Python and torch are loaded before any signal can arrive.
+- SIGSTOP stops the client only. /proc shows the client with the command line and the environment, not the process.
+- The process is the server's child: it does not notice when the client's parent dies.
+- At its end the objects of a process are not destroyed, so it takes no time in which a thread could still do harm.
+- What is read while Python or torch is loaded must be as it was for the server. The client starts Python itself when
+  it finds a variable of that kind (such as PYTHONHASHSEED or LD_PRELOAD), or an option that it does not know.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.shared import owner, shared_folder, shared_lock
+
+HERE = Path(__file__).parent
+
+
+def forked_python() -> str:
+    """The path of the stand-in, which all test processes of this session share; Python's where no C compiler is."""
+    compiler = shutil.which("cc") or shutil.which("g++")
+    if compiler is None or not sys.platform.startswith("linux"):
+        return sys.executable
+    folder = shared_folder() / "forked"
+    with shared_lock("forked"):
+        if not folder.exists():
+            folder.mkdir()
+            _compile(compiler, folder)
+            _start(folder)
+    return str(folder / "python")
+
+
+def _compile(compiler: str, folder: Path) -> None:
+    places = (f'-DSOCKET="{folder / "socket"}"', f'-DPYTHON="{sys.executable}"')
+    language = ("-x", "c") if Path(compiler).name == "cc" else ("-x", "c++")
+    source = str(HERE / "client.c")
+    subprocess.run([compiler, "-O1", "-Wall", *places, *language, source, "-o", folder / "python"], check=True)
+
+
+def _start(folder: Path) -> None:
+    """Start the server, which ends when the session does."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYTEST", "SLURM"))}
+    subprocess.run(
+        [sys.executable, str(HERE / "server.py"), str(folder / "socket"), str(owner())],
+        env={**env, "OMP_NUM_THREADS": "1"},
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        check=True,
+        start_new_session=True,
+    )
