@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from rich.text import Text
 
@@ -25,7 +26,7 @@ class Column:
     least: int | None = None
     cut_middle: bool = False
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Wide enough for the title and every cell."""
         return max(len(self.title), *(cell.cell_len for cell in self.cells), 0)
@@ -76,9 +77,8 @@ class FittedTable:
         for number, (cell, column, width) in enumerate(zip(cells, self._columns, self._widths)):
             if cell.cell_len > width:
                 cell = _shortened(cell, width, column.cut_middle)
-            space = " " * (width - cell.cell_len)
-            line.append(" " * GAP if number else "")
-            line.append("" if column.left else space).append_text(cell).append(space if column.left else "")
+            gap, space = " " * GAP * bool(number), " " * (width - cell.cell_len)
+            line.append(gap + space * (not column.left)).append_text(cell).append(space * column.left)
         line.rstrip()
         return line
 

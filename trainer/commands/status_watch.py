@@ -39,19 +39,23 @@ def watch(read: Callable[[], T], draw: Callable[[T, int], View]) -> None:
     readings = _Readings(read)
     console = Console()
     window = _Window()
+    drawn: tuple[T, int] | None = None
     try:
         with _keys() as pressed, console.screen() as screen:
             while True:
-                window.draw(draw(readings.newest(), console.width), console.height, readings.age_s())
+                if drawn is None or drawn[0] is not readings.newest() or drawn[1] != console.width:
+                    drawn = readings.newest(), console.width
+                    view = draw(*drawn)
+                window.show(view, console.height, readings.age_s())
                 console.control(Control.home())
-                screen.update(Text("\n").join([*window.lines, window.footer(HINT)]))
+                screen.update(Text("\n", no_wrap=True, overflow="crop").join([*window.lines, window.footer(HINT)]))
                 for key in pressed(DRAW_EVERY_S):
                     if key in QUIT:
                         return
                     window.scroll(key)
     finally:
         if window.lines:
-            console.print(Text("\n").join([*window.lines, window.footer()]), soft_wrap=True)
+            console.print(Text("\n").join([*window.lines, *filter(None, [window.footer()])]), soft_wrap=True)
 
 
 class _Window:
@@ -61,8 +65,8 @@ class _Window:
         self.lines: list[Text] = []
         self._top = self._room = self._rows = self._more = 0
 
-    def draw(self, view: View, height: int, age_s: float) -> None:
-        """Draw the part of the view that `scroll` has led to."""
+    def show(self, view: View, height: int, age_s: float) -> None:
+        """Show the part of the view that `scroll` has led to."""
         clock = Text(time.strftime("%H:%M:%S"), "bold")
         if view.totals:
             clock.append("  ").append_text(view.totals)
@@ -75,9 +79,9 @@ class _Window:
 
     def footer(self, hint: str = "") -> Text:
         """How many rows are above and below, and the hint."""
-        below = self._rows + self._more - self._top - self._room
+        below = max(0, self._rows - self._top - self._room) + self._more
         parts = [f"... {self._top:,} above"] if self._top else []
-        parts += [f"... {below:,} more"] if below > 0 else []
+        parts += [f"... {below:,} more"] if below else []
         return Text("   ".join(filter(None, (*parts, hint))), "dim", no_wrap=True)
 
     def scroll(self, key: bytes) -> None:
