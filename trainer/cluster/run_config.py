@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.checkpoint.store import CheckpointError, CheckpointStore
+from trainer.cluster import run_folders
 from trainer.cluster.run_end import ENDS, check_later_end
 from trainer.config.checks import validate
 from trainer.config.config import Config, missing_keys
