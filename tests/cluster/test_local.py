@@ -219,7 +219,7 @@ def test_resuming_a_finished_run_says_so(terminal: Terminal) -> None:
     """It trains nothing and changes nothing."""
     terminal.types("--local", "--name", "done", *TINY)
     before = fingerprint(terminal.run("done"))
-    assert "resuming after step 4: 4 steps" in terminal.types("resume", "done", "--local")
+    assert "done: finished at 4 of 4" in terminal.types("resume", "done", "--local")
     assert fingerprint(terminal.run("done")) == before
 
 
