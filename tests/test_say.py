@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer import say
+from trainer.observe.progress import duration
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,20 @@ def test_in_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(say.COMMAND, "laststep")
     assert say.command("resume first") == "laststep resume first"
     assert say.program() == "laststep"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), ("1-4", "1-4 ranks"), ("1,000", "1,000 ranks")]
+)
+def test_counts(number: object, said: str) -> None:
+    """ "1 ranks" looks like a bug, and makes the reader doubt the number."""
+    assert say.counted(number, "rank") == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "0s"), (59.6, "1m00s"), (250, "4m10s"), (3600, "1h00m"), (3899, "1h04m"), (90_000, "1d01h")],
+)
+def test_durations(seconds: float, said: str) -> None:
+    """`1:04` may be a minute, an hour or a time of day."""
+    assert duration(seconds) == said

@@ -92,5 +92,5 @@ def _outcome(run: RunDir, status: RunStatus) -> str:
     if not records:
         return f"{run.name}: cancelled before it started"
     step, lost = records[-1]["end_step"], records[-1]["lost_steps"]
-    kept = f"stopped after step {step}" + (f", {lost} steps lost" if lost else ", every step is kept")
+    kept = f"stopped after step {step}" + (f", {say.counted(lost, 'step')} lost" if lost else ", every step is kept")
     return f"{run.name}: {kept}; to continue: {say.command(f'resume {run.name}')}"

@@ -11,7 +11,7 @@ from trainer.cluster.run_status import records_of
 from trainer.config.config import Config
 from trainer.config.schema import Launch
 from trainer.rundir import RunDir
-from trainer.say import command
+from trainer.say import command, counted
 
 
 def start(config: Config, run: RunDir, way: Way) -> int:
@@ -29,7 +29,7 @@ def start(config: Config, run: RunDir, way: Way) -> int:
         return status
     job = submission.submit_run(config, run)
     print(f"run    {run.name}")
-    print(f"job    {job.job_id}: {launch.nodes} nodes x {launch.ranks_per_node} ranks")
+    print(f"job    {job.job_id}: {counted(launch.nodes, 'node')} x {counted(launch.ranks_per_node, 'rank')}")
     print(f"folder {_short(run.path)}")
     print(f"log    {_short(job.paths.stdout)} (rank 0)")
     for verb in ("logs -f", "status", "cancel"):

@@ -103,7 +103,12 @@ def _text(metrics: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """h:mm:ss, or m:ss."""
+    """12s, 4m10s, 1h04m or 2d03h: no clock time looks like it, and its two largest units say enough."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
