@@ -182,7 +182,7 @@ def test_other_time_limits_are_refused(text: str) -> None:
         (["launch.env.A=[1]"], "launch.env.A=[1]: must be of type dict[str, str]"),
         (["launch.setup=[a,{b: 1}]"], "must be of type list[str]"),
         (["train.batch_size=65", "launch.nodes=2"], "train.batch_size=65: not divisible by 2 ranks x"),
-        (["train.accumulate=3"], "train.batch_size=64: not divisible by 1 ranks x train.accumulate=3; 63 would be"),
+        (["train.accumulate=3"], "train.batch_size=64: not divisible by 1 rank x train.accumulate=3; 63 would be"),
         (["launch.nodes=4-1"], "launch.nodes=4-1: the smaller number comes first"),
         (["launch.nodes=0-2"], "launch.nodes=0-2: must be at least 1"),
         (["launch.nodes=1-"], "launch.nodes=1-: must be of type int or MIN-MAX"),
@@ -316,7 +316,7 @@ def test_the_batch_size_that_is_proposed_divides(batch_size: int, least: int, mo
     try:
         check_batch(batch_size, sizes, accumulate)
     except ConfigError as error:
-        assert f"not divisible by {', '.join(map(str, wrong))} ranks" in str(error)
+        assert f"not divisible by {', '.join(map(str, wrong))} rank" in str(error)
         proposed = int(str(error).split("; ")[1].split(" ")[0])
         check_batch(proposed, sizes, accumulate)
         step = math.lcm(*sizes) * accumulate
