@@ -87,6 +87,18 @@ def test_tensorboards_records() -> None:
     assert parts.SessionLog.START
 
 
+def test_tensorboards_hyperparameters() -> None:
+    """The plugin finds a run's values in the metadata of a summary with a tag of its own."""
+    parts = compat.hparams_parts()
+    start = parts.SessionStartInfo(start_time_secs=1.0)
+    start.hparams["seed"].number_value = 3
+    data = parts.metadata(parts.PluginData(session_start_info=start)).plugin_data
+    assert data.plugin_name == "hparams" and parts.START_TAG.startswith("_hparams_/")
+    assert parts.PluginData.FromString(data.content).session_start_info.hparams["seed"].number_value == 3
+    assert parts.SessionEndInfo(status=parts.SUCCESS) and parts.Summary.Value(tag="x", tensor=parts.nothing)
+    assert parts.END_TAG != parts.START_TAG and parts.Event
+
+
 def test_copying_and_versions() -> None:
     """The custom loop takes a tensor whose version has not moved as unchanged."""
     targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer import say
+from trainer.observe.progress import duration
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,20 @@ def test_the_same_python(active: bool, typed: str, said: str, tmp_path: Path, mo
     monkeypatch.setattr(sys, "orig_argv", [typed, "launch.py"])
     monkeypatch.setattr(sys, "executable", str((tmp_path if active else tmp_path / "other") / "python3"))
     assert say.command("status") == f"{said} launch.py status"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), ("1-4", "1-4 ranks"), ("1,000", "1,000 ranks")]
+)
+def test_counts(number: object, said: str) -> None:
+    """ "1 ranks" looks like a bug, and makes the reader doubt the number."""
+    assert say.counted(number, "rank") == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "0s"), (59.6, "1m 00s"), (250, "4m 10s"), (3600, "1h 00m"), (3899, "1h 04m"), (90_000, "1d 01h")],
+)
+def test_durations(seconds: float, said: str) -> None:
+    """`1:04` may be a minute, an hour or a time of day."""
+    assert duration(seconds) == said

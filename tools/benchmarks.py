@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.overhead import WORKLOADS
 from tools.scale import result, table
+from trainer.say import counted
 
 MEASURED = (
     *("agreement", "goodput", "loading", "meeting", "memory", "overhead", "requeue"),
@@ -91,7 +92,7 @@ def _ranks(of: dict[str, Any]) -> Iterator[Row]:
     met = ", ".join(f"{meeting['ranks'][size]['met']['median']:.2f}" for size in ranks)
     agreed = ", ".join(f"{1000 * meeting['ranks'][size]['stop']['median']:.1f}" for size in ranks)
     whole = stops["from the signal"]["in all"]
-    lost = f"{stops['lost_steps']} steps lost" if stops["lost_steps"] else "no step lost"
+    lost = f"{counted(stops['lost_steps'], 'step')} lost" if stops["lost_steps"] else "no step lost"
     growth = "grows as ranks to the power of"
     yield (
         f"{', '.join(ranks)} ranks connect, all on these {cores} cores (`meeting`)",

@@ -87,6 +87,41 @@ def event_file_parts() -> EventFileParts:
     return EventFileParts(Event, SessionLog, Summary, RecordWriter)
 
 
+class HParamsParts(NamedTuple):
+    """What describes a run to TensorBoard's tab HPARAMS without tensorflow, which the plugin's own writer imports."""
+
+    Event: Any
+    Summary: Any
+    PluginData: Any
+    SessionStartInfo: Any
+    SessionEndInfo: Any
+    metadata: Any
+    nothing: Any
+    START_TAG: str
+    END_TAG: str
+    SUCCESS: int
+
+
+def hparams_parts() -> HParamsParts:
+    """Import the protocol buffers of TensorBoard's plugin."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    return HParamsParts(
+        Event=Event,
+        Summary=Summary,
+        PluginData=plugin_data_pb2.HParamsPluginData,
+        SessionStartInfo=plugin_data_pb2.SessionStartInfo,
+        SessionEndInfo=plugin_data_pb2.SessionEndInfo,
+        metadata=metadata.create_summary_metadata,
+        nothing=metadata.NULL_TENSOR,
+        START_TAG=metadata.SESSION_START_INFO_TAG,
+        END_TAG=metadata.SESSION_END_INFO_TAG,
+        SUCCESS=api_pb2.STATUS_SUCCESS,
+    )
+
+
 # --- torch: tensors
 
 

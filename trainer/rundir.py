@@ -132,6 +132,11 @@ class RunDir:
         return self.path / "rescue"
 
     @property
+    def sweep_folder(self) -> RunDir | None:
+        """The folder of the sweep that this run is part of, which has the logs of all its runs; None without one."""
+        return RunDir(self.logs.resolve().parent) if self.logs.is_symlink() else None
+
+    @property
     def sweep(self) -> Path:
         """In the folder of a sweep, which also has its code and logs: one JSON object per line for each of its runs."""
         return self.path / "sweep.jsonl"

@@ -24,6 +24,11 @@ def say(text: str) -> None:
         sys.stdout.flush()
 
 
+def counted(number: object, noun: str) -> str:
+    """A number with its noun: `1 rank`, `2 ranks`, `1-4 nodes`."""
+    return f"{number} {noun}{'' if str(number) == '1' else 's'}"
+
+
 def flush_output() -> None:
     """Flush stdout and stderr, before the process ends without Python's own cleanup."""
     for stream in (sys.stdout, sys.stderr):

@@ -230,7 +230,7 @@ def test_submit(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert main(["--nodes", "2", "--name", "mine", "seed=3"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    said = ("run    mine", "job    4711: 2 nodes x 1 ranks", "4711_0_log.out", "launch.py cancel mine")
+    said = ("run    mine", "job    4711: 2 nodes x 1 rank", "4711_0_log.out", "launch.py cancel mine")
     assert all(text in out for text in said)
     run = RunDir(here / "runs" / "mine")
     config = Config.load(run.config)

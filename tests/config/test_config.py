@@ -171,16 +171,18 @@ def test_other_time_limits_are_refused(text: str) -> None:
         (["optim.lr=0"], "optim.lr=0: the model would learn nothing; give a positive learning rate"),
         (["optim.clip_norm=0"], "optim.clip_norm=0: must be above 0; write optim.clip_norm=null to turn it off"),
         (["checkpoint.every_minutes=0"], "checkpoint.every_minutes=0: must be above 0"),
-        (["checkpoint.every_minutes=often"], "checkpoint.every_minutes=often: must be of type float or auto or null"),
-        (["checkpoint.every_minutes=true"], "checkpoint.every_minutes=True: must be of type float or auto or null"),
+        (["checkpoint.every_minutes=often"], "must be of type float or auto or null, in minutes"),
+        (["checkpoint.every_minutes=true"], "every_minutes=True: must be of type float or auto or null, in minutes"),
         (["checkpoint.every_minutes=-1"], "checkpoint.every_minutes=-1: must be at least 0"),
         (["launch.mem_gb=0"], "launch.mem_gb=0: must be above 0"),
         (["train.ema_decay=1"], "train.ema_decay=1.0: must be below 1, e.g. 0.999"),
         (["seed=1.5"], "seed=1.5: must be of type int"),
+        (["launch.grace_s=long"], "launch.grace_s=long: must be of type int or null, in seconds"),
+        (["launch.mem_gb=64GB"], "launch.mem_gb=64GB: must be of type float or null, in GB"),
         (["launch.env.A=[1]"], "launch.env.A=[1]: must be of type dict[str, str]"),
         (["launch.setup=[a,{b: 1}]"], "must be of type list[str]"),
         (["train.batch_size=65", "launch.nodes=2"], "train.batch_size=65: not divisible by 2 ranks x"),
-        (["train.accumulate=3"], "train.batch_size=64: not divisible by 1 ranks x train.accumulate=3; 63 would be"),
+        (["train.accumulate=3"], "train.batch_size=64: not divisible by 1 rank x train.accumulate=3; 63 would be"),
         (["launch.nodes=4-1"], "launch.nodes=4-1: the smaller number comes first"),
         (["launch.nodes=0-2"], "launch.nodes=0-2: must be at least 1"),
         (["launch.nodes=1-"], "launch.nodes=1-: must be of type int or MIN-MAX"),
@@ -314,7 +316,7 @@ def test_the_batch_size_that_is_proposed_divides(batch_size: int, least: int, mo
     try:
         check_batch(batch_size, sizes, accumulate)
     except ConfigError as error:
-        assert f"not divisible by {', '.join(map(str, wrong))} ranks" in str(error)
+        assert f"not divisible by {', '.join(map(str, wrong))} rank" in str(error)
         proposed = int(str(error).split("; ")[1].split(" ")[0])
         check_batch(proposed, sizes, accumulate)
         step = math.lcm(*sizes) * accumulate

@@ -12,6 +12,7 @@ from tests.faults.plan import Loss
 from tests.support.curves import expected, on_disk
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
+from trainer.say import counted
 
 CLOCKS = ("time", "samples_per_s")
 Record = Mapping[str, Any]
@@ -163,7 +164,7 @@ def check_loss(loss: Loss, nodes: int, resumed: int, lost: int, kept: int) -> li
     if loss is Loss.NEWEST:
         return [f"resumed after step {resumed}, but {kept} was the newest intact checkpoint"] if resumed != kept else []
     if spares(loss, nodes):
-        return [f"{lost} steps lost, 0 allowed"] if lost else []
+        return [f"{counted(lost, 'step')} lost, 0 allowed"] if lost else []
     return [f"resumed after step {resumed}, but step {kept} was saved"] if resumed < kept else []
 
 

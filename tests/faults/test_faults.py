@@ -204,7 +204,7 @@ def test_lost_steps_are_counted() -> None:
     ("loss", "nodes", "resumed", "lost", "wrong"),
     [
         (Loss.NOTHING, 1, 30, 0, ""),
-        (Loss.NOTHING, 1, 29, 1, "1 steps lost, 0 allowed"),
+        (Loss.NOTHING, 1, 29, 1, "1 step lost, 0 allowed"),
         (Loss.SINCE_SAVE, 1, 20, 10, ""),
         (Loss.SINCE_SAVE, 1, 19, 11, "resumed after step 19, but step 20 was saved"),
         (Loss.UNLESS_A_NODE_LIVES, 1, 20, 10, ""),

@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import api_pb2, metadata
 
 import trainer.observe
 from tests.support import curves
@@ -30,7 +32,7 @@ from tests.support.curves import files, loaded, loader, on_disk
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt, reasons, train
 from tests.support.runs import FAULTY, config
-from trainer.observe import tensorboard
+from trainer.observe import hparams, tensorboard
 from trainer.observe.tensorboard import TensorBoard
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
@@ -183,6 +185,50 @@ def test_nothing_is_written_twice(run: RunDir) -> None:
     attempt(run, metrics(30))
     assert files(run)[0].read_bytes() == before
     assert on_disk(run) == expected(run)
+
+
+def hparams_of(run: RunDir) -> tuple[dict[str, Any], int | None]:
+    """What TensorBoard's tab HPARAMS reads for a run: its values, and its status if that is written."""
+    found = EventAccumulator(str(run.tensorboard)).Reload().PluginTagToContent("hparams")
+    start = metadata.parse_session_start_info_plugin_data(found[metadata.SESSION_START_INFO_TAG])
+    end = found.get(metadata.SESSION_END_INFO_TAG)
+    values = {key: getattr(value, value.WhichOneof("kind")) for key, value in start.hparams.items()}
+    return values, end and metadata.parse_session_end_info_plugin_data(end).status
+
+
+def test_the_runs_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the tab HPARAMS, with the varied keys alone. It is not lost to damage, nor written twice."""
+    varied = {"optim.lr": 0.1, "seed": 3, "train.amp": True, "model.name": "resnet18", "data.root": None}
+    (tmp_path / "scan" / "logs").mkdir(parents=True)
+    lines = [{"run": "scan-other", "optim.lr": 7}, {"run": "scan-mine", **varied}]
+    (tmp_path / "scan" / "sweep.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run = RunDir(tmp_path / "scan-mine")
+    run.path.mkdir()
+    run.logs.symlink_to("../scan/logs")
+    run.metrics.write_bytes(metrics(10))
+    monkeypatch.setattr(tensorboard, "EVERY_S", 0.001)
+    writer = TensorBoard(run, LOG_EVERY, writes=True)
+    writer.start()
+    path = run.tensorboard / hparams.FILE
+    until(path.exists, "the values")
+    writer.end()
+    writer._thread.join(60)
+    values = {**varied, "seed": 3.0, "data.root": "None"}
+    assert hparams_of(run) == (values, None), "still running"
+    path.write_bytes(path.read_bytes()[:-3])
+    attempt(run, metrics(15))
+    assert hparams_of(run) == (values, api_pb2.STATUS_SUCCESS)
+    assert files(run)[0] == path, "a TensorBoard that reads the curves never returns to an earlier file"
+    before = path.read_bytes()
+    attempt(run, metrics(15))
+    assert path.read_bytes() == before
+    assert {tag: curve for tag, curve in on_disk(run).items() if "_hparams_" not in tag} == expected(run)
+
+
+def test_a_run_of_its_own(run: RunDir) -> None:
+    """It varies nothing, and would be an empty line in the tab."""
+    attempt(run, metrics(10))
+    assert not (run.tensorboard / hparams.FILE).exists()
 
 
 def test_files_of_others(run: RunDir) -> None:

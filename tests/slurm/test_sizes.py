@@ -33,7 +33,7 @@ def test_one_four_two_nodes(user: User, tmp_path: Path) -> None:
     options = (f"launch.env.LASTSTEP_TEST_NOTES={notes}", f"launch.setup=['echo $SLURMD_NODENAME >> {prepared}']")
     said = user.types("--nodes", "1-4", "--name", "range", *TASK, *options)
     job = user.job_of("range")
-    assert f"job    {job}: 1-4 nodes x 1 ranks" in said
+    assert f"job    {job}: 1-4 nodes x 1 rank" in said
     user.waits_for("range", "attempt begins")
     user.cluster.run("scancel", other)
     user.waits_for("range", f"step 10/{STEPS}")

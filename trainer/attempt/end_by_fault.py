@@ -24,7 +24,7 @@ from trainer.attempt.rescue import Survivor, explain, find_survivors, take_turns
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.store import CheckpointError
 from trainer.records.attempts import find_record
-from trainer.say import flush_output, say
+from trainer.say import counted, flush_output, say
 from trainer.world import run_lock
 from trainer.world.watchdog import Fault
 
@@ -160,7 +160,7 @@ class EndByFault:
         retry = all(survivor.failure.retry for survivor in survivors if survivor.failure) and fault.retry
         record = record_end(state, reason, end_step, saved_step, error=error, retry=retry)
         if record is not None:
-            lost = f"{record['lost_steps']} steps lost" if record["lost_steps"] else "no step lost"
+            lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"
             say(f"attempt ended ({reason}) after step {end_step}, {lost}")
             print_hint(state, error or "")
             # Submitit's batch shell requeues once srun has ended. But after a hang srun may never end: it waits forever

@@ -13,6 +13,7 @@ from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Data, Launch
 from trainer.data.catalog import DATA_ARGS, DATASETS, FLAGS
 from trainer.optim.names import check_optimizer
+from trainer.say import counted
 from trainer.tasks.models import check_model_name
 from trainer.world.slurm import SlurmError, check_conf, show_partitions
 
@@ -62,7 +63,7 @@ def check_local(config: Config) -> None:
     wanted, here = config.launch.gpus_per_node, count_gpus()
     if wanted > here:
         fix = f"use --gpus-per-node {here}" if here else "leave it out to train on the CPU"
-        raise ConfigError(f"launch.gpus_per_node={wanted}: this machine has {here} GPUs; {fix}")
+        raise ConfigError(f"launch.gpus_per_node={wanted}: this machine has {counted(here, 'GPU')}; {fix}")
     if config.device == "cuda" and not here:
         raise ConfigError("device=cuda: this machine has no GPU; use device=cpu or device=auto")
 

@@ -172,5 +172,5 @@ def _outcome(run: RunDir, status: RunStatus) -> str:
     step, lost = records[-1]["end_step"], records[-1]["lost_steps"]
     if not step:
         return f"{run.name}: cancelled before its first step"
-    kept = f"stopped after step {step}" + (f", {lost} steps lost" if lost else ", every step is kept")
+    kept = f"stopped after step {step}" + (f", {say.counted(lost, 'step')} lost" if lost else ", every step is kept")
     return f"{run.name}: {kept}; to continue: {say.command(f'resume {run_folders.typed(run)}')}"

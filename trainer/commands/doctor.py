@@ -18,6 +18,7 @@ from trainer.config.config import Config
 from trainer.doctor.diagnosis import diagnose
 from trainer.doctor.file_system import RunRoot
 from trainer.doctor.slurm_settings import SlurmSettings
+from trainer.say import counted
 
 Facts = Sequence[tuple[str, object]]
 OPTIONS: KeyOptions = {
@@ -75,7 +76,8 @@ def _check_nodes(config: Config) -> int:
     machine_checks.check_slurm()
     call = RollCall(config)
     job = f"job {call.job_id}"
-    print(f"{job}: {launch.nodes} nodes x {launch.ranks_per_node} ranks, at most {LIMIT_MIN} min; Ctrl-C cancels it")
+    size = f"{counted(launch.nodes, 'node')} x {counted(launch.ranks_per_node, 'rank')}"
+    print(f"{job}: {size}, at most {LIMIT_MIN} min; Ctrl-C cancels it")
     try:
         call.wait(lambda state: print(f"{job}: {state}", flush=True))
     except KeyboardInterrupt:
@@ -91,10 +93,8 @@ def _check_nodes(config: Config) -> int:
         call.cancel()
         for failure in failures:
             print(f"error: {failure}", file=sys.stderr)
-        print(
-            f"error: {len(failures)} of {call.size} ranks did not say hello; their logs are in {call.folder}",
-            file=sys.stderr,
-        )
+        silent = f"{len(failures)} of {counted(call.size, 'rank')} did not say hello"
+        print(f"error: {silent}; their logs are in {call.folder}", file=sys.stderr)
         return 1
     print(*["", *report(greetings)], sep="\n")
     call.remove()

@@ -15,6 +15,7 @@ from trainer.config.errors import ConfigError
 from trainer.records.attempt_record import AttemptRecord, EndedAttempt
 from trainer.records.metrics import first_step_since
 from trainer.rundir import RunDir
+from trainer.say import counted
 from trainer.world.slurm import SlurmError, is_job_id, scontrol
 
 POLL_S = 0.2
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{folder.name}: continues by itself", file=sys.stderr)
         return 130
     lost = ended["lost_steps"]
-    print(f"{folder.name}: {lost} lost steps, {first['time'] - began:.1f} s from the preemption to the next step")
+    took_s = first["time"] - began
+    print(f"{folder.name}: {counted(lost, 'lost step')}, {took_s:.1f} s from the preemption to the next step")
     return int(lost > 0)
 
 

@@ -11,6 +11,7 @@ from trainer import __version__
 from trainer.cluster import run_config, run_folders
 from trainer.commands.parsers import ROOT_KEY, Parser, add_checkpoint
 from trainer.rundir import RunDir
+from trainer.say import counted
 
 if TYPE_CHECKING:
     from trainer.checkpoint.export import Weights
@@ -41,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
     weights = export.read_run(folder, args.step, args.best, args.raw)
     manifest = weights.manifest
     size = export.write(out, weights.tensors, _metadata(folder, weights))
-    count = sum(tensor.numel() for tensor in weights.tensors.values())
+    parameters = counted(f"{sum(tensor.numel() for tensor in weights.tensors.values()):,}", "parameter")
     metrics = "".join(f", {name} {value:.4f}" for name, value in weights.metrics.items())
     print(
         f"{out}: {folder.name}, step {manifest.step}, epoch {manifest.epoch}{metrics}; "
-        f"{'averaged weights, ' if weights.averaged else ''}{count:,} parameters in {len(weights.tensors)} tensors, "
-        f"{size / 1e6:.1f} MB"
+        f"{'averaged weights, ' if weights.averaged else ''}{parameters} in "
+        f"{counted(len(weights.tensors), 'tensor')}, {size / 1e6:.1f} MB"
     )
     return 0
 

@@ -17,7 +17,7 @@ from trainer.config.schema import Launch
 from trainer.records.metrics import newest_step
 from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir
-from trainer.say import command
+from trainer.say import command, counted
 
 
 def start(config: Config, run: RunDir, way: Way) -> int:
@@ -35,7 +35,7 @@ def start(config: Config, run: RunDir, way: Way) -> int:
         return status
     job = submission.submit_run(config, run)
     print(f"run    {run.name}")
-    print(f"job    {job.job_id}: {launch.nodes} nodes x {launch.ranks_per_node} ranks")
+    print(f"job    {job.job_id}: {counted(launch.nodes, 'node')} x {counted(launch.ranks_per_node, 'rank')}")
     print(f"folder {short(run.path)}")
     print(f"log    {short(job.paths.stdout)} (rank 0)")
     for verb in ("logs -f", "status", "cancel"):

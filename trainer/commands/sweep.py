@@ -6,7 +6,7 @@ import argparse
 
 from trainer.commands.parsers import NEW_RUN_OPTIONS, Parser, add_config, add_key_options, add_overrides, overrides_of
 from trainer.config.errors import ConfigError
-from trainer.say import command, program
+from trainer.say import command, counted, program
 
 DESCRIPTION = """\
 Submit one run per combination of values, as a single Slurm array. Repeat the
@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
     config = run_folders.with_absolute_data(prepare(config, Way.SLURM, stem=find_config(args.config).stem))
     check_weights(config)
     job_id, submitted, total = sweep.submit_missing(config, changes, args.parallel)
-    print(f"sweep  {config.launch.name}: {total} runs")
+    print(f"sweep  {config.launch.name}: {counted(total, 'run')}")
     if job_id is None:
         print("       all of them have finished or are in the queue")
         return 0
     limit = f", {args.parallel} at a time" if args.parallel else ""
-    print(f"job    {job_id}: {len(submitted)} runs{limit}, {submitted[0]} to {submitted[-1]}")
+    print(f"job    {job_id}: {counted(len(submitted), 'run')}{limit}, {submitted[0]} to {submitted[-1]}")
     print(f"next   {command(f'status --sweep {config.launch.name}{root_hint(config.launch)}')}", flush=True)
     return 0

@@ -11,6 +11,7 @@ from typing import Any
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
 from trainer.config.schema import RESERVED_SBATCH_OPTIONS, Launch, Settings
+from trainer.say import counted
 
 # The largest batch size to propose. For a wide range of nodes, the smallest one that divides is absurdly large.
 LARGEST_BATCH = 10**9
@@ -42,7 +43,7 @@ def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int) ->
     if wrong:
         near = max(divisor, round(batch_size / divisor) * divisor)
         raise ConfigError(
-            f"train.batch_size={batch_size}: not divisible by {', '.join(wrong)} ranks x "
+            f"train.batch_size={batch_size}: not divisible by {counted(', '.join(wrong), 'rank')} x "
             f"train.accumulate={accumulate}; {'use fewer nodes' if divisor > LARGEST_BATCH else f'{near} would be'}"
         )
 
@@ -74,7 +75,7 @@ def _check_single_keys(config: Settings) -> None:
             raise ConfigError(f"{key}=0: must be above 0; write {key}=null to turn it off")
     minutes = config.checkpoint.every_minutes
     if isinstance(minutes, str) and minutes != "auto":
-        raise ConfigError(f"checkpoint.every_minutes={minutes}: must be of type {FLOAT_OR_AUTO} or null")
+        raise ConfigError(f"checkpoint.every_minutes={minutes}: must be of type {FLOAT_OR_AUTO} or null, in minutes")
 
 
 def _check_launch(config: Settings) -> None:

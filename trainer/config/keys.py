@@ -15,6 +15,7 @@ from trainer.config.scalars import as_written, value_of
 from trainer.config.schema import Settings
 
 INT_OR_RANGE, FLOAT_OR_AUTO = "int or MIN-MAX", "float or auto"
+UNITS = {"s": "seconds", "min": "minutes", "minutes": "minutes", "gb": "GB"}  # by the end of a key
 
 
 def parse_override(word: str) -> dict[str, Any]:
@@ -83,7 +84,8 @@ def assign(tree: Any, key: str, value: Any) -> None:
         OmegaConf.update(tree, key, value)
     except OmegaConfBaseException:
         kind = kind_of(known[open_key or key]).replace(" | None", " or null")
-        raise ConfigError(f"{given}: must be of type {kind}") from None
+        unit = UNITS.get(key.rpartition("_")[2])
+        raise ConfigError(f"{given}: must be of type {kind}{(unit and f', in {unit}') or ''}") from None
 
 
 def replaced(tree: Any, names: Sequence[str], value: Any) -> Any:

@@ -92,9 +92,9 @@ def check_slurm(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:
     if most is not None and launch.ranks_per_node * launch.cpus_per_task > most:
         each = most // launch.ranks_per_node
         yield Problem(
-            f"launch.cpus_per_task={launch.cpus_per_task} x {launch.ranks_per_node} ranks per node: no node has more "
-            f"than {most} CPUs, so the job would never start",
-            f"set launch.cpus_per_task={each}" if each else f"use at most {most} ranks per node",
+            f"launch.cpus_per_task={launch.cpus_per_task} x {say.counted(launch.ranks_per_node, 'rank')} per node: "
+            f"no node has more than {say.counted(most, 'CPU')}, so the job would never start",
+            f"set launch.cpus_per_task={each}" if each else f"use at most {say.counted(most, 'rank')} per node",
         )
 
 

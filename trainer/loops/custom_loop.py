@@ -12,6 +12,7 @@ from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, P
 from trainer.loops.logged import as_numbers
 from trainer.loops.loop import AttemptContext
 from trainer.loops.user_loaders import UserLoaders
+from trainer.say import counted
 
 
 class LeaveFunction(BaseException):
@@ -156,8 +157,8 @@ class CustomLoop(CustomSteps):
         if self.watch.phase != "training":
             self.watch.enter("training")
             begins = "starting" if self._held.loaded is None else f"resuming after step {step}"
-            ranks = f"{self.size} ranks on {self.group.device.type}"
-            self.progress.say(f"{begins}: {total} steps, {count} per epoch, {ranks}")
+            ranks = f"{counted(self.size, 'rank')} on {self.group.device.type}"
+            self.progress.say(f"{begins}: {counted(total, 'step')}, {count} per epoch, {ranks}")
 
     def _finish(self, result: Any) -> None:
         """The function has returned."""

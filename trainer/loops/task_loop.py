@@ -17,6 +17,7 @@ from trainer.loops.initial_weights import read_initial_weights, start_from
 from trainer.loops.learner import Learner
 from trainer.loops.loop import AttemptContext, Loop, NotFinite, finite
 from trainer.loops.validation import Validation, make_loading, open_datasets
+from trainer.say import counted
 from trainer.task import Task
 
 
@@ -60,8 +61,8 @@ class TaskLoop(Loop):
             start_from(self.learner, initial)
         self._finish_restore()
         self.progress.say(
-            f"{'starting' if step is None else f'resuming after step {step}'}: {self.total_steps} steps, "
-            f"{self.order.steps_per_epoch} per epoch, {self.size} ranks on {self.group.device.type}"
+            f"{'starting' if step is None else f'resuming after step {step}'}: {counted(self.total_steps, 'step')}, "
+            f"{self.order.steps_per_epoch} per epoch, {counted(self.size, 'rank')} on {self.group.device.type}"
         )
 
     def _check_end(self) -> None:

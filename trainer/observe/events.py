@@ -36,7 +36,7 @@ class Point:
     def record(self) -> bytes:
         """Its bytes in an event file. The same point always has the same bytes."""
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in self.values.items()])
-        return _framed(Event(wall_time=self.time, step=self.step, summary=summary))
+        return framed(Event(wall_time=self.time, step=self.step, summary=summary))
 
     def header(self) -> bytes:
         """The bytes that precede it when it is the first point of a file. On reading them, TensorBoard drops all points
@@ -44,7 +44,7 @@ class Point:
         # The point of an epoch follows the point of its last step, which may be in the previous file and must stay.
         drop_from = self.step + 1 if self.ends_epoch else self.step
         start = Event(wall_time=self.time, step=drop_from, session_log=SessionLog(status=SessionLog.START))
-        return _framed(Event(wall_time=self.time, file_version="brain.Event:2")) + _framed(start)
+        return framed(Event(wall_time=self.time, file_version="brain.Event:2")) + framed(start)
 
 
 class Points:
@@ -110,7 +110,8 @@ def _tag(name: str) -> str:
     return name.replace("_", "/", 1) if name.startswith("val_") else f"epoch/{name}"
 
 
-def _framed(event: Any) -> bytes:
+def framed(event: Any) -> bytes:
+    """The bytes of an event in a file."""
     buffer = io.BytesIO()
     RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()

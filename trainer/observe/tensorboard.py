@@ -52,8 +52,8 @@ class TensorBoard:
     """Writes the event files of one attempt. Does nothing on a rank that does not write."""
 
     def __init__(self, run: RunDir, log_every: int, writes: bool) -> None:
+        self._run_folder = run
         self._folder = run.tensorboard
-        self._metrics = run.metrics
         self._log_every = log_every
         self._writes = writes
         self._path: Path | None = None  # this attempt's file; None until the folder has been read
@@ -86,7 +86,7 @@ class TensorBoard:
             return
         try:
             with _importing:
-                from trainer.observe import events  # noqa: F401
+                from trainer.observe import events, hparams  # noqa: F401
         except Exception as error:  # not installed, or incompatible with the installed protobuf
             say(f"no curves for TensorBoard: {error}")
             return
@@ -95,6 +95,7 @@ class TensorBoard:
             last = self._over.is_set()
             try:
                 self._copy()
+                hparams.write_hparams(self._run_folder, finished=self._stage is _Stage.FINISHED)
             except _Abandoned:
                 return
             except OSError as error:
@@ -125,7 +126,7 @@ class TensorBoard:
         if self._path is None:
             number = int(files[-1].name.split(".")[-2]) + 1 if files else 1
             self._path = self._folder / FILE.format(f"{number:06}")
-        points = Points(self._metrics, self._log_every, self._pause)
+        points = Points(self._run_folder.metrics, self._log_every, self._pause)
         missing = fit(files, iter(points))
         self._points = points
         return missing

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
+from trainer.say import counted
 from trainer.world.world import World
 
 
@@ -92,7 +93,8 @@ def _choose_device(config: Config, world: World) -> torch.device:
         return torch.device("cuda", 0)
     if world.local_size > count:
         raise ConfigError(
-            f"{world.local_size} ranks on this node, but it has {count} GPUs: use --gpus-per-node {count} or device=cpu"
+            f"{world.local_size} ranks on this node, but it has {counted(count, 'GPU')}: "
+            f"use --gpus-per-node {count} or device=cpu"
         )
     return torch.device("cuda", world.local_rank)
 

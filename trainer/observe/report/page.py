@@ -17,6 +17,7 @@ from trainer.observe.report.figures import html as figures_html
 from trainer.observe.report.timeline import Timeline, steps, when
 from trainer.records.attempt_record import AttemptRecord
 from trainer.records.submissions import SubmissionRecord
+from trainer.say import counted
 
 STYLE = Path(__file__).with_name("page.css")
 FAMILY_OF_STATE = {"finished": "good", "running": "good", "failed": "fault", "lost": "fault"}
@@ -167,7 +168,7 @@ def _comparison(runs: Sequence[Run]) -> str:
         for name, row in rows.items()
     )
     return (
-        f"<h1>{len(runs)} runs</h1>\n"
+        f"<h1>{counted(len(runs), 'run')}</h1>\n"
         f'<div class="wide runs"><table><thead><tr><th></th>{head}</tr></thead>\n'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
