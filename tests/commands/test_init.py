@@ -91,8 +91,9 @@ def test_keeps_what_is_there(name: str, here: Path, capfd: pytest.CaptureFixture
         ("file/demo", "file/demo: cannot be written: Not a directory"),
         ("/proc/demo", "/proc/demo: cannot be written: No such file or directory"),
         ("x" * 300, "cannot be written: File name too long"),
+        ("~nobody-at-all/../file/demo", "~nobody-at-all/../file/demo: cannot be written: "),
     ],
-    ids=["a file", "below a file", "not writable", "too long"],
+    ids=["a file", "below a file", "not writable", "too long", "a user that does not exist"],
 )
 def test_wrong_folder(folder: str, says: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One line, and nothing is left behind."""
