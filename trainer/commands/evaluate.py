@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.cluster import machine_checks, run_folders
+from trainer.cluster import code_origin, machine_checks, run_folders
 from trainer.commands.parsers import ANY_KEY, Parser, add_checkpoint
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
@@ -46,13 +48,18 @@ def run(args: argparse.Namespace) -> int:
                 f"{word}: evaluate changes only data.*, train.batch_size and device; a run keeps the rest"
             )
     root = run_folders.runs_root([word for word in args.overrides if word.startswith("launch.root=")])
-    folder = run_folders.find_run(args.run, root)
-    machine_checks.check_names(Config.load(folder.config, [*args.overrides, *ONE_RANK]))
+    folder = RunDir(run_folders.find_run(args.run, root).path.absolute())
+    given = Config.load(folder.config, [*args.overrides, *ONE_RANK])
+    search = code_origin.search_path(folder, given, runs_copy=True)
+    machine_checks.check_names(given, search)
     from trainer.checkpoint.export import read_run
     from trainer.loops.evaluate import evaluate
 
     weights = read_run(folder, args.step, args.best, args.raw)
     config = _config(folder, args.overrides, weights.manifest.world_size, weights.averaged)
+    # As in the run's ranks: its own code, and its own folder for relative paths.
+    sys.path[:0] = map(str, search)
+    os.chdir(run_folders.working_folder(folder))
     metrics = evaluate(config, folder, weights)
     found = {
         "run": folder.name,
@@ -72,7 +79,7 @@ def _config(run: RunDir, overrides: Sequence[str], ranks: int, averaged: bool) -
     words = [f"train.batch_size={max(1, before.batch_size // ranks)}", *overrides, *ONE_RANK, "train.ema_decay=0"]
     if averaged:
         words.append("train.compile=false")  # training does not compile the average either
-    return Config.load(run.config, words)
+    return run_folders.with_absolute_data(Config.load(run.config, words))
 
 
 def _line(found: Mapping[str, Any]) -> str:
