@@ -35,7 +35,7 @@ class Fitted:
 def read_initial_weights(config: Config, model: nn.Module, record: Path) -> tuple[Fitted, list[str]]:
     """The weights that `config.model.weights` names, for this model, and lines that say what was taken.
 
-    An attempt that dies before the first checkpoint is followed by one that reads them again: `record` tells whether
+    An attempt that dies before the first checkpoint is followed by one that reads them again: `record` says whether
     they are still the same. Raises ConfigError when there are none, or they are another model's.
     """
     given = str(config.model.weights)
