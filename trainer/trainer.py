@@ -83,7 +83,7 @@ def _change_to_working_folder() -> None:
     """Leave the code's copy for the folder that relative paths refer to.
 
     srun starts the ranks in the copy, so that Python finds it first, see trainer.cluster.sbatch. Python has made the
-    entries of sys.path absolute by now.
+    entries of sys.path absolute already.
     """
     folder = os.environ.get(WORKING_FOLDER)
     try:

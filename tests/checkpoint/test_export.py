@@ -249,6 +249,7 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save([1, 2], "list.pt")
     Path("old.pt").write_bytes(pickle.dumps(Evil()))
     Path("text.safetensors").write_text("hello")
+    Path("text.pt").write_text("hello")
     Path("empty.pt").touch()
     write(tmp_path / "cut.pt", weights, {})
     Path("cut.pt").write_bytes(Path("cut.pt").read_bytes()[:-300])
@@ -258,7 +259,8 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "old.pt": "holds Python objects besides tensors",
         "list.pt": r"holds no named tensors; save model.state_dict\(\)",
         "text.safetensors": "cannot be read as weights",
-        "empty.pt": "cannot be read as weights",
+        "empty.pt": "cannot be read as weights: torch.save has not written this, or not whole",
+        "text.pt": "cannot be read as weights: torch.save has not written this, or not whole",
         "cut.pt": "cannot be read as weights",
         "x.npz": "no such format; weights are in .safetensors, .pt,",
     }

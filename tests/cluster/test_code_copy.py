@@ -245,6 +245,18 @@ def test_links(run: RunDir, here: Path, tmp_path: Path) -> None:
         shutil.rmtree(run.code)
 
 
+def test_no_files(run: RunDir, here: Path) -> None:
+    """A pipe or a socket, such as that of an editor, is no code. Copying it would fail, and refuse the submission."""
+    os.mkfifo(here / "parts" / "pipe")
+    (here / "nowhere").symlink_to("not there")
+    for repository in (False, True):
+        if repository:
+            commit(here, ".")
+        assert "my_task.py" in copied(run)
+        assert not os.path.lexists(run.code / "parts" / "pipe") and not os.path.lexists(run.code / "nowhere")
+        shutil.rmtree(run.code)
+
+
 def test_where_python_looks(tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """First the copy, then the current folder inside the copy, then the user's own PYTHONPATH."""
     monkeypatch.setenv("PYTHONPATH", "/own")

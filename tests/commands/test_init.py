@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.commands import files, refusal
 from tests.support.ranks import reasons, train
+from trainer.cluster import run_folders
 from trainer.commands.init import FILES, TEMPLATE
 from trainer.commands.main import main
 from trainer.config.config import Config
@@ -25,8 +26,9 @@ from trainer.records.metrics import read_lines
         (["."], ".", ""),
         (["demo"], "demo", "next   cd demo\n"),
         (["lab/my-project 2"], "lab/my-project 2", "next   cd 'lab/my-project 2'\n"),
+        (["~nobody-at-all"], "~nobody-at-all", "next   cd '~nobody-at-all'\n"),
     ],
-    ids=["no folder", "here", "new folder", "not a Python name"],
+    ids=["no folder", "here", "new folder", "not a Python name", "not a user"],
 )
 def test_writes_a_project(
     words: list[str], folder: str, goes_there: str, here: Path, capfd: pytest.CaptureFixture[str]
@@ -50,8 +52,9 @@ def test_needs_no_option(slurm: Path, here: Path, capfd: pytest.CaptureFixture[s
     assert "\ntask: digits.Digits\n" in said and "#SBATCH --nodes=2\n" in said
 
 
-def test_trains_as_it_is(tmp_path: Path) -> None:
-    """Nothing in it must be edited first; after one epoch of ten it reads most digits."""
+def test_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing in it must be edited first; after one epoch of ten it reads most digits. The run can be evaluated in any
+    folder, since it is known in which one its code is."""
     folder = tmp_path / "demo"
     assert main(["init", str(folder)]) == 0
     words = [f"launch.root={folder}/runs", "launch.name=first", "device=cpu", "train.max_steps=63"]
@@ -59,6 +62,13 @@ def test_trains_as_it_is(tmp_path: Path) -> None:
     run = train(config, before=partial(_work_in, folder))
     assert reasons(run) == ["finished"]
     assert read_lines(run.metrics)[-1]["val_accuracy"] > 0.8
+    monkeypatch.chdir(folder)
+    run_folders.record_submission(run, "local-1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    capfd.readouterr()
+    assert main(["evaluate", "demo/runs/first"]) == 0
+    assert "(as the run itself has measured)" in capfd.readouterr().out
 
 
 def _work_in(folder: Path) -> None:

@@ -30,6 +30,10 @@ WRONG = [
     (["seed=9223372036854775808"], "seed=9223372036854775808: must fit into 64 bits"),
     (["train.epochs=99999999999999999999999"], "train.epochs=99999999999999999999999: must fit into 64 bits"),
     (["data.args.image_size=99999999999999999999999"], "must be a positive integer of up to 64 bits"),
+    (["export", "~nobody-at-all/first", "out.pt"], "~nobody-at-all/first: no such run in runs/"),
+    (["export", "first", "~nobody-at-all/out.pt"], "~nobody-at-all/out.pt: there is no folder ~nobody-at-all"),
+    (["model.weights=~nobody-at-all/a.pt"], "model.weights=~nobody-at-all/a.pt: no such file"),
+    (["model.weights=" + 300 * "x"], "xxx: no such run in "),
 ]
 
 
@@ -38,6 +42,11 @@ def test_wrong_words(words: list[str], says: str, slurm: Path, here: Path, capfd
     """One line, and nothing is submitted."""
     assert says in refusal(words, capfd, here)
     assert not (slurm / "submitted.sh").exists()
+
+
+def test_what_is_required(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Words that may be left out are not among those that a command lacks."""
+    assert refusal(["export", "first"], capfd, here) == "the following arguments are required: OUT"
 
 
 def test_largest_number(slurm: Path, here: Path) -> None:

@@ -182,6 +182,13 @@ def test_weights_of_another_model() -> None:
     for given, says in wrong:
         with pytest.raises(ConfigError, match=f"x: weights of another model: {says}"):
             fit(wanted, given, "x")
+    for given, kind in (({**good, "0.weight": good["0.weight"].long()}, "int64"),
+                        ({**good, "0.weight": good["0.weight"].to(torch.complex64)}, "complex64"),
+                        ({**good, "0.weight": good["0.weight"].to_sparse()}, "sparse float32")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"x: 0.weight is {kind} there, float32 in this model; convert it"):
+            fit(wanted, given, "x")
+    assert fit(wanted, {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in good.items()},
+               "x").classes == (3, 5)  # fmt: skip
     with pytest.raises(ConfigError, match="weights of another model"):
         fit(nn.Linear(2, 3).state_dict(), nn.Linear(2, 4).state_dict(), "x")  # nothing would be left of it
 

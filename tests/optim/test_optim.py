@@ -52,8 +52,10 @@ def test_checks_import_no_torch() -> None:
 def test_arguments_are_those_of_torch(name: str) -> None:
     """Each argument of the constructor is accepted; all others are refused."""
     own_key = {"params", "lr", "weight_decay"} | ({"momentum"} if name == "sgd" else set())
-    arguments = [argument for argument in inspect.signature(CLASSES[name]).parameters if argument not in own_key]
-    check_optimizer(Optim(name=name, args=dict.fromkeys(arguments)))
+    parameters = inspect.signature(CLASSES[name]).parameters.values()
+    defaults = {parameter.name: parameter.default for parameter in parameters if parameter.name not in own_key}
+    as_in_yaml = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    check_optimizer(Optim(name=name, args=as_in_yaml))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,12 @@ def test_arguments_are_those_of_torch(name: str) -> None:
         ({"args": {"momentum": 0.5}}, "optim.args.momentum: set optim.momentum instead"),
         ({"name": "Adam", "args": {"lr": 0.5}}, "optim.args.lr: set optim.lr instead"),
         ({"name": "Rprop", "weight_decay": 0.1}, "optim.weight_decay=0.1: Rprop has no weight decay; set it to 0"),
-        ({"name": "Adam", "args": {"betas": 3}}, r"optim.args=\{'betas': 3\}: Adam refuses: "),
+        ({"name": "Adam", "args": {"betas": 3}}, r"optim.args.betas=3: must be a list of 2 numbers, such as \[0.9, "),
+        ({"name": "Adam", "args": {"betas": [0.9]}}, r"optim.args.betas=\[0.9\]: must be a list of 2 numbers"),
+        ({"name": "Adam", "args": {"betas": [0.9, "x"]}}, "betas=.*: must be a list of 2 numbers"),
+        ({"name": "Adam", "args": {"eps": "small"}}, "optim.args.eps=small: must be a number"),
+        ({"args": {"nesterov": "maybe"}}, "optim.args.nesterov=maybe: must be true or false"),
+        ({"name": "Adam", "args": {"betas": [2, 3]}}, r"optim.args=\{'betas': \[2, 3\]\}: Adam refuses: "),
         ({"name": "Muon"}, "optim.name=Muon: Muon refuses: Muon only supports 2D parameters"),
     ],
 )

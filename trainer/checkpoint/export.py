@@ -79,7 +79,9 @@ def read_file(path: Path) -> dict[str, Any]:
             f"{path}: holds Python objects besides tensors, which are not loaded since that would run code; save "
             "model.state_dict() alone"
         ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, safetensors.SafetensorError) as error:
+    except (EOFError, KeyError):
+        raise ConfigError(f"{path}: cannot be read as weights: torch.save has not written this, or not whole") from None
+    except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as error:
         raise ConfigError(f"{path}: cannot be read as weights: {first_line(error)}") from None
     for inner in (found, *(found.get(key) for key in NESTED if isinstance(found, dict))):
         if isinstance(inner, dict) and any(isinstance(value, torch.Tensor) for value in inner.values()):

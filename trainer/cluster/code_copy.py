@@ -98,11 +98,12 @@ def _files(folder: Path, root: Path, around: Sequence[Path]) -> Iterator[Path]:
     listed = git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     for path in map(Path, _split(listed)) if listed else _walk(folder, root):
         place = folder / path
-        if not place.exists() or _holds_runs(place, root, folder):
+        if _holds_runs(place, root, folder):
             continue
-        if not place.is_dir():
+        if place.is_file():  # no pipe or socket, and no link that leads nowhere
             yield path
-        elif not any(outer.is_relative_to(place.resolve()) for outer in around):  # a submodule, or a link to a folder
+        elif place.is_dir() and not any(outer.is_relative_to(place.resolve()) for outer in around):
+            # A submodule, or a link to a folder.
             yield from (path / inner for inner in _files(place, root, around))
 
 

@@ -32,7 +32,7 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 def with_root_and_name(config: Config, stem: str) -> Config:
     """The configuration with an absolute root, since the job may start in another folder, and with a name, made from
     `stem` and the time where none is given."""
-    root = Path(config.launch.root).expanduser().absolute()
+    root = Path(os.path.expanduser(config.launch.root)).absolute()
     name = config.launch.name
     if name is None:
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:150] or "run"  # a file may be called anything
@@ -48,7 +48,7 @@ def with_absolute_data(config: Config) -> Config:
     """The configuration with an absolute data.root, as it is to be recorded for a run that may be resumed elsewhere."""
     root = config.data.root
     if "://" not in root:  # a task of the user's own may read from anywhere
-        root = str(Path(root).expanduser().absolute())
+        root = str(Path(os.path.expanduser(root)).absolute())
     return dataclasses.replace(config, data=dataclasses.replace(config.data, root=root))
 
 
@@ -158,7 +158,7 @@ def typed(run: RunDir) -> str:
     """The run as a command typed in the current folder names it: by its name, or by its path where the name alone
     would not find it."""
     try:
-        by_name = RunDir(Path(runs_root(())).expanduser() / run.name).path == run.path
+        by_name = RunDir(Path(os.path.expanduser(runs_root(()))) / run.name).path == run.path
     except ConfigError:  # the site's profile is not here
         by_name = False
     return run.name if by_name else shlex.quote(short(run.path))
@@ -171,13 +171,13 @@ def short(path: os.PathLike[str]) -> str:
 
 def find_run(name: str, root: str) -> RunDir:
     """The run of that name in `root`, or the run whose folder is at the path `name`. Raises ConfigError."""
-    for path in (Path(root).expanduser() / name, Path(name).expanduser()):
+    for path in (Path(os.path.expanduser(root)) / name, Path(os.path.expanduser(name))):
         run = RunDir(path)
         if os.path.isfile(run.config):  # unlike Path.is_file, False where the folder may not be read
             return run
         if os.path.isdir(run.path) and not os.access(run.path, os.R_OK | os.X_OK):
             raise ConfigError(f"{name}: you may not read {run.path}; ask {run.path.owner()}")
-    folder = Path(root).expanduser()
+    folder = Path(os.path.expanduser(root))
     names = sorted(path.parent.name for path in folder.glob("*/config.yaml")) if os.path.isdir(folder) else []
     raise ConfigError(f"{name}: no such run in {folder}/; {nearest(name, names) if names else 'there is none yet'}")
 
@@ -187,7 +187,7 @@ def find_runs(names: Sequence[str], root: str, sweep: str | None = None) -> list
 
     Raises ConfigError when one is missing.
     """
-    folder = Path(root).expanduser()
+    folder = Path(os.path.expanduser(root))
     if sweep is not None:
         if names:
             raise ConfigError(f"{names[0]}: name a sweep or runs, not both")
@@ -210,7 +210,7 @@ def find_runs(names: Sequence[str], root: str, sweep: str | None = None) -> list
 
 def all_runs(root: str) -> list[RunDir]:
     """All runs in that folder, the newest last. Raises ConfigError when it cannot be read: that is no empty folder."""
-    folder = Path(root).expanduser()
+    folder = Path(os.path.expanduser(root))
     try:
         os.scandir(folder).close()
     except FileNotFoundError:

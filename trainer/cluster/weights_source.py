@@ -40,8 +40,8 @@ def load_weights(
 
 def find_source(words: str, root: str) -> Path:
     """The absolute path of the file, checkpoint or run that `words` name. Raises ConfigError when there is none."""
-    path = Path(words).expanduser().absolute()
-    if path.is_file() or (path / MANIFEST).is_file():
+    path = Path(os.path.expanduser(words)).absolute()
+    if os.path.isfile(path) or os.path.isfile(path / MANIFEST):  # unlike Path.is_file, never raise
         return path
     if path.suffix in READABLE:
         raise ConfigError(f"{words}: no such file")
@@ -56,7 +56,7 @@ def with_absolute_weights(config: Config) -> Config:
     try:
         path = find_source(given, config.launch.root)
     except ConfigError:  # checked elsewhere: a resumed run needs its weights no more
-        path = Path(given).expanduser().absolute()
+        path = Path(os.path.expanduser(given)).absolute()
     return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=str(path)))
 
 

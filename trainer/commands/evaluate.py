@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.cluster import machine_checks, run_config, run_folders
+from trainer.cluster import code_origin, machine_checks, run_config, run_folders
 from trainer.commands.parsers import ANY_KEY, Parser, add_checkpoint
 from trainer.config.checks import validate
 from trainer.config.config import Config
@@ -47,15 +49,19 @@ def run(args: argparse.Namespace) -> int:
                 f"{word}: evaluate changes only data.*, train.batch_size and device; a run keeps the rest"
             )
     root = run_folders.runs_root([word for word in args.overrides if word.startswith("launch.root=")])
-    folder = run_folders.find_run(args.run, root)
+    folder = RunDir(run_folders.find_run(args.run, root).path.absolute())
     checked = run_config.as_submitted(folder, [*args.overrides, *ONE_RANK])
     validate(checked)
-    machine_checks.check_names(checked)
+    search = code_origin.search_path(folder, checked, runs_copy=True)
+    machine_checks.check_names(checked, search)
     from trainer.checkpoint.export import read_run
     from trainer.loops.evaluate import evaluate
 
     weights = read_run(folder, args.step, args.best, args.raw)
     config = _config(folder, args.overrides, weights.manifest.world_size, weights.averaged)
+    # As in the run's ranks: its own code, and its own folder for relative paths.
+    sys.path[:0] = map(str, search)
+    os.chdir(run_folders.working_folder(folder))
     metrics = evaluate(config, folder, weights)
     found = {
         "run": folder.name,
@@ -77,7 +83,7 @@ def _config(run: RunDir, overrides: Sequence[str], ranks: int, averaged: bool) -
         words.append("train.compile=false")  # training does not compile the average either
     config = run_config.as_submitted(run, words)
     validate(config)
-    return config
+    return run_folders.with_absolute_data(config)
 
 
 def _line(found: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,8 @@ def add_arguments(parser: Parser) -> None:
     """Declare what export takes."""
     parser.add_argument("run", metavar="RUN", help="name or folder of the run")
     parser.add_argument("out", metavar="OUT", help="the file to write")
-    parser.add_argument("overrides", nargs="*", metavar=ROOT_KEY, help="the folder that holds all runs")
+    # The default keeps argparse from listing these words among those that are required.
+    parser.add_argument("overrides", nargs="*", default=[], metavar=ROOT_KEY, help="the folder that holds all runs")
     add_checkpoint(parser)
 
 
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the file; returns the exit status."""
     from trainer.checkpoint import export
 
-    out = Path(args.out).expanduser()
+    out = Path(os.path.expanduser(args.out))
     export.check_target(out)
     folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
     weights = export.read_run(folder, args.step, args.best, args.raw)

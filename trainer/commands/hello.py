@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(words)
     overrides = [*args.overrides, *([f"launch.backend={args.backend}"] if args.backend else [])]
     config = Config.load(None, overrides, run_folders.site())
-    machine_checks.check_writable(Path(config.launch.root).expanduser().absolute())
+    machine_checks.check_writable(Path(os.path.expanduser(config.launch.root)).absolute())
     hello = functools.partial(_hello, config, args.env)
     return hello() if args.spawn is None else spawn(args.spawn, hello)
 
@@ -53,7 +53,7 @@ def _hello(config: Config, show_variables: bool) -> int:
     """One rank. Leaves nothing behind."""
     signals = Signals.catch()
     world = detect_world()
-    root = Path(config.launch.root).expanduser().absolute()
+    root = Path(os.path.expanduser(config.launch.root)).absolute()
     meeting, made_root = root / f".hello-{world.attempt}.json", not root.exists()
 
     def clean_up() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the project and print the next commands; returns the exit status."""
-    folder = Path(args.folder).expanduser()
+    folder = Path(os.path.expanduser(args.folder))
     for path in _write(folder):
         print(f"wrote  {path}")
     if folder.resolve() != Path.cwd():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ class RunRoot:
     @classmethod
     def inspect(cls, root: Path) -> RunRoot:
         """Inspect the folder, or its nearest existing parent. Raises OSError."""
-        path = root.expanduser().absolute()
+        path = Path(os.path.expanduser(root)).absolute()
         existing = path
         while not existing.exists():
             existing = existing.parent

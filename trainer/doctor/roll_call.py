@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pickle
 import shutil
 import tempfile
@@ -35,7 +36,7 @@ class RollCall:
 
     def __init__(self, config: Config) -> None:
         """Submit the job. Raises ConfigError when that fails, and then leaves nothing behind."""
-        root = Path(config.launch.root).expanduser().absolute()
+        root = Path(os.path.expanduser(config.launch.root)).absolute()
         launch = dataclasses.replace(config.launch, root=str(root), time_min=LIMIT_MIN, signal_delay_s=SIGNAL_S)
         config = dataclasses.replace(config, launch=launch)
         try:

@@ -9,7 +9,7 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.loops.initial_weights import fit, start_from
 from trainer.loops.learner import Learner
-from trainer.loops.validation import Validation, make_loading, open_datasets
+from trainer.loops.validation import Validation, make_loading, named, open_datasets
 from trainer.rundir import RunDir
 from trainer.task import find_task
 from trainer.world.join import join
@@ -55,7 +55,7 @@ def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float |
     fitted = fit(learner.model.state_dict(), weights.tensors, run.name)
     if fitted.classes is not None:
         there, here = fitted.classes
-        raise ConfigError(f"data.name={config.data.name}: {here} classes, but {run.name} was trained on {there}")
+        raise ConfigError(f"{named(config)}: {here} classes, but {run.name} was trained on {there}")
     start_from(learner, fitted.tensors)
     validation = Validation(config, val_set, counts[1], loading, group)
     try:

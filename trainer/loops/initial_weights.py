@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.export import read_source
@@ -34,14 +35,17 @@ class Fitted:
 def read_initial_weights(config: Config, model: nn.Module, record: Path) -> tuple[Fitted, list[str]]:
     """The weights that `config.model.weights` names, for this model, and lines that say what was taken.
 
-    An attempt that dies before the first checkpoint is followed by one that reads them again: `record` tells whether
+    An attempt that dies before the first checkpoint is followed by one that reads them again: `record` says whether
     they are still the same. Raises ConfigError when there are none, or they are another model's.
     """
     given = str(config.model.weights)
     if is_weights_name(given):
         found = pretrained_weights(config.model.name, given, config.model.args)
     else:
-        found = read_source(Path(given))
+        try:
+            found = read_source(Path(given))
+        except ConfigError as error:
+            raise ConfigError(f"model.weights={error}") from None
     fitted = fit(model.state_dict(), found, f"model.weights={given}")
     line = f"weights: {len(fitted.tensors)} of {len(fitted.tensors) + len(fitted.left_out)} tensors from {given}"
     if fitted.classes is not None:
@@ -75,6 +79,8 @@ def fit(wanted: Mapping[str, Any], found: Mapping[str, Tensor], source: str) -> 
     if not names.keys() & given.keys():
         given = {name.removeprefix("module."): tensor for name, tensor in given.items()}
     _check_names(names, given, source)
+    for name in names.keys() & given.keys():
+        _check_kind(name, wanted[names[name]], given[name], source)
     shared = {name: (tuple(given[name].shape), tuple(wanted[names[name]].shape)) for name in names if name in given}
     differing = {name: shapes for name, shapes in shared.items() if shapes[0] != shapes[1]}
     classes = {_classes(*shapes) for shapes in differing.values()}
@@ -93,6 +99,18 @@ def _check_names(wanted: Mapping[str, Any], given: Mapping[str, Any], source: st
         raise ConfigError(f"{source}: weights of another model: this model's {_few(missing)} not among them")
     if unknown := [name for name in given if name not in wanted]:
         raise ConfigError(f"{source}: weights of another model: {_few(unknown)} not in this model")
+
+
+def _check_kind(name: str, wanted: Tensor, given: Tensor, source: str) -> None:
+    """Raise ConfigError for a tensor that torch would convert with loss, such as the integers of a quantised model."""
+    loses = wanted.dtype.is_floating_point and not given.dtype.is_floating_point
+    if given.layout is not torch.strided or loses:
+        raise ConfigError(f"{source}: {name} is {_kind(given)} there, {_kind(wanted)} in this model; convert it")
+
+
+def _kind(tensor: Tensor) -> str:
+    sparse = "" if tensor.layout is torch.strided else "sparse "
+    return f"{sparse}{str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _classes(there: tuple[int, ...], here: tuple[int, ...]) -> tuple[int, int] | None:

@@ -27,8 +27,13 @@ def open_datasets(config: Config, task: Task, group: Group) -> tuple[Dataset[Any
             decoded.open_shared(group, name)
     counts = [len(dataset) for dataset in (train_set, val_set)]  # type: ignore[arg-type]
     if not all(counts):
-        raise ConfigError(f"data.name={config.data.name}: empty ({counts[0]} training, {counts[1]} validation samples)")
+        raise ConfigError(f"{named(config)}: empty ({counts[0]} training, {counts[1]} validation samples)")
     return train_set, val_set, counts
+
+
+def named(config: Config) -> str:
+    """What a message about the data names: a task of the user's own need not read `data.name`."""
+    return f"data.name={config.data.name}" if config.task == "classification" else f"task={config.task}"
 
 
 def make_loading(config: Config, task: Task, group: Group) -> LoaderFactory:

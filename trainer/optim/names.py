@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Optim
@@ -42,12 +43,14 @@ def check_optimizer(optim: Optim) -> None:
         raise ConfigError(f"optim.name={optim.name}: torch.optim has no such class; {nearest(name, optimizer_names())}")
     known = _arguments(name)
     keys = {**KEYS, "momentum": "optim.momentum"} if name == "sgd" else KEYS
-    for argument in optim.args:
+    for argument, value in optim.args.items():
         if argument in keys:
             raise ConfigError(f"optim.args.{argument}: set {keys[argument]} instead")
         if argument not in known:
             taken = ", ".join(other for other in known if other not in keys)
             raise ConfigError(f"optim.args.{argument}: {optim.name} has no such argument; it takes {taken}")
+        if wanted := _mismatch(value, known[argument]):
+            raise ConfigError(f"optim.args.{argument}={value}: must be {wanted}")
     if optim.weight_decay and "weight_decay" not in known:
         raise ConfigError(f"optim.weight_decay={optim.weight_decay}: {optim.name} has no weight decay; set it to 0")
 
@@ -65,12 +68,41 @@ def _sources() -> dict[str, tuple[str, Path]]:
 
 
 @functools.cache
-def _arguments(name: str) -> list[str]:
-    """The arguments of an optimiser's constructor, without the parameters."""
+def _arguments(name: str) -> dict[str, Any]:
+    """The arguments of an optimiser's constructor, without the parameters, and their defaults; `...` where it has none
+    that is written out."""
     class_name, source = _sources()[name]
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.ClassDef) and node.name == class_name:
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and method.name == "__init__":
-                    return [argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)][2:]
-    return []
+                    given = method.args
+                    missing = [None] * (len(given.args) - len(given.defaults))
+                    defaults = [_literal(node) for node in (*missing, *given.defaults, *given.kw_defaults)]
+                    names = [argument.arg for argument in (*given.args, *given.kwonlyargs)]
+                    return dict(list(zip(names, defaults))[2:])  # without self and params
+    return {}
+
+
+def _literal(node: ast.expr | None) -> Any:
+    try:
+        return ... if node is None else ast.literal_eval(node)
+    except ValueError:
+        return ...
+
+
+def _mismatch(value: Any, default: Any) -> str | None:
+    """What a value must be, if its type is not that of the default: torch notices some only in the first step."""
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, (int, float)):
+        return None if _is_number(value) else "a number"
+    if isinstance(default, tuple):
+        is_list = isinstance(value, list) and len(value) == len(default)
+        fits = is_list and all(_is_number(item) or item is standard for item, standard in zip(value, default))
+        return None if fits else f"a list of {len(default)} numbers, such as {list(default)}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
