@@ -163,6 +163,15 @@ def test_the_file_has_changed(root: Path) -> None:
     assert warned[0] == said[0] and "WARNING" in warned[1] and "has changed since this run first started" in warned[1]
 
 
+def test_an_unreadable_file(root: Path) -> None:
+    """The line names the key: the user may have typed it long ago, in a file."""
+    path = root / "cut.pt"
+    path.write_bytes(b"")
+    small = config(root, "unreadable", 1, (f"model.weights={path}",))
+    with pytest.raises(ConfigError, match=f"^model.weights={path}: cannot be read as weights: "):
+        read_initial_weights(small, nn.Linear(2, 3), root / "record.json")
+
+
 def test_weights_of_another_model() -> None:
     """Only the number of classes may differ: a model that is half random by mistake would train without any error."""
     wanted = network(5).state_dict()
