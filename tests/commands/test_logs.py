@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import fake_squeue
 from tests.support.records import ended_attempt
 from tests.support.waiting import DEADLINE_S
 from trainer.commands import logs
@@ -56,7 +57,7 @@ def writes(run: RunDir, rank: int, *lines: str) -> None:
 
 def waits(slurm: Path, reason: str) -> None:
     """The job waits in the queue."""
-    (slurm / "squeue").write_text(f"#!/bin/sh\necho '4711|PENDING|N/A|{reason}'\n")
+    (slurm / "squeue").write_text(fake_squeue(_4711=reason))
 
 
 @pytest.mark.parametrize(
