@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import FAKE_SBATCH, FAKE_SQUEUE, NO_SLURM
+from tests.support.commands import FAKE_SBATCH, NO_SLURM, fake_squeue
 from tests.support.running_order import arrange
 from tests.support.shared import make_shared_folder, remove_shared_folder
 
@@ -68,7 +68,7 @@ def slurm(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a fake sbatch that accepts every job and copies its script to `submitted.sh`."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, text in (("sbatch", FAKE_SBATCH), ("srun", "#!/bin/sh\n"), ("squeue", FAKE_SQUEUE)):
+    for name, text in (("sbatch", FAKE_SBATCH), ("srun", "#!/bin/sh\n"), ("squeue", fake_squeue("4711"))):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")

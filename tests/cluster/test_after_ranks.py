@@ -22,6 +22,7 @@ from trainer.records.attempt_record import Reason, read_ended_attempts
 from trainer.records.attempts import begin_attempt, end_attempt
 from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
+from trainer.world.slurm import TAG_VARIABLE
 from trainer.world.world import World
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n2"), local_size=1, nodes=2)
@@ -36,10 +37,14 @@ class Slurm:
         self.job: dict[str, Any] | None = {"JobState": "RUNNING", "Restarts": 0}
         self.refuses = False
         self.requeues = 0
+        self.cancelled: list[str] = []
 
     def answer(self, words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         if self.job is None:
             return subprocess.CompletedProcess(words, 1, "", "Unable to contact slurm controller (connect failure)")
+        if words[0] == "scancel":
+            self.cancelled.append(words[1])
+            return subprocess.CompletedProcess(words, 0, "", "")
         if words[1] == "requeue":
             self.requeues += not self.refuses
             return subprocess.CompletedProcess(words, int(self.refuses), "", "Operation disabled\n" * self.refuses)
@@ -155,12 +160,55 @@ def test_killed_before_it_began(run: RunDir, slurm: Slurm) -> None:
     assert read_ended_attempts(run.attempts)[0]["error"] == "srun exited with 137 before the attempt began"
 
 
-@pytest.mark.parametrize("job", [{"JobState": "COMPLETING"}, {"JobState": "COMPLETING", "Restarts": 1}])
-def test_slurm_ended_it_before_it_began(run: RunDir, slurm: Slurm, job: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("job", "recorded"),
+    [({"JobState": "COMPLETING"}, [("cancelled", False)]), ({"JobState": "COMPLETING", "Restarts": 1}, [])],
+)
+def test_slurm_ended_it_before_it_began(run: RunDir, slurm: Slurm, job: dict[str, Any], recorded: list[Any]) -> None:
     """A job that is cancelled or preempted in its first second has not failed."""
     slurm.job = job
     after_ranks(run, WORLD, LAUNCH, 143)
-    assert slurm.requeues == 0 and ends(run) == []
+    assert slurm.requeues == 0 and ends(run) == recorded
+
+
+def test_why_it_failed_before_it_began(run: RunDir, slurm: Slurm) -> None:
+    """`status` shows the error: it must say which line of the setup, which program, or what the log ends with."""
+    launch = replace(LAUNCH, max_failures=0)
+
+    def error(launch: Launch, setup_line: int | None = None) -> str | None:
+        run.attempts.unlink(missing_ok=True)
+        after_ranks(run, WORLD, launch, 3, setup_line)
+        return read_ended_attempts(run.attempts)[0]["error"]
+
+    setup = replace(launch, setup=["export A=1", "test -d /scratch/data || exit 3"])
+    assert error(setup, 2) == "line 2 of launch.setup exited with 3: test -d /scratch/data || exit 3"
+    assert error(replace(launch, python="/no/such/python -X dev")) == "launch.python: /no/such/python not found on n1"
+    assert error(launch) == "srun exited with 3 before the attempt began"
+    run.logs.mkdir()
+    log = run.logs / f"{WORLD.job_id}_0_log.out"
+    log.write_text("[laststep 08:00:00] attempt begins\nNo module named torch\nsrun: error: n1: task 0: Exited\n")
+    assert error(launch) == "srun exited with 3 before the attempt began: No module named torch"
+
+
+def test_a_cancelled_run_ends_as_cancelled(run: RunDir, slurm: Slurm) -> None:
+    """By its exit status Slurm would take its job for FAILED, for sacct and in its mail."""
+    run.logs.mkdir()
+    (run.logs / f"{WORLD.job_id}_submitted.pkl").touch()
+    end_attempt(run, begin(run), LAUNCH, "cancelled", 1, 1)
+    after_ranks(run, WORLD, LAUNCH, 130)
+    assert slurm.cancelled == [WORLD.job_id]
+
+
+def test_another_job_has_the_id_now(run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller lost its state, and has given this job's id to another one: it must be left alone."""
+    (run.logs).mkdir()
+    (run.logs / f"{WORLD.job_id}_submitted.pkl").touch()
+    monkeypatch.setenv(TAG_VARIABLE, "laststep:0000000000aa")
+    slurm.job = {"JobState": "RUNNING", "Restarts": 0, "Comment": "laststep:0000000000bb"}
+    after_ranks(run, begin(run), LAUNCH, KILLED)
+    end_attempt(run, begin(run), LAUNCH, "cancelled", 1, 1)
+    after_ranks(run, WORLD, LAUNCH, 130)
+    assert slurm.requeues == 0 and slurm.cancelled == []
 
 
 @pytest.fixture

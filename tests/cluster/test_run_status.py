@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from tests.support.needs import require_root
 from trainer.cluster.queue import Job, Queue
 from trainer.cluster.run_folders import find_run
-from trainer.cluster.run_status import status_of
+from trainer.cluster.run_status import jobs_in_queue, status_of
 from trainer.commands.main import main
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
@@ -26,6 +27,8 @@ from trainer.rundir import RunDir
 NOW = time.time()
 EMPTY = Queue(NOW, {})
 SILENT = Queue(NOW, None)
+NOT_UP = "its ranks are not up yet"
+OWNER = os.getuid()  # of the folders that a test makes
 
 
 def queued(state: str, reason: str = "", starts_at: float | None = None) -> Queue:
@@ -57,13 +60,20 @@ def run(tmp_path: Path) -> RunDir:
     ("queue", "ended", "under_way", "state", "why"),
     [
         (queued("PENDING", "Priority"), [], None, "queued", "Priority"),
-        (queued("RUNNING"), [], None, "running", ""),
+        (queued("RUNNING"), [], None, "starting", NOT_UP),
+        (queued("RUNNING"), [], attempt(), "running", ""),
+        (queued("RUNNING", "", NOW - 110), [], attempt(), "running", ""),
+        # Its ranks were all killed; Slurm has just started the job again.
+        (queued("RUNNING", "", NOW), [], attempt(start=NOW - 900), "starting", NOT_UP),
+        (queued("RUNNING", "", NOW - 5), [attempt(0, "preempted", end=NOW - 60)], None, "starting", NOT_UP),
+        # The batch shell is still at work, or the job is the user's own.
+        (queued("RUNNING", "", NOW - 90), [attempt(0, "lost")], None, "stopping", "its ranks have ended (lost)"),
         (queued("RUNNING"), [attempt(0, "preempted")], attempt(1), "running", ""),
         (queued("PENDING", "BeginTime"), [attempt(0, "preempted")], None, "requeued", "BeginTime"),
         (queued("PENDING", "BeginTime"), [], attempt(), "requeued", "BeginTime"),  # its ranks were all killed
         (queued("COMPLETING"), [], attempt(), "stopping", "completing"),
         (queued("COMPLETING"), [attempt(0, "finished")], None, "finished", ""),
-        (queued("CONFIGURING"), [], None, "running", "configuring"),
+        (queued("CONFIGURING"), [], None, "starting", "configuring"),
         (EMPTY, [attempt(0, "finished")], None, "finished", ""),
         (EMPTY, [attempt(0, "failed", error="Traceback\n  ...\nValueError: bad")], None, "failed", "ValueError: bad"),
         (EMPTY, [attempt(0, "hung")], None, "failed", "a rank was stuck"),
@@ -102,6 +112,86 @@ def test_state(
     assert found.attempts == len(ended) + bool(under_way)
 
 
+@pytest.mark.parametrize(
+    ("job", "state"),
+    [
+        (Job("RUNNING", "", None, NOW - 3600, OWNER, "run", "laststep:0000000000aa"), "starting"),
+        (Job("RUNNING", "", None, NOW, OWNER, "run", "laststep:0000000000aa"), "starting"),  # requeued since
+        (Job("RUNNING", "", None, NOW - 3600, OWNER, "run", "laststep:0000000000bb"), "cancelled"),
+        (Job("RUNNING", "", None, NOW - 3600, OWNER, "run", None), "starting"),  # the site replaces comments
+        (Job("RUNNING", "", None, NOW, OWNER, "other", None), "cancelled"),
+        (Job("RUNNING", "", None, NOW - 3600, OWNER + 1, "run", None), "cancelled"),
+        (Job("RUNNING", "", None, NOW, OWNER, "run", None), "unknown"),  # in doubt
+    ],
+)
+def test_whose_job_it_is(run: RunDir, monkeypatch: pytest.MonkeyPatch, job: Job, state: str) -> None:
+    """After a controller lost its state, another job gets the id that the run has recorded. To take it for the run's
+    would be to cancel a stranger's training."""
+    submission = {"job_id": "7", "time": NOW - 3600, "job_name": "run", "tag": "laststep:0000000000aa"}
+    write(run.submissions, submission)
+    queue = Queue(NOW, {"7": job})
+    found = status_of(run, queue)
+    assert found.state == state
+    assert found.why.startswith("job 7 has the id of this run's job but may be another one") == (state == "unknown")
+    monkeypatch.setattr(Queue, "ask", lambda _: queue)
+    if state == "unknown":
+        with pytest.raises(ConfigError, match="may be another one"):
+            jobs_in_queue(run)
+    else:
+        assert jobs_in_queue(run) == (["7"] if state == "starting" else [])
+
+
+def test_a_requeue_counts_as_a_submission(run: RunDir) -> None:
+    """Slurm says that a requeued job was submitted when it was requeued: right after the end of its attempt."""
+    write(run.attempts, attempt(0, "preempted", requeue=True, end=NOW - 5))
+    assert status_of(run, Queue(NOW, {"7": Job("PENDING", "", None, NOW)})).state == "requeued"
+
+
+def test_an_owner_whom_this_machine_does_not_know(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """squeue cannot be asked for the jobs of such a user, so it is unknown whether the run has one. Other users' runs
+    are shown all the same."""
+    asked: list[list[str]] = []
+
+    def answer(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(words)
+        return subprocess.CompletedProcess([], 0, "", "")
+
+    def no_account(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", answer)
+    monkeypatch.setattr(os, "getuid", lambda: 12)
+    monkeypatch.setattr("pwd.getpwuid", no_account)
+    found = status_of(run, Queue.ask([run]))
+    assert "--user=12" in asked[0]
+    assert (found.state, found.why) == ("unknown", f"this machine does not know the owner of the run, uid {OWNER}")
+
+
+def test_it_failed_before_its_ranks_began(run: RunDir) -> None:
+    """A job that has written a log was not cancelled in the queue."""
+    log = run.logs / "7_0_log.out"
+    log.write_text("bash: /no/such/python: No such file or directory")
+    found = status_of(run, EMPTY)
+    assert (found.state, found.why) == ("failed", f"job ended before its ranks began; see {log}")
+
+
+def test_local_ranks_that_are_not_up_yet(run: RunDir) -> None:
+    """They import torch for seconds before they lock the run. Such a run was shown as cancelled."""
+    begun = {"job_id": f"local-20261122-080000-{os.getpid()}", "host": socket.gethostname()}
+    write(run.submissions, {**begun, "time": time.time()})
+    assert status_of(run, EMPTY).state == "starting"
+    write(run.submissions, {**begun, "time": time.time() - 3600})
+    assert status_of(run, EMPTY).state == "stopped"
+
+
+def test_the_folder_of_all_runs_cannot_be_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is not the same as an empty one."""
+    (tmp_path / "file").write_text("")
+    assert main(["status", f"launch.root={tmp_path / 'file'}"]) == 2
+    assert capfd.readouterr().err == f"error: {tmp_path / 'file'}: cannot be read: Not a directory\n"
+
+
 def test_submitted_after_the_queue_was_asked(run: RunDir) -> None:
     """squeue's answer may be older than the run, which is then queued, not cancelled."""
     write(run.submissions, {"job_id": "9", "time": NOW + 1})
@@ -127,6 +217,30 @@ def test_how_far_it_is(run: RunDir) -> None:
     assert found.eta_s == 400 * 64 / 32
     assert (found.attempts, found.lost_steps) == (2, 5)
     assert found.goodput == pytest.approx((100 * 0.5 + 20 * 0.8) / 200)
+
+
+def test_the_time_left_and_the_goodput_do_not_jump(run: RunDir) -> None:
+    """One slow step, such as the first or one with a save, changes neither. The steps of an earlier attempt that are
+    about to be done again count neither."""
+    now = time.time()
+    write(run.attempts, attempt(0, "lost", start=now - 400, end=now - 300, end_step=100, lost_steps=0, step_s=1.0))
+    write(run.attempt_now, attempt(1, start=now - 100, start_step=100))
+    write(run.plan, {"total_steps": 520, "batch_size": 64})
+    running = Queue(now, {"7": Job("RUNNING", "", now - 110)})
+
+    def step(number: int, rate: float) -> dict[str, Any]:
+        when = now - 350 if number <= 120 else now - 100 + number - 120
+        return {"step": number, "epoch": 1, "loss": 0.1, "samples_per_s": rate, "time": when}
+
+    old, new = [step(n, 64.0) for n in range(100, 121)], [step(n, 32.0) for n in range(121, 141)]
+    write(run.metrics, *old)
+    assert status_of(run, running).goodput == pytest.approx(100 / 200, abs=0.01)
+    write(run.metrics, *old, *new)
+    before = status_of(run, running)
+    write(run.metrics, *old, *new, step(141, 1.0))
+    after = status_of(run, running)
+    assert before.eta_s == (520 - 140) * 64 / 32 and after.eta_s == (520 - 141) * 64 / 32
+    assert before.goodput is not None and after.goodput == pytest.approx(before.goodput, abs=0.02)
 
 
 def test_a_run_that_a_crash_has_damaged(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
@@ -180,8 +294,15 @@ def test_a_run_of_somebody_else(run: RunDir) -> None:
 
 
 def test_what_squeue_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line per job; the reason may contain any character."""
-    said = "7|PENDING|2026-11-21T12:00:00|ReqNodeNotAvail, UnavailableNodes:n[1-2]|x\n8_3|RUNNING|N/A|None\n"
+    """One line per job; names, comments and reasons may contain any printable character."""
+    submitted = "2026-11-21T12:00:00"
+    said = "".join(
+        "\x1f".join(words) + "\n"
+        for words in (
+            ("7", "PENDING", submitted, submitted, "12", "a name", "my|own laststep:0123456789ab", "Nodes:n[1-2]|x"),
+            ("8_3", "RUNNING", "N/A", submitted, "12", "scan", "(null)", "None"),
+        )
+    )
 
     def answer(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess([], 0, said, "")
@@ -189,10 +310,10 @@ def test_what_squeue_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr(subprocess, "run", answer)
     jobs = Queue.ask([]).jobs
-    at = time.mktime(time.strptime("2026-11-21T12:00:00", "%Y-%m-%dT%H:%M:%S"))
+    at = time.mktime(time.strptime(submitted, "%Y-%m-%dT%H:%M:%S"))
     assert jobs == {
-        "7": Job("PENDING", "ReqNodeNotAvail, UnavailableNodes:n[1-2]|x", at),
-        "8_3": Job("RUNNING", "", None),
+        "7": Job("PENDING", "Nodes:n[1-2]|x", at, at, 12, "a name", "laststep:0123456789ab"),
+        "8_3": Job("RUNNING", "", None, at, 12, "scan", None),
     }
 
 

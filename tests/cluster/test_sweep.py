@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import refusal
+from tests.support.commands import fake_squeue, refusal
 from tests.support.records import ended_attempt
 from trainer.cluster.sweep import combinations, name_of
 from trainer.commands.main import main
@@ -97,7 +97,7 @@ def test_again_only_what_is_missing(slurm: Path, here: Path, capfd: pytest.Captu
     assert main(["sweep", "--name", "scan", "seed=0..2"]) == 0
     finished = RunDir(here / "runs" / "scan-seed_0")
     finished.attempts.write_text(json.dumps(ended_attempt(job_id="4711_0")) + "\n")
-    (slurm / "squeue").write_text("#!/bin/sh\necho '4711_1|RUNNING|N/A|None'\n")
+    (slurm / "squeue").write_text(fake_squeue("4711_1"))
     for name in ("scan-seed_2", "scan-seed_0"):
         said = RunDir(here / "runs" / name).submissions
         said.write_text(said.read_text().replace('"time": 1', '"time": 0'))  # long ago
@@ -124,3 +124,22 @@ def test_status_ranks_a_sweep(slurm: Path, here: Path, capfd: pytest.CaptureFixt
     assert main(["status", "--sweep", "scna"]) == 2
     assert "--sweep scna: no such sweep in" in capfd.readouterr().err
     assert os.listdir(here / "runs" / "scan")
+
+
+def test_resume_a_sweep(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Those of its runs that ended early are continued, each in a new job; patterns and names select other runs."""
+    assert main(["sweep", "--name", "scan", "seed=0..2"]) == 0
+    for seed, reason in ((0, "finished"), (1, "timeout")):
+        record = ended_attempt(job_id=f"4711_{seed}", reason=reason)
+        RunDir(here / "runs" / f"scan-seed_{seed}").attempts.write_text(json.dumps(record) + "\n")
+    (slurm / "squeue").write_text(fake_squeue("4711_2"))
+    capfd.readouterr()
+    assert main(["resume", "--sweep", "scan", "launch.time_min=9"]) == 0
+    out = capfd.readouterr().out
+    assert "scan-seed_0: finished, so there is nothing to resume" in out and "scan-seed_2: starting, so" in out
+    assert out.count("run    ") == 1 and "run    scan-seed_1" in out
+    assert "scan-seed_3" in refusal(["cancel", "scan-seed_3"], capfd, here)
+    assert "nothing-*: matches no run in runs/" in refusal(["report", "nothing-*"], capfd, here)
+    assert "name a sweep or runs, not both" in refusal(["cancel", "scan-seed_1", "--sweep", "scan"], capfd, here)
+    assert "--sweep scna: no such sweep in runs/" in refusal(["cancel", "--sweep", "scna"], capfd, here)
+    assert "name the run, or its folder" in refusal(["resume"], capfd, here)

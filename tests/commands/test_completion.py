@@ -161,7 +161,7 @@ def test_one_fits(shell: Shell, typed: str, becomes: str) -> None:
         ("python launch.py --config ", "mnist cifar10 imagenet"),
         ("python launch.py logs ", "first second launch.root="),
         ("python launch.py status first ", "first second launch.root="),
-        ("python launch.py cancel --", "--help"),
+        ("python launch.py cancel --", "--help --sweep"),
         ("python launch.py optim.w", "optim.weight_decay= optim.warmup_steps="),
         ("python launch.py completion ", "bash zsh"),
         ("python launch.py d", "doctor drill device= data."),

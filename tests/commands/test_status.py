@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from tests.support.commands import refusal
+from tests.support.commands import fake_squeue, refusal
 from tests.support.project import PROJECT
 from tests.support.records import ended_attempt
 from tests.support.terminal import Screen, plain
@@ -22,11 +22,6 @@ from trainer.observe.progress import duration
 from trainer.rundir import RunDir
 
 LOSS = "ValueError: the loss of step 700 is not finite; lower optim.lr, or skip such steps with train.skip_bad_steps=3"
-QUEUE = """#!/bin/sh
-echo '1|RUNNING|N/A|None'
-echo '2|PENDING|N/A|PartitionNodeLimit'
-for job in $(seq 10 39); do echo "$job|PENDING|N/A|Priority"; done
-"""
 
 
 def make(name: str, job_id: str, *records: dict[str, Any], steps: int = 0, age_s: float = 0.0) -> RunDir:
@@ -60,7 +55,7 @@ def attempt(number: int, reason: str | None, **fields: Any) -> dict[str, Any]:
 @pytest.fixture
 def runs(slurm: Path, here: Path) -> Path:
     """34 runs: one at work, the oldest; one that failed, with a long reason, the newest; the others are queued."""
-    (slurm / "squeue").write_text(QUEUE)
+    (slurm / "squeue").write_text(fake_squeue("1", "2", *map(str, range(10, 40))))
     make("baseline", "1", attempt(0, None), steps=1300, age_s=500)
     make("wide", "2", age_s=400)
     for number in range(10, 40):

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
+from trainer.cluster.queue import SEPARATOR
 from trainer.commands.main import main
 
 NO_SLURM = "/nonexistent"
@@ -22,12 +23,22 @@ FAKE_SBATCH = """#!/bin/sh
 cp "$1" "$(dirname "$0")/submitted.sh"
 echo "Submitted batch job 4711"
 """
-FAKE_SQUEUE = "#!/bin/sh\necho '4711|RUNNING|N/A|None'\n"
 REFUSING_SBATCH = """#!/bin/sh
 echo "sbatch: error: invalid partition specified: nope" >&2
 echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
 exit 1
 """
+
+
+def fake_squeue(running: str, *queued: str) -> str:
+    """A squeue that shows one running job and others that wait, submitted long ago, in the fields of
+    trainer.cluster.queue."""
+    lines = ["#!/bin/sh"]
+    for job_id in (running, *queued):
+        state, reason = ("RUNNING", "None") if job_id == running else ("PENDING", "Priority")
+        fields = (job_id, state, "N/A", "2000-01-01T00:00:00", str(os.getuid()), "name", "(null)", reason)
+        lines.append(f"echo '{SEPARATOR.join(fields)}'")
+    return "\n".join(lines) + "\n"
 
 
 def files(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ from trainer.records.attempt_record import AttemptRecord, read_ended_attempts
 from trainer.records.attempts import end_attempt
 from trainer.records.retry import why_not_requeued
 from trainer.say import say
-from trainer.world.slurm import SlurmError, scontrol
+from trainer.world.slurm import SlurmError, requeue_job
 
 EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
 CONTINUE_BY_HAND = "every step is saved, start the run again under the same name to continue"
@@ -62,7 +62,7 @@ def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable
             if not record["requeue"]:
                 why = why_not_requeued(read_ended_attempts(state.run_dir.attempts), state.config.launch)
                 return say(f"not requeued: {why}; {CONTINUE_BY_HAND}")
-            scontrol("requeue", state.world.job_id)
+            requeue_job(state.world.job_id)
             say(f"requeued job {state.world.job_id}")
     except (OSError, subprocess.SubprocessError) as error:
         say(f"{error}; the batch shell tries again")

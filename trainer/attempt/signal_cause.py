@@ -30,7 +30,7 @@ import signal
 import time
 from typing import Literal, NamedTuple
 
-from trainer.world.slurm import NEVER, Job, show_job, unix_time
+from trainer.world.slurm import NEVER, REPLACED, Job, show_job, unix_time
 from trainer.world.world import World
 
 # Slurm checks time limits only now and then, so `--signal=USR2@S` may be sent up to 60 s early (man sbatch).
@@ -57,6 +57,8 @@ def ending(number: signal.Signals, world: World, signal_delay_s: int) -> Ending:
 
 def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, now: float) -> Ending:
     """`ending` for a given output of `scontrol show job`: the table above, as code. `now` is in seconds since 1970."""
+    if job.get("JobState") == REPLACED:
+        return Ending("failed", requeue=False, error="Slurm has forgotten this job, and given its id to another one")
     preempted_at = unix_time(job.get("PreemptTime", ""))
     if comes_back(job, restart):
         return Ending("preempted", requeue=False)

@@ -23,9 +23,10 @@ def after_ranks(run: RunDir) -> list[str]:
         "afterwards() {",
         "    status=$?",
         "    trap '' TERM USR1 USR2",
+        "    trap - DEBUG",
         "    [ $status = 0 ] && return",
         f"    cd {copy}",
-        f"    timeout -s KILL 300 {python} -m trainer.cluster.after_ranks {folder} $status",
+        f"    timeout -s KILL 300 {python} -m trainer.cluster.after_ranks {folder} $status ${{setup_line-}}",
         "}",
         "trap afterwards EXIT",
         "trap : TERM USR1 USR2",
@@ -52,13 +53,20 @@ def environment(config: Config, run: RunDir) -> list[str]:
 def user_setup(launch: Launch) -> list[str]:
     """The lines of `launch.setup`, for this node and for all others.
 
-    The environment that they set here reaches all ranks anyway.
+    The environment that they set here reaches all ranks anyway. While one of them runs, $setup_line is its number.
     """
-    if launch.node_counts[-1] == 1 or not launch.setup:
-        return launch.setup
+    if not launch.setup:
+        return []
+    here = [
+        "setup_begins=$LINENO; trap '((LINENO > setup_begins)) && setup_line=$((LINENO - setup_begins))' DEBUG",
+        *launch.setup,
+        "trap - DEBUG; unset setup_line",
+    ]
+    if launch.node_counts[-1] == 1:
+        return here
     lines = shlex.quote("\n".join(launch.setup))
     return [
-        *launch.setup,
+        *here,
         "others=$((SLURM_JOB_NUM_NODES - 1))",
         "[ $others = 0 ] || srun --relative=1 --nodes=$others --ntasks=$others --ntasks-per-node=1 --cpus-per-task=1"
         f" bash -c {lines}",

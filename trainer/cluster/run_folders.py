@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any
 from trainer.cluster.machine_checks import check_writable
 from trainer.config.config import Config, find_config
 from trainer.config.errors import ConfigError, nearest
+from trainer.records.metrics import read_lines
 from trainer.records.submissions import SubmissionRecord, read_submissions
 from trainer.rundir import RunDir
 from trainer.say import command
@@ -153,8 +155,40 @@ def find_run(name: str, root: str) -> RunDir:
     raise ConfigError(f"{name}: no such run in {folder}/; {nearest(name, names) if names else 'there is none yet'}")
 
 
-def all_runs(root: str) -> list[RunDir]:
-    """All runs in that folder, the newest last."""
+def find_runs(names: Sequence[str], root: str, sweep: str | None = None) -> list[RunDir]:
+    """The runs of these names, each once; a name may be a pattern such as 'scan-*'. With `sweep`, that sweep's runs.
+
+    Raises ConfigError when one is missing.
+    """
     folder = Path(root).expanduser()
-    written = {path: path.stat().st_mtime for path in folder.glob("*/config.yaml")} if os.path.isdir(folder) else {}
+    if sweep is not None:
+        if names:
+            raise ConfigError(f"{names[0]}: name a sweep or runs, not both")
+        members = [line["run"] for line in read_lines(RunDir(folder / sweep).sweep)]
+        if not members:
+            raise ConfigError(f"--sweep {sweep}: no such sweep in {folder}/")
+        return [RunDir(folder / name) for name in members]
+    found: dict[Path, RunDir] = {}
+    for name in names:
+        if glob.escape(name) == name:
+            runs = [find_run(name, root)]
+        else:
+            paths = glob.glob(str(folder / name / "config.yaml"))
+            runs = [RunDir(Path(path).parent) for path in sorted(paths)]
+        if not runs:
+            raise ConfigError(f"{name}: matches no run in {folder}/")
+        found.update({run.path: run for run in runs})
+    return list(found.values())
+
+
+def all_runs(root: str) -> list[RunDir]:
+    """All runs in that folder, the newest last. Raises ConfigError when it cannot be read: that is no empty folder."""
+    folder = Path(root).expanduser()
+    try:
+        os.scandir(folder).close()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be read: {error.strerror}") from None
+    written = {path: path.stat().st_mtime for path in folder.glob("*/config.yaml")}
     return [RunDir(path.parent) for path in sorted(written, key=lambda path: (written[path], path))]

@@ -6,15 +6,21 @@ ended. In the other order it would look lost.
 
 from __future__ import annotations
 
+import os
+import socket
+import statistics
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from trainer.cluster import own_jobs
+from trainer.cluster.own_jobs import CLOCKS_S, Owner
 from trainer.cluster.queue import Job, Queue
 from trainer.config.errors import ConfigError
 from trainer.records.attempt_record import AttemptRecord, Reason, read_attempts, reason_in
-from trainer.records.metrics import newest_step
+from trainer.records.metrics import TAIL, StepLine, is_step, last_lines
 from trainer.records.plan import read_plan
 from trainer.records.submissions import SubmissionRecord, read_submissions
 from trainer.rundir import RunDir
@@ -23,7 +29,9 @@ from trainer.world.slurm import is_job_id
 
 READ_THREADS = 16  # on a network file system each waits for its run's files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
-ALIVE = ("queued", "requeued", "running", "stopping", "unknown")
+JUST_STARTED_S = 120.0  # the most that a rank on this machine takes to import torch
+RATE_BYTES = 16 * 1024  # at the end of metrics.jsonl: the steps whose median rate is shown
+ALIVE = ("queued", "requeued", "starting", "running", "stopping", "unknown")
 # The state of a run without a job, by the reason of its last attempt in attempts.jsonl.
 FINAL_STATE: dict[Reason, str] = {
     "finished": "finished",
@@ -41,9 +49,9 @@ STATES = tuple(dict.fromkeys((*ALIVE, *FINAL_STATE.values())))
 class RunStatus:
     """The status of a run.
 
-    `state` is queued, requeued, running, stopping, finished, failed, lost, cancelled, stopped, or unknown while Slurm
-    does not answer. `why` explains it, e.g. what a queued job is waiting for. Times are in seconds. `goodput` is the
-    share of the allocated time that was spent on steps that were kept.
+    `state` is queued, requeued, starting (its job runs, its ranks do not yet), running, stopping, finished, failed,
+    lost, cancelled, stopped, or unknown where Slurm does not say. `why` explains it, e.g. what a queued job is waiting
+    for. Times are in seconds. `goodput` is the share of the allocated time that was spent on steps that were kept.
     """
 
     run: str
@@ -93,22 +101,26 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
     """The status of one run."""
     submissions = read_submissions(run.submissions)
     records = records_of(run)
-    job_id = _job_of(submissions, records, queue)
-    state, why = _state(run, job_id, submissions, records, queue)
-    job = (queue.jobs or {}).get(job_id or "")
-    step, plan = newest_step(run.metrics), read_plan(run.plan)
+    job = _find_job(run, queue, submissions, records)
+    state, why = _state(run, job, submissions, records, queue)
+    under_way = records[-1] if records and not records[-1]["reason"] else None
+    steps = [line for line in last_lines(run.metrics, RATE_BYTES if under_way else TAIL) if is_step(line)]
+    plan = read_plan(run.plan)
+    step = steps[-1] if steps else None
     done = step["step"] if step else records[-1]["end_step"] if records else None
     total, batch_size = (plan["total_steps"], plan["batch_size"]) if plan else (None, None)
-    rate = step.get("samples_per_s") if step else None
+    rate = _rate(steps, under_way["start"] if under_way else 0.0)
     left_s = None
-    if total and batch_size and done is not None and rate and state == "running":
+    if total and batch_size and done is not None and rate and state in ("starting", "running"):
         left_s = (total - done) * batch_size / rate
+    now = step["time"] if step and state == "lost" else time.time()  # a dead attempt uses no more time
+    in_attempt = step["step"] if step and under_way and step["time"] >= under_way["start"] else None
     return RunStatus(
         run=run.name,
-        job_id=job_id,
+        job_id=job.id,
         state=state,
         why=why,
-        starts_at=job.starts_at if job and job.state == "PENDING" else None,
+        starts_at=job.found.starts_at if job.found and job.found.state == "PENDING" else None,
         step=done,
         total_steps=total,
         epoch=step.get("epoch") if step else None,
@@ -116,10 +128,10 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
         samples_per_s=rate,
         eta_s=left_s,
         started_at=records[0]["start"] if records else None,
-        rank_hours=sum(((r["end"] or time.time()) - r["start"]) * r["world_size"] for r in records) / 3600,
+        rank_hours=sum(((r["end"] or now) - r["start"]) * r["world_size"] for r in records) / 3600,
         attempts=len(records),
         lost_steps=sum(record["lost_steps"] for record in records),
-        goodput=_goodput(records, done, batch_size / rate if batch_size and rate else None),
+        goodput=_goodput(records, in_attempt, batch_size / rate if batch_size and rate else None, now),
     )
 
 
@@ -141,26 +153,40 @@ def jobs_of(run: RunDir) -> list[str]:
 
 
 def jobs_in_queue(run: RunDir) -> list[str]:
-    """The ids of the run's jobs that wait or run. Raises ConfigError when squeue fails."""
-    jobs = [job_id for job_id in jobs_of(run) if is_job_id(job_id)]
-    if not jobs:
+    """The ids of the run's jobs that wait or run. Raises ConfigError when squeue fails, or in doubt."""
+    if not any(map(is_job_id, jobs_of(run))):
         return []
     queue = Queue.ask([run])
     if queue.jobs is None:
         raise ConfigError(f"{run.name}: {queue.problem}, so a job of this run may still be alive; try again")
-    return [job_id for job_id in jobs if job_id in queue.jobs]
+    found = own_jobs.owners(run, queue, read_submissions(run.submissions), records_of(run))
+    if unclear := [job_id for job_id, owner in found.items() if owner is Owner.UNCLEAR]:
+        raise ConfigError(f"{run.name}: {own_jobs.why_unclear(unclear[0])}")
+    return [job_id for job_id, owner in found.items() if owner is Owner.THIS_RUN]
 
 
-def _job_of(submissions: Sequence[SubmissionRecord], records: Sequence[AttemptRecord], queue: Queue) -> str | None:
-    """The newest job that is in the queue, else the newest of all."""
+class _RunJob(NamedTuple):
+    """The run's newest job: its id, and the job where it is in the queue. `unclear`: it may also be another job."""
+
+    id: str | None
+    found: Job | None
+    unclear: bool
+
+
+def _find_job(
+    run: RunDir, queue: Queue, submissions: Sequence[SubmissionRecord], records: Sequence[AttemptRecord]
+) -> _RunJob:
+    """The newest job of the run that is in the queue, else the newest of all."""
+    for job_id, owner in reversed(own_jobs.owners(run, queue, submissions, records).items()):
+        if owner is not Owner.ANOTHER:
+            return _RunJob(job_id, (queue.jobs or {})[job_id], owner is Owner.UNCLEAR)
     known = [line["job_id"] for line in (*records, *submissions)]
-    in_queue = [job_id for job_id in known if job_id in (queue.jobs or {})]
-    return next(reversed(in_queue or known), None)
+    return _RunJob(known[-1] if known else None, None, unclear=False)
 
 
 def _state(
     run: RunDir,
-    job_id: str | None,
+    job: _RunJob,
     submissions: Sequence[SubmissionRecord],
     records: Sequence[AttemptRecord],
     queue: Queue,
@@ -168,29 +194,58 @@ def _state(
     last = records[-1] if records else None
     if last and last["reason"] == "finished":
         return "finished", ""
-    if job_id is None:
+    if job.id is None:
         return "stopped", "never submitted"
-    if not is_job_id(job_id):
-        if at_work := run_lock.current_holder(run.lock):
-            return "running", f"on {at_work.rpartition(' on ')[2]}"
-        return _without_job(last if last and last["job_id"] == job_id else None)
-    if queue.jobs is None:
-        if last and last["job_id"] == job_id and last["reason"] and not last["requeue"]:
-            return _without_job(last)
-        return "unknown", queue.problem
-    if job := queue.jobs.get(job_id):
-        return _in_queue(job, came_back=any(record["job_id"] == job_id for record in records))
-    if submissions and submissions[-1]["job_id"] == job_id and submissions[-1]["time"] > queue.at - JUST_SUBMITTED_S:
-        return "queued", ""
-    return _without_job(last if last and last["job_id"] == job_id else None)
+    of_job = [record for record in records if record["job_id"] == job.id]
+    newest = submissions[-1] if submissions and submissions[-1]["job_id"] == job.id else None
+    last = last if last and last["job_id"] == job.id else None
+    if not is_job_id(job.id):
+        return _not_on_slurm(run, job.id, newest, last)
+    if job.unclear:
+        return "unknown", own_jobs.why_unclear(job.id)
+    if job.found:
+        return _in_queue(job.found, of_job)
+    final = last is not None and last["reason"] is not None and not last["requeue"]
+    if not final:
+        if queue.jobs is None:
+            return "unknown", queue.problem
+        if queue.unknown_owners and (uid := run.path.stat().st_uid) in queue.unknown_owners:
+            return "unknown", f"this machine does not know the owner of the run, uid {uid}"
+        if newest and newest["time"] > queue.at - JUST_SUBMITTED_S:
+            return "queued", ""
+    if last is None and (log := run.logs / f"{job.id}_0_log.out").exists():
+        return "failed", f"job ended before its ranks began; see {log}"
+    return _without_job(last)
 
 
-def _in_queue(job: Job, came_back: bool) -> tuple[str, str]:
+def _not_on_slurm(
+    run: RunDir, job_id: str, newest: SubmissionRecord | None, last: AttemptRecord | None
+) -> tuple[str, str]:
+    """State and reason of a run whose ranks another launcher started, such as --local."""
+    if at_work := run_lock.current_holder(run.lock):
+        return "running", f"on {at_work.rpartition(' on ')[2]}"
+    if last:
+        return _without_job(last)
+    if newest and newest["time"] > time.time() - JUST_STARTED_S and newest.get("host") == socket.gethostname():
+        pid = job_id.rpartition("-")[2]
+        if pid.isdecimal() and os.path.exists(f"/proc/{pid}"):
+            return "starting", "its ranks are not up yet"
+    return "stopped", "ended before its ranks were up"
+
+
+def _in_queue(job: Job, of_job: Sequence[AttemptRecord]) -> tuple[str, str]:
+    """State and reason of a run whose job is in the queue; `of_job` holds its attempts in that job."""
     if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"):
-        return "requeued" if came_back else "queued", job.reason
-    if job.state in ("RUNNING", "CONFIGURING", "SUSPENDED", "RESIZING"):
-        return "running", "" if job.state == "RUNNING" else job.state.lower()
-    return "stopping", job.state.lower()
+        return "requeued" if of_job else "queued", job.reason
+    if job.state not in ("RUNNING", "CONFIGURING", "SUSPENDED", "RESIZING"):
+        return "stopping", job.state.lower()
+    started_at, last = job.starts_at or 0.0, of_job[-1] if of_job else None
+    why = "" if job.state == "RUNNING" else job.state.lower()
+    if last and not last["reason"] and last["start"] >= started_at - CLOCKS_S:
+        return "running", why
+    if last and last["reason"] and last["end"] >= started_at > 0:
+        return "stopping", f"its ranks have ended ({last['reason']})"
+    return "starting", why or "its ranks are not up yet"
 
 
 def _without_job(last: AttemptRecord | None) -> tuple[str, str]:
@@ -205,14 +260,24 @@ def _without_job(last: AttemptRecord | None) -> tuple[str, str]:
     return FINAL_STATE[last["reason"]], reason_in(last["error"]) or otherwise
 
 
-def _goodput(records: Iterable[AttemptRecord], step: int | None, step_s: float | None) -> float | None:
-    """Seconds spent on steps that were kept, divided by the seconds allocated.
+def _rate(steps: Sequence[StepLine], since: float) -> float | None:
+    """Samples per second: the median of the newest steps, so that one slow step does not move the time left.
 
-    `step` (the last one done) and `step_s` (mean seconds per step) belong to the attempt under way.
+    Those of the attempt that began at `since` (Unix seconds) count alone once it has done one.
+    """
+    rates = [line["samples_per_s"] for line in steps if line["time"] >= since and line.get("samples_per_s")]
+    rates = rates or [line["samples_per_s"] for line in steps if line.get("samples_per_s")]
+    return statistics.median(rates) if rates else None
+
+
+def _goodput(records: Iterable[AttemptRecord], step: int | None, step_s: float | None, now: float) -> float | None:
+    """Seconds spent on steps that were kept, divided by the seconds allocated until `now`.
+
+    `step` (the last one done) and `step_s` (seconds per step) belong to the attempt under way.
     """
     allocated = kept = 0.0
     for record in records:
-        allocated += (record["end"] if record["reason"] else time.time()) - record["start"]
+        allocated += (record["end"] if record["reason"] else now) - record["start"]
         end_step, mean_s = (record["end_step"], record["step_s"]) if record["reason"] else (step, step_s)
         kept += max(0, (end_step or 0) - record["lost_steps"] - record["start_step"]) * (mean_s or 0.0)
     return min(1.0, kept / allocated) if allocated > 0 else None

@@ -12,6 +12,7 @@ from trainer import compat
 from trainer.cluster import batch_shell, run_folders
 from trainer.config.config import Config
 from trainer.rundir import RunDir
+from trainer.world.slurm import TAG_VARIABLE
 
 # Trainer.checkpoint decides how often a run is requeued. submitit's own limit would count every signal within ten
 # minutes of the time limit as a timeout.
@@ -31,15 +32,20 @@ class SbatchExecutor(SlurmExecutor):
         return compat.sbatch_script(self)
 
 
-def run_executor(config: Config, run: RunDir) -> SbatchExecutor:
-    """The executor for the ranks of a run."""
+def run_executor(config: Config, run: RunDir, tag: str = "") -> SbatchExecutor:
+    """The executor for the ranks of a run. `tag` is for the job's comment, by which the run knows its job."""
     # A rank that fails ends the others, even if they are stuck; at a stop every rank but 0 exits 0, see Stopped.
     srun_args, options = ["--kill-on-bad-exit=1"], {"requeue": True}
-    return job_executor(config, run, batch_shell.after_ranks(run), srun_args, options)
+    return job_executor(config, run, batch_shell.after_ranks(run), srun_args, options, tag)
 
 
 def job_executor(
-    config: Config, run: RunDir, setup: Sequence[str], srun_args: Sequence[str], options: Mapping[str, Any]
+    config: Config,
+    run: RunDir,
+    setup: Sequence[str],
+    srun_args: Sequence[str],
+    options: Mapping[str, Any],
+    tag: str = "",
 ) -> SbatchExecutor:
     """The executor for any job that runs the code in `run.code`.
 
@@ -56,6 +62,10 @@ def job_executor(
     folder = run_folders.working_folder(run)
     if folder != Path.cwd():  # a run that is resumed from elsewhere
         options = {**options, "chdir": folder}
+    slurm = dict(launch.slurm)
+    if tag:
+        slurm["comment"] = f"{slurm.get('comment') or ''} {tag}".strip()
+        setup = [*setup, f"export {TAG_VARIABLE}={tag}"]
     optional: dict[str, Any] = {
         "partition": launch.partition,
         "account": launch.account,
@@ -77,7 +87,7 @@ def job_executor(
         # the current folder first, see Trainer.
         srun_args=[f"--cpus-per-task={launch.cpus_per_task}", *srun_args, f"--chdir={run.code}", *launch.srun],
         stderr_to_stdout=True,
-        additional_parameters={**options, **launch.slurm},
+        additional_parameters={**options, **slurm},
         **{key: value for key, value in optional.items() if value is not None},
     )
     return executor

@@ -20,6 +20,7 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
+from trainer.world.slurm import new_tag
 
 # Prefixes of the variables that Slurm, submitit, torchrun, mpirun and --spawn set for their ranks.
 LAUNCHER_VARIABLES = (
@@ -55,17 +56,19 @@ def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:
     """
     if not run.code.exists():
         code_copy.copy_code(run, config)
-    (job,) = submit_jobs(sbatch.run_executor(config, run), [Trainer(config)])
-    run_folders.record_submission(run, job.job_id, commit=origin_of(run, config).commit)
+    tag = new_tag()
+    (job,) = submit_jobs(sbatch.run_executor(config, run, tag), [Trainer(config)])
+    run_folders.record_submission(run, job.job_id, commit=origin_of(run, config).commit, job_name=run.name, tag=tag)
     return job.task(0)  # type: ignore[return-value]
 
 
-def submit_array(config: Config, sweep: RunDir, configs: Sequence[Config], parallel: int | None) -> list[str]:
+def submit_array(config: Config, sweep: RunDir, configs: Sequence[Config], parallel: int | None, tag: str) -> list[str]:
     """Submit runs as one array, of which at most `parallel` run at a time; returns their job ids.
 
-    `config` says what resources each job asks for. Raises ConfigError when Slurm refuses the array.
+    `config` says what resources each job asks for; `tag` is for their comment. Raises ConfigError when Slurm refuses
+    the array.
     """
-    executor = sbatch.run_executor(config, sweep)
+    executor = sbatch.run_executor(config, sweep, tag)
     executor.update_parameters(array_parallelism=parallel or len(configs))
     return [job.job_id for job in submit_jobs(executor, [Trainer(one) for one in configs])]
 

@@ -25,6 +25,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.keys import parse_override
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
+from trainer.world.slurm import new_tag
 
 MOST_RUNS = 1000  # of one array; Slurm's own limit (MaxArraySize) is 1001 by default
 RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
@@ -98,7 +99,8 @@ def submit_missing(
             if run.name not in existing:
                 made.append(run)
                 _make(run, sweep, planned[run.name][1])
-        jobs = submission.submit_array(config, sweep, [planned[run.name][0] for run in missing], parallel)
+        tag = new_tag()
+        jobs = submission.submit_array(config, sweep, [planned[run.name][0] for run in missing], parallel, tag)
     except (ConfigError, OSError) as error:
         for run in made:
             run_folders.remove(run)
@@ -112,7 +114,7 @@ def submit_missing(
                 file.write(json.dumps({"run": name, **change}) + "\n")
     commit = origin_of(sweep, config).commit
     for run, job_id in zip(missing, jobs):
-        run_folders.record_submission(run, job_id, commit=commit)
+        run_folders.record_submission(run, job_id, commit=commit, job_name=sweep.name, tag=tag)
     return jobs[0].partition("_")[0], [run.name for run in missing], len(names)
 
 

@@ -121,6 +121,11 @@ def add_runs(parser: Parser, nargs: str) -> None:
     parser.add_argument("words", nargs=nargs, metavar="RUN", help="name or folder of a run")
 
 
+def add_sweep(parser: Parser, help: str) -> None:
+    """The runs of a sweep, instead of naming each."""
+    parser.add_argument("--sweep", metavar="NAME", help=help)
+
+
 def overrides_of(args: argparse.Namespace, options: KeyOptions) -> list[str]:
     """All key=value words; those of the options come last, so an option wins over a word."""
     values = {key: getattr(args, option[2:].replace("-", "_")) for option, (key, _, _) in options.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,7 +103,8 @@ def _rank(config: Config, run: RunDir, world: World) -> int:
     if world.launcher == "submitit-local":
         die_with_parent(signal.SIGTERM)  # a killed launcher must not leave its ranks training unseen
     elif world.rank == 0:
-        run_folders.record_submission(run, world.job_id)
+        name = {"job_name": os.environ["SLURM_JOB_NAME"]} if "SLURM_JOB_NAME" in os.environ else {}
+        run_folders.record_submission(run, world.job_id, **name)
     Trainer(config)()
     return 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.cluster import run_folders
 from trainer.cluster.run_status import RunStatus, StatusReader, records_of
-from trainer.commands.parsers import NO_RUN, Parser, add_runs, split
+from trainer.commands.parsers import NO_RUN, Parser, add_runs, add_sweep, split
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.config.keys import fields_of
@@ -24,17 +24,18 @@ HTML page: report.html, in the folder of the run, or for several runs here."""
 
 def add_arguments(parser: Parser) -> None:
     """Declare what report takes."""
-    add_runs(parser, nargs="+")
+    add_sweep(parser, "show the runs of this sweep")
+    add_runs(parser, nargs="*")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the page to this file instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the page of the named runs and print its path; returns the exit status."""
     names, overrides = split(args.words)
-    if not names:
+    if not names and args.sweep is None:
         raise ConfigError(NO_RUN)
     root = run_folders.runs_root(overrides)
-    runs = [run_folders.find_run(name, root) for name in names]
+    runs = run_folders.find_runs(names, root, args.sweep)
     target = (args.output or (runs[0].report if len(runs) == 1 else Path("report.html"))).absolute()
     contents = [_contents(run, status) for run, status in zip(runs, StatusReader().read(runs))]
     try:

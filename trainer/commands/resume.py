@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from trainer.commands.parsers import JOB_OPTIONS, LAUNCH_KEY, Parser, add_key_options, add_ways, overrides_of
+from trainer.commands.parsers import (
+    JOB_OPTIONS,
+    LAUNCH_KEY,
+    NO_RUN,
+    Parser,
+    add_key_options,
+    add_sweep,
+    add_ways,
+    overrides_of,
+    split,
+)
 from trainer.config.errors import ConfigError
 from trainer.say import command
 
@@ -13,7 +23,8 @@ DESCRIPTION = "Continue a run in a new job, from its newest intact checkpoint."
 
 def add_arguments(parser: Parser) -> None:
     """Declare what resume takes."""
-    parser.add_argument("run", metavar="RUN", help="name or folder of the run")
+    add_sweep(parser, "continue each run of this sweep that has not finished and has no job")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="name or folder of the run")
     add_key_options(parser, JOB_OPTIONS)
     add_ways(parser)
     parser.add_argument(
@@ -25,7 +36,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Continue a run; returns the exit status."""
+    """Continue a run, or those of a sweep; returns the exit status."""
+    if args.sweep is not None:
+        return _resume_sweep(args)
+    if args.run is None:
+        raise ConfigError(NO_RUN)
     from trainer.cluster import code_origin, machine_checks, run_folders
     from trainer.cluster.prepare import Way, prepare
     from trainer.cluster.run_status import jobs_in_queue
@@ -50,3 +65,23 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
     config.save(folder.config)
     return start.start(config, folder, way)
+
+
+def _resume_sweep(args: argparse.Namespace) -> int:
+    """Continue the runs of a sweep one after the other; returns the largest exit status."""
+    from trainer.cluster import run_folders
+    from trainer.cluster.run_status import StatusReader
+
+    if args.follow or args.debug:
+        raise ConfigError(f"--sweep {args.sweep}: has several runs; --follow and --debug are for one")
+    names, overrides = split([*([] if args.run is None else [args.run]), *args.overrides])
+    root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
+    runs = run_folders.find_runs(names, root, args.sweep)
+    worst = 0
+    for folder, status in zip(runs, StatusReader().read(runs)):
+        if status.alive or status.state == "finished":
+            print(f"{folder.name}: {status.state}, so there is nothing to resume")
+            continue
+        one = {**vars(args), "sweep": None, "run": str(folder.path), "overrides": overrides}
+        worst = max(worst, run(argparse.Namespace(**one)))
+    return worst

@@ -25,6 +25,7 @@ from trainer.world.slurm import is_job_id
 
 COLOURS = {
     "running": "green",
+    "starting": "yellow",
     "stopping": "yellow",
     "requeued": "yellow",
     "queued": "cyan",

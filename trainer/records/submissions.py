@@ -21,6 +21,8 @@ class SubmissionRecord(_Required, total=False):
     folder: str  # the ranks' working folder: where the first command of the run was typed
     commit: str | None  # of the user's repository, or of Laststep's clone; ranks that another launcher starts lack it
     version: str  # Laststep's
+    job_name: str  # Slurm's name for the job
+    tag: str  # in the comment of a job that Laststep submitted: its id may be given to another job one day
 
 
 def read_submissions(path: Path) -> list[SubmissionRecord]:

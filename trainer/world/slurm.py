@@ -7,23 +7,47 @@ import os
 import re
 import subprocess
 import time
+import uuid
 from collections.abc import Mapping
 
 DEFAULT_KILL_WAIT_S = 30  # seconds from SIGTERM to SIGKILL unless slurm.conf says otherwise (KillWait)
 NEVER = float("inf")
 Job = Mapping[str, str]  # the fields of `scontrol show job`
+# Slurm's job ids begin anew after a controller lost its state. So the comment of each job that Laststep submits has a
+# tag, which submissions.jsonl records, and which this variable gives to the job's own processes.
+TAG = re.compile(r"\blaststep:[0-9a-f]{12}\b")
+TAG_VARIABLE = "LASTSTEP_JOB_TAG"
+REPLACED = "REPLACED"  # our own JobState: this process's job id is that of another job now
 
 
 class SlurmError(RuntimeError):
     """A Slurm command failed, is missing, or did not answer."""
 
 
+def new_tag() -> str:
+    """A tag for the job of one submission."""
+    return f"laststep:{uuid.uuid4().hex[:12]}"
+
+
 def show_job(job_id: str) -> Job | None:
-    """The fields of `scontrol show job`; None when Slurm does not answer."""
+    """The fields of `scontrol show job` for the job of this process; None when Slurm does not answer.
+
+    JobState is REPLACED, and the only field, when the id is that of another job now.
+    """
     with contextlib.suppress(SlurmError):
         shown = scontrol("show", "job", "--oneliner", job_id)
+        ours, found = os.environ.get(TAG_VARIABLE), TAG.search(shown)
+        if ours and found and found[0] != ours:
+            return {"JobState": REPLACED}
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
     return None
+
+
+def requeue_job(job_id: str) -> None:
+    """Requeue the job of this process. Raises SlurmError, also when the id is that of another job now."""
+    if TAG_VARIABLE in os.environ and (show_job(job_id) or {}).get("JobState") == REPLACED:
+        raise SlurmError(f"job {job_id} is another run's now")
+    scontrol("requeue", job_id)
 
 
 def kill_wait_s() -> int | None:

@@ -1,0 +1,92 @@
+"""`cancel` on a real Slurm: it stops the right job, at any moment; and a job that fails early says why."""
+
+from __future__ import annotations
+
+import json
+
+from tests.slurm.user import User
+from tests.support.terminal import LONG, SLOW_STEPS
+from tests.support.waiting import DEADLINE_S
+
+IN_SETUP = ("launch.setup=['sleep 300']",)
+
+
+def state_of(user: User, name: str) -> tuple[str, str]:
+    """The state of a run in `status`, and why."""
+    (found,) = json.loads(user.types("status", name, "--json"))
+    return found["state"], found["why"]
+
+
+def accounted(user: User, job: str) -> str:
+    """The state of a job in Slurm's accounting, once it has ended."""
+
+    def ended() -> str:
+        said = user.cluster.run("sacct", "-n", "-X", "-P", "-j", job, "-o", "State")
+        return "" if "RUNNING" in said or "PENDING" in said or "COMPLETING" in said else said.strip()
+
+    return user.cluster.wait_for(ended, DEADLINE_S, f"sacct says that job {job} never ended")
+
+
+def test_another_run_has_the_id_now(user: User) -> None:
+    """Slurm's ids began anew, and run B has the id that run A had. `cancel A` must not stop B, nor say that A was
+    stopped; and A can be resumed."""
+    user.types("--name", "id-a", *LONG, *IN_SETUP)
+    assert "cancelled before" in user.types("cancel", "id-a")
+    user.types("--name", "id-b", *LONG, "launch.slurm.comment=for accounting")
+    user.waits_for("id-b", "step 10/")
+    job = user.job_of("id-b")
+    comment = user.cluster.run("squeue", "-h", "-j", job, "-o", "%k")
+    assert comment.startswith("for accounting laststep:"), "the user's own comment is kept"
+    first = user.run("id-a")
+    for file in (first.submissions, first.attempts):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps({**line, "job_id": job}) + "\n" for line in lines))
+    assert "cancelled, so there is nothing to cancel" in user.types("cancel", "id-a")
+    assert state_of(user, "id-b") == ("running", "")
+    user.types("resume", "id-a", "launch.slurm.hold=true")
+    assert state_of(user, "id-a") == ("queued", "JobHeldUser")
+    said = user.types("cancel", "id-*")
+    assert "id-a: cancelled before it started" in said and "id-b: stopped after step" in said
+    assert accounted(user, job).startswith("CANCELLED"), "by its exit status it would be FAILED, for mails too"
+
+
+def test_cancel_before_the_ranks_are_up(user: User) -> None:
+    """While modules load or an image is pulled there is no rank to signal; in an array scancel --signal never returns
+    there. The job has no step to lose: it is simply cancelled, and `cancel` says what it waits for."""
+    user.types("sweep", "seed=0..1", "--name", "early", *LONG, *IN_SETUP)
+    user.types("--name", "early-alone", *LONG, *IN_SETUP)
+    array, alone = ("early-seed_0", "early-seed_1"), ("early-alone",)
+    user.cluster.wait_for(
+        lambda: all(state_of(user, name)[0] == "starting" for name in (*array, *alone)),
+        DEADLINE_S,
+        "the jobs did not start",
+        poll_s=0.5,
+    )
+    for words, names in ((("--sweep", "early"), array), (alone, alone)):
+        said = user.types("cancel", *words)
+        for name in names:
+            assert f"{name}: waiting: job " in said and f"{name}: cancelled before" in said, said
+            assert state_of(user, name)[0] == "cancelled"
+
+
+def test_it_failed_before_its_ranks_began(user: User) -> None:
+    """`status` says why: they are the commonest mistakes of a first submission."""
+    once = "launch.max_failures=0"
+    user.types("--name", "setup", once, "launch.setup=['true', 'exit 3']")
+    user.types("--name", "python", once, "launch.python=/no/such/python")
+    for name, why in (
+        ("setup", "line 2 of launch.setup exited with 3: exit 3"),
+        ("python", "launch.python: /no/such/python not found on n"),
+    ):
+        user.waits_until_gone(user.job_of(name))
+        state, said = state_of(user, name)
+        assert state == "failed" and said.startswith(why)
+
+
+def test_cancel_while_training(user: User) -> None:
+    """The ranks finish their step and save it; the job ends as CANCELLED."""
+    user.types("--name", "training", *SLOW_STEPS, "train.max_steps=200")
+    user.waits_for("training", "step 10/200")
+    said = user.types("cancel", "training")
+    assert "training: waiting: the ranks of job " in said and "every step is kept" in said
+    assert accounted(user, user.job_of("training")).startswith("CANCELLED")
