@@ -17,13 +17,14 @@ import time
 from pathlib import Path
 
 from benchmarks._measure import PROJECT, spread, write_results
+from trainer.cluster.queue import SEPARATOR
 from trainer.rundir import RunDir
 
 LIMIT_S = 2.0
 ROUNDS = 5
 SQUEUE = """#!/bin/sh
 echo call >> "$(dirname "$0")/calls"
-for number in $(seq 1 $RUNS); do echo "$number|RUNNING|N/A|None"; done
+cat "$(dirname "$0")/jobs"
 """
 
 
@@ -36,9 +37,12 @@ def main(words: list[str] | None = None) -> int:
         folder = Path(name)
         (folder / "squeue").write_text(SQUEUE)
         (folder / "squeue").chmod(0o755)
+        rest = ("RUNNING", "N/A", "2000-01-01T00:00:00", str(os.getuid()), "name", "(null)", "None")
+        jobs = [SEPARATOR.join((str(number), *rest)) for number in range(1, runs + 1)]
+        (folder / "jobs").write_text("\n".join(jobs) + "\n")
         for number in range(1, runs + 1):
             make_run(RunDir(folder / "runs" / f"run-{number:04}"), number)
-        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "RUNS": str(runs)}
+        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
         command = [sys.executable, "launch.py", "status", f"launch.root={folder / 'runs'}"]
         taken = []
         for _ in range(ROUNDS):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import signal
 import subprocess
 import sys
-import time
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from tests.support.records import ended_attempt
+from tests.support.terminal import Screen
 from trainer.cluster.merged_logs import MergedLogs
 from trainer.cluster.run_folders import PROJECT
 from trainer.commands.main import main
@@ -138,22 +136,14 @@ def test_nobody_reads_on(run: RunDir) -> None:
 
 def test_status_is_watched(run: RunDir) -> None:
     """On a terminal the table is kept up to date until Ctrl-C."""
-    screen, typed = os.openpty()
     command = [sys.executable, str(PROJECT / "launch.py"), "status", "--watch", f"launch.root={run.path.parent}"]
-    with subprocess.Popen(
-        command, stdin=typed, stdout=typed, stderr=typed, env={**os.environ, "TERM": "xterm"}
-    ) as watching:
-        os.close(typed)
-        seen, deadline = b"", time.monotonic() + 60
-        while not (b"goodput" in seen and b"4711" in seen):
-            assert time.monotonic() < deadline and watching.poll() is None, seen.decode(errors="replace")
-            if select.select([screen], [], [], 1)[0]:
-                seen += os.read(screen, 65536)
-            if b"goodput" in seen and not run.metrics.exists():
-                run.metrics.write_text('{"step": 4711, "epoch": 1, "loss": 1.0, "samples_per_s": 9, "time": 1}\n')
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(60) == 130
-    os.close(screen)
+    screen = Screen(command, 80, 24, dict(os.environ))
+    screen.shows("samples/s")
+    run.metrics.write_text('{"step": 4711, "epoch": 1, "loss": 1.0, "samples_per_s": 9, "time": 1}\n')
+    screen.shows("4711")
+    screen.presses("\x03")
+    lines, status = screen.left()
+    assert status == 130 and any("4711" in line for line in lines), "the last table stays"
 
 
 def test_only_a_terminal_is_watched(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def run(slurm: Path, here: Path) -> RunDir:
     run = RunDir(here / "runs" / "first")
     run.logs.mkdir(parents=True)
     run.config.write_text("{}\n")
-    run.submissions.write_text('{"job_id": "4711", "time": 0}\n')
+    run.submissions.write_text(json.dumps({"job_id": "4711", "time": time.time()}) + "\n")
     (slurm / "scontrol").write_text(SCONTROL)
     (slurm / "scontrol").chmod(0o755)
     return run

@@ -22,7 +22,6 @@ from trainer.observe.progress import duration
 from trainer.rundir import RunDir
 
 LOSS = "ValueError: the loss of step 700 is not finite; lower optim.lr, or skip such steps with train.skip_bad_steps=3"
-QUEUE = fake_squeue("1", _2="PartitionNodeLimit", **{f"_{job}": "Priority" for job in range(10, 40)})
 
 
 def make(name: str, job_id: str, *records: dict[str, Any], steps: int = 0, age_s: float = 0.0) -> RunDir:
@@ -56,7 +55,7 @@ def attempt(number: int, reason: str | None, **fields: Any) -> dict[str, Any]:
 @pytest.fixture
 def runs(slurm: Path, here: Path) -> Path:
     """34 runs: one at work, the oldest; one that failed, with a long reason, the newest; the others are queued."""
-    (slurm / "squeue").write_text(QUEUE)
+    (slurm / "squeue").write_text(fake_squeue("1", "2", *map(str, range(10, 40))))
     make("baseline", "1", attempt(0, None), steps=1300, age_s=500)
     make("wide", "2", age_s=400)
     for number in range(10, 40):

@@ -74,10 +74,12 @@ class Screen:
         self._printed = ""
 
     def shows(self, text: str) -> list[str]:
-        """The lines of the screen, once it is drawn with this text."""
+        """The lines of the screen, once it is drawn with this text. Ends the command if that does not appear."""
         deadline = time.monotonic() + DEADLINE_S
         while text not in (drawn := self._printed.rpartition(self.HOME)[2]):
-            assert time.monotonic() < deadline and self._read(), f"{text!r} was not shown:\n{drawn}"
+            if time.monotonic() > deadline or not self._read():
+                os.close(self._terminal)  # which ends it
+                raise AssertionError(f"{text!r} was not shown:\n{drawn}")
         return plain(drawn)
 
     def presses(self, keys: str) -> None:

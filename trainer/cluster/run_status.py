@@ -20,7 +20,7 @@ from trainer.cluster.own_jobs import CLOCKS_S, Owner
 from trainer.cluster.queue import NO_ANSWER, Job, Queue
 from trainer.config.errors import ConfigError
 from trainer.records.attempt_record import AttemptRecord, Reason, read_attempts, reason_in
-from trainer.records.metrics import TAIL, StepLine, is_step, last_lines
+from trainer.records.metrics import StepLine, is_step, last_lines
 from trainer.records.plan import read_plan
 from trainer.records.submissions import SubmissionRecord, read_submissions
 from trainer.rundir import RunDir
@@ -31,7 +31,6 @@ from trainer.world.slurm import is_job_id
 READ_THREADS = 16  # on a network file system each waits for its run's files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
 JUST_STARTED_S = 120.0  # the most that a rank on this machine takes to import torch
-RATE_BYTES = 16 * 1024  # at the end of metrics.jsonl: the steps whose median rate is shown
 ALIVE = ("queued", "requeued", "starting", "running", "stopping", "unknown")
 # The state of a run without a job, by the reason of its last attempt in attempts.jsonl.
 FINAL_STATE: dict[Reason, str] = {
@@ -105,7 +104,7 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
     job = _find_job(run, queue, submissions, records)
     state, why = _state(run, job, submissions, records, queue)
     under_way = records[-1] if records and not records[-1]["reason"] else None
-    steps = [line for line in last_lines(run.metrics, RATE_BYTES if under_way else TAIL) if is_step(line)]
+    steps = [line for line in last_lines(run.metrics) if is_step(line)]
     plan = read_plan(run.plan)
     step = steps[-1] if steps else None
     done = step["step"] if step else records[-1]["end_step"] if records else None
@@ -129,7 +128,7 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
         samples_per_s=rate,
         eta_s=left_s,
         started_at=records[0]["start"] if records else None,
-        rank_hours=sum(((r["end"] or time.time()) - r["start"]) * r["world_size"] for r in records) / 3600,
+        rank_hours=sum(((r["end"] or now) - r["start"]) * r["world_size"] for r in records) / 3600,
         attempts=len(records),
         lost_steps=sum(record["lost_steps"] for record in records),
         goodput=_goodput(records, in_attempt, batch_size / rate if batch_size and rate else None, now),

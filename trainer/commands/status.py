@@ -107,7 +107,7 @@ class _Runs:
 
     def read(self, reader: StatusReader) -> list[RunStatus]:
         if self._names:
-            return reader.read(run_folders.find_runs(self._names, self._root))
+            return reader.read(self._named())
         newest_first = reader.read(run_folders.all_runs(self._root)[::-1])
         return sorted(newest_first, key=lambda status: (not status.alive, status.state in WAITING))
 
@@ -118,12 +118,15 @@ class _Runs:
 
         if not reading.found:
             return View([], [Text(f"no run in {self._root}/ yet")])
-        if self._names and len(reading.found) == len(reading.wanted) == 1:
-            return run_view(run_folders.find_runs(self._names, self._root)[0], reading.wanted[0], width)
+        if len(self._names) == len(reading.found) == len(reading.wanted) == 1:
+            return run_view(self._named()[0], reading.wanted[0], width)
         return table_view(*reading, width, {})
 
     def fields(self, run: str) -> dict[str, Any]:
         return {}
+
+    def _named(self) -> list[RunDir]:
+        return run_folders.find_runs(self._names, self._root)
 
 
 class _Sweep:

@@ -143,4 +143,4 @@ def _keys() -> Iterator[Callable[[float], list[bytes]]]:
         tty.setcbreak(terminal)  # each key at once and unseen; Ctrl-C remains a signal
         yield pressed
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
