@@ -55,7 +55,7 @@ def attempt(number: int, reason: str | None, **fields: Any) -> dict[str, Any]:
 @pytest.fixture
 def runs(slurm: Path, here: Path) -> Path:
     """34 runs: one at work, the oldest; one that failed, with a long reason, the newest; the others are queued."""
-    (slurm / "squeue").write_text(fake_squeue("1", "2", *map(str, range(10, 40))))
+    (slurm / "squeue").write_text(fake_squeue("1", **{f"_{job}": "Priority" for job in (2, *range(10, 40))}))
     make("baseline", "1", attempt(0, None), steps=1300, age_s=500)
     make("wide", "2", age_s=400)
     for number in range(10, 40):
