@@ -191,7 +191,7 @@ def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None
     )
     here = Terminal(tmp_path / "runs", PYTHONPATH=str(tmp_path))
     said = here.types("--local", "--name", "empty", "task=empty_task.Empty", status=2)
-    assert "error: data.name=mnist-5k: empty" in said and "Traceback" not in said
+    assert "error: task=empty_task.Empty: empty" in said and "Traceback" not in said
 
 
 def test_a_users_error_is_shown_once(terminal: Terminal) -> None:

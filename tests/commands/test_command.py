@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from tests.support.commands import REFUSING_SBATCH, files, launch, refusal
+from tests.support.commands import REFUSING_SBATCH, fake_squeue, files, launch, refusal
 from tests.support.project import PROJECT
 from trainer.commands.main import main
 from trainer.commands.verbs import DEFAULT, VERBS, Verb
@@ -484,11 +484,11 @@ def test_a_job_that_never_starts(slurm: Path, here: Path, capfd: pytest.CaptureF
         "launch.nodes=8: partition main has 4 nodes, so the job would never start; use at most --nodes 4, or another "
         "--partition"
     )
-    (slurm / "squeue").write_text("#!/bin/sh\necho '4711|PENDING|N/A|PartitionNodeLimit'\n")
+    (slurm / "squeue").write_text(fake_squeue(_4711="PartitionNodeLimit"))
     assert main(["--nodes", "4", "--name", "mine"]) == 0
     warning = "job 4711 may never start; queued: PartitionNodeLimit, main has 4 nodes and gives a job at most 2"
     assert warning in capfd.readouterr().err
-    (slurm / "squeue").write_text("#!/bin/sh\necho '4711|PENDING|N/A|Resources'\n")
+    (slurm / "squeue").write_text(fake_squeue(_4711="Resources"))
     assert main(["--nodes", "4", "--name", "other"]) == 0
     assert capfd.readouterr().err == ""
 

@@ -42,7 +42,7 @@ INSTALL: Journey = [
     ("laststep init demo && cd demo", Outcome((r"wrote  demo/digits\.py", r"next   laststep --local"))),
     (
         "laststep --local --name first",
-        Outcome((r"stopped and saved; to continue: laststep resume first --local",), 130, r"step \d+/630 "),
+        Outcome((r"every step is saved; to continue: laststep resume first --local",), 130, r"step \d+/630 "),
     ),
     ("laststep resume first --local", Outcome((r"resuming after step \d+:", r"finished: .*val_accuracy 0\.9"))),
     ("laststep evaluate first", Outcome((r"first: step 630, epoch 10: .*accuracy 0\.9\d+ \(as the run itself has",))),

@@ -17,7 +17,6 @@ from trainer.commands.parsers import ANY_KEY, LAUNCH_KEY, ROOT_KEY, Parser
 from trainer.commands.verbs import DEFAULT, VERBS
 from trainer.config.config import Config, config_names
 from trainer.config.keys import fields_of
-from trainer.say import program
 
 FILES = ":files"  # printed where only a path fits: the shell completes paths itself
 # The placeholder of an argument -> how the keys begin that it takes.
@@ -26,8 +25,7 @@ PATHS = ("data.root", "launch.root", "model.weights")
 DESCRIPTION = """\
 Print a script that lets the Tab key complete verbs, options, runs,
 configurations, keys and their values."""
-TYPED = "laststep" if program() == "laststep" else "python /path/to/launch.py"
-EPILOG = f"For example, in ~/.bashrc:\n  source <({TYPED} completion bash)"
+EPILOG = "For example, in ~/.bashrc, with full paths:\n  source <({command} completion bash)"
 
 
 def add_arguments(parser: Parser) -> None:

@@ -16,11 +16,10 @@ from trainer.commands.parsers import (
 )
 from trainer.commands.verbs import verb_list
 from trainer.config.errors import ConfigError
-from trainer.say import program
 
 DESCRIPTION = "Start a new run: submit it to Slurm, or run it on this machine."
 EPILOG = f"""\
-verbs (default: submit; for the help of a verb: {program()} help VERB):
+verbs (default: submit; for the help of a verb: {{program}} help VERB):
 {verb_list()}
 
 Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;

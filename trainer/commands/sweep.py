@@ -6,15 +6,15 @@ import argparse
 
 from trainer.commands.parsers import NEW_RUN_OPTIONS, Parser, add_config, add_key_options, add_overrides, overrides_of
 from trainer.config.errors import ConfigError
-from trainer.say import command, counted, program
+from trainer.say import command, counted
 
 DESCRIPTION = """\
 Submit one run per combination of values, as a single Slurm array. Repeat the
 command to submit the runs that are missing or have not finished."""
-EPILOG = f"""\
+EPILOG = """\
 key=v1,v2 or key=0..4 gives a key several values. All options and all other
 key=value words apply to every run. For example:
-  {program()} sweep --name scan --parallel 4 \\
+  {program} sweep --name scan --parallel 4 \\
       optim.lr=0.1,0.03 seed=0..4 train.epochs=20
 """
 
