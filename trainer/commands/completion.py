@@ -25,7 +25,7 @@ PATHS = ("data.root", "launch.root", "model.weights")
 DESCRIPTION = """\
 Print a script that lets the Tab key complete verbs, options, runs,
 configurations, keys and their values."""
-EPILOG = "For example, in ~/.bashrc, with full paths:\n  source <({command} completion bash)"
+EPILOG = "For example, in ~/.bashrc:\n  source <({path} completion bash)"
 
 
 def add_arguments(parser: Parser) -> None:

@@ -1,10 +1,9 @@
 """The table of verbs: the dispatch, the parsers, the help's list of verbs and the completion all follow from it.
 
 The verb NAME is trainer/commands/NAME.py, which is imported only when that verb is used. It defines DESCRIPTION,
-`add_arguments`, `run` and, where its help needs one, EPILOG, in which {program} and {command} stand for the names
-that the user typed.
-Importing it must be cheap, since --help and the Tab key wait for it: anything that needs torch, submitit or rich is
-imported inside `run`.
+`add_arguments`, `run` and, where its help needs one, EPILOG, in which {program} stands for the command's name and {path}
+for the command with its path. Importing it must be cheap, since --help and the Tab key wait for it: anything that needs
+torch, submitit or rich is imported inside `run`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import NoReturn, Protocol, cast
 
 from trainer.commands.parsers import Parser
 from trainer.config.errors import ConfigError
-from trainer.say import command, program
+from trainer.say import program
 
 DEFAULT = "submit"  # when no verb is given
 
@@ -50,7 +49,8 @@ class Verb:
         """The parser of the words after the verb."""
         module = self.module()
         name = f"[{self.name}]" if self.name == DEFAULT else self.name
-        epilog = getattr(module, "EPILOG", "").replace("{program}", program()).replace("{command}", command())
+        path = "laststep" if program() == "laststep" else "python /path/to/launch.py"
+        epilog = getattr(module, "EPILOG", "").replace("{program}", program()).replace("{path}", path)
         parser = Parser(f"{program()} {name}", module.DESCRIPTION, epilog)
         module.add_arguments(parser)
         return parser
