@@ -1,9 +1,9 @@
 """The table of verbs: the dispatch, the parsers, the help's list of verbs and the completion all follow from it.
 
 The verb NAME is trainer/commands/NAME.py, which is imported only when that verb is used. It defines DESCRIPTION,
-`add_arguments`, `run` and, where its help needs one, EPILOG, in which {program} stands for the command's name and {path}
-for the command with its path. Importing it must be cheap, since --help and the Tab key wait for it: anything that needs
-torch, submitit or rich is imported inside `run`.
+`add_arguments`, `run` and, where its help needs one, EPILOG, in which {program} stands for the command's name and
+{path} for the command with its path. Importing it must be cheap, since --help and the Tab key wait for it: anything
+that needs torch, submitit or rich is imported inside `run`.
 """
 
 from __future__ import annotations
