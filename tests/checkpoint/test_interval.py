@@ -111,6 +111,8 @@ def test_a_run_chooses_its_interval(tmp_path: Path) -> None:
     (attempt.run.path / "attempts.jsonl").write_text(json.dumps(end("lost", 1e4, nodes=1)) + "\n")
     assert attempt.wait() == [0, 0], attempt.output()
     assert [checkpoint["step"] for checkpoint in inspect(attempt.run)] == [3, 6, 42]
-    (line,) = [line for line in attempt.logs[0].read_text().splitlines() if "saving every" in line]
-    assert line.endswith("s, mean time between failures 10,000.0 h (1 node; 1 so far)")
+    # Again when the measured cost of a save changes much, as on a busy machine.
+    lines = [line for line in attempt.logs[0].read_text().splitlines() if "saving every" in line]
+    assert lines
+    assert all(line.endswith("s, mean time between failures 10,000.0 h (1 node; 1 so far)") for line in lines)
     assert "saving every" not in attempt.logs[1].read_text()
