@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train check docs test test-fast slurm slurm-down chaos gpu-check bench clean
+.PHONY: train check docs test test-fast test-slurm slurm slurm-down chaos gpu-check bench clean
 
 train: $(VENV)/installed  ## train on 5,000 handwritten digits on this machine
 	$(BIN)/python launch.py --local
@@ -25,6 +25,17 @@ test: $(VENV)/installed-dev system-packages  ## all tests except those that need
 
 test-fast: $(VENV)/installed-dev  ## after each edit: the quick tests, without Slurm, root or system packages
 	$(BIN)/python -m pytest -n auto $(GROUPED) -m "not gpu and not slow" $(PYTEST_ARGS)
+
+# RELEASE: a Debian release whose Slurm and Python to use, in a chroot: trixie has Slurm 24.11, sid 26.05.
+RELEASE ?=
+test-slurm: $(VENV)/installed-dev system-packages  ## the tests on Slurm; python -m tools.slurm_versions makes a table
+ifeq ($(RELEASE),)
+	@mkdir -p .releases
+	$(BIN)/python -m pytest -n $(WORKERS) $(GROUPED) tests/slurm --junitxml=.releases/here.xml \
+		-o junit_suite_name="Slurm $$(slurmctld -V | sed 's/.* //'), $$($(BIN)/python --version)" $(PYTEST_ARGS)
+else
+	WORKERS=$(WORKERS) tests/slurm/release.sh $(RELEASE) $(PYTEST_ARGS)
+endif
 
 slurm: $(VENV)/installed system-packages  ## start a real Slurm on this machine; make slurm-down ends it
 	$(BIN)/python -m tests.slurm.cluster up

@@ -38,6 +38,7 @@ mount --bind "$PWD" "$root$PWD"
 # shellcheck disable=SC2016,SC2086
 exec chroot "$root" env -i HOME=/root LANG=C.UTF-8 PATH=/opt/laststep/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     DEBIAN_FRONTEND=noninteractive LASTSTEP_REQUIRE_ALL=1 REPOSITORY="$PWD" PACKAGES="$(echo $packages)" \
+    RELEASE="$release" WORKERS="${WORKERS:-4}" \
     bash -euc '
         dpkg -s $PACKAGES >/dev/null 2>&1 || {
             apt-get update -qq
@@ -50,6 +51,7 @@ exec chroot "$root" env -i HOME=/root LANG=C.UTF-8 PATH=/opt/laststep/bin:/usr/l
             pip install --quiet --no-cache-dir --editable ".[dev]"
             touch /opt/laststep/installed
         }
-        slurmctld -V
-        python -m pytest -p no:cacheprovider tests/slurm "$@"
+        exec python -m pytest -p no:cacheprovider -n "$WORKERS" --dist loadgroup --no-loadscope-reorder tests/slurm \
+            --junitxml=".releases/$RELEASE.xml" \
+            -o junit_suite_name="Slurm $(slurmctld -V | sed "s/.* //"), $(python --version)" "$@"
     ' bash "$@"
