@@ -134,7 +134,7 @@ def _beat(stores: list[dist.Store], size: int) -> float:
 
 def _heartbeat() -> str:
     where = "_engine_run_backward (/opt/venv/lib/python3.11/site-packages/torch/autograd/graph.py:829)"
-    return json.dumps(asdict(Beat("node0001", 1000, 5000, "training", where, 1234.5)))
+    return json.dumps(asdict(Beat("node0001", 1000, 5000, "training", where, False, 1234.5)))
 
 
 def _compare(stores: list[dist.Store], world: World) -> float:

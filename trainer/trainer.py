@@ -38,11 +38,12 @@ class Trainer:
     def __call__(self) -> dict[str, float]:
         """Train to the end and return the metrics of the last epoch.
 
-        Raises Stopped when a signal ended the attempt before the run was done, SystemExit when the attempt failed and
-        the job is requeued, else the error that made it fail.
+        A run that has finished is left as it is. Raises Stopped when a signal ended the attempt before the run was
+        done, SystemExit when the attempt failed and the job is requeued, else the error that made it fail.
         """
         signals = Signals.catch()
         from trainer.attempt.attempt import Attempt  # here, as the command only pickles this class
+        from trainer.attempt.finished import finish_of
 
         world = detect_world()
         if world.rank == 0 and not self.run.config.exists():  # a user's program has passed it to an executor
@@ -55,6 +56,9 @@ class Trainer:
         # would walk over them again and again, which takes longer than the import itself (benchmarks/requeue.py).
         gc.disable()
         try:
+            if finish := finish_of(self.run, self.config):
+                say(f"finished at {finish.step} of {finish.total_steps}: nothing is left to do")
+                return finish.metrics
             return Attempt(self.config, self.run, world, signals).run()
         finally:
             process_ends = not world.in_users_program

@@ -15,6 +15,7 @@ from typing import cast
 from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, FAULTY, KILLED, befall, config, only, undisturbed
@@ -127,6 +128,9 @@ def test_raised(root: Path) -> None:
     assert (record["reason"], record["end_step"], record["lost_steps"]) == ("failed", 8, 0)
     assert record["error"].startswith("rank 1 on ") and "ValueError: a bad sample" in record["error"]
     assert "ValueError: a bad sample" in attempt.logs[0].read_text(), "rank 0's log is where a user looks"
+    for rank in (0, 2):  # in case one day what is taken for a lost peer is this rank's own error
+        log = attempt.logs[rank].read_text()
+        assert "lost contact:\nTraceback" in log or "Connection closed" not in log
     goes_on(root, "raised", 3, "train.batch_size=6")
 
 
@@ -137,11 +141,37 @@ def test_alone(root: Path) -> None:
     goes_on(root, "alone", 1)
 
 
-def test_a_broken_pipe_of_pythons_own() -> None:
-    """The pipe led to a loader process, which was killed. If that were taken for a lost peer, the log would say that a
-    rank lost contact, and would not mention the loader."""
-    assert not is_peer_loss(ConnectionResetError(104, "Connection reset by peer"))
-    assert is_peer_loss(RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer"))
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp"
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3400, unhandled system error, NCCL version 2.27.5\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_loss"),
+    [
+        (RuntimeError(f"{GLOO}/pair.cc:561] Connection closed by peer [10.0.0.7]:24992. This is typically"), True),
+        (RuntimeError(f"{GLOO}/pair.cc:545] Read error [10.0.0.7]:21687: Connection reset by peer"), True),
+        (RuntimeError(f"{GLOO}/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),  # gloo's second error after a timeout
+        (dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), True),
+        (dist.DistStoreError("wait timeout after 500ms, keys: /x"), True),
+        (dist.DistBackendError(f"{NCCL}ncclRemoteError: A call failed possibly due to a network error"), True),
+        (dist.DistBackendError(f"{NCCL}ncclSystemError: System call (e.g. socket, malloc)"), True),
+        (dist.DistBackendError(f"{NCCL}ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:"), False),
+        (dist.DistBackendError(f"{NCCL}ncclInvalidUsage: This usually reflects invalid usage"), False),
+        (RuntimeError("[enforce fail at /gloo/transport/tcp/device.cc:83] ifa != nullptr. Unable to find"), False),
+        (RuntimeError("data/igloo/train.bin: Connection closed by the archive"), False),
+        (RuntimeError("cannot read /scratch/nccl-tests/set.bin"), False),
+        (ValueError(f"{GLOO}/pair.cc:561] Connection closed by peer"), False),
+        (FileNotFoundError(2, "No such file or directory", "data/igloo/train.bin"), False),
+        # From Python's own pipe to a loader process that was killed.
+        (ConnectionResetError(104, "Connection reset by peer"), False),
+    ],
+    ids=lambda value: str(value)[-40:],
+)
+def test_what_a_lost_peer_looks_like(error: Exception, is_loss: bool) -> None:
+    """If an error of this rank is taken for a lost peer, the record blames no rank and lacks the traceback. If a lost
+    peer is taken for an error of this rank, the record blames a healthy one."""
+    assert is_peer_loss(error) is is_loss
 
 
 def test_a_loader_worker_is_killed(root: Path) -> None:

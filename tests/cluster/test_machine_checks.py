@@ -45,6 +45,8 @@ def test_local(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_checks.check_local(config())
     with pytest.raises(ConfigError, match="this machine has 2 GPUs; use --gpus-per-node 2"):
         machine_checks.check_local(config("launch.gpus_per_node=3", "train.batch_size=63"))
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.gres=gpu:4: .* 2 GPUs; launch\.slurm\.gres=null"):
+        machine_checks.check_local(config("launch.slurm.gres=gpu:4"))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,20 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set_up_device(config(), a_world(1, 2)) == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="it has 2 GPUs: use --gpus-per-node 2"):
         set_up_device(config("launch.gpus_per_node=4"), a_world(size=4))
+
+
+def test_gpus_that_no_rank_uses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch script asked for four GPUs and started one rank: the node's first rank says that three stay idle. Outside
+    a job the machine's other GPUs may be somebody else's."""
+    gpus(4, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    for rank in (0, 1):
+        set_up_device(config(), a_world(rank, 2, launcher="srun"))
+    (said,) = capsys.readouterr().out.splitlines()
+    assert "has 4 GPUs, but 2 ranks of this run: the other GPUs stay idle; set launch.gpus_per_node=4" in said
+    set_up_device(config(), a_world(0, 2))
+    set_up_device(config(), a_world(0, 4, launcher="srun"))
+    assert not capsys.readouterr().out
 
 
 def test_gpus_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,20 @@ def test_other_time_limits_are_refused(text: str) -> None:
         (["launch.nodes=1-999999999"], "23 ranks x train.accumulate=1; use fewer nodes"),
         (["launch.gpus_per_node=2", "launch.tasks_per_node=3"], "launch.tasks_per_node=3: each GPU has exactly"),
         (["launch.gpus_per_node=2", "device=cpu"], "launch.gpus_per_node=2: device=cpu uses no GPU"),
+        (["launch.slurm.gres=gpu:a100:4", "launch.gpus_per_node=2"],
+         "launch.gpus_per_node=2 launch.slurm.gres=gpu:a100:4: ask for 2 and for 4 GPUs per node; leave one"),
+        (["launch.slurm.gres=gpu:2", "launch.slurm.gpus-per-node=v100:1"],
+         "launch.slurm.gpus-per-node=v100:1 launch.slurm.gres=gpu:2: ask for 1 and for 2 GPUs per node"),
+        (["launch.slurm.gres=gpu:4", "launch.tasks_per_node=1"],
+         "launch.tasks_per_node=1: each GPU has exactly one rank (launch.slurm.gres=gpu:4); remove this key"),
+        (["launch.slurm.gres=gpu:4", "device=cpu"], "launch.slurm.gres=gpu:4: device=cpu uses no GPU"),
+        (["launch.slurm.gres=gpu:a100:many"], "launch.slurm.gres=gpu:a100:many: cannot be read; write gpu:TYPE:COUNT"),
+        (["launch.slurm.gpus=8", "launch.nodes=2"],
+         "launch.slurm.gpus=8: Slurm may spread them unevenly over the nodes; use launch.slurm.gpus-per-node"),
+        (["launch.slurm.gpus_per_task=2"], "launch.slurm.gpus_per_task=2: each rank uses one GPU; ask for 1 per task"),
+        (["launch.slurm.gpus-per-socket=2"], "launch.slurm.gpus-per-socket=2: how many a node gives is not certain"),
+        (["launch.slurm.hetjob=true"], "launch.slurm.hetjob=True: a run cannot be a heterogeneous job"),
+        (["launch.srun=[--het-group=0]"], "launch.srun=['--het-group=0']: a run cannot be a heterogeneous job"),
         (["launch.time_min=1"], "launch.signal_delay_s=90: must be shorter than the time limit (launch.time_min=1"),
         (["launch.name=../x"], "launch.name='../x': use up to 200 letters, digits"),
         (["launch.name=.hidden"], "launch.name='.hidden': use"),
@@ -203,6 +217,38 @@ def test_other_time_limits_are_refused(text: str) -> None:
 def test_wrong_words(words: list[str], says: str) -> None:
     """Values that cannot work anywhere are refused, with the key, the value and the fix."""
     assert says in refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        (["launch.slurm.gres=gpu:a100:4"], 4),
+        (["launch.slurm.gres=gpu:4"], 4),
+        (["launch.slurm.gres=gpu:a100"], 1),
+        (["launch.slurm.gres=gpu"], 1),
+        (["launch.slurm.gres='gpu:2,license:1'"], 2),
+        (["launch.slurm.gres='license:3,gpu:a100:1,gpu:v100:2'"], 3),
+        (["launch.slurm.gres=gpu:a100:4(S:0-1)"], 4),
+        (["launch.slurm.gres=license:1"], 0),
+        (["launch.slurm.gres=none"], 0),
+        (["launch.slurm.gres=null"], 0),
+        (["launch.slurm.gpus-per-node=a100:4"], 4),
+        (["launch.slurm.gpus_per_node=4"], 4),
+        (["launch.slurm.gpus=4"], 4),
+        (["launch.slurm.gpus=a100:4"], 4),
+        (["launch.slurm.gpus-per-task=1", "launch.tasks_per_node=4"], 4),
+        (["launch.slurm.gpus_per_task=a100:1"], 1),
+        (["launch.slurm.gpus-per-socket=a100:2", "launch.slurm.sockets-per-node=2"], 4),
+        (["launch.slurm.tres-per-node=gres:gpu:4"], 4),
+        (["launch.slurm.tres_per_task='cpu:2,gres/gpu:1'", "launch.tasks_per_node=2"], 2),
+        (["launch.slurm.gres=gpu:a100:4", "launch.gpus_per_node=4"], 4),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_gpus_that_sbatchs_own_options_ask_for(words: list[str], gpus: int) -> None:
+    """With fewer ranks than GPUs the rest of a node would stand idle for days, and nothing would say so."""
+    launch = Config.load(None, ["train.batch_size=48", *words]).launch
+    assert (launch.gpus, launch.ranks_per_node) == (gpus, gpus or 1)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from trainer.records.attempt_record import EndedAttempt, Reason, read_attempts, 
 from trainer.records.attempts import begin_attempt, end_attempt, find_record
 from trainer.records.metrics import MetricsFile
 from trainer.records.retry import FAILURES, SAME_FAILURE, Decision, decide, why_not_requeued
+from trainer.records.submissions import SubmissionRecord
 from trainer.rundir import RunDir
 from trainer.world.world import World
 
@@ -187,12 +188,15 @@ def test_a_damaged_record_of_an_earlier_attempt(tmp_path: Path) -> None:
 
 
 def ends(*reasons: str) -> list[EndedAttempt]:
-    """Records of one job. "failed" kept no step, "failed+3" kept 3; "8:" before it is another job."""
+    """Records of one job. "failed" kept no step, "failed+3" kept 3, "idle" failed before it did one; "8:" before it is
+    another job."""
     records: list[Any] = []
     for word in reasons:
         job, _, reason = word.rpartition(":")
         reason, _, kept = reason.partition("+")
         steps = {"start_step": 10, "end_step": 14 + int(kept or 0), "lost_steps": 4}
+        if reason == "idle":
+            reason, steps = "failed", {"start_step": 10, "end_step": 10, "lost_steps": 0}
         records.append({"job_id": job or "7", "reason": reason, **steps})
     return records
 
@@ -232,8 +236,35 @@ def test_the_retry_policy(records: list[EndedAttempt], why_not: str) -> None:
 def test_an_error_that_would_only_repeat(reason: str) -> None:
     """A configuration that cannot work is not retried, even if earlier attempts made progress."""
     records = ends(f"{reason}+5")
-    assert decide(records, LAUNCH, retry=False) == Decision(False, SAME_FAILURE)
+    assert decide(records, LAUNCH, retry="no") == Decision(False, SAME_FAILURE)
     assert why_not_requeued(records, LAUNCH) == SAME_FAILURE, "the only reason that the records do not have"
+
+
+SUBMITTED: list[SubmissionRecord] = [
+    {"job_id": "6", "time": 1.0, "config": "lr: 1"},
+    {"job_id": "7", "time": 2.0, "config": "lr: 1"},
+    {"job_id": "8", "time": 3.0, "config": "lr: 2"},
+]
+
+
+@pytest.mark.parametrize(
+    ("records", "retried"),
+    [
+        (ends("7:idle"), False),  # the very first start
+        (ends("7:preempted", "7:idle"), True),  # it trained in this job; that its steps were lost does not matter
+        (ends("6:failed+3", "7:idle"), True),  # resumed as it was
+        (ends("7:failed+3", "8:idle"), False),  # resumed with another configuration, which has never trained
+        (ends("7:failed+3", "8:failed+3", "8:idle"), True),
+        (ends("9:failed+3", "7:idle"), False),  # nothing is known about the configuration of job 9
+        (ends("7:failed+3", "7:idle", "7:idle"), False),  # launch.max_failures=1
+    ],
+    ids=lambda value: ",".join(f"{r['job_id']}:{r['reason']}" for r in value) if isinstance(value, list) else "",
+)
+def test_an_error_before_the_first_step(records: list[EndedAttempt], retried: bool) -> None:
+    """A node without its GPU or its mount must not end a run that has trained for weeks. A configuration that cannot
+    work must not be started again and again."""
+    assert decide(records, LAUNCH, "if_trained", SUBMITTED).requeue is retried
+    assert decide(records, LAUNCH, "no", SUBMITTED).requeue is False
 
 
 def test_a_record_of_an_older_version(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.user import User
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
@@ -58,13 +60,15 @@ def test_slurm_refuses(user: User) -> None:
     assert not user.run("refused").path.exists()
 
 
-def test_gpus_that_torch_cannot_use(user: User) -> None:
+@pytest.mark.parametrize("option", ["launch.gpus_per_node=2", "launch.slurm.gres=gpu:2"])
+def test_gpus_that_torch_cannot_use(user: User, option: str) -> None:
     """A node whose GPUs do not work must not silently train on its CPUs: the run fails, says why, and is not requeued,
-    since the next attempt would fail the same way."""
-    user.types("--name", "nogpu", "--gpus-per-node", "2", *TINY)
-    (attempt,) = user.waits_for_end("nogpu", "failed")
+    since the next attempt would fail the same way. However the job asks for GPUs, each of them has a rank."""
+    name = "gres" if "gres" in option else "nogpu"
+    user.types("--name", name, option, *TINY)
+    (attempt,) = user.waits_for_end(name, "failed")
     assert "torch finds no GPU on this machine" in attempt["error"]
     assert attempt["world_size"] == 2, "one task per GPU"
     assert not attempt["requeue"]
-    user.waits_until_gone(user.job_of("nogpu"))
-    assert len(user.attempts("nogpu")) == 1
+    user.waits_until_gone(user.job_of(name))
+    assert len(user.attempts(name)) == 1

@@ -17,6 +17,8 @@ T = TypeVar("T")
 SLOW = (
     "attempt/test_attempt",
     "attempt/test_compiler",
+    "attempt/test_finished",
+    "attempt/test_node_faults",
     "attempt/test_rescue",
     "attempt/test_stops",
     "checkpoint/test_interval.py::test_a_run",

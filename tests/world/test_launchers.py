@@ -183,6 +183,7 @@ def test_torchrun_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{ENV} LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE=x: the launcher should have set it to a number"),
         (f"{ENV} RANK=4", "env says rank 4 of 4: ranks count from 0"),
         (f"{SPAWN} LASTSTEP_WORLD_SIZE", "LASTSTEP_WORLD_SIZE=(not set): the launcher should have set it"),
+        (f"{SRUN} SLURM_HET_SIZE=2", "SLURM_HET_SIZE=2: a run cannot be a heterogeneous job; all its nodes are alike"),
         (f"{SUBMITIT} SLURM_PROCID=x", "submitit-slurm set a variable that should be a number: "),
     ],
 )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
 from trainer.world import watchdog
 from trainer.world.watchdog import Beat, Fault, Probes, Watchdog, name_stuck, straggler
@@ -19,7 +24,10 @@ LOADS = "__getitem__ (/home/me/my_data.py:12)"
 
 def beats(*ranks: tuple[int, str]) -> list[Beat]:
     """A beat per rank, from (progress, where)."""
-    return [Beat(f"n{rank}", 7, progress, "training", where, 0.0) for rank, (progress, where) in enumerate(ranks)]
+    return [
+        Beat(f"n{rank}", 7, progress, "training", where, where == WAITS, 0.0)
+        for rank, (progress, where) in enumerate(ranks)
+    ]
 
 
 def test_a_silent_rank_is_named_first() -> None:
@@ -39,6 +47,26 @@ def test_among_equals_the_one_that_is_not_waiting_is_named() -> None:
     assert name_stuck(beats((5, WAITS), (5, LOADS)), silent=[]) == f"rank 1 on n1 is stuck in {LOADS}"
     both = name_stuck(beats((5, WAITS), (5, WAITS)), silent=[])
     assert "rank 0 on n0" in both and "rank 1 on n1" in both, "nothing distinguishes them, so both are named"
+
+
+@pytest.mark.parametrize("in_torch", [True, False], ids=["torch", "a folder of that name"])
+def test_only_torch_itself_is_where_a_rank_waits(in_torch: bool, tmp_path: Path) -> None:
+    """A user's code may lie in a folder named torch. A rank that is stuck there is the one to name."""
+    folder = Path(torch.__file__).parent if in_torch else tmp_path / "torch"
+    module: dict[str, Any] = {}
+    code = "def wait(entered, left):\n    entered.release()\n    left.acquire()\n"
+    exec(compile(code, str(folder / "model.py"), "exec"), module)
+    entered, left = (threading.Lock() for _ in range(2))  # in C: the function that calls them is the innermost line
+    entered.acquire(), left.acquire()
+    thread = threading.Thread(target=module["wait"], args=(entered, left))
+    thread.start()
+    try:
+        assert entered.acquire(timeout=DEADLINE_S)
+        where, is_torchs = watchdog.innermost_line(thread.ident or 0)
+        assert where.startswith(f"wait ({folder}/model.py:") and is_torchs is in_torch
+    finally:
+        left.release()
+        thread.join()
 
 
 def slowest(busy_s: Sequence[float], steps: int = 100) -> str | None:

@@ -28,8 +28,8 @@ from trainer.say import say
 from trainer.world import run_lock
 from trainer.world.signals import Signals
 from trainer.world.slurm import kill_wait_s
-from trainer.world.watchdog import Fault, Probes, Watchdog
-from trainer.world.world import MeetingError, World
+from trainer.world.watchdog import Fault, Probes, Retry, Watchdog
+from trainer.world.world import MeetingError, MixedDevices, World
 
 if TYPE_CHECKING:
     from trainer.loops.loop import Loop
@@ -159,34 +159,50 @@ class Attempt:
         state, world = self._state, self._state.world
         rank = f"rank {world.rank} on {world.host_of(world.rank)}"
         # A ConfigError and a MeetingError explain themselves in one line; anything else needs its traceback.
-        not_met, misconfigured = isinstance(error, MeetingError), isinstance(error, ConfigError)
-        details = str(error) if not_met or misconfigured else user_error.describe(error)
-        text = f"{rank} failed:\n{details}"
-        if not (not_met or misconfigured or world.in_users_program):
+        one_line = isinstance(error, (ConfigError, MeetingError))
+        details = str(error) if one_line else user_error.describe(error)
+        # This error is the same on every rank, and names the ranks at fault.
+        text = details if isinstance(error, MixedDevices) else f"{rank} failed:\n{details}"
+        if not (one_line or world.in_users_program):
             user_error.silence(error)
         if state.group is None:  # no other rank can be reached; they notice when they try to meet
             self._watchdog.close()
-            if not (not_met or misconfigured):
+            step = state.start_step
+            record = record_end(state, "failed", step, step, error=text, retry=self._may_pass(error))
+            if not one_line or (record and record["requeue"]):  # else it is printed as the process ends
                 say(text)
-            record_end(state, "failed", state.start_step, state.start_step, error=text, retry=not misconfigured)
             print_hint(state, text)
-            return
-        from trainer.world.group import is_peer_loss  # imports torch
-
-        self._end_by_fault.main_thread_failed()
-        if is_peer_loss(error) and not not_met:
-            fault = Fault("failed", f"{rank} lost contact: {error}", cause=False)
         else:
-            # An error while the data is prepared would repeat, and so would a gradient that is not finite.
-            may_pass = state.loop is not None and not isinstance(error, (ConfigError, ArithmeticError))
-            fault = Fault("failed", text, retry=not_met or may_pass)
-            self._end_by_fault.set_own_failure(fault)
-        self._watchdog.report(fault)
-        self._end_by_fault.wait()
-        if fault.cause and not self._end_by_fault.is_about(fault):
-            say(fault.text)
-        run_for(CLOSE_S, self._closing.close)  # in a thread: the store may no longer answer
-        record = find_record(self._run_dir, state.world)
+            self._end_with_others(error, rank, text)
+            record = find_record(self._run_dir, state.world)
         if record is not None and record["requeue"]:
             # submitit would take any other exception for the end of the run and write it down as its result.
             raise SystemExit(1) from error
+
+    def _end_with_others(self, error: Exception, rank: str, text: str) -> None:
+        """Report the error of this rank's main thread to the other ranks, and wait until the attempt has ended."""
+        from trainer.world.group import is_peer_loss  # imports torch
+
+        self._end_by_fault.main_thread_failed()
+        if is_peer_loss(error):
+            text = text.replace(" failed:", " lost contact:", 1)
+            fault = Fault("failed", f"{rank} lost contact: {error}", cause=False)
+        else:
+            fault = Fault("failed", text, retry=self._may_pass(error))
+            self._end_by_fault.set_own_failure(fault)
+        self._watchdog.report(fault)
+        self._end_by_fault.wait()
+        if not (fault.cause and self._end_by_fault.is_about(fault)):
+            say(text)
+        run_for(CLOSE_S, self._closing.close)  # in a thread: the store may no longer answer
+
+    def _may_pass(self, error: Exception) -> Retry:
+        """Whether an error of this rank's main thread may be gone at the next attempt."""
+        state = self._state
+        if isinstance(error, ArithmeticError):  # a step that is not finite
+            return "no"
+        if isinstance(error, ConfigError):
+            in_training = state.loop is not None and state.loop.position.step > state.start_step
+            return "no" if in_training else "if_trained"
+        building = state.group is not None and state.loop is None and not isinstance(error, MeetingError)
+        return "if_trained" if building else "yes"

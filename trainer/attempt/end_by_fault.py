@@ -24,6 +24,7 @@ from trainer.attempt.rescue import Survivor, explain, find_survivors, take_turns
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.store import CheckpointError
 from trainer.records.attempts import find_record
+from trainer.records.retry import least_hopeful
 from trainer.say import counted, flush_output, say
 from trainer.world import run_lock
 from trainer.world.watchdog import Fault
@@ -95,7 +96,7 @@ class EndByFault:
         """Whether the user has deleted or moved the run. No verb would find it, yet it would hold its nodes."""
         self._checks += 1
         if self._state.world.rank == 0 and self._checks % CHECKS_PER_LOOK == 0 and self._state.run_dir.is_gone():
-            return Fault("failed", self._gone(), retry=False)
+            return Fault("failed", self._gone(), retry="no")
         return None
 
     def _gone(self) -> str:
@@ -157,7 +158,7 @@ class EndByFault:
             reason, wants_requeue, error = ending_by_signal(state)
         else:
             reason, wants_requeue = fault.reason, True
-        retry = all(survivor.failure.retry for survivor in survivors if survivor.failure) and fault.retry
+        retry = least_hopeful([fault.retry, *(one.failure.retry for one in survivors if one.failure)])
         record = record_end(state, reason, end_step, saved_step, error=error, retry=retry)
         if record is not None:
             lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"

@@ -14,6 +14,7 @@ from trainer.records.attempts import end_attempt
 from trainer.records.retry import why_not_requeued
 from trainer.say import say
 from trainer.world.slurm import SlurmError, requeue_job
+from trainer.world.watchdog import Retry
 
 EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
 CONTINUE_BY_HAND = "every step is saved, start the run again under the same name to continue"
@@ -26,7 +27,7 @@ def record_end(
     saved_step: int,
     lost_s: float | None = None,
     error: str | None = None,
-    retry: bool = True,
+    retry: Retry = "yes",
 ) -> AttemptRecord | None:
     """Record how this attempt ended, see `end_attempt`; None if another rank was first."""
     step_s = state.loop.progress.step_s() if state.loop else None

@@ -60,18 +60,19 @@ def check_slurm() -> None:
 
 def check_local(config: Config) -> None:
     """Check that this machine has the GPUs that a local run asks for. Raises ConfigError."""
-    wanted, here = config.launch.gpus_per_node, count_gpus()
-    if wanted > here:
+    launch, here = config.launch, count_gpus()
+    if launch.gpus > here:
         fix = f"use --gpus-per-node {here}" if here else "leave it out to train on the CPU"
-        raise ConfigError(f"launch.gpus_per_node={wanted}: this machine has {counted(here, 'GPU')}; {fix}")
+        if not launch.gpus_per_node:
+            fix = f"{launch.gpus_key.partition('=')[0]}=null leaves it out"
+        raise ConfigError(f"{launch.gpus_key}: this machine has {counted(here, 'GPU')}; {fix}")
     if config.device == "cuda" and not here:
         raise ConfigError("device=cuda: this machine has no GPU; use device=cpu or device=auto")
 
 
 def check_submission(config: Config) -> None:
     """Check that a job that needs GPUs asks for some. Raises ConfigError."""
-    asks_for_gpus = config.launch.gpus_per_node or any("gpu" in f"{k} {v}" for k, v in config.launch.slurm.items())
-    if config.device == "cuda" and not asks_for_gpus:
+    if config.device == "cuda" and not config.launch.gpus:
         raise ConfigError("device=cuda: the job asks for no GPU; add --gpus-per-node N")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from trainer.cluster import machine_checks, run_folders
 from trainer.cluster.weights_source import check_weights, with_absolute_weights
 from trainer.config.config import Config
+from trainer.config.gpus import without_gpus
 from trainer.world.slurm import kill_wait_s
 
 
@@ -58,7 +59,8 @@ def _fit(config: Config, way: Way) -> Config:
     """--debug overrides the configuration with one process; a job without a grace time gets that of its cluster."""
     launch = config.launch
     if way is Way.DEBUG:
-        launch = dataclasses.replace(launch, nodes=1, tasks_per_node=None, gpus_per_node=min(1, launch.gpus_per_node))
+        gpus, slurm = min(1, launch.gpus), without_gpus(launch.slurm)
+        launch = dataclasses.replace(launch, nodes=1, tasks_per_node=None, gpus_per_node=gpus, slurm=slurm)
     elif way in (Way.SLURM, Way.FOLLOW, Way.DRY_RUN) and launch.grace_s is None:
         launch = dataclasses.replace(launch, grace_s=kill_wait_s())
     return dataclasses.replace(config, launch=launch)

@@ -62,7 +62,7 @@ def job_executor(
     folder = run_folders.working_folder(run)
     if folder != Path.cwd():  # a run that is resumed from elsewhere
         options = {**options, "chdir": folder}
-    slurm = dict(launch.slurm)
+    slurm = {option: value for option, value in launch.slurm.items() if value is not None}
     if tag:
         slurm["comment"] = f"{slurm.get('comment') or ''} {tag}".strip()
         setup = [*setup, f"export {TAG_VARIABLE}={tag}"]
@@ -73,7 +73,8 @@ def job_executor(
         "constraint": launch.constraint,
         "exclude": launch.exclude,
         "ntasks_per_node": None if is_range else ranks_per_node,
-        "gpus_per_node": launch.gpus_per_node or None,
+        # Slurm would add up what two options ask for.
+        "gpus_per_node": None if launch.gpus_in_slurm else launch.gpus_per_node or None,
         "mem": None if launch.mem_gb is None else f"{max(1, round(1024 * launch.mem_gb))}MB",
     }
     executor.update_parameters(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -50,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
             )
     root = run_folders.runs_root([word for word in args.overrides if word.startswith("launch.root=")])
     folder = RunDir(run_folders.find_run(args.run, root).path.absolute())
-    checked = run_config.as_submitted(folder, [*args.overrides, *ONE_RANK])
-    validate(checked)
+    checked = _checked(folder, [*args.overrides, *ONE_RANK])
     search = code_origin.search_path(folder, checked, runs_copy=True)
     machine_checks.check_names(checked, search)
     from trainer.checkpoint.export import read_run
@@ -81,9 +81,15 @@ def _config(run: RunDir, overrides: Sequence[str], ranks: int, averaged: bool) -
     words = [f"train.batch_size={max(1, before.batch_size // ranks)}", *overrides, *ONE_RANK, "train.ema_decay=0"]
     if averaged:
         words.append("train.compile=false")  # training does not compile the average either
+    return run_folders.with_absolute_data(_checked(run, words))
+
+
+def _checked(run: RunDir, words: Sequence[str]) -> Config:
+    """The run's configuration with these words, without the options of its jobs. Raises ConfigError."""
     config = run_config.as_submitted(run, words)
+    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm={}))
     validate(config)
-    return run_folders.with_absolute_data(config)
+    return config
 
 
 def _line(found: Mapping[str, Any]) -> str:

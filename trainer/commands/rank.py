@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.attempt.finished import finish_of
 from trainer.cluster import run_config, run_folders
 from trainer.cluster.prepare import Way, prepare
 from trainer.cluster.spawn import spawn
@@ -103,7 +104,7 @@ def _continue(folder: Path, overrides: Sequence[str]) -> int:
 def _rank(config: Config, run: RunDir, world: World) -> int:
     if world.launcher == "submitit-local":
         die_with_parent(signal.SIGTERM)  # a killed launcher must not leave its ranks training unseen
-    elif world.rank == 0:
+    elif world.rank == 0 and finish_of(run, config) is None:
         name = {"job_name": os.environ["SLURM_JOB_NAME"]} if "SLURM_JOB_NAME" in os.environ else {}
         run_folders.record_submission(run, world.job_id, **name)
     Trainer(config)()

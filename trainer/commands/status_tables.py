@@ -187,7 +187,7 @@ def _log(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord]) -> st
 def _on_gpus(run: RunDir) -> bool:
     with contextlib.suppress(ConfigError):  # written by an older version
         config = Config.load(run.config)
-        return config.device == "cuda" or bool(config.launch.gpus_per_node)
+        return config.device == "cuda" or bool(config.launch.gpus)
     return False
 
 

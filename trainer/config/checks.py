@@ -82,20 +82,13 @@ def _check_launch(config: Settings) -> None:
     """Raise ConfigError for a job that cannot start as configured."""
     launch = config.launch
     _check_nodes(launch)
-    if launch.gpus_per_node and launch.tasks_per_node not in (None, launch.gpus_per_node):
-        raise ConfigError(
-            f"launch.tasks_per_node={launch.tasks_per_node}: each GPU has exactly one rank "
-            f"(launch.gpus_per_node={launch.gpus_per_node}); remove this key"
-        )
-    if config.device == "cpu" and launch.gpus_per_node:
-        raise ConfigError(
-            f"launch.gpus_per_node={launch.gpus_per_node}: device=cpu uses no GPU; set launch.tasks_per_node instead"
-        )
+    _check_gpus(config)
     if launch.signal_delay_s >= 60 * launch.time_min:
         raise ConfigError(
             f"launch.signal_delay_s={launch.signal_delay_s}: must be shorter than the time limit "
             f"(launch.time_min={launch.time_min}: {60 * launch.time_min} s)"
         )
+    _check_alike(launch)
     for option in launch.slurm:
         if instead := RESERVED_SBATCH_OPTIONS.get(str(option).replace("_", "-")):
             raise ConfigError(f"launch.slurm.{option}: Laststep sets this itself; use {instead}")
@@ -115,6 +108,32 @@ def _check_launch(config: Settings) -> None:
         raise ConfigError(
             f"launch.name={launch.name!r}: use up to 200 letters, digits, '.', '_' and '-', a letter or digit first"
         )
+
+
+def _check_gpus(config: Settings) -> None:
+    """Raise ConfigError unless all keys agree on the GPUs of a node, one rank for each."""
+    launch = config.launch
+    asked = {**launch.gpus_in_slurm, **({launch.gpus_key: launch.gpus} if launch.gpus_per_node else {})}
+    if len(set(asked.values())) > 1:
+        first, second = min(asked, key=lambda key: asked[key]), max(asked, key=lambda key: asked[key])
+        raise ConfigError(
+            f"{first} {second}: ask for {asked[first]} and for {asked[second]} GPUs per node; leave one of them out"
+        )
+    if launch.gpus and launch.tasks_per_node not in (None, launch.gpus):
+        raise ConfigError(
+            f"launch.tasks_per_node={launch.tasks_per_node}: each GPU has exactly one rank ({launch.gpus_key}); remove "
+            "this key"
+        )
+    if config.device == "cpu" and launch.gpus:
+        raise ConfigError(f"{launch.gpus_key}: device=cpu uses no GPU; set launch.tasks_per_node instead")
+
+
+def _check_alike(launch: Launch) -> None:
+    """Raise ConfigError for options of a heterogeneous job: all nodes of a run are alike."""
+    options = [(f"launch.slurm.{key}={value}", f"--{key}".replace("_", "-")) for key, value in launch.slurm.items()]
+    for given, option in [*options, *((f"launch.srun={launch.srun}", word) for word in launch.srun)]:
+        if option.partition("=")[0] in ("--hetjob", "--packjob", "--het-group", "--pack-group", ":"):
+            raise ConfigError(f"{given}: a run cannot be a heterogeneous job, all its nodes are alike; remove it")
 
 
 def _check_nodes(launch: Launch) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.config.gpus import gpus_in
+
 # sbatch options that Laststep sets itself, and the key to use instead of launch.slurm.OPTION.
 RESERVED_SBATCH_OPTIONS = {
     "nodes": "launch.nodes",
     "ntasks": "launch.tasks_per_node",
     "ntasks-per-node": "launch.tasks_per_node",
-    "gpus-per-node": "launch.gpus_per_node",
     "cpus-per-task": "launch.cpus_per_task",
     "mem": "launch.mem_gb",
     "time": "launch.time_min",
@@ -168,7 +169,9 @@ class Launch:
         "number of nodes, or a range such as 1-4: each start takes as many as are free (--local: the smallest number)",
         least=1,
     )
-    gpus_per_node: int = setting(0, "GPUs per node, one rank for each; 0: train on CPUs", least=0)
+    gpus_per_node: int = setting(
+        0, "GPUs per node, one rank for each; 0: as many as launch.slurm asks for, else train on CPUs", least=0
+    )
     tasks_per_node: int | None = setting(None, "ranks per node when training on CPUs; null: 1", least=1)
     cpus_per_task: int = setting(1, "CPU cores per rank, including those for its loader processes", least=1)
     mem_gb: float | None = setting(None, "memory per node, in GB; null: the cluster's default", least=0)
@@ -221,12 +224,33 @@ class Launch:
         [], "extra arguments for the srun that starts the ranks, e.g. --container-image=... for Pyxis"
     )
     env: dict[str, str] = setting({}, "environment variables of the job, e.g. launch.env.NCCL_DEBUG=INFO")
-    slurm: dict[str, Any] = setting({}, "any other sbatch option, by its long name, e.g. launch.slurm.reservation=lab")
+    slurm: dict[str, Any] = setting(
+        {},
+        "any other sbatch option, by its long name, e.g. launch.slurm.reservation=lab or launch.slurm.gres=gpu:a100:4; "
+        "null: not this option",
+    )
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks on each node: one per GPU, or `tasks_per_node` on CPUs."""
-        return self.gpus_per_node or self.tasks_per_node or 1
+        return self.gpus or self.tasks_per_node or 1
+
+    @property
+    def gpus_in_slurm(self) -> dict[str, int]:
+        """The GPUs per node that `slurm` asks for, by the option; see trainer.config.gpus."""
+        return gpus_in(self.slurm, self.nodes, self.tasks_per_node or 1)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs per node, however the job asks for them."""
+        return self.gpus_per_node or max(self.gpus_in_slurm.values(), default=0)
+
+    @property
+    def gpus_key(self) -> str:
+        """What asks for the GPUs, as it is written in a configuration."""
+        return (
+            f"launch.gpus_per_node={self.gpus_per_node}" if self.gpus_per_node else next(iter(self.gpus_in_slurm), "")
+        )
 
     @property
     def node_counts(self) -> range:

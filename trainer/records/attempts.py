@@ -26,7 +26,9 @@ from trainer.config.schema import Launch
 from trainer.records.attempt_record import EndedAttempt, OpenAttempt, Reason, read_attempts, read_ended_attempts
 from trainer.records.metrics import is_step, read_lines
 from trainer.records.retry import decide
+from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir
+from trainer.world.watchdog import Retry
 from trainer.world.world import World
 
 
@@ -69,13 +71,13 @@ def end_attempt(
     lost_s: float | None = None,
     step_s: float | None = None,
     error: str | None = None,
-    retry: bool = True,
+    retry: Retry = "yes",
 ) -> EndedAttempt | None:
     """Record how the attempt ended. Any rank may; returns the record, or None when another rank was first.
 
     `end_step` is the last step done, `kept_step` that of the newest checkpoint. `lost_s` is the time that the steps
     between them took, by default that which metrics.jsonl shows; `step_s` is the mean time of a step, None when none
-    was done. `retry` is False for an error that would only repeat.
+    was done. `retry`: whether the error may be gone at the next attempt.
     Raises OSError when the disk refuses: another rank may try, or the next attempt records this one as lost.
     """
     open_record = next(iter(read_attempts(run.attempt_now)), None)
@@ -95,8 +97,9 @@ def end_attempt(
         "step_s": step_s,
         "error": error,
     }
-    # Only Slurm starts a run again by itself.
-    record["requeue"] = world.on_slurm and decide([*read_ended_attempts(run.attempts), record], launch, retry).requeue
+    if world.on_slurm:  # nothing else starts a run again by itself
+        ended, submissions = [*read_ended_attempts(run.attempts), record], read_submissions(run.submissions)
+        record["requeue"] = decide(ended, launch, retry, submissions).requeue
     complete = _write_temporary(run.attempt_ended, json.dumps(record))
     try:
         run.attempt_now.rename(run.attempt_ended)

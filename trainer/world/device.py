@@ -13,8 +13,8 @@ from torch import Tensor
 
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
-from trainer.say import counted
-from trainer.world.world import World
+from trainer.say import counted, say
+from trainer.world.world import World, hostname
 
 
 def set_up_device(config: Config, world: World) -> torch.device:
@@ -81,16 +81,17 @@ def _choose_device(config: Config, world: World) -> torch.device:
         # On a node that does not enforce limits, a CPU job sees the GPUs of other jobs too. CUDA_VISIBLE_DEVICES names
         # those that Slurm gave to this job.
         granted = not world.on_slurm or "CUDA_VISIBLE_DEVICES" in os.environ
-        wanted = "cuda" if config.launch.gpus_per_node or (count and granted) else "cpu"
+        wanted = "cuda" if config.launch.gpus or (count and granted) else "cpu"
     if wanted == "cpu":
         return torch.device("cpu")
     if not count:
-        raise ConfigError(
-            f"device={config.device}, launch.gpus_per_node={config.launch.gpus_per_node}: "
-            f"torch finds no GPU on this machine; use device=cpu"
-        )
+        given = ", ".join(filter(None, (f"device={config.device}", config.launch.gpus_key)))
+        raise ConfigError(f"{given}: torch finds no GPU on this machine; use device=cpu")
     if count == 1 and (world.local_size == 1 or world.on_slurm):  # gpus_per_task=1 hides the other ranks' GPUs
         return torch.device("cuda", 0)
+    if world.local_size < count and world.local_rank == 0 and world.on_slurm:
+        idle = f"{counted(count, 'GPU')}, but {counted(world.local_size, 'rank')} of this run"
+        say(f"WARNING: {hostname()} has {idle}: the other GPUs stay idle; set launch.gpus_per_node={count} to use them")
     if world.local_size > count:
         raise ConfigError(
             f"{world.local_size} ranks on this node, but it has {counted(count, 'GPU')}: "

@@ -8,7 +8,7 @@ import os
 import re
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
@@ -22,14 +22,17 @@ from torch import Tensor
 from trainer.config.errors import ConfigError
 from trainer.say import say
 from trainer.world.address import connect_to_store, use_interface
-from trainer.world.world import MeetingError, World, hostname
+from trainer.world.world import MeetingError, MixedDevices, World, hostname
 
 # The nodes of one job start seconds apart, on a busy cluster up to a minute (a slow prolog, a cold file system). So the
 # ranks wait at least this long for each other, however short `launch.hang_timeout_s` is.
 MEETING_S = 60.0
 SLOW_MEETING_S = 30.0  # after this a rank logs which ranks it is waiting for
-# In the errors that gloo, NCCL and the store raise when a peer is gone.
-PEER_LOSS = re.compile("gloo|NCCL|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
+# gloo has no type of its own: its errors are RuntimeErrors that begin with the place in its source that lost the peer.
+# Its checks of arguments begin with "[enforce fail at" instead.
+GLOO_PEER_LOSS = re.compile(r"\[\S*gloo/transport/\S+:\d+\] |Application timeout caused pair closure")
+# NCCL reports with one type that a peer is gone, and what is wrong with this rank's own GPU or call.
+NCCL_OWN_ERROR = re.compile("^nccl(UnhandledCudaError|InvalidArgument|InvalidUsage):", re.MULTILINE)
 # How long the ranks wait for each other in `Group.close`, when all the work is done.
 CLOSE_S = 10.0
 
@@ -40,9 +43,11 @@ class PeerLost(RuntimeError):
 
 def is_peer_loss(error: Exception) -> bool:
     """Whether an error says only that a peer is gone. Then the peer's own error, if it had one, is what matters."""
-    if isinstance(error, OSError):  # for example from Python's own pipe to a loader process that has died
-        return False
-    return isinstance(error, (PeerLost, dist.DistError)) or bool(PEER_LOSS.search(str(error)))
+    if isinstance(error, dist.DistBackendError):
+        return not NCCL_OWN_ERROR.search(str(error))
+    if isinstance(error, (PeerLost, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(GLOO_PEER_LOSS.match(str(error)))
 
 
 class Registration(TypedDict):
@@ -50,6 +55,8 @@ class Registration(TypedDict):
 
     host: str
     pid: str
+    device: str  # cuda or cpu
+    backend: str  # nccl or gloo
     local_ip: str  # see StoreConnection
     rank_0_ip: str
 
@@ -89,6 +96,7 @@ class Group:
         registered = self._wait_for_all_ranks(meeting_timeout(timeout_s))
         if self._address_file is not None:
             self._address_file.unlink(missing_ok=True)
+        self._check_devices(registered)
         hosts = tuple(rank["host"] for rank in registered)
         nodes = list(dict.fromkeys(hosts))
         self.world = replace(self.world, hosts=hosts)
@@ -105,6 +113,18 @@ class Group:
                 f"{self.world}: all ranks joined, but {backend} cannot connect them ({_first_line(error)}); nodes must "
                 f"accept connections from each other; {backend.upper()}_SOCKET_IFNAME chooses the network"
             ) from error
+
+    def _check_devices(self, registered: Sequence[Registration]) -> None:
+        """Raise MixedDevices if some ranks have another device or backend than the others."""
+        usual = next((one for one in registered if one["device"] != "cpu"), registered[0])
+        odd = []
+        for rank, one in enumerate(registered):
+            if one["device"] != usual["device"]:
+                odd.append(f"rank {rank} on {one['host']} found no GPU")
+            elif one["backend"] != usual["backend"]:
+                odd.append(f"rank {rank} on {one['host']} uses {one['backend']}")
+        if odd:
+            raise MixedDevices(f"{', '.join(odd)}; the others train on {usual['device']} with {usual['backend']}")
 
     def connect_alone(self) -> None:
         """Set up collectives in a world of one rank too, for code that uses torch.distributed directly."""
@@ -234,7 +254,14 @@ def register_rank(
     purpose = f"{address_file.parent.parent.name}, attempt {address_file.stem}, {world.size} ranks"
     with _log_if_slow(lambda: f"rank 0 on {world.host_of(0)}"):
         met = connect_to_store(world, purpose, address_file, init_method, meeting_timeout(timeout_s))
-    me = Registration(host=hostname(), pid=str(os.getpid()), local_ip=met.local_ip, rank_0_ip=met.rank_0_ip)
+    me = Registration(
+        host=hostname(),
+        pid=str(os.getpid()),
+        device=device.type,
+        backend=backend,
+        local_ip=met.local_ip,
+        rank_0_ip=met.rank_0_ip,
+    )
     try:
         if world.rank == 0:
             met.store.set("purpose", purpose)

@@ -243,6 +243,8 @@ def detect_world() -> World:
 
     Raises ConfigError when two launchers disagree, or when a variable is missing or not a number.
     """
+    if het_size := os.environ.get("SLURM_HET_SIZE"):
+        raise ConfigError(f"SLURM_HET_SIZE={het_size}: a run cannot be a heterogeneous job; all its nodes are alike")
     launcher = next(launcher for launcher in LAUNCHERS if launcher.started(os.environ))
     world = launcher.world(os.environ)
     if world.rank >= world.size:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import os
 import statistics
 import sys
 import threading
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 BEAT_S = 0.5
 SLOW_WINDOW_S = 60.0
 FaultReason = Literal["failed", "hung", "signal"]  # signal: the grace period after one is running out
+# Whether a retry may succeed; if_trained: only if the run has trained before as it is configured now.
+Retry = Literal["yes", "if_trained", "no"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Fault:
     reason: FaultReason
     text: str  # what happened and where: one line, or an error with its traceback
     cause: bool = True  # False for a mere consequence of another rank's fault
-    retry: bool = True  # False if a retry would fail the same way
+    retry: Retry = "yes"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Beat:
     progress: int  # units of work begun so far
     phase: str
     where: str  # the innermost line of the main thread
+    in_torch: bool  # that line is torch's own code, where a rank waits for others
     busy_s: float  # spent so far on its own work, not on waiting for others
 
 
@@ -194,8 +198,8 @@ class Watchdog:
     def _own_beat(self) -> Beat:
         world = self._probes.world()
         progress = self._phases + self._probes.ticks()
-        where = _innermost_line(self._main_thread)
-        return Beat(world.host_of(world.rank), self._round, progress, self.phase, where, self._busy_s())
+        where, in_torch = innermost_line(self._main_thread)
+        return Beat(world.host_of(world.rank), self._round, progress, self.phase, where, in_torch, self._busy_s())
 
     def _compare(self, beats: list[Beat]) -> None:
         """On rank 0: look for silent and stuck ranks in everyone's latest heartbeat."""
@@ -224,14 +228,14 @@ class Watchdog:
 
 def name_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
     """The ranks that the others wait for: the silent ones; else, of those with the least progress, the ones whose main
-    thread is not in torch's own code (where a rank waits for others)."""
+    thread is not in torch's own code."""
     stuck = list(silent)
     symptom = "gives no sign of life, last seen in"
     if not stuck:
         symptom = "is stuck in"
         least = min(beat.progress for beat in beats)
         stuck = [rank for rank, beat in enumerate(beats) if beat.progress == least]
-        stuck = [rank for rank in stuck if "/torch/" not in beats[rank].where] or stuck
+        stuck = [rank for rank in stuck if not beats[rank].in_torch] or stuck
     return "; ".join(f"rank {rank} on {beats[rank].host} {symptom} {beats[rank].where}" for rank in stuck)
 
 
@@ -254,7 +258,12 @@ def straggler(before: Sequence[Beat], after: Sequence[Beat], seconds: float) -> 
     )
 
 
-def _innermost_line(thread: int) -> str:
-    """The function, file and line that a thread is executing."""
+def innermost_line(thread: int) -> tuple[str, bool]:
+    """The function, file and line that a thread is executing, and whether that file is torch's."""
     frame: Any = sys._current_frames().get(thread)
-    return "?" if frame is None else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    if frame is None:
+        return "?", False
+    file = frame.f_code.co_filename
+    folder = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "")
+    in_torch = bool(folder) and file.startswith(folder + os.sep)
+    return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})", in_torch

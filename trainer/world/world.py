@@ -6,6 +6,8 @@ import os
 import socket
 from dataclasses import dataclass
 
+from trainer.config.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class World:
@@ -46,6 +48,10 @@ class World:
         job = f"slurm job {self.job_id}, restart {self.restart}" if self.on_slurm else self.job_id
         source = f"{self.launcher}, by {' and '.join(self.variables)}" if self.variables else self.launcher
         return f"rank {self.rank} of {self.size} on {self.host_of(self.rank)} ({job}; {source})"
+
+
+class MixedDevices(ConfigError):
+    """Some ranks have another device or backend than the others. All ranks raise it; the message names those ranks."""
 
 
 class MeetingError(RuntimeError):
