@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,19 @@ from trainer.cluster import machine_checks
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.catalog import DATASETS
-from trainer.world.device import set_up_device
+from trainer.world import device as device_module
+from trainer.world import nccl
+from trainer.world.device import changed_numerics, describe_numerics, set_up_device
+from trainer.world.world import World
 
 WORLD = a_world()
+
+
+@pytest.fixture(autouse=True)
+def torchs_defaults() -> Iterator[None]:
+    """What `set_up_device` has set for a GPU does not outlast the test."""
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
 
 
 def config(*words: str) -> Config:
@@ -179,6 +190,100 @@ def test_gpus_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set_up_device(config(), world) == torch.device("cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     assert set_up_device(config(), world).type == "cuda"
+
+
+def tf32() -> list[bool]:
+    """Whether products and convolutions may use TF32, by torch's old attributes and by its new ones."""
+    return [
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cuda.matmul.fp32_precision == "tf32",
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
+        torch.backends.cudnn.rnn.fp32_precision == "tf32",  # type: ignore[attr-defined]
+    ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 means fp32: torch's default would round in convolutions. Code that reads either kind of attribute, such as
+    torch's compiler, gets an answer, as torch raises an error where they contradict each other."""
+    gpus(1, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for precision, allowed in (("fp32", False), ("tf32", True), ("bf16", False)):
+        set_up_device(config(f"train.precision={precision}"), WORLD)
+        assert tf32() == [allowed] * 5, precision
+
+
+def test_tf32_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the hardware the run would silently be as slow as fp32."""
+    with pytest.raises(ConfigError, match=r"^train\.precision=tf32: only GPUs have TF32, but device=cpu; use fp32 or"):
+        config("train.precision=tf32", "device=cpu")
+    gpus(0, monkeypatch)
+    with pytest.raises(ConfigError, match=r"^train\.precision=tf32: only GPUs have TF32, but this rank uses the CPU;"):
+        set_up_device(config("train.precision=tf32"), WORLD)
+    gpus(1, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    with pytest.raises(
+        ConfigError, match=r"^train\.precision=tf32: Tesla P100 has no tf32 arithmetic; use fp16 or fp32"
+    ):
+        set_up_device(config("train.precision=tf32"), WORLD)
+
+
+def test_deterministic_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would write to each new tensor once more, without any effect on the results."""
+    gpus(1, monkeypatch)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        set_up_device(config("train.deterministic=true"), WORLD)
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+def numerics(world: World, monkeypatch: pytest.MonkeyPatch, backend: str = "nccl") -> dict[str, str | int]:
+    """What a run records on GPUs."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    return describe_numerics(torch.device("cuda", 0), world, backend)
+
+
+def test_other_gpus_nodes_or_libraries_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NCCL adds along the links between GPUs, so the layout of the ranks decides the last bits, as do the libraries."""
+    monkeypatch.setattr(device_module, "DRIVER", tmp_path / "version")
+    device_module.DRIVER.write_text("580.65.06\n")
+    for name in (*nccl.PINNED, *nccl.CHANNELS):
+        monkeypatch.delenv(name, raising=False)
+    two, one = a_world(size=8, local_size=4, nodes=2), a_world(size=8, local_size=8)
+    before = numerics(two, monkeypatch)
+    assert before == {
+        "torch": torch.__version__,
+        "device": "H200",
+        "driver": "580.65.06",
+        "cuDNN": 92000,
+        "TF32": "off",
+        "layout": "2 nodes x 4 GPUs",
+        "NCCL": "2.28.3",
+    }
+    assert changed_numerics(before, numerics(two, monkeypatch)) is None
+    moved = "resuming with layout 1 node x 8 GPUs (was 2 nodes x 4 GPUs): the last bits may differ"
+    assert changed_numerics(before, numerics(one, monkeypatch)) == moved
+    device_module.DRIVER.write_text("590.10\n")
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    assert changed_numerics(before, numerics(two, monkeypatch)) == (
+        "resuming with driver 590.10 (was 580.65.06), NCCL 2.28.3 NCCL_ALGO=Tree (was 2.28.3): the last bits may differ"
+    )
+
+
+def test_what_an_older_version_has_not_recorded_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning after each update of Laststep would hide the one that matters. Nor does a single rank need NCCL."""
+    now = numerics(a_world(), monkeypatch)
+    assert changed_numerics({"torch": now["torch"], "device": "H200"}, now) is None
+    assert "NCCL" not in now
+    assert set(describe_numerics(torch.device("cpu"), WORLD, "gloo")) == {"torch", "device", "threads"}
 
 
 def test_precision_that_the_gpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

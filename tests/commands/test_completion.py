@@ -157,7 +157,7 @@ def test_one_fits(shell: Shell, typed: str, becomes: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "candidates"),
     [
-        ("python launch.py train.precision=", "fp32 bf16 fp16"),
+        ("python launch.py train.precision=", "fp32 tf32 bf16 fp16"),
         ("python launch.py --config ", "mnist cifar10 imagenet"),
         ("python launch.py logs ", "first second launch.root="),
         ("python launch.py status first ", "first second launch.root="),

@@ -127,7 +127,7 @@ def samples(task: Classification, dataset: Any, rank: int, size: int, **how: Any
         for (epoch, indices), batch in zip(keys, loader):
             images, labels = task.on_device(batch)
             assert images.dtype == torch.float32 and labels.dtype == torch.int64
-            found.update({(epoch, index): image for index, image in zip(indices, images)})
+            found.update({(epoch, int(index)): image for index, image in zip(indices, images)})
     finally:
         loader.close()  # Python's exit would wait for its workers without end
     return found
@@ -215,6 +215,26 @@ def test_memory_gives_the_batches_of_samples() -> None:
     at_once = list(loading().loader(tensors, 3, keys))
     assert all(type(a) is type(b) for a, b in zip(slowly, at_once))
     torch.testing.assert_close(at_once, slowly, rtol=0, atol=0)
+
+
+def test_the_warm_up_needs_no_copy_of_the_data_on_the_device() -> None:
+    """The copy that training makes would be the second one, just when the GPU's memory is fullest."""
+    elsewhere = loading(device=torch.device("meta"))
+    assert next(iter(elsewhere.loader(rows(), 3, [(0, [1])])))[0].is_meta, "training's batches are indexed there"
+    warm_up = elsewhere.warm_up_batch(rows(), 3, 40)
+    assert [len(tensor) for tensor in warm_up] == [40] * 3 and not any(tensor.is_meta for tensor in warm_up)
+
+
+def test_samples_get_pythons_integers() -> None:
+    """A data set may look its samples up by the index, in a JSON file for example."""
+
+    class Lookup(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            assert type(index) is int
+            return super().__getitem__(index)
+
+    keys = TrainBatchKeys(Order(30, 7, 3), range(5), 0, 1, 1)
+    assert sum(len(batch[1]) for batch in loading().loader(Lookup(*rows().tensors), 3, keys)) == 30
 
 
 def test_memory_needs_no_workers() -> None:

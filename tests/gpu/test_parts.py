@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
 from tests.gpu import DEVICES, needs_gpu
@@ -113,6 +114,34 @@ def test_images_in_memory(device: str) -> None:
         assert torch.equal(here[0], there[0].cpu()) and torch.equal(here[1], there[1].cpu())
         floats = [normalized(batch[0], (0.5,) * 3, (0.2,) * 3, 3, torch.channels_last) for batch in (here, there)]
         torch.testing.assert_close(floats[0], floats[1].cpu())
+
+
+@needs_gpu
+def test_the_warm_up_copies_no_data_set() -> None:
+    """Training copies it to the GPU. A second copy would be there just when the memory is fullest."""
+    dataset = TensorDataset(torch.zeros(1 << 20, 64))  # 256 MiB
+    loading = LoaderFactory(collate=None, workers=0, device=torch.device("cuda", 0), timeout_s=60)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    (batch,) = loading.warm_up_batch(dataset, 0, 16)
+    assert batch.shape == (16, 64) and batch.is_cuda
+    assert torch.cuda.max_memory_allocated() - before < 1 << 20
+
+
+@needs_gpu
+@pytest.mark.parametrize(("precision", "digits"), [("fp32", 5), ("tf32", 2)])
+def test_fp32_rounds_nothing(precision: str, digits: int) -> None:
+    """Products and convolutions: torch's own default rounds the inputs of convolutions to TF32."""
+    device = set_up_device(Config.load(None, ["device=cuda", f"train.precision={precision}"]), a_world())
+    x, weight = (torch.randn(size, device=device) for size in ((4, 64, 16, 16), (64, 64, 3, 3)))
+    a, b = (torch.randn(512, 512, device=device) for _ in range(2))
+    for single, double in (
+        (functional.conv2d(x, weight), functional.conv2d(x.double(), weight.double())),
+        (a @ b, a.double() @ b.double()),
+    ):
+        error = float((single - double).abs().max() / double.abs().max())
+        assert error < 10**-digits
+        assert precision == "fp32" or error > 1e-5, "TF32 is not in use"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -51,6 +51,7 @@ def test_everything_is_exact(root: Path, device: str) -> None:
     "options",
     [
         "train.precision=fp32",
+        "train.precision=tf32",
         "train.precision=bf16 train.channels_last=true",
         "train.precision=fp16 optim.clip_norm=0.5",
         "train.precision=bf16 train.compile=true data.args.samples=48 train.epochs=1",

@@ -166,7 +166,7 @@ def test_short_last_batch(count: int, size: int, accumulate: int, monkeypatch: p
     for rank in range(size):
         learning = learner(plain, *PLAIN, "train.batch_size=12", rank=rank, size=size)
         shares = order.micro_batches(0, rank, size, accumulate)
-        micro_batches = [torch.tensor(share or order.batch(0)[:1]) for share in shares]
+        micro_batches = [torch.tensor(share if len(share) else order.batch(0)[:1]) for share in shares]
         pairs = [((IMAGES[cut], LABELS[cut]), len(share)) for cut, share in zip(micro_batches, shares)]
         losses.append(take_step(learning, 0, pairs, count))
         gradients.append(gradient(before, learning.model.state_dict()))

@@ -17,7 +17,7 @@ from trainer.cluster import machine_checks
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Optim
-from trainer.optim.build import make_optimizer
+from trainer.optim.build import clear_gradients, make_optimizer
 from trainer.optim.names import UNSUPPORTED, check_optimizer, class_name, optimizer_names
 
 CLASSES = {
@@ -143,3 +143,22 @@ def test_an_infinite_clip_norm(tmp_path: Path) -> None:
     for wrong in (".nan", "-.inf"):
         with pytest.raises(ConfigError, match=f"optim.clip_norm={wrong.replace('.', '')}: must be a finite number"):
             Config.load(None, [f"optim.clip_norm={wrong}"])
+
+
+def test_gradients_are_cleared_as_the_optimiser_would() -> None:
+    """Gradients that stay would be added to those of the next step. An optimiser that does more keeps doing so."""
+
+    class Counting(torch.optim.SGD):
+        cleared = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.cleared += 1
+            super().zero_grad(set_to_none)
+
+    layer = nn.Linear(4, 3)
+    plain, counting = torch.optim.SGD(layer.parameters()), Counting(layer.parameters())
+    for optimizer in (plain, counting):
+        layer(torch.ones(2, 4)).sum().backward()
+        clear_gradients(optimizer)
+        assert all(parameter.grad is None for parameter in layer.parameters())
+    assert counting.cleared == 1

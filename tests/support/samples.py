@@ -17,7 +17,7 @@ def check_samples(notes: Path, order: Order, total_steps: int) -> None:
         learned[line["step"]] += map(tuple, line["samples"])
     for step, samples in enumerate(learned):
         expected = []
-        for index in order.batch(step):
+        for index in order.batch(step).tolist():
             seed_generators(seed_of("sample", order.seed, order.epoch(step), index))
             expected.append((index, random.random()))
         assert samples == expected, f"step {step}"

@@ -31,6 +31,8 @@ def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
     config, run_dir, world = state.config, state.run_dir, state.world
     timeout_s = config.launch.hang_timeout_s
     nccl.set_defaults(run_dir.collectives(world.attempt), timeout_s)
+    if config.train.deterministic:
+        nccl.pin_algorithms()
     group = state.group = join(config, world, run_dir.meeting(world.attempt), timeout_s)
     # Before the collectives: the others would wait in C for a rank whose connections fail.
     watchdog.join(group.store)

@@ -67,8 +67,8 @@ class Manifest:
     """The contents of manifest.json.
 
     `metrics` are those of the validation right before the save, empty if there was none. `numerics` is what the last
-    bits of a step depend on: torch's version, the device and, on a CPU, the number of threads. `config` is the resolved
-    configuration as YAML, a copy of the run's config.yaml; empty in a checkpoint of an older version.
+    bits of a step depend on, see `trainer.world.device.describe_numerics`. `config` is the resolved configuration as
+    YAML, a copy of the run's config.yaml; empty in a checkpoint of an older version.
     """
 
     step: int

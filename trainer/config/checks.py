@@ -73,6 +73,8 @@ def _check_single_keys(config: Settings) -> None:
         section, name = key.split(".")
         if getattr(getattr(config, section), name) == 0:
             raise ConfigError(f"{key}=0: must be above 0; write {key}=null to turn it off")
+    if config.train.precision == "tf32" and config.device == "cpu":
+        raise ConfigError("train.precision=tf32: only GPUs have TF32, but device=cpu; use fp32 or bf16")
     minutes = config.checkpoint.every_minutes
     if isinstance(minutes, str) and minutes != "auto":
         raise ConfigError(f"checkpoint.every_minutes={minutes}: must be of type {FLOAT_OR_AUTO} or null, in minutes")

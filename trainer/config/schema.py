@@ -115,7 +115,12 @@ class Train:
         least=1,
     )
     accumulate: int = setting(1, "micro-batches per step and rank: less memory, the same global batch", least=1)
-    precision: str = setting("fp32", "arithmetic of the forward and backward passes", choices=("fp32", "bf16", "fp16"))
+    precision: str = setting(
+        "fp32",
+        "arithmetic of the forward and backward passes. tf32 (GPUs only): fp32, but products and convolutions round "
+        "their inputs to 10 bits of mantissa, which is several times as fast; fp32 never does. bf16, fp16: autocast",
+        choices=("fp32", "tf32", "bf16", "fp16"),
+    )
     compile: bool = setting(False, "compile the model with torch.compile")
     channels_last: bool = setting(False, "store images as NHWC in memory; convolutions are faster on a GPU")
     ema_decay: float = setting(
@@ -127,7 +132,9 @@ class Train:
         False, "recompute activations in the backward pass: less memory, more time"
     )
     deterministic: bool = setting(
-        False, "use only deterministic kernels on GPUs; a bit-exact resume on a GPU needs this"
+        False,
+        "use only deterministic kernels on GPUs, and NCCL's ring algorithm and simple protocol unless NCCL_ALGO and "
+        "NCCL_PROTO are set; a bit-exact resume on a GPU needs this",
     )
     nonfinite: str = setting(
         "fail",

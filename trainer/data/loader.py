@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from trainer import compat
 from trainer.config.errors import ConfigError
-from trainer.data.order import Order, seed_generators, seed_of
+from trainer.data.order import Indices, Order, seed_generators, seed_of
 from trainer.data.pixels import Images
 from trainer.world.signals import set_up_worker
 
 VALIDATION = -1  # takes the place of the epoch: a validation sample is the same in every epoch
-BatchKey = tuple[int, Sequence[int]]  # epoch, sample indices
+BatchKey = tuple[int, Indices | Sequence[int]]  # epoch, sample indices
 # A data set in memory is copied to the GPU as a whole if it is no larger than this; batches are then indexed there.
 ON_GPU_BYTES = 1 << 30
 
@@ -42,16 +42,26 @@ class LoaderFactory:
 
     def loader(self, dataset: Dataset[Any], seed: int, keys: Iterable[BatchKey]) -> DeviceLoader:
         """A loader of the batches with these keys."""
-        if self.collate is None and type(dataset) in (TensorDataset, Images):
-            tensors: tuple[Tensor, ...] = dataset.tensors  # type: ignore[attr-defined]
-            if self.device.type == "cpu" or sum(tensor.nbytes for tensor in tensors) <= ON_GPU_BYTES:
-                return DeviceLoader(_MemoryBatches(dataset, seed, keys, self.device), self.device)
-        return DeviceLoader(self._sample_loader(dataset, seed, keys), self.device)
+        return DeviceLoader(self._batches(dataset, seed, keys, self.device), self.device)
 
     def warm_up_batch(self, dataset: Dataset[Any], seed: int, count: int) -> Any:
-        """A batch of `count` samples, for a warm-up step whose result is discarded."""
-        keys = [(0, [i % len(dataset) for i in range(count)])]  # type: ignore[arg-type]
-        return next(iter(replace(self, workers=0).loader(dataset, seed, keys)))
+        """A batch of `count` samples, for a warm-up step whose result is discarded.
+
+        It is taken from memory on the CPU: just before memory is fullest, the GPU does not hold the data set twice.
+        """
+        keys = [(0, numpy.arange(count) % len(dataset))]  # type: ignore[arg-type]
+        batches = replace(self, workers=0)._batches(dataset, seed, keys, torch.device("cpu"))
+        return next(iter(DeviceLoader(batches, self.device)))
+
+    def _batches(
+        self, dataset: Dataset[Any], seed: int, keys: Iterable[BatchKey], indexed_on: torch.device
+    ) -> Iterable[Any]:
+        """The batches with these keys; those of a data set in memory are on the device `indexed_on`."""
+        if self.collate is None and type(dataset) in (TensorDataset, Images):
+            tensors: tuple[Tensor, ...] = dataset.tensors  # type: ignore[attr-defined]
+            if indexed_on.type == "cpu" or sum(tensor.nbytes for tensor in tensors) <= ON_GPU_BYTES:
+                return _MemoryBatches(dataset, seed, keys, indexed_on)
+        return self._sample_loader(dataset, seed, keys)
 
     def _sample_loader(self, dataset: Dataset[Any], seed: int, keys: Iterable[BatchKey]) -> DataLoader[Any]:
         return DataLoader(
@@ -160,7 +170,7 @@ class _BatchDataset(Dataset[Any]):
         epoch, indices = key
         samples = []
         try:
-            for index in indices:
+            for index in numpy.asarray(indices).tolist():  # a data set may expect Python's integers
                 seed_generators(seed_of("sample", self.seed, epoch, index))
                 samples.append(self.dataset[index])
         except ConfigError as error:
@@ -180,7 +190,7 @@ class _MemoryBatches:
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         for epoch, indices in self.keys:
-            rows = torch.from_numpy(numpy.array(indices))  # torch.tensor(list) takes five times as long
+            rows = torch.from_numpy(numpy.asarray(indices))
             if self.device.type == "cuda":
                 rows = rows.pin_memory().to(self.device, non_blocking=True)
             batch = [tensor.index_select(0, rows) for tensor in self.tensors]
@@ -212,7 +222,7 @@ class TrainBatchKeys:
         for step in self.steps:
             epoch = self.order.epoch(step)
             for indices in self.order.micro_batches(step, self.rank, self.size, self.micro_batches):
-                yield epoch, indices or self.order.batch(step)[:2]
+                yield epoch, indices if len(indices) else self.order.batch(step)[:2]
 
 
 class StepLoader:
@@ -257,4 +267,5 @@ class ValidationBatchKeys:
 
     def __iter__(self) -> Iterator[BatchKey]:
         for batch in range(len(self)):
-            yield VALIDATION, self.indices(batch) or range(1)  # one sample that does not count, if empty
+            indices = self.indices(batch) or range(1)  # one sample that does not count, if empty
+            yield VALIDATION, numpy.arange(indices.start, indices.stop)

@@ -13,6 +13,7 @@ import numpy.typing
 import torch
 
 _64_BITS = 2**64 - 1
+Indices = numpy.typing.NDArray[numpy.int64]  # of samples
 
 
 def seed_of(*parts: int | str) -> int:
@@ -67,17 +68,17 @@ class Order:
         """The epoch of `step`, from 0."""
         return step // self.steps_per_epoch
 
-    def batch(self, step: int) -> list[int]:
-        """The sample indices of the global batch of `step`."""
+    def batch(self, step: int) -> Indices:
+        """The sample indices of the global batch of `step`: a view, not to be written to."""
         start = step % self.steps_per_epoch * self.batch_size
-        return _permutation(self.samples, self.seed, self.epoch(step))[start : start + self.batch_size].tolist()
+        return _permutation(self.samples, self.seed, self.epoch(step))[start : start + self.batch_size]
 
     def count(self, step: int) -> int:
         """The number of samples in the global batch of `step`."""
         return min(self.batch_size, self.samples - step % self.steps_per_epoch * self.batch_size)
 
-    def micro_batches(self, step: int, rank: int, size: int, accumulate: int) -> list[list[int]]:
-        """The sample indices of each of the rank's `accumulate` micro-batches in `step`."""
+    def micro_batches(self, step: int, rank: int, size: int, accumulate: int) -> list[Indices]:
+        """The sample indices of each of the rank's `accumulate` micro-batches in `step`: views, as of `batch`."""
         batch = self.batch(step)
         return [batch[start:stop] for start, stop in self._cuts(step, rank, size, accumulate)]
 
@@ -102,8 +103,7 @@ def _cuts(count: int, batch_size: int, rank: int, size: int, accumulate: int) ->
 
 
 @lru_cache(maxsize=2)  # the current epoch, and the next, which the loader may be prefetching
-def _permutation(samples: int, seed: int, epoch: int) -> numpy.typing.NDArray[numpy.int64]:
+def _permutation(samples: int, seed: int, epoch: int) -> Indices:
     generator = torch.Generator().manual_seed(seed_of("order", seed, epoch))
-    return torch.randperm(
-        samples, generator=generator
-    ).numpy()  # slicing an array takes a tenth of the time of slicing a tensor
+    # Slicing an array takes a tenth of the time of slicing a tensor.
+    return torch.randperm(samples, generator=generator).numpy()

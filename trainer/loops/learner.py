@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from trainer.config.errors import ConfigError
 from trainer.data.loader import for_each_tensor
 from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.buffers import Buffers
+from trainer.loops.finite_check import FiniteCheck
 from trainer.loops.model_setup import channels_last, data_parallel, prepare_model
 from trainer.loops.rates import LearningRates
-from trainer.optim.build import check_made, fill_momentum, load_optimizer
+from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer
 from trainer.task import Task
 from trainer.world.group import Group
 
-PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Learner:
@@ -44,11 +45,8 @@ class Learner:
         self._steps_seed = seed_of("steps", config.seed, group.world.rank)
         self._loss_tap = nn.Parameter(torch.zeros((), device=self.device))  # see _backward
         self._parameters = list(self.model.parameters())
-        self._by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}  # all whose gradients must be finite; the loss too
-        for parameter in (self._loss_tap, *self._parameters):
-            self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        self._one = torch.ones((), device=self.device)
         self.parallel = data_parallel(self.model, self._loss_tap, group)
+        self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets=self.parallel is not self.model)
         self.buffers = Buffers(self.model, group)
         self.optimizer = task.optimizer(self.model)
         check_made(self.optimizer, self.model, config.task)
@@ -93,13 +91,12 @@ class Learner:
             self.scaler.unscale_(self.optimizer)
             measured["grad_norm"] = self._clip(self.config.optim.clip_norm).float()
         # Infinite gradients are part of fp16, and no fault: the scaler lowers its scale.
-        loss_alone = {torch.float32: [self._loss_tap]}
-        nonfinite = self._find_nonfinite(loss_alone if self.scaler.is_enabled() else self._by_dtype)
+        nonfinite = self._finite_check.nonfinite(measured.get("grad_norm"), loss_alone=self.scaler.is_enabled())
         skips = self.config.train.nonfinite == "skip"
         if not (skips and self._skip(nonfinite)):
             self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        clear_gradients(self.optimizer)
         self.buffers.commit(nonfinite if skips else None)
         if self.average is not None:
             self.average.update_parameters(self.model)
@@ -145,7 +142,7 @@ class Learner:
             raise ConfigError(f"task={self.config.task}: step() must return a dict with a 'loss', not {list(output)}")
         self.names = ["loss", *sorted(set(output) - {"loss"})]
         self._backward(output["loss"])
-        self.optimizer.zero_grad()
+        clear_gradients(self.optimizer)
         self._loss_tap.grad = None
         self.buffers.commit()
 
@@ -203,15 +200,6 @@ class Learner:
             self.optimizer.found_inf = nonfinite  # type: ignore[attr-defined]
             return False
         return bool(nonfinite)
-
-    def _find_nonfinite(self, parameters: Mapping[torch.dtype, Sequence[nn.Parameter]]) -> Tensor:
-        """1.0 if any of their gradients holds an infinity or a NaN, else 0.0; a scalar on the device. Uses GradScaler's
-        kernel, which takes a tenth of the time of computing the norm."""
-        found = torch.zeros((), device=self.device)
-        for same_dtype in parameters.values():
-            gradients = [gradient for parameter in same_dtype if (gradient := parameter.grad) is not None]
-            compat.note_nonfinite(gradients, found, self._one)
-        return found
 
     def _no_reduction(self) -> contextlib.AbstractContextManager[None]:
         """Keep gradients on the rank: for all micro-batches but the last."""

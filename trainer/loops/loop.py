@@ -74,7 +74,7 @@ class Loop(ABC):
         self.readback = Readback(self.group, self.saves, self.progress)
         # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
         self.reads_one_step_late = self.group.device.type == "cuda"
-        self.numerics = describe_numerics(self.group.device)
+        self.numerics = describe_numerics(self.group.device, world, self.group.backend)
         self._yaml = self.config.to_yaml()
         self.position = Position()
         self.state_lock = threading.Lock()

@@ -75,6 +75,15 @@ def fill_momentum(optimizer: Optimizer) -> None:
                         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
+def clear_gradients(optimizer: Optimizer) -> None:
+    """`optimizer.zero_grad()` in a tenth of the time: torch also makes an entry for its profiler."""
+    if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+        return optimizer.zero_grad()  # its class, or the user, has replaced it
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """`optimizer.load_state_dict(state)`, bit for bit: torch rounds each tensor to the dtype of its parameter, such as
     float32 averages for bfloat16 weights."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,11 @@ from torch import Tensor
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.say import counted, say
+from trainer.world import nccl
 from trainer.world.world import World, hostname
+
+DRIVER = Path("/sys/module/nvidia/version")  # such as 580.65.06; absent where another driver is in use
+FIRST_WITH_TF32 = (8, 0)  # compute capability
 
 
 def set_up_device(config: Config, world: World) -> torch.device:
@@ -23,15 +29,16 @@ def set_up_device(config: Config, world: World) -> torch.device:
     Raises ConfigError when this machine lacks what the configuration asks for.
     """
     device = _choose_device(config, world)
+    _check_precision(config.train.precision, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if config.train.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            name = torch.cuda.get_device_name(device)
-            raise ConfigError(f"train.precision=bf16: {name} has no bf16 arithmetic; use fp16 or fp32")
+        _allow_tf32(config.train.precision == "tf32")
         if config.train.deterministic:
             # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+            # By default this also fills each new tensor before it is computed. No result depends on that.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = not config.train.deterministic
     if "OMP_NUM_THREADS" not in os.environ:
         # A sum's last bits depend on the number of threads, so it must be the same in every attempt.
@@ -41,13 +48,24 @@ def set_up_device(config: Config, world: World) -> torch.device:
     return device
 
 
-def describe_numerics(device: torch.device) -> dict[str, str | int]:
-    """Everything that the last bits of a step depend on, besides the number of ranks: torch, device, threads."""
-    if device.type == "cuda":
-        return {"torch": str(torch.__version__), "device": torch.cuda.get_device_name(device)}
-    # Torch uses different loops on a processor with wider vectors.
-    processor = f"cpu with {torch.backends.cpu.get_cpu_capability()}"
-    return {"torch": str(torch.__version__), "device": processor, "threads": torch.get_num_threads()}
+def describe_numerics(device: torch.device, world: World, backend: str) -> dict[str, str | int]:
+    """Everything that the last bits of a step depend on: torch, the device and its libraries, threads. On GPUs also how
+    the ranks are spread over nodes, because NCCL adds along the connections between them."""
+    if device.type != "cuda":
+        # Torch uses different loops on a processor with wider vectors.
+        processor = f"cpu with {torch.backends.cpu.get_cpu_capability()}"
+        return {"torch": str(torch.__version__), "device": processor, "threads": torch.get_num_threads()}
+    layout = f"{counted(world.nodes, 'node')} x {counted(world.local_size, 'GPU')}"
+    found: dict[str, str | int | None] = {
+        "torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name(device),
+        "driver": DRIVER.read_text().strip() if DRIVER.exists() else None,
+        "cuDNN": torch.backends.cudnn.version(),
+        "TF32": "on" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "off",
+        "layout": layout,
+        **(nccl.describe() if backend == "nccl" and world.size > 1 else {}),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def changed_numerics(before: Mapping[str, str | int], now: Mapping[str, str | int]) -> str | None:
@@ -72,6 +90,29 @@ def choose_backend(config: Config, device: torch.device) -> str:
         other = "gloo" if backend == "nccl" else "nccl"
         raise ConfigError(f"launch.backend={backend}: torch {torch.__version__} is built without it; use {other}")
     return backend
+
+
+def _check_precision(precision: str, device: torch.device) -> None:
+    """Raise ConfigError for arithmetic that the device lacks: it would be emulated, or silently replaced by another."""
+    if device.type == "cpu":
+        if precision == "tf32":
+            raise ConfigError("train.precision=tf32: only GPUs have TF32, but this rank uses the CPU; use fp32 or bf16")
+        return
+    lacks_bf16 = precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if lacks_bf16 or (precision == "tf32" and torch.cuda.get_device_capability(device) < FIRST_WITH_TF32):
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"train.precision={precision}: {name} has no {precision} arithmetic; use fp16 or fp32")
+
+
+def _allow_tf32(allow: bool) -> None:
+    """Let fp32 products and convolutions round their inputs to TF32, or not. torch's own default is to do so in
+    convolutions only."""
+    with warnings.catch_warnings():
+        # torch 2.9 and later announce that these attributes will be replaced. But after the new ones were set, torch
+        # raises an error where anything reads the old ones, as its own compiler does. The old ones set both.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.backends.cuda.matmul.allow_tf32 = allow
+        torch.backends.cudnn.allow_tf32 = allow
 
 
 def _choose_device(config: Config, world: World) -> torch.device:
