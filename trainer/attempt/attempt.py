@@ -162,7 +162,8 @@ class Attempt:
         not_met, misconfigured = isinstance(error, MeetingError), isinstance(error, ConfigError)
         details = str(error) if not_met or misconfigured else user_error.describe(error)
         text = f"{rank} failed:\n{details}"
-        if not (not_met or misconfigured or world.in_users_program):
+        ends_in_main = misconfigured and user_error.main_is_ours
+        if not (not_met or misconfigured) and (user_error.main_is_ours or not world.in_users_program):
             user_error.silence(error)
         if state.group is None:  # no other rank can be reached; they notice when they try to meet
             self._watchdog.close()
@@ -180,13 +181,15 @@ class Attempt:
             # An error while the data is prepared would repeat, and so would a gradient that is not finite.
             may_pass = state.loop is not None and not isinstance(error, (ConfigError, ArithmeticError))
             fault = Fault("failed", text, retry=not_met or may_pass)
-            self._end_by_fault.set_own_failure(fault)
+            self._end_by_fault.set_own_failure(fault, to_say=not ends_in_main)
         self._watchdog.report(fault)
         self._end_by_fault.wait()
-        if fault.cause and not self._end_by_fault.is_about(fault):
+        if fault.cause and not ends_in_main and not self._end_by_fault.is_about(fault):
             say(fault.text)
         run_for(CLOSE_S, self._closing.close)  # in a thread: the store may no longer answer
         record = find_record(self._run_dir, state.world)
         if record is not None and record["requeue"]:
+            if ends_in_main:
+                say(fault.text)
             # submitit would take any other exception for the end of the run and write it down as its result.
             raise SystemExit(1) from error
