@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.needs import require
 from tests.support.project import PROJECT
-from tools import benchmarks, commands, recording, reference, scale
+from tools import benchmarks, commands, pictures, recording, reference, scale
 
 
 def test_configuration_reference_is_current() -> None:
@@ -68,7 +68,7 @@ def test_the_recording_types_what_readme_says() -> None:
     shown = re.sub(r"<[^>]+>", "", picture)
     for command, _ in recording.JOURNEY:
         assert command in typed
-        assert command.replace('"', "&quot;") in shown, "to record it again: python -m tools.recording"
+        assert command.replace('"', "&quot;") in shown, "to record it again: python -m tools.pictures recording"
 
 
 def test_the_pictures_need_nothing_else() -> None:
@@ -112,3 +112,12 @@ def test_the_files_that_design_names_exist() -> None:
     named = set(re.findall(r"`((?:trainer|tests|benchmarks|examples|docs|tools)/[\w./]+)`", text))
     assert len(named) > 40, "the twenty questions are answered by the names of files"
     assert [name for name in sorted(named) if not (PROJECT / name).exists()] == []
+
+
+def test_every_picture_is_drawn_by_the_script() -> None:
+    """One that is not would show old messages for good; one that no page shows is not worth its bytes."""
+    drawn = {name for _, names in pictures.PICTURES.values() for name in names}
+    kept = {path.name for path in (PROJECT / "docs").iterdir() if path.suffix in (".svg", ".png")}
+    assert kept == drawn
+    pages = "".join(path.read_text() for path in (PROJECT / "docs").glob("*.md"))
+    assert [name for name in sorted(kept) if f"({name})" not in pages] == []

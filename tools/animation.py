@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
+from tools.picture import wrapped
 from tools.terminal import Line
 
 ROWS = 24
@@ -64,7 +65,7 @@ class Film:
                 self.length += min((line.at - before) / FASTER, LONGEST_S)
                 before = line.at
                 self.clock.setdefault(int(real + line.at), self.length)
-                self.rows += [Row(self.length, text) for text in self._wrapped(Text.from_ansi(line.text))]
+                self.rows += [Row(self.length, text) for text in wrapped(Text.from_ansi(line.text), columns)]
             real += scene.took
         self.rows.append(Row(self.length, Text("$ ")))
         self.length += LAST_S
@@ -73,13 +74,9 @@ class Film:
         """Show the prompt, then each character."""
         first = self.length + THINK_S
         last = first + KEY_S * len(command)
-        (text,) = self._wrapped(Text.assemble("$ ", (command, "bold")))  # a command must fit into one row
+        (text,) = wrapped(Text.assemble("$ ", (command, "bold")), self.columns)  # a command must fit into one row
         self.rows.append(Row(self.length, text, (first, last)))
         self.length = last + 0.2
-
-    def _wrapped(self, text: Text) -> list[Text]:
-        text.expand_tabs(8)
-        return [text[at : at + self.columns] for at in range(0, max(1, len(text)), self.columns)]
 
 
 def animate(scenes: Sequence[Scene], columns: int) -> str:

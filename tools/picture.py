@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from tools.terminal import Line
 
-
-def picture(command: str, lines: Sequence[Line], columns: int) -> str:
-    """The picture of a terminal."""
+def picture(command: str, lines: Sequence[str], columns: int) -> str:
+    """The picture of a terminal: dark, so that it is legible on light and on dark pages."""
     console = Console(record=True, width=columns + 1, file=io.StringIO(), force_terminal=True)
-    console.print(Text(f"$ {command}"))
-    for line in lines:
-        console.print(Text.from_ansi(line.text))
+    for text in (Text(f"$ {command}"), *map(Text.from_ansi, lines)):
+        for row in wrapped(text, columns):
+            console.print(row, no_wrap=True)
     svg = console.export_svg(title="Laststep")
     # Load no fonts from the network; a viewer without these fonts uses its own.
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+
+
+def wrapped(text: Text, columns: int) -> list[Text]:
+    """The rows of a terminal that a line fills."""
+    text.expand_tabs(8)
+    return [text[at : at + columns] for at in range(0, max(1, len(text)), columns)]

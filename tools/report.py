@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
@@ -31,13 +32,13 @@ WIDTH, MAX_HEIGHT, MARGIN = 1100, 4000, 24  # pixels
 BUDGET_MS = 10_000
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--folder", type=Path, help="where the run is kept")
     parser.add_argument("--dark", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         if not (folder / "runs" / "digits").exists():

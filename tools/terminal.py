@@ -1,4 +1,4 @@
-"""Runs commands in a terminal of their own, and keeps each line that they print with its time."""
+"""Runs commands in a terminal of their own, and keeps each line that they print with its time, or their screen."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from pathlib import Path
 from termios import TIOCSWINSZ
 
 DEADLINE_S = 300.0  # no command of a recording takes longer
+# Codes of a terminal (ECMA-48): a code that is no colour, a line end or a return; one that moves; any of them.
+CONTROL = re.compile(r"(\x1b\[[0-9;?]*[A-Za-ln-z]|\n|\r)")
+MOVE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-ln-z])")
+CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass
@@ -25,6 +29,14 @@ class Line:
     text: str
 
 
+@dataclass
+class Shot:
+    """A command, and the lines of its screen, with their colours."""
+
+    command: str
+    lines: list[str]
+
+
 def watch(
     command: str, columns: int, cwd: Path, env: Mapping[str, str], until: re.Pattern[str] | None = None
 ) -> tuple[list[Line], float]:
@@ -32,12 +44,7 @@ def watch(
 
     Once a line matches `until`, Ctrl-C is typed. Raises TimeoutError with the output when the command does not end.
     """
-    pid, terminal = pty.fork()
-    if not pid:
-        os.chdir(cwd)
-        words = ["bash", "-c", command]
-        os.execvpe(words[0], words, {**env, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "24"})
-    ioctl(terminal, TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    pid, terminal = _start(command, (columns, 24), cwd, env)
     began, lines, rest, typed = time.monotonic(), [], b"", False
     while chunk := _read(terminal):
         at = time.monotonic() - began
@@ -47,12 +54,76 @@ def watch(
             os.write(terminal, b"\x03")
             typed = True
         if at > DEADLINE_S:
-            raise TimeoutError(f"{command} did not end within {DEADLINE_S:.0f} s:\n{_text(lines)}")
+            raise TimeoutError(
+                f"{command} did not end within {DEADLINE_S:.0f} s:\n" + "\n".join(line.text for line in lines)
+            )
     if rest.strip():
         lines.append(Line(time.monotonic() - began, rest.decode(errors="replace").rstrip("\r")))
     os.close(terminal)
     os.waitpid(pid, 0)
     return lines, time.monotonic() - began
+
+
+def photograph(
+    command: str, size: tuple[int, int], cwd: Path, env: Mapping[str, str], when: re.Pattern[str], end: str
+) -> Shot:
+    """Run a shell command in a terminal of (columns, rows); returns its screen as it is when that matches `when`.
+
+    Then the key `end` is pressed. Raises TimeoutError with the screen when that does not match.
+    """
+    pid, terminal = _start(command, size, cwd, env)
+    began, received, shot = time.monotonic(), b"", None
+    lines: list[str] = []
+    while chunk := _read(terminal):
+        received += chunk
+        lines = screen(received.decode(errors="replace"))
+        if shot is None and when.search(CODE.sub("", "\n".join(lines))):
+            shot = Shot(command, lines)
+            os.write(terminal, end.encode())
+        if time.monotonic() > began + DEADLINE_S:
+            break
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    if shot is None:
+        raise TimeoutError(f"{command} did not show {when.pattern} within {DEADLINE_S:.0f} s:\n" + "\n".join(lines))
+    return shot
+
+
+def screen(received: str) -> list[str]:
+    """The lines of a terminal that has received this text, with their colours.
+
+    Good enough for rich: it moves the cursor up by lines, home, and to the start of a line, and draws whole lines.
+    """
+    lines, row, returned = [""], 0, False
+    for part in filter(None, CONTROL.split(received.replace("\r\n", "\n"))):
+        move = MOVE.fullmatch(part)
+        if part == "\n":
+            row, returned = row + 1, False
+            lines += [""] * (row == len(lines))
+        elif part == "\r":
+            returned = True
+        elif move is None:
+            lines[row] = part if returned else lines[row] + part
+            returned = False
+        elif move[2] == "A":
+            row = max(0, row - int(move[1] or 1))
+        elif move[2] == "K":
+            lines[row] = ""
+        elif move[2] == "H":
+            lines, row = [""], 0
+    return lines
+
+
+def _start(command: str, size: tuple[int, int], cwd: Path, env: Mapping[str, str]) -> tuple[int, int]:
+    """The pid of a shell command, and the terminal of (columns, rows) that it runs in."""
+    columns, rows = size
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(cwd)
+        words = ["bash", "-c", command]
+        os.execvpe(words[0], words, {**env, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(rows)})
+    ioctl(terminal, TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    return pid, terminal
 
 
 def _read(terminal: int) -> bytes:
@@ -63,7 +134,3 @@ def _read(terminal: int) -> bytes:
         return os.read(terminal, 65536)
     except OSError:  # EIO: the command has ended
         return b""
-
-
-def _text(lines: list[Line]) -> str:
-    return "\n".join(line.text for line in lines)

@@ -23,6 +23,7 @@ from trainer.records.attempts import begin_attempt, end_attempt
 from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.slurm import TAG_VARIABLE
+from trainer.world.watchdog import Retry
 from trainer.world.world import World
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n2"), local_size=1, nodes=2)
@@ -112,8 +113,8 @@ def test_a_rank_recorded_that_the_run_continues(run: RunDir, slurm: Slurm) -> No
     assert slurm.requeues == 1 and ends(run) == [("preempted", True)]
 
 
-@pytest.mark.parametrize(("reason", "retry"), [("cancelled", True), ("finished", True), ("failed", False)])
-def test_ends_for_good(run: RunDir, slurm: Slurm, reason: Reason, retry: bool) -> None:
+@pytest.mark.parametrize(("reason", "retry"), [("cancelled", "yes"), ("finished", "yes"), ("failed", "no")])
+def test_ends_for_good(run: RunDir, slurm: Slurm, reason: Reason, retry: Retry) -> None:
     """A run that is over, or would fail the same way, is not requeued, and Slurm is not even asked."""
     end_attempt(run, begin(run), LAUNCH, reason, 1, 1, retry=retry)
     slurm.job = None

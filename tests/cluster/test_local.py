@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import begin, end
+from tests.support.forked import forked_python
 from tests.support.photos import make_folder
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint, reasons
@@ -192,6 +194,7 @@ def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None
     here = Terminal(tmp_path / "runs", PYTHONPATH=str(tmp_path))
     said = here.types("--local", "--name", "empty", "task=empty_task.Empty", status=2)
     assert "error: task=empty_task.Empty: empty" in said and "Traceback" not in said
+    assert said.count("empty_task.Empty: empty") == 1, "the log need not say it too"
 
 
 def test_a_users_error_is_shown_once(terminal: Terminal) -> None:
@@ -201,6 +204,17 @@ def test_a_users_error_is_shown_once(terminal: Terminal) -> None:
     lines = said.splitlines()
     (begins,) = (number for number, line in enumerate(lines) if line.startswith("Traceback"))
     assert "tests/support/faulty_tasks.py" in lines[begins + 1], said
+
+
+def test_a_users_error_is_shown_once_by_one_process(tmp_path: Path) -> None:
+    """Its log is on the terminal, and Python would print the error there again."""
+    (tmp_path / "wrong.py").write_text(
+        "import trainer\nclass Wrong(trainer.Task):\n    def datasets(self):\n        raise ValueError('no luck')\n"
+    )
+    words = ["-m", "trainer", "--name", "wrong", "task=wrong.Wrong", f"launch.root={tmp_path / 'runs'}"]
+    process = begin(tmp_path, [forked_python(), *words], {"PYTHONPATH": f"{PROJECT}:{tmp_path}"})
+    said = "".join(end(process, 1))
+    assert said.count("ValueError: no luck") == 1 and said.count("Traceback") == 1, said
 
 
 def test_only_one_attempt_at_a_time(terminal: Terminal) -> None:

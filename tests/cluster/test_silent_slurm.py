@@ -43,10 +43,15 @@ def run(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> RunDir:
         (["resume", "mine"], 2, "squeue does not answer, so a job of this run may still be alive"),
         (["resume", "mine", "--local"], 2, "train here: python launch.py resume mine --local --force"),
         (["logs", "mine"], 0, ""),
+        (["--name", "another"], 2, "error: Slurm does not answer (scontrol ping); try again later, or add --local"),
+        (["--name", "another", "--follow", "launch.grace_s=30"], 2, "Slurm does not answer (scontrol ping)"),
+        (["sweep", "--name", "scan", "seed=0,1"], 2, "Slurm does not answer (scontrol ping)"),
+        (["--name", "another", "--dry-run"], 0, "#SBATCH"),
     ],
 )
 def test_answers_soon(run: RunDir, words: list[str], status: int, says: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Within 2 s, but for the time that a machine under test takes to run the command itself."""
+    """Within 2 s, but for the time that a machine under test takes to run the command itself. sbatch alone would
+    say nothing for a minute."""
     began = time.monotonic()
     assert main(words) == status
     assert time.monotonic() - began < 2 * 2

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.project import PROJECT
 from tests.support.ranks import reasons
 from tests.support.terminal import LONG, ranks_of
@@ -50,11 +52,24 @@ if __name__ == "__main__":
 """
 
 
-def test_one_rank_refuses(tmp_path: Path) -> None:
+# A kernel that takes its time between closing the files of a process and letting its parent know that it has ended.
+SLOW_KERNEL = """
+from multiprocessing.popen_fork import Popen
+poll = Popen.poll
+
+def late(self, flag=os.WNOHANG):
+    return None if flag == os.WNOHANG and self.returncode is None else poll(self, flag)
+
+Popen.poll = late
+"""
+
+
+@pytest.mark.parametrize("kernel", ["", SLOW_KERNEL], ids=["quick kernel", "slow kernel"])
+def test_one_rank_refuses(tmp_path: Path, kernel: str) -> None:
     """What only rank 0 can check, such as a folder that it downloads into, is refused at once: the other ranks wait for
     it, and have nothing to save."""
     script = tmp_path / "refusing.py"
-    script.write_text(REFUSING)
+    script.write_text(REFUSING.replace("\ndef work", f"{kernel}\ndef work"))
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "refused: data.root=x: is not a folder\n", "")

@@ -28,6 +28,7 @@ SLOW = (
     "cluster/test_spawn",
     "commands/test_completion",
     "commands/test_init.py::test_trains",
+    "commands/test_tensorboard.py::test_runs_have_their_names",
     "doctor/test_hello",
     "faults/test_faults",
     "gpu/",

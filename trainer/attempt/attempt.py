@@ -22,6 +22,7 @@ from trainer.attempt.state import AttemptState
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.observe.startup import StartupTimer
+from trainer.records.attempt_record import AttemptRecord
 from trainer.records.attempts import begin_attempt, find_record
 from trainer.rundir import RunDir
 from trainer.say import say
@@ -163,7 +164,7 @@ class Attempt:
         details = str(error) if one_line else user_error.describe(error)
         # This error is the same on every rank, and names the ranks at fault.
         text = details if isinstance(error, MixedDevices) else f"{rank} failed:\n{details}"
-        if not (one_line or world.in_users_program):
+        if not one_line and (user_error.main_is_ours or not world.in_users_program):
             user_error.silence(error)
         if state.group is None:  # no other rank can be reached; they notice when they try to meet
             self._watchdog.close()
@@ -173,28 +174,35 @@ class Attempt:
                 say(text)
             print_hint(state, text)
         else:
-            self._end_with_others(error, rank, text)
-            record = find_record(self._run_dir, state.world)
+            record = self._end_with_others(error, rank, text)
         if record is not None and record["requeue"]:
             # submitit would take any other exception for the end of the run and write it down as its result.
             raise SystemExit(1) from error
 
-    def _end_with_others(self, error: Exception, rank: str, text: str) -> None:
-        """Report the error of this rank's main thread to the other ranks, and wait until the attempt has ended."""
+    def _end_with_others(self, error: Exception, rank: str, text: str) -> AttemptRecord | None:
+        """Report the error of this rank's main thread to the other ranks, and wait until the attempt has ended.
+
+        Returns the record of the attempt.
+        """
         from trainer.world.group import is_peer_loss  # imports torch
 
+        printed_in_main = isinstance(error, ConfigError) and user_error.main_is_ours
         self._end_by_fault.main_thread_failed()
         if is_peer_loss(error):
             text = text.replace(" failed:", " lost contact:", 1)
             fault = Fault("failed", f"{rank} lost contact: {error}", cause=False)
         else:
             fault = Fault("failed", text, retry=self._may_pass(error))
-            self._end_by_fault.set_own_failure(fault)
+            self._end_by_fault.set_own_failure(fault, to_say=not printed_in_main)
         self._watchdog.report(fault)
         self._end_by_fault.wait()
-        if not (fault.cause and self._end_by_fault.is_about(fault)):
+        if not printed_in_main and not (fault.cause and self._end_by_fault.is_about(fault)):
             say(text)
         run_for(CLOSE_S, self._closing.close)  # in a thread: the store may no longer answer
+        record = find_record(self._run_dir, self._state.world)
+        if printed_in_main and record is not None and record["requeue"]:  # then the process ends without a message
+            say(text)
+        return record
 
     def _may_pass(self, error: Exception) -> Retry:
         """Whether an error of this rank's main thread may be gone at the next attempt."""

@@ -50,6 +50,7 @@ class EndByFault:
         self._grace = grace
         self._fault: Fault | None = None
         self._own_failure: Fault | None = None
+        self._says_own = True
         self._main_thread_failed = threading.Event()
         self._done = threading.Event()
         self._checks = 0
@@ -58,9 +59,10 @@ class EndByFault:
         """The main thread has left its step for good: an update that it had begun will not be completed."""
         self._main_thread_failed.set()
 
-    def set_own_failure(self, fault: Fault) -> None:
-        """This rank itself failed. Call before the fault is reported: the record of the attempt names its cause."""
-        self._own_failure = fault
+    def set_own_failure(self, fault: Fault, to_say: bool) -> None:
+        """This rank itself failed. Call before the fault is reported: the record of the attempt names its cause, and
+        so does the log if it is `to_say`."""
+        self._own_failure, self._says_own = fault, to_say
 
     def is_about(self, fault: Fault) -> bool:
         """Whether this fault, not an earlier one, ends the attempt; then it is in the log. Call after `wait`."""
@@ -120,7 +122,8 @@ class EndByFault:
         state = self._state
         own = fault is self._own_failure
         # Rank 0's log, which is on the terminal, has every error in full; the others have their own.
-        say(fault.text if own or not state.world.rank else _in_one_line(fault.text))
+        if self._says_own or not own:
+            say(fault.text if own or not state.world.rank else _in_one_line(fault.text))
         if fault.reason in ("hung", "signal"):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         here = Survivor(state.world.rank, self._frozen_step(), self._own_failure)

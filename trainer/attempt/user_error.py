@@ -11,6 +11,9 @@ from types import TracebackType
 LASTSTEP = Path(__file__).resolve().parent.parent
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 MOST_CHARACTERS = 20_000
+# Whether the main function of this process is ours (`python -m trainer`, --debug). It prints a ConfigError as
+# one line, which the log need not have too.
+main_is_ours = False
 
 
 def describe(error: BaseException) -> str:

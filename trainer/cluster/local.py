@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer import say
+from trainer.attempt import user_error
 from trainer.cluster import code_origin, run_folders
 from trainer.cluster.live_log import LiveLog
 from trainer.cluster.spawn import GRACE_S, REFUSED_S
@@ -105,14 +105,15 @@ def run_debug(config: Config) -> int:
     run_folders.record_submission(run, detect_world().job_id)
     os.chdir(folder)
     sys.path.append(str(folder))
+    user_error.main_is_ours = True
     try:
         Trainer(config)()
     except ConfigError:
         raise
-    except Exception:
+    except Exception as error:
         import pdb  # here, because it would slow down every other command
 
-        traceback.print_exc()
+        sys.excepthook(type(error), error, error.__traceback__)  # unless it is in the log above already
         signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C belongs to the debugger from here on
         pdb.post_mortem()
         return 1

@@ -15,7 +15,7 @@ from trainer.data.catalog import DATA_ARGS, DATASETS, FLAGS
 from trainer.optim.names import check_optimizer
 from trainer.say import counted
 from trainer.tasks.models import check_model_name
-from trainer.world.slurm import SlurmError, check_conf, show_partitions
+from trainer.world.slurm import SlurmError, check_conf, is_silent, show_partitions
 
 WITHOUT_SLURM = "add --local to train here, or try a throwaway Slurm with `make slurm`"
 
@@ -49,13 +49,15 @@ def check_names(config: Config, search: Sequence[Path] = ()) -> None:
 
 
 def check_slurm() -> None:
-    """Check that Slurm's commands are installed here and find their configuration. Raises ConfigError."""
+    """Check that Slurm's commands are here, find their configuration, and get an answer. Raises ConfigError."""
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise ConfigError(f"no Slurm on this machine (sbatch not found): {WITHOUT_SLURM}")
     try:
         check_conf()
     except SlurmError as error:
         raise ConfigError(str(error)) from None
+    if is_silent():
+        raise ConfigError("Slurm does not answer (scontrol ping); try again later, or add --local to train here")
 
 
 def check_local(config: Config) -> None:

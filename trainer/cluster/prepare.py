@@ -15,7 +15,7 @@ from trainer.cluster import machine_checks, run_folders
 from trainer.cluster.weights_source import check_weights, with_absolute_weights
 from trainer.config.config import Config
 from trainer.config.gpus import without_gpus
-from trainer.world.slurm import kill_wait_s
+from trainer.world.slurm import is_silent, kill_wait_s
 
 
 class Way(enum.Enum):
@@ -43,7 +43,7 @@ def prepare(config: Config, way: Way, stem: str = "run", search: Sequence[Path] 
     """
     config = run_folders.with_root_and_name(_fit(config, way), stem)
     _check(config, way, search)
-    return with_absolute_weights(config)
+    return _with_grace(with_absolute_weights(config), way)
 
 
 def prepare_new(config: Config, way: Way, stem: str = "run") -> Config:
@@ -52,18 +52,25 @@ def prepare_new(config: Config, way: Way, stem: str = "run") -> Config:
     run_folders.check_name_is_free(config)
     _check(config, way)  # before data.root is made absolute: the messages show it as it was typed
     check_weights(config)
-    return run_folders.with_absolute_data(with_absolute_weights(config))
+    return _with_grace(run_folders.with_absolute_data(with_absolute_weights(config)), way)
 
 
 def _fit(config: Config, way: Way) -> Config:
-    """--debug overrides the configuration with one process; a job without a grace time gets that of its cluster."""
+    """--debug overrides the configuration with one process."""
+    if way is not Way.DEBUG:
+        return config
     launch = config.launch
-    if way is Way.DEBUG:
-        gpus, slurm = min(1, launch.gpus), without_gpus(launch.slurm)
-        launch = dataclasses.replace(launch, nodes=1, tasks_per_node=None, gpus_per_node=gpus, slurm=slurm)
-    elif way in (Way.SLURM, Way.FOLLOW, Way.DRY_RUN) and launch.grace_s is None:
-        launch = dataclasses.replace(launch, grace_s=kill_wait_s())
+    gpus, slurm = min(1, launch.gpus), without_gpus(launch.slurm)
+    launch = dataclasses.replace(launch, nodes=1, tasks_per_node=None, gpus_per_node=gpus, slurm=slurm)
     return dataclasses.replace(config, launch=launch)
+
+
+def _with_grace(config: Config, way: Way) -> Config:
+    """A job without a grace time gets that of its cluster."""
+    on_slurm = way in (Way.SLURM, Way.FOLLOW, Way.DRY_RUN)
+    if not on_slurm or config.launch.grace_s is not None or is_silent():
+        return config
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, grace_s=kill_wait_s()))
 
 
 def _check(config: Config, way: Way, search: Sequence[Path] = ()) -> None:
@@ -77,5 +84,4 @@ def _check(config: Config, way: Way, search: Sequence[Path] = ()) -> None:
         machine_checks.check_submission(config)
     if way in (Way.SLURM, Way.FOLLOW):
         machine_checks.check_slurm()
-        if config.launch.grace_s is not None:  # else Slurm does not answer
-            machine_checks.check_partition(config.launch)
+        machine_checks.check_partition(config.launch)

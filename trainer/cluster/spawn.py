@@ -63,7 +63,10 @@ def spawn(ranks: int, work: Callable[[], int]) -> int:
     try:
         done = False
         while not done:
-            wait(list(context.sentinels))  # until a rank ends
+            ended = wait(list(context.sentinels))
+            for process in context.processes:
+                if process.sentinel in ended:
+                    process.join()  # its pipe is closed a moment before its exit status is known
             if refusal := _refusal(context):
                 _kill_after(REFUSED_S, context)
                 raise ConfigError(refusal)

@@ -34,6 +34,8 @@ NO_RUN = "name the run, or its folder"
 class Parser(argparse.ArgumentParser):
     """argparse, with one line for what is wrong."""
 
+    passes_on = False  # whether the words after `--` are options of another program
+
     def __init__(self, prog: str, description: str, epilog: str = "") -> None:
         super().__init__(
             prog=prog,

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.attempt import user_error
 from trainer.attempt.finished import finish_of
 from trainer.cluster import run_config, run_folders
 from trainer.cluster.prepare import Way, prepare
@@ -19,7 +20,7 @@ from trainer.config.config import Config, find_config
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import fields_of
 from trainer.rundir import RunDir
-from trainer.say import say
+from trainer.say import command, say
 from trainer.trainer import Trainer
 from trainer.world.launchers import detect_world
 from trainer.world.signals import die_with_parent
@@ -36,7 +37,7 @@ To continue a run, repeat the command with the same name. Without --name, the
 name is made from the configuration's name and the job id.
 `python -m trainer hello` tests in seconds whether the ranks find each other.
 
-Any key=value sets a configuration key; docs/configuration.md lists them all.
+Any key=value sets a configuration key; `{command} --dry-run` prints them all.
 launch.nodes and its like are for launch.py only: here the launcher decides how
 many ranks there are.
 """
@@ -46,7 +47,9 @@ def main(words: Sequence[str]) -> int:
     """Train in this process; returns the exit status, unless a stop's SystemExit carries it. Raises ConfigError."""
     if words[:1] == ["hello"]:
         return hello.main(words[1:])
-    parser = Parser("python -m trainer", "One rank of a run, under any launcher.", EPILOG)
+    parser = Parser(
+        "python -m trainer", "One rank of a run, under any launcher.", EPILOG.replace("{command}", command())
+    )
     add_config(parser)
     parser.add_argument("--name", metavar="RUN", help="name of the run; an existing one is continued (launch.name)")
     parser.add_argument("--spawn", type=int, metavar="N", help="start N ranks on this machine")
@@ -107,6 +110,7 @@ def _rank(config: Config, run: RunDir, world: World) -> int:
     elif world.rank == 0 and finish_of(run, config) is None:
         name = {"job_name": os.environ["SLURM_JOB_NAME"]} if "SLURM_JOB_NAME" in os.environ else {}
         run_folders.record_submission(run, world.job_id, **name)
+    user_error.main_is_ours = True
     Trainer(config)()
     return 0
 

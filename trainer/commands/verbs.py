@@ -57,7 +57,10 @@ class Verb:
 
     def run(self, words: Sequence[str]) -> int:
         """Parse the words after the verb and run it; returns the exit status. Raises ConfigError."""
-        args = self.parser().parse_intermixed_args(words)
+        parser = self.parser()
+        own, passed_on = _at_separator(words) if parser.passes_on else (words, [])
+        args = parser.parse_intermixed_args(own)
+        args.passed_on = passed_on
         for word in getattr(args, "overrides", ()):
             if "=" not in word:
                 self._refuse(word, takes_run=hasattr(args, "run"))
@@ -88,11 +91,18 @@ VERBS = {
         Verb("export", "export RUN OUT", "write a run's weights to a .safetensors or .pt file"),
         Verb("evaluate", "evaluate RUN", "validate a checkpoint again, on the same or on other data"),
         Verb("report", "report RUN [...]", "write the curves and attempts of runs to an HTML page"),
+        Verb("tensorboard", "tensorboard", "show the curves of all runs, or of these, in TensorBoard"),
         Verb("doctor", "doctor", "check this cluster for anything that could break a run"),
         Verb("completion", "completion SHELL", "print a script that lets the Tab key complete all this"),
         Verb("help", "help [VERB]", "print this help, or that of a verb"),
     )
 }
+
+
+def _at_separator(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The words before `--`, and those after it."""
+    at = [*words, "--"].index("--")
+    return words[:at], words[at + 1 :]
 
 
 def verb_list() -> str:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping
 
 DEFAULT_KILL_WAIT_S = 30  # seconds from SIGTERM to SIGKILL unless slurm.conf says otherwise (KillWait)
+PING_S = 2.0
 NEVER = float("inf")
 Job = Mapping[str, str]  # the fields of `scontrol show job`
 # Slurm's job ids begin anew after a controller lost its state. So the comment of each job that Laststep submits has a
@@ -73,6 +74,16 @@ def kill_wait_s() -> int | None:
         found = re.search(r"^KillWait\s*=\s*(\d+) sec", scontrol("show", "config"), re.MULTILINE)
         return int(found[1]) if found else None
     return None
+
+
+def is_silent() -> bool:
+    """Whether Slurm's controller leaves a ping unanswered. A busy one answers it at once."""
+    with contextlib.suppress(OSError):
+        try:
+            subprocess.run(["scontrol", "ping"], capture_output=True, timeout=PING_S)
+        except subprocess.TimeoutExpired:
+            return True
+    return False
 
 
 def is_job_id(text: str) -> bool:
