@@ -44,6 +44,7 @@ from torch import Tensor
 
 from trainer.checkpoint.pack import ALIGNMENT, Packed, serialized_structure
 from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, Manifest, fsync, shard_name
+from trainer.world.seal import with_prefix
 
 # Bytes hashed and written at a time. `close` can interrupt a write after each of them, and `save_alone` needs a buffer
 # of this size instead of one as large as the state.
@@ -92,9 +93,10 @@ class CheckpointWriter:
         self.missing_ranks: list[int] = []  # on rank 0, while it waits: the ranks that have not reported yet
         self._store, self._rank, self._size, self._device = store, rank, size, device
         # A TCPStore client serves one caller at a time, so the thread needs its own connection.
-        self._keys = dist.PrefixStore("save", keys.clone())
+        self._keys = with_prefix("save", keys.clone())
         if rank == 0:
             self._keys.set("token", secrets.token_hex(4))
+        self._token = ""
         self._number = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._jobs: SimpleQueue[_SaveJob | None] = SimpleQueue()
@@ -160,7 +162,8 @@ class CheckpointWriter:
         """One save, from this rank's shard to the result that holds for all ranks."""
         error: CheckpointError | None
         try:
-            tag = f"{self._await_key('token')}-{job.number}"
+            self._token = self._token or self._await_key("token")
+            tag = f"{self._token}-{job.number}"
             self._write_part(job, tag)
             if self._rank == 0:
                 self._keys.set(f"{job.number}/result", self._commit(job, tag))

@@ -58,7 +58,8 @@ def _hello(config: Config, show_variables: bool) -> int:
 
     def clean_up() -> None:
         if world.rank == 0:
-            meeting.unlink(missing_ok=True)
+            for file in (meeting, meeting.with_suffix(".key")):
+                file.unlink(missing_ok=True)
             if made_root:
                 with contextlib.suppress(OSError):  # another command uses it now
                     root.rmdir()

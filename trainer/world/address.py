@@ -24,6 +24,7 @@ from trainer.world.world import MeetingError, World, hostname
 POLL_S = 0.05
 CONNECT_S = 3.0  # a firewall that drops packets gives no answer at all
 ANSWER_S = 10.0
+PORT_OF_NOTHING = 9  # "discard"; nothing is sent there
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of a network interface
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -78,7 +79,7 @@ def connect_to_store(
         return connection._replace(store=dist.PrefixStore(f"laststep/{world.attempt}", connection.store))
     _check_host(world, host, source)
     if world.rank == 0:
-        return StoreConnection(_serve(world, port, timeout, source), f"{host}:{port}")
+        return StoreConnection(_serve(world, _named_address(world, host), port, timeout, source), f"{host}:{port}")
     return _connect(world, lambda: ([host], port), timeout, source)
 
 
@@ -149,11 +150,9 @@ def _unresolved(host: str) -> str:
 
 def _serve_and_publish(world: World, purpose: str, file: Path, timeout: timedelta) -> StoreConnection:
     """Rank 0: serve the store at any free port, and write its address into `file`."""
-    store = _serve(world, 0, timeout, str(file))
-    hosts = [hostname(), *(address for _, address in interfaces())]
-    if world.nodes == 1:
-        # The host name of a laptop or a container often does not resolve; localhost always does.
-        hosts.insert(0, "localhost")
+    address = _meeting_address(world)
+    store = _serve(world, address, 0, timeout, str(file))
+    hosts = [address] if address else [hostname(), *(address for _, address in interfaces())]
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps({"purpose": purpose, "places": hosts, "port": store.port}))
@@ -177,24 +176,64 @@ def _read_address(file: Path, purpose: str) -> tuple[Sequence[str], int]:
     return sorted(hosts, key=lambda host: host in local), port
 
 
-def _serve(world: World, port: int, timeout: timedelta, source: str) -> dist.TCPStore:
-    """Rank 0: bind the port (0: any free one) and serve the store there.
+def _meeting_address(world: World) -> str:
+    """The one address of this host, rank 0's, at which the other ranks reach it; empty if that is not certain."""
+    if _on_one_host(world):
+        return "127.0.0.1"
+    addresses = [address for _, address in interfaces()]
+    others = [host for host in world.hosts if host not in ("", world.hosts[0])][:1]
+    # Where names do not resolve: srun's address. It is this host's own, or that of another host of the cluster.
+    for host in (*others, os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")):
+        if host and (address := _address_towards(host)) in addresses:
+            return address
+    return addresses[0] if len(addresses) == 1 else ""
+
+
+def _on_one_host(world: World) -> bool:
+    """Whether all ranks are certainly on this host: torch's own variables need not say how many nodes there are."""
+    return world.nodes == 1 and (world.launcher != "env" or "LOCAL_WORLD_SIZE" in os.environ)
+
+
+def _address_towards(host: str) -> str:
+    """The address of this host that packets to another host carry; empty if its name does not resolve."""
+    with contextlib.suppress(OSError, UnicodeError):
+        family, kind, protocol, _, place = socket.getaddrinfo(host, PORT_OF_NOTHING, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as unsent:
+            unsent.connect(place)
+            return str(unsent.getsockname()[0])
+    return ""
+
+
+def _named_address(world: World, host: str) -> str:
+    """The one address of this host that `host`, the user's name for it, stands for; empty if that is not certain.
+
+    On Debian a host's own name resolves to 127.0.1.1 there, and to another address elsewhere.
+    """
+    with contextlib.suppress(OSError):
+        found = {str(place[0]) for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        usable = found if _on_one_host(world) else found & {address for _, address in interfaces()}
+        if host in LOOPBACK or len(found) == 1 == len(usable):
+            return min(found)
+    return ""
+
+
+def _serve(world: World, address: str, port: int, timeout: timedelta, source: str) -> dist.TCPStore:
+    """Rank 0: bind the port (0: any free one) of this address (empty: of every one) and serve the store there.
 
     The store takes over the bound socket, so no other process can take the port in between.
     """
-    dual_stack = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual_stack else socket.AF_INET
+    dual_stack = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack or ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server(("", port), family=family, backlog=2048, dualstack_ipv6=dual_stack)
+        listener = socket.create_server((address, port), family=family, backlog=2048, dualstack_ipv6=dual_stack)
     except OSError as error:
         raise ConfigError(
             f"{source}: port {port} on {hostname()}: {error.strerror}; choose another port, or remove this setting: "
             "rank 0 then takes a free one"
         ) from None
     port = listener.getsockname()[1]
-    return dist.TCPStore(
-        "localhost", port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    host, descriptor = address or "localhost", listener.detach()
+    return dist.TCPStore(host, port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def _connect(

@@ -22,6 +22,7 @@ from torch import Tensor
 from trainer.config.errors import ConfigError
 from trainer.say import say
 from trainer.world.address import connect_to_store, use_interface
+from trainer.world.seal import Seal, SealedStore
 from trainer.world.world import MeetingError, MixedDevices, World, hostname
 
 # The nodes of one job start seconds apart, on a busy cluster up to a minute (a slow prolog, a cold file system). So the
@@ -64,7 +65,8 @@ class Registration(TypedDict):
 class Group:
     """The ranks of one attempt and the store that rank 0 serves at `address`. Call `connect` before any collective.
 
-    A world of one rank creates no process group; its collectives return at once.
+    A world of one rank creates no process group; its collectives return at once. Only torch itself uses the store
+    without the attempt's `seal`. Rank 0 removes `meeting_files` once all ranks have met.
     """
 
     def __init__(
@@ -74,14 +76,17 @@ class Group:
         device: torch.device,
         backend: str = "",
         address: str = "",
-        address_file: Path | None = None,
+        seal: Seal | None = None,
+        meeting_files: Sequence[Path] = (),
     ) -> None:
         self.world = world
-        self.store = store
+        self.seal = seal or Seal()
+        self.store = SealedStore(store, self.seal)
+        self._unsealed_store = store
         self.device = device
         self.backend = backend
         self.address = address
-        self._address_file = address_file
+        self._meeting_files = meeting_files
         self._barriers = 0
 
     def connect(self, timeout_s: float) -> None:
@@ -94,8 +99,8 @@ class Group:
             return
         # Before the collectives: NCCL would wait in C and name no rank.
         registered = self._wait_for_all_ranks(meeting_timeout(timeout_s))
-        if self._address_file is not None:
-            self._address_file.unlink(missing_ok=True)
+        for file in self._meeting_files:
+            file.unlink(missing_ok=True)
         self._check_devices(registered)
         hosts = tuple(rank["host"] for rank in registered)
         nodes = list(dict.fromkeys(hosts))
@@ -134,7 +139,7 @@ class Group:
     def _init_process_group(self, timeout: timedelta) -> None:
         dist.init_process_group(
             self.backend,
-            store=dist.PrefixStore("collectives", self.store),
+            store=dist.PrefixStore("collectives", self._unsealed_store),
             rank=self.world.rank,
             world_size=self.world.size,
             timeout=timeout,
@@ -152,8 +157,8 @@ class Group:
 
         try:
             with _log_if_slow(missing) if self.world.rank == 0 else contextlib.nullcontext():
-                self.store.wait(keys, timeout)
-            return [json.loads(registration) for registration in self.store.multi_get(keys)]
+                self.store.set_timeout(timeout)
+                return [json.loads(registration) for registration in self.store.multi_get(keys)]
         except dist.DistError as error:
             why = f"rank 0 on {self.world.host_of(0)} is gone: {_first_line(error)}"
         with contextlib.suppress(dist.DistError):
@@ -203,10 +208,16 @@ class Group:
         Raises torch.distributed.DistError after the timeout.
         """
         self._barriers += 1
-        key = f"barrier/{self._barriers}"
-        if self.store.add(key, 1) == self.world.size:
-            self.store.set(f"{key}/open", "")
-        self.store.wait([f"{key}/open"], timedelta(seconds=timeout_s))
+        self._barrier(f"barrier/{self._barriers}", timedelta(seconds=timeout_s))
+
+    def _barrier(self, name: str, timeout: timedelta) -> None:
+        """Rank 0 waits for all ranks, the others for rank 0. A counter would do, but it cannot be sealed."""
+        self.store.set(f"{name}/{self.world.rank}", "")
+        if self.world.rank == 0:
+            self.store.wait([f"{name}/{rank}" for rank in range(self.world.size)], timeout)
+            self.store.set(f"{name}/open", "")
+        else:
+            self.store.wait([f"{name}/open"], timeout)
 
     def node_by_node(self, work: Callable[[], None]) -> None:
         """Call `work` on one rank of each node, one node after another: downloads never race, even on a shared disk."""
@@ -221,9 +232,7 @@ class Group:
         A rank that disconnected earlier could cut off a peer that is still reading from it.
         """
         with contextlib.suppress(dist.DistError):
-            if self.store.add("closing", 1) == self.world.size:
-                self.store.set("closing/all", "")
-            self.store.wait(["closing/all"], timedelta(seconds=CLOSE_S))
+            self._barrier("closing", timedelta(seconds=CLOSE_S))
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -242,7 +251,8 @@ def register_rank(
     As in `torch.distributed.init_process_group`, `init_method` says where rank 0 is found: `tcp://HOST:PORT`, `env://`
     (MASTER_ADDR and MASTER_PORT), or `file://PATH`, a file in which rank 0 publishes the free port that it took and
     every address of its host. The default is env:// where both variables are set, else file:// with `address_file`,
-    which belongs to this attempt alone.
+    which belongs to this attempt alone. Beside it, and so on a disk that all ranks share, rank 0 leaves the secret of
+    the attempt's seal.
 
     Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right, or when
     another job or another process with the same rank is there.
@@ -251,9 +261,13 @@ def register_rank(
         return Group(world, dist.HashStore(), device, backend)
     _raise_open_files_limit()
     _shorten_name_lookups()
+    seal, secret = Seal(), secret_file(address_file)
+    if world.rank == 0:
+        seal.save(secret)
+    timeout = meeting_timeout(timeout_s)
     purpose = f"{address_file.parent.parent.name}, attempt {address_file.stem}, {world.size} ranks"
     with _log_if_slow(lambda: f"rank 0 on {world.host_of(0)}"):
-        met = connect_to_store(world, purpose, address_file, init_method, meeting_timeout(timeout_s))
+        met = connect_to_store(world, purpose, address_file, init_method, timeout)
     me = Registration(
         host=hostname(),
         pid=str(os.getpid()),
@@ -265,20 +279,44 @@ def register_rank(
     try:
         if world.rank == 0:
             met.store.set("purpose", purpose)
+            met.store.set("seal", seal.fingerprint)
         if (other := met.store.get("purpose").decode()) != purpose:
             raise ConfigError(
                 f"{world}: two jobs use {met.address}: this one ({purpose}) and another ({other}); give each its own "
                 "port, or none"
             )
-        mine = json.dumps(me)
-        if (first := met.store.compare_set(_registration_key(world.rank), "", mine).decode()) != mine:
+        if world.rank:
+            seal = _load_seal(world, secret, met.store.get("seal").decode(), timeout)
+        mine, store = json.dumps(me), SealedStore(met.store, seal)
+        if (first := store.compare_set(_registration_key(world.rank), "", mine).decode()) != mine:
             places = " and ".join(f"process {one['pid']} on {one['host']}" for one in (json.loads(first), me))
             raise ConfigError(
                 f"{world}: two processes claim rank {world.rank}: {places}; give each process its own rank"
             )
     except dist.DistError as error:
         raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} is gone: {_first_line(error)}") from error
-    return Group(world, met.store, device, backend, met.address, met.address_file)
+    files = [file for file in (secret, met.address_file) if file is not None and world.rank == 0]
+    return Group(world, met.store, device, backend, met.address, seal, files)
+
+
+def secret_file(address_file: Path) -> Path:
+    """Where rank 0 leaves the secret of the attempt's seal until all ranks have read it."""
+    return address_file.with_suffix(".key")
+
+
+def _load_seal(world: World, file: Path, fingerprint: str, timeout: timedelta) -> Seal:
+    """The seal that rank 0 has made. Raises MeetingError when this host does not see it in time."""
+    try:
+        seal = Seal.load(file, fingerprint, timeout)
+        why = "does this host see its disk, or was this rank started twice?"
+    except OSError as error:
+        seal, why = None, str(error.strerror)
+    if seal is None:
+        raise MeetingError(
+            f"{world}: rank 0 on {world.host_of(0)} left this attempt's secret in {file}, which {hostname()} did not "
+            f"find within {timeout.seconds} s: {why}"
+        )
+    return seal
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ class Stop:
     def _agree(self) -> None:
         keys = [f"stop/tick/{rank}" for rank in range(self._world.size)]
         try:
-            self._waiting.wait(["stop/notice"], FOREVER)
+            self._waiting.set_timeout(FOREVER)
             number = int(self._waiting.get("stop/notice"))
             if not number:
                 return
@@ -94,7 +94,7 @@ class Stop:
             self._last_tick = -1
             self._waiting.set(f"stop/tick/{self._world.rank}", str(self.tick))
             self.signal, self.noticed_at = signal.Signals(number), time.monotonic()
-            self._waiting.wait(keys, timedelta(seconds=ANSWER_S))
+            self._waiting.set_timeout(timedelta(seconds=ANSWER_S))
             self._last_tick = max(int(tick) for tick in self._waiting.multi_get(keys))
         except dist.DistError as error:
             self._on_failure(self._missing(keys) or f"the ranks could not agree on where to stop: {error}")

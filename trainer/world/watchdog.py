@@ -203,7 +203,9 @@ class Watchdog:
 
     def _compare(self, beats: list[Beat]) -> None:
         """On rank 0: look for silent and stuck ranks in everyone's latest heartbeat."""
-        before, self._beats = self._beats or beats, beats
+        before = self._beats or beats
+        # An older one is a replay: somebody else's, to hide a hang.
+        beats = self._beats = [max(pair, key=lambda beat: beat.round) for pair in zip(before, beats)]
         for rank, (old, new) in enumerate(zip(before, beats)):
             self._silent_s[rank] = self._silent_s[rank] + BEAT_S if new.round == old.round else 0.0
         moved = any(new.progress != old.progress for old, new in zip(before, beats))
