@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._measure import DEADLINE_S, write_results
-from trainer.attempt.rescue import Survivor, find_survivors
+from trainer.attempt.rescue import Rescue, write_fields
+from trainer.attempt.rescue_plan import Holding, Survivor
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
@@ -105,7 +106,7 @@ def measure(store: int, clients: list[dist.Store], size: int, folder: Path, numb
         **taken,
         "comparing beats": _compare(stores, world),
         **_checkpoint(stores, size, folder / "checkpoints"),
-        "rescue": _rescue(folder / "rescue", size),
+        **_rescue(folder / "rescue", size),
         "logs": _logs(RunDir(folder / "run"), size),
     }
 
@@ -209,14 +210,22 @@ def _ended(savers: list[CheckpointWriter]) -> None:
             raise saver.error or TimeoutError(f"a save took {DEADLINE_S:.0f} s")
 
 
-def _rescue(folder: Path, size: int) -> float:
-    """The last survivor finds the others. In a real rescue every survivor does so, at about the same time."""
+def _rescue(folder: Path, size: int) -> dict[str, float]:
+    """A round of the leader, which reads the files of all other survivors, and one of another survivor."""
     folder.mkdir(parents=True)
-    for rank in range(size - 1):
-        (folder / f"rank_{rank}.json").write_text(json.dumps(asdict(Survivor(rank, 5000, None))))
-    began = time.perf_counter()
-    find_survivors(folder, Survivor(size - 1, 5000, None), size)
-    return time.perf_counter() - began
+    holding = Holding((5000, 0, False, False), STATE, saved=False)
+    for rank in range(1, size):
+        fields = asdict(Survivor(rank, began_step=True, beat=1, frozen=True, holding=holding))
+        write_fields(folder / f"rank_{rank}.json", fields)
+    leader, other = (Rescue(folder, rank, size, lambda: False) for rank in (0, 1))
+    taken = {}
+    for name, one in (("rescue: the leader", leader), ("rescue: another rank", other)):
+        one.sign_in(None, began_step=True)
+        one.announce(holding)
+        began = time.perf_counter()
+        one.round()
+        taken[name] = time.perf_counter() - began
+    return taken
 
 
 def _logs(run: RunDir, size: int) -> float:

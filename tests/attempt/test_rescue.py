@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -23,7 +24,8 @@ from tests.support.tasks import read_one_step_late
 from tests.support.worlds import a_world
 from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.grace import GracePeriod
-from trainer.attempt.rescue import Survivor, find_survivors
+from trainer.attempt.rescue import write_fields
+from trainer.attempt.rescue_plan import Holding, Survivor
 from trainer.attempt.state import AttemptState
 from trainer.commands.verify import inspect
 from trainer.records.attempts import begin_attempt
@@ -252,6 +254,7 @@ def a_rank(root: Path, name: str, rank: int) -> AttemptState:
     state = AttemptState(small, run, a_world(rank=rank, size=2), cast(Signals, SimpleNamespace(first=None)))
     state.loop = loop = Mock(name="loop")
     loop.position.step, loop.saves.saved.step, loop.saves.saving = 5, 3, None
+    loop.position.place = (5, 0, False, False)
     loop.progress.step_s.return_value = 0.1
     begin_attempt(run, state.world, 0)
     return state
@@ -264,17 +267,18 @@ def end_by_fault(state: AttemptState) -> Mock:
     return cast(Mock, state.loop)
 
 
-def test_a_rank_saves_only_what_it_knows_to_be_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best survivor dies in its turn. A rank whose own update was cut off must not save its memory under that
-    step instead: the checkpoint would be intact by every hash, and wrong."""
-    monkeypatch.setattr("trainer.attempt.rescue.TURN_S", 0.3)
+def test_a_rank_saves_only_what_it_knows_to_be_whole(root: Path) -> None:
+    """The best survivor dies before it has written anything. A rank whose own update was cut off must not save its
+    memory under that step instead: the checkpoint would be intact by every hash, and wrong."""
     state = a_rank(root, "torn", 1)
     cast(Mock, state.loop).freeze.return_value = False  # in the middle of the update of step 6
-    better = Survivor(rank=0, step=5, failure=None)
-    find_survivors(state.run_dir.rescues / state.world.attempt, better, size=1)
-    end_by_fault(state).save_alone.assert_not_called()
+    folder = state.run_dir.rescues / state.world.attempt
+    folder.mkdir(parents=True)
+    better = Survivor(rank=0, frozen=True, holding=Holding((5, 0, False, False), 64, saved=False))
+    write_fields(folder / "rank_0.json", asdict(better))
+    end_by_fault(state).frozen.assert_not_called()
     (record,) = read_lines(state.run_dir.attempts)
-    assert record["end_step"] == 3, "the steps after the newest checkpoint are lost, and said to be"
+    assert (record["end_step"], record["lost_steps"]) == (5, 2), "step 5 was done, step 3 is saved"
 
 
 def test_a_device_error_while_the_state_is_frozen(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -282,7 +286,7 @@ def test_a_device_error_while_the_state_is_frozen(root: Path, capfd: pytest.Capt
     would not be recorded, and say why it cannot save."""
     state = a_rank(root, "sticky", 0)
     cast(Mock, state.loop).freeze.side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
-    end_by_fault(state).save_alone.assert_not_called()
+    end_by_fault(state).frozen.assert_not_called()
     (record,) = read_lines(state.run_dir.attempts)
     assert (record["reason"], record["end_step"]) == ("failed", 3)
     assert "this rank cannot save its state" in capfd.readouterr().out

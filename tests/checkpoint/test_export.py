@@ -24,10 +24,11 @@ from tests.support.waiting import DEADLINE_S
 from trainer import compat
 from trainer.checkpoint import export
 from trainer.checkpoint.export import read_file, read_run, read_source, write
+from trainer.checkpoint.frozen import save_alone
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointStore, Manifest
 from trainer.checkpoint.weights import weights_sha256
-from trainer.checkpoint.writer import CheckpointInfo, save_alone
+from trainer.checkpoint.writer import CheckpointInfo
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 

@@ -28,10 +28,11 @@ from torch import Tensor
 
 from tests.support.disk import failing_at
 from tests.support.waiting import DEADLINE_S
+from trainer.checkpoint.frozen import save_alone
 from trainer.checkpoint.pack import Packed, load
 from trainer.checkpoint.store import CheckpointError, CheckpointStore, Manifest, shard_name
 from trainer.checkpoint.weights import weights_sha256
-from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter, save_alone
+from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
 CPU = torch.device("cpu")
 KEEP = (3, 0)  # keep_last, keep_best
@@ -371,8 +372,8 @@ class CountingStore(CheckpointStore):
 
     commits = 0
 
-    def commit(self, writing: Path, manifest: Manifest) -> Path:
-        path = super().commit(writing, manifest)
+    def commit(self, writing: Path, manifest: Manifest, replaces: bool = True) -> Path:
+        path = super().commit(writing, manifest, replaces)
         self.commits += 1
         return path
 

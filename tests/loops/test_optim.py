@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.support.worlds import a_world
+from trainer.checkpoint.frozen import save_alone
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo, save_alone
+from trainer.checkpoint.writer import CheckpointInfo
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.loops.learner import Learner

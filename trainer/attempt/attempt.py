@@ -14,10 +14,11 @@ import time
 from typing import TYPE_CHECKING
 
 from trainer.attempt import compiler, user_error
-from trainer.attempt.end_by_fault import EndByFault, run_for
+from trainer.attempt.deadline import Deadline, LastExit, run_for
+from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.ending import ending_by_signal, print_hint, record_end, requeue
 from trainer.attempt.grace import GracePeriod
-from trainer.attempt.rescue import any_survivor
+from trainer.attempt.rescue import has_begun
 from trainer.attempt.state import AttemptState
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
@@ -38,17 +39,24 @@ if TYPE_CHECKING:
 
 # How long the threads of a rank that failed may take to end.
 CLOSE_S = 10.0
+# How long the farewell may take, in which the ranks wait 10 s for each other and then disconnect: NCCL may hang there.
+FAREWELL_S = 15.0
 
 
 class Stopped(SystemExit):
     """The ranks stopped after the same step and saved it. Not an Exception, so that nothing takes it for a failure."""
 
     def __init__(self, number: signal.Signals, world: World) -> None:
-        # A shell reports "ended by this signal" as exit status 128 + number. But srun and mpirun take that status for a
-        # failure and end the other ranks, although rank 0 may still have to requeue the job, and torchrun would restart
-        # all ranks.
-        exits_0 = world.launcher == "torchrun" or (world.rank and world.launcher != "submitit-local")
-        super().__init__(0 if exits_0 else 128 + number)
+        super().__init__(status_after(number, world))
+
+
+def status_after(number: signal.Signals, world: World) -> int:
+    """The exit status of a rank that stopped in an orderly way."""
+    # A shell reports "ended by this signal" as exit status 128 + number. But srun and mpirun take that status for a
+    # failure and end the other ranks, although rank 0 may still have to requeue the job, and torchrun would restart
+    # all ranks.
+    exits_0 = world.launcher == "torchrun" or (world.rank and world.launcher != "submitit-local")
+    return 0 if exits_0 else 128 + number
 
 
 class Attempt:
@@ -65,13 +73,14 @@ class Attempt:
             world=lambda: self._state.world,
             ticks=lambda: self._state.ticks,
             check=self._end_by_fault.check,
-            others_gave_up=lambda: any_survivor(run_dir.rescues / world.attempt),
+            others_gave_up=lambda: has_begun(run_dir.rescues / world.attempt),
         )
         self._watchdog = Watchdog(probes, config.launch.hang_timeout_s, self._end_by_fault.run)
         # Ends the threads that use the store. One that returned from torch's C++ while Python shuts down would abort
         # the process (Python before 3.14).
         self._closing = contextlib.ExitStack()
         self._closing.callback(self._watchdog.close)
+        self._last_exit = None if world.in_users_program else LastExit()
 
     def run(self) -> dict[str, float]:
         """Train to the end and return the metrics of the last epoch.
@@ -104,7 +113,12 @@ class Attempt:
         except Exception as error:
             self._fail(error)
             raise
-        return self._end_in_order(loop, group, finished)
+        try:
+            return self._end_in_order(loop, group, finished)
+        except SystemExit as leaving:
+            if self._last_exit is not None:
+                self._last_exit.status = leaving.code if isinstance(leaving.code, int) else 1
+            raise
 
     def _take_run_folder(self) -> int | None:
         """On rank 0: lock the run folder, clean it up and record that the attempt begins.
@@ -132,6 +146,8 @@ class Attempt:
         Returns the metrics of the last epoch of a finished run, else raises Stopped.
         """
         state, world = self._state, group.world
+        status = 0 if finished or state.signal is None else status_after(state.signal, world)
+        deadline = Deadline(self._config.launch.hang_timeout_s, status if world.rank else 1)
         self._watchdog.close()
         step = loop.position.step
         record, wants_requeue = None, False
@@ -141,16 +157,30 @@ class Attempt:
             else:
                 reason, wants_requeue, error = ending_by_signal(state)
                 record = record_end(state, reason, step, step, lost_s=0.0, error=error)
-        self._closing.close()
-        group.close()
+            deadline.status = status
+        self._leave(group)
         if finished:
             loop.tensorboard.complete()
             loop.progress.print_result(loop.position.metrics)
+            deadline.cancel()
             return loop.position.metrics
         if wants_requeue:
             requeue(state, record, state.signals.requeue)
+        deadline.cancel()
         assert state.signal is not None
         raise Stopped(state.signal, world)
+
+    def _leave(self, group: Group) -> None:
+        """End the threads and disconnect. What hangs there is left behind: everything is saved and recorded."""
+
+        def leave() -> None:
+            self._closing.close()
+            group.close()
+
+        if not run_for(FAREWELL_S, leave):
+            say(f"the connections to the other ranks did not close within {FAREWELL_S:.0f} s; leaving them open")
+            if self._last_exit is not None:
+                self._last_exit.needed = True
 
     def _fail(self, error: Exception) -> None:
         """The main thread failed: report that to the other ranks and take part in the end by fault.
@@ -196,12 +226,16 @@ class Attempt:
             self._end_by_fault.set_own_failure(fault, to_say=not printed_in_main)
         self._watchdog.report(fault)
         self._end_by_fault.wait()
+        deadline = Deadline(self._config.launch.hang_timeout_s, status=1)
+        if self._last_exit is not None:  # a process group that has lost a rank may hang in its destructor
+            self._last_exit.needed, self._last_exit.status = True, 2 if isinstance(error, ConfigError) else 1
         if not printed_in_main and not (fault.cause and self._end_by_fault.is_about(fault)):
             say(text)
         run_for(CLOSE_S, self._closing.close)  # in a thread: the store may no longer answer
         record = find_record(self._run_dir, self._state.world)
         if printed_in_main and record is not None and record["requeue"]:  # then the process ends without a message
             say(text)
+        deadline.cancel()
         return record
 
     def _may_pass(self, error: Exception) -> Retry:

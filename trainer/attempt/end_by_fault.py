@@ -1,43 +1,34 @@
 """The end by fault: a rank died or is stuck, or the grace period after a signal is running out.
 
 Each surviving rank takes part in a separate thread, since its main thread may be waiting for a dead rank, in C.
-The thread freezes the state of the last finished step, agrees with the other survivors on who saves it
-(trainer/attempt/rescue.py), and that rank records how the attempt ended. Then the process exits, whatever its main
-thread is doing.
+The thread freezes the state of the last finished step and saves it together with the other survivors
+(trainer/attempt/rescue.py); one of them records how the attempt ended. Then the process exits, whatever its main thread
+is doing, and also when the thread itself gets nothing done any more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from trainer.attempt.ending import EndReason, ending_by_signal, print_hint, record_end, requeue
+from trainer.attempt.deadline import exit_now, run_for
+from trainer.attempt.ending import record_end
 from trainer.attempt.grace import LAST_MOMENT_S, GracePeriod
-from trainer.attempt.rescue import Survivor, explain, find_survivors, take_turns
+from trainer.attempt.rescue import Rescue
+from trainer.attempt.rescuer import Rescuer
 from trainer.attempt.state import AttemptState
-from trainer.checkpoint.store import CheckpointError
 from trainer.records.attempts import find_record
-from trainer.records.retry import least_hopeful
-from trainer.say import counted, flush_output, say
-from trainer.world import run_lock
+from trainer.say import say
 from trainer.world.watchdog import Fault
 
-if TYPE_CHECKING:
-    from trainer.loops.loop import Loop
-
-# How long a main thread in the middle of an update may take to complete it.
-FREEZE_S = 10.0
-# How long a save that all ranks write together may still take to be committed.
-COMMIT_S = 2.0
+# How long this rank stays in a rescue in which no survivor gets anything done, for example because the disk hangs.
+STALLED_S = 60.0
 # How long the main thread may take to fail by itself before the process exits.
 MAIN_THREAD_S = 2.0
+POLL_S = 0.5
 # Rank 0 looks every this many checks of the watchdog, so every 5 s, whether the run's folder is still there.
 CHECKS_PER_LOOK = 10
 
@@ -53,6 +44,7 @@ class EndByFault:
         self._says_own = True
         self._main_thread_failed = threading.Event()
         self._done = threading.Event()
+        self._rescue: Rescue | None = None
         self._checks = 0
 
     def main_thread_failed(self) -> None:
@@ -75,6 +67,21 @@ class EndByFault:
     def run(self, fault: Fault) -> None:
         """Save and record what can be, then exit unless the main thread fails by itself. Runs in a separate thread."""
         self._fault = fault
+        worker = threading.Thread(target=self._try_to_take_part, args=(fault,), name="rescuer", daemon=True)
+        worker.start()
+        stalled_s, progress = 0.0, -1
+        while worker.is_alive() and stalled_s < STALLED_S:  # counted in rounds, so not while the process is suspended
+            worker.join(POLL_S)
+            before, progress = progress, self._rescue.progress if self._rescue else -1
+            stalled_s = stalled_s + POLL_S if progress == before else 0.0
+        if worker.is_alive():
+            say(f"no rank has got anything done for {STALLED_S:.0f} s: exiting; the newest checkpoint stands")
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        self._done.set()
+        if not self._main_thread_failed.wait(MAIN_THREAD_S):
+            exit_now()
+
+    def _try_to_take_part(self, fault: Fault) -> None:
         try:
             if self._state.run_dir.is_gone():
                 say(self._gone())  # there is nowhere to save anything
@@ -82,10 +89,6 @@ class EndByFault:
                 self.take_part(fault)
         except BaseException:
             say(traceback.format_exc())
-        finally:
-            self._done.set()
-        if not self._main_thread_failed.wait(MAIN_THREAD_S):
-            _exit()
 
     def check(self) -> Fault | None:
         """What ends the attempt although no rank has failed; the watchdog calls this twice a second.
@@ -118,7 +121,7 @@ class EndByFault:
         return None
 
     def take_part(self, fault: Fault) -> None:
-        """Save the last finished step if any rank has it, and record the end. One rank does both, see take_turns."""
+        """Save the last finished step if any rank has it, and record the end."""
         state = self._state
         own = fault is self._own_failure
         # Rank 0's log, which is on the terminal, has every error in full; the others have their own.
@@ -126,74 +129,19 @@ class EndByFault:
             say(fault.text if own or not state.world.rank else _in_one_line(fault.text))
         if fault.reason in ("hung", "signal"):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        here = Survivor(state.world.rank, self._frozen_step(), self._own_failure)
-        survivors = find_survivors(state.run_dir.rescues / state.world.attempt, here, state.world.size)
-        take_turns(
-            survivors,
-            state.world.rank,
-            act=lambda: self._act_for_all(fault, survivors, here),
-            done=lambda: find_record(state.run_dir, state.world) is not None,
-        )
-
-    def _frozen_step(self) -> int:
-        """Freeze the state of the last finished step; returns that step, -1 if this rank has no whole state."""
-        # A main thread that has failed will not complete its update, so waiting for that would be in vain.
-        timeout_s = 0.0 if self._main_thread_failed.is_set() else FREEZE_S
-        loop = self._state.loop
+        world = state.world
+        folder = state.run_dir.rescues / world.attempt
+        rescue = Rescue(folder, world.rank, world.size, lambda: find_record(state.run_dir, world) is not None)
+        rescue.sign_in(self._own_failure, began_step=state.ticks > 0)
+        self._rescue = rescue
+        rescue.start()
         try:
-            return loop.position.step if loop is not None and loop.freeze(timeout_s) else -1
-        except Exception:  # such as a CUDA error, which every later call repeats
-            say(f"WARNING: this rank cannot save its state:\n{traceback.format_exc()}")
-            return -1
-
-    def _act_for_all(self, fault: Fault, survivors: list[Survivor], here: Survivor) -> None:
-        """Save the state, record the end and requeue the job, for all ranks."""
-        state = self._state
-        loop = state.loop
-        end_step = saved_step = max(state.start_step, loop.saves.saved.step if loop else 0)
-        # This rank's own state may be torn, although a better survivor, which has died since, had a whole one.
-        if loop is not None and here.step >= 0:
-            end_step = loop.position.step
-            saved_step = self._save_alone(loop, saved_step)
-        error: str | None = explain(fault, survivors, state.world)
-        reason: EndReason
-        if fault.reason == "signal":
-            reason, wants_requeue, error = ending_by_signal(state)
-        else:
-            reason, wants_requeue = fault.reason, True
-        retry = least_hopeful([fault.retry, *(one.failure.retry for one in survivors if one.failure)])
-        record = record_end(state, reason, end_step, saved_step, error=error, retry=retry)
-        if record is not None:
-            lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"
-            say(f"attempt ended ({reason}) after step {end_step}, {lost}")
-            print_hint(state, error or "")
-            # Submitit's batch shell requeues once srun has ended. But after a hang srun may never end: it waits forever
-            # for a rank that ended on a node which it could not reach at that moment. After a signal torchrun does not
-            # restart anything.
-            by_shell = state.world.by_submitit and fault.reason != "hung"
-            by_torchrun = state.world.launcher_restarts and fault.reason != "signal"
-            if wants_requeue and record["requeue"] and not (by_shell or by_torchrun):
-                requeue(state, record)
-
-    def _save_alone(self, loop: Loop, saved_step: int) -> int:
-        """Save the frozen step unless it is saved already; returns the newest saved step."""
-        state = self._state
-        step = loop.position.step
-        if loop.saves.saving is not None and loop.saves.saving.step == step:
-            with contextlib.suppress(RuntimeError):
-                loop.saves.wait(COMMIT_S)  # all ranks may be alive, and about to commit it
-        if step == saved_step or state.store.is_intact(step):
-            return step
-        if not run_lock.still_ours(state.run_dir.lock, state.world):
-            say(f"step {step} is not saved, since another attempt is working on this run; step {saved_step} is")
-            return saved_step
-        try:
-            loop.save_alone(tag=f"rescue-{state.world.rank}")
-        except (CheckpointError, OSError) as error:
-            say(f"WARNING: {error}; the newest checkpoint is that of step {saved_step}")
-            return saved_step
-        say(f"rank {state.world.rank} saved step {step} alone")
-        return step
+            rescuer = Rescuer(state, fault, rescue, self._main_thread_failed.is_set)
+            rescue.announce(rescuer.freeze())
+            while (duty := rescue.next_duty()) is not None:
+                rescuer.do(duty)
+        finally:
+            rescue.close()
 
     def _exit_at_last_moment(self) -> None:
         """Record the end and exit. Whatever is still being written would not be complete before SIGKILL."""
@@ -209,23 +157,10 @@ class EndByFault:
 
         say("no time left to save: the run will resume from its newest checkpoint")
         run_for(LAST_MOMENT_S / 2, record)  # in a thread: the disk may be what everything waits for
-        _exit()
+        exit_now()
 
 
 def _in_one_line(text: str) -> str:
     """A fault's text, of an error with its traceback only what is above and below that."""
     lines = text.strip().splitlines()
     return " ".join(lines if len(lines) < 3 else (lines[0], lines[-1]))
-
-
-def run_for(timeout_s: float, work: Callable[[], None]) -> None:
-    """Call `work` in a thread, and stop waiting for it after `timeout_s`."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-
-
-def _exit() -> None:
-    """End this process although its main thread cannot."""
-    flush_output()
-    os._exit(1)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.store import READ_BYTES, STRUCTURE, CheckpointError, Manifest
+from trainer.checkpoint.stripes import ALIGNMENT
 
 READING_THREADS = 4
-ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
 
 
 class Packed:

@@ -39,7 +39,11 @@ class Position:
         self.validated, self.epoch, self.records = begins_after, self.epoch - 1, self.records - 1
         self.loss_sum, self.loss_samples = self.cut_loss_sum, self.cut_loss_samples
 
+    @property
+    def place(self) -> tuple[int, int, bool, bool]:
+        """What distinguishes it from any other position of the run; a later one is larger."""
+        return self.step, self.validated, self.over, self.finished
+
     def same_place(self, other: Position) -> bool:
         """Whether a checkpoint of `other` makes one of this position unnecessary."""
-        places = [(p.step, p.validated, p.over, p.finished) for p in (self, other)]
-        return places[0] == places[1]
+        return self.place == other.place

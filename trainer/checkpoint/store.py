@@ -139,12 +139,12 @@ class CheckpointStore:
         writing.mkdir(exist_ok=True)
         return writing
 
-    def commit(self, writing: Path, manifest: Manifest) -> Path:
+    def commit(self, writing: Path, manifest: Manifest, replaces: bool = True) -> Path:
         """Turn the folder `writing`, whose files are fsynced, into the checkpoint of its step: steps 2 to 7 of the
-        protocol. Only one process calls this.
+        protocol. Only one process calls this. In doubt, several may without `replaces`: one of them succeeds.
 
-        Raises CheckpointError if the disk refuses. The previous checkpoint of that step then remains, and `writing`
-        is deleted.
+        Raises CheckpointError if the disk refuses, or without `replaces` if there is a checkpoint of that step, which
+        then remains; `writing` is deleted.
         """
         final = self.path(manifest.step)
         replaced = final.with_suffix(".replaced")
@@ -155,11 +155,11 @@ class CheckpointStore:
             (writing / MANIFEST).write_text(json.dumps(vars(manifest), indent=1) + "\n")
             for path in (writing / MANIFEST, writing):
                 fsync(path)
-            if final.exists():
+            if replaces and final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 final.rename(replaced)
             try:
-                writing.rename(final)
+                writing.rename(final)  # refused where there is one already: that folder is not empty
             except OSError:
                 if replaced.exists():
                     replaced.rename(final)

@@ -1,13 +1,14 @@
 """CheckpointWriter: writes this rank's stripe of a checkpoint in the background while training continues.
 
-All ranks hold the same state, so each writes one stripe of it. One save goes like this:
+All ranks hold the same state, so each writes one stripe of it; of a small state only some do, see
+`trainer.checkpoint.stripes`. One save goes like this:
 
     1. In the training loop of every rank, `start` waits for the previous save, then copies this rank's stripe into a
        buffer that is used again by every save. Training waits for nothing else.
     2. A thread in every rank writes the stripe into its shard file, hashes it on the way, fsyncs it, and reports the
        file's size and SHA-256, or an error.
-    3. Rank 0's thread waits for all reports. If no rank failed it writes the manifest and commits
-       (`trainer.checkpoint.store`), otherwise it discards what was written.
+    3. Rank 0's thread waits for all reports and reads them in one round trip. If no rank failed it writes the manifest
+       and commits (`trainer.checkpoint.store`), otherwise it discards what was written.
     4. Rank 0's thread publishes the result and every rank's thread reads it, so all ranks agree whether the save
        succeeded. A failed save leaves no files behind.
 
@@ -42,14 +43,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint.pack import ALIGNMENT, Packed, serialized_structure
+from trainer.checkpoint.pack import Packed, serialized_structure
 from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, Manifest, fsync, shard_name
+from trainer.checkpoint.stripes import Stripe, own_stripe
 from trainer.world.seal import with_prefix
 
-# Bytes hashed and written at a time. `close` can interrupt a write after each of them, and `save_alone` needs a buffer
-# of this size instead of one as large as the state.
+# Bytes hashed and written at a time. `close` can interrupt a write after each of them, and a `FrozenState` needs a
+# buffer of this size instead of one as large as the state.
 WRITE_BYTES = 16 << 20
 LONGEST_POLL_S = 0.1  # between two looks at the key-value store
+MISSING_S = 1.0  # after this rank 0 looks which reports are missing, with one round trip per rank, and again each time
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -79,7 +82,8 @@ class _SaveJob:
     number: int  # of the save within this attempt, from 1; the same on all ranks
     info: CheckpointInfo
     structure: Any  # of the state, see `trainer.checkpoint.pack`
-    stripe: memoryview  # this rank's part of the state's bytes
+    stripe: Stripe | None  # this rank's, if it writes one
+    data: memoryview  # the bytes of the state that it covers
     before_commit: Callable[[], None]
     keep_last: int
     keep_best: int
@@ -120,10 +124,10 @@ class CheckpointWriter:
         self._idle.wait()
         # In a separate method, so that no tensor used for copying remains here, to be freed once the writer's thread
         # has work: freeing it would give that thread Python's lock for a long time.
-        structure, stripe = self._copy_stripe(state)
+        structure, stripe, data = self._copy_stripe(state)
         self._number += 1
         info = replace(info, metrics=dict(info.metrics))
-        job = _SaveJob(self._number, info, structure, stripe, before_commit, keep_last, keep_best)
+        job = _SaveJob(self._number, info, structure, stripe, data, before_commit, keep_last, keep_best)
         self._idle.clear()
         self._jobs.put(job)
 
@@ -138,15 +142,18 @@ class CheckpointWriter:
         self._jobs.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _copy_stripe(self, state: Any) -> tuple[Any, memoryview]:
+    def _copy_stripe(self, state: Any) -> tuple[Any, Stripe | None, memoryview]:
         """The structure of `state`, and this rank's stripe of it, copied into the reusable buffer."""
         packed = Packed(state)
-        start, stop = (_stripe_start(packed.bytes, rank, self._size) for rank in (self._rank, self._rank + 1))
+        stripe = own_stripe(packed.bytes, self._rank, self._size)
+        if stripe is None:
+            return packed.structure, None, memoryview(b"")
+        start, stop = stripe.bounds(packed.bytes)
         if self._buffer.numel() < stop - start:
             self._buffer = _reusable_buffer(stop - start, self._device)
-        stripe = self._buffer[: stop - start]
-        packed.copy(start, stop, stripe)
-        return packed.structure, stripe.numpy().data
+        data = self._buffer[: stop - start]
+        packed.copy(start, stop, data)
+        return packed.structure, stripe, data.numpy().data
 
     # In the writer's thread
 
@@ -170,7 +177,7 @@ class CheckpointWriter:
             result = self._await_key(f"{job.number}/result")
             error = CheckpointError(result) if result else None
         except Exception as cause:  # such as a dist.DistError: the key-value store dies with rank 0
-            error = self._store.write_error(job.info.step, _reason(cause))
+            error = self._store.write_error(job.info.step, reason_of(cause))
         self.error = error
 
     def _write_part(self, job: _SaveJob, tag: str) -> None:
@@ -180,11 +187,12 @@ class CheckpointWriter:
             writing = self._store.create_writing_folder(job.info.step, tag)
             if self._rank == 0:
                 job.before_commit()
-                report["files"][STRUCTURE] = _write_file(writing / STRUCTURE, [serialized_structure(job.structure)])
-            name = shard_name(self._rank, self._size)
-            report["files"][name] = _write_file(writing / name, self._chunks(job.stripe))
+                report["files"][STRUCTURE] = write_file(writing / STRUCTURE, [serialized_structure(job.structure)])
+            if job.stripe is not None:
+                name = shard_name(*job.stripe)
+                report["files"][name] = write_file(writing / name, self._chunks(job.data))
         except Exception as error:  # of any kind: rank 0 waits for this report
-            report = {"files": {}, "error": _reason(error)}
+            report = {"files": {}, "error": reason_of(error)}
         self._keys.set(f"{job.number}/{self._rank}", json.dumps(report))
         # This rank has read the result of the previous save, so rank 0 no longer needs its report on that one.
         self._keys.delete_key(f"{job.number - 1}/{self._rank}")
@@ -205,7 +213,7 @@ class CheckpointWriter:
             return str(self._store.write_error(step, errors[0]))
         files = {name: entry for report in reports for name, entry in report["files"].items()}
         try:
-            self._store.commit(writing, _manifest(job.info, self._size, files))
+            self._store.commit(writing, make_manifest(job.info, self._size, files))
         except CheckpointError as error:
             return str(error)
         with suppress(OSError):  # what could not be deleted now is deleted after the next save
@@ -214,14 +222,23 @@ class CheckpointWriter:
 
     def _await_reports(self, number: int) -> list[_PartReport]:
         """The reports of all ranks on a save, in rank order. When this returns no rank is writing any more."""
-        self.missing_ranks = list(range(self._size))
+        keys = [f"{number}/{rank}" for rank in range(self._size)]
+        next_look = time.monotonic() + MISSING_S
 
         def all_reported() -> bool:
-            self.missing_ranks = [rank for rank in self.missing_ranks if not self._keys.check([f"{number}/{rank}"])]
-            return not self.missing_ranks
+            nonlocal next_look
+            if self._keys.check(keys):
+                return True
+            if time.monotonic() > next_look:
+                self.missing_ranks = [rank for rank, key in enumerate(keys) if not self._keys.check([key])]
+                next_look = time.monotonic() + MISSING_S
+            return False
 
-        self._poll_until(all_reported)
-        return [json.loads(self._keys.get(f"{number}/{rank}")) for rank in range(self._size)]
+        try:
+            self._poll_until(all_reported)
+        finally:
+            self.missing_ranks = []
+        return [json.loads(report) for report in self._keys.multi_get(keys)]
 
     def _await_key(self, key: str) -> str:
         """The value of a key, as soon as it has one."""
@@ -246,53 +263,17 @@ class CheckpointWriter:
             yield stripe[start : start + WRITE_BYTES]
 
 
-class _WriterClosed(Exception):
+class _WriterClosed(OSError):
     """The CheckpointWriter was closed while its thread waited or wrote."""
 
 
-def save_alone(
-    store: CheckpointStore,
-    info: CheckpointInfo,
-    state: Any,
-    world_size: int,
-    before_commit: Callable[[], None],
-    tag: str,
-) -> Manifest:
-    """Save from this process alone and wait for the commit: one shard, no other rank, no key-value store.
-
-    It streams, so it needs no second copy of the state in memory. `tag` as for `CheckpointStore.writing_folder`.
-    Raises CheckpointError.
-    """
-    writing, name = store.writing_folder(info.step, tag), shard_name(0, 1)
-    try:
-        store.create_writing_folder(info.step, tag)
-        before_commit()
-        packed = Packed(state)
-        files = {STRUCTURE: _write_file(writing / STRUCTURE, [serialized_structure(packed.structure)])}
-        files[name] = _write_file(writing / name, _stream(packed))
-    except Exception as error:  # of any kind: the caller only asks whether the state is saved
-        store.discard(writing)
-        raise store.write_error(info.step, _reason(error)) from error
-    manifest = _manifest(info, world_size, files)
-    store.commit(writing, manifest)
-    return manifest
-
-
-def _stream(packed: Packed) -> Iterator[memoryview]:
-    """All bytes of a state, chunk by chunk. A chunk is valid until the next one is asked for."""
-    buffer = torch.empty(min(WRITE_BYTES, packed.bytes), dtype=torch.uint8)
-    for start in range(0, packed.bytes, WRITE_BYTES):
-        chunk = buffer[: packed.bytes - start]
-        packed.copy(start, start + chunk.numel(), chunk)
-        yield chunk.numpy().data
-
-
-def _manifest(info: CheckpointInfo, world_size: int, files: dict[str, FileEntry]) -> Manifest:
+def make_manifest(info: CheckpointInfo, world_size: int, files: dict[str, FileEntry]) -> Manifest:
+    """The manifest of a checkpoint with these files, which this many ranks trained."""
     metrics, numerics = dict(info.metrics), dict(info.numerics)
     return Manifest(info.step, info.epoch, info.samples, world_size, metrics, files, numerics, info.config)
 
 
-def _write_file(path: Path, chunks: Iterable[memoryview]) -> FileEntry:
+def write_file(path: Path, chunks: Iterable[memoryview]) -> FileEntry:
     """Write a new file so that it survives a power cut; returns its entry in the manifest."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
@@ -306,13 +287,9 @@ def _write_file(path: Path, chunks: Iterable[memoryview]) -> FileEntry:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, (OSError, _WriterClosed)) else f"{type(error).__name__}: {error}"
-
-
-def _stripe_start(count: int, rank: int, size: int) -> int:
-    """Where the stripe of `rank` begins in `count` bytes: a multiple of ALIGNMENT."""
-    return count * rank // size // ALIGNMENT * ALIGNMENT
+def reason_of(error: Exception) -> str:
+    """The error in one line, for the message that a checkpoint could not be written."""
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _reusable_buffer(count: int, device: torch.device) -> Tensor:

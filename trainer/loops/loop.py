@@ -10,16 +10,17 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.frozen import FrozenState
 from trainer.checkpoint.manager import RETRY_LAST_S, CheckpointManager
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.position import Position
 from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo, save_alone
+from trainer.checkpoint.writer import CheckpointInfo
 from trainer.config.config import Config
 from trainer.loops.readback import Measured, Readback
 from trainer.observe.progress import Progress
@@ -75,13 +76,12 @@ class Loop(ABC):
         # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
         self.reads_one_step_late = self.group.device.type == "cuda"
         self.numerics = describe_numerics(self.group.device, world, self.group.backend)
-        self._yaml = self.config.to_yaml()
+        self._plan, self._yaml = run.plan, self.config.to_yaml()
         self.position = Position()
         self.state_lock = threading.Lock()
         self.last_update = LastUpdate(self.group.device)
         self.restored = False
         self._first_step = 1  # the first step of this attempt, from 1
-        self._plan = run.plan
 
     @abstractmethod
     def restore(self, step: int | None) -> None:
@@ -139,12 +139,13 @@ class Loop(ABC):
             return False
         return True
 
-    def save_alone(self, tag: str) -> None:
-        """Save a frozen state without the other ranks. Raises CheckpointError."""
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[FrozenState]:
+        """The state that `freeze` has frozen, to be saved by a thread other than the one that trains."""
         self.position.records = self.metrics.count
         with self.last_update.beside():
             info, state = self._checkpoint_info(), self._checkpoint_state()
-            save_alone(self.store, info, state, self.size, self.metrics.rewrite_tail, tag)
+            yield FrozenState(self.store, info, state, self.size, self.metrics.rewrite_tail)
 
     def flush(self) -> None:
         """Write all finished steps to metrics.jsonl; the CPU waits for the device. A collective. Raises NotFinite."""

@@ -1,0 +1,132 @@
+"""What a survivor does in a rescue: it freezes its state, writes parts of it, and may commit and record the end."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from trainer.attempt.ending import EndReason, ending_by_signal, print_hint, record_end, requeue
+from trainer.attempt.rescue import Rescue, Superseded, explain
+from trainer.attempt.rescue_plan import Holding, Part, Plan
+from trainer.attempt.state import AttemptState
+from trainer.checkpoint.store import CheckpointError
+from trainer.records.retry import least_hopeful
+from trainer.say import counted, say
+from trainer.world import run_lock
+from trainer.world.watchdog import Fault
+
+if TYPE_CHECKING:
+    from trainer.loops.loop import Loop
+
+# How long a main thread in the middle of an update may take to complete it.
+FREEZE_S = 10.0
+# How long a save that all ranks write together may still take to be committed.
+COMMIT_S = 2.0
+
+
+class Rescuer:
+    """This rank in a rescue. `main_thread_failed` says whether an update that it had begun will not be completed."""
+
+    def __init__(
+        self, state: AttemptState, fault: Fault, rescue: Rescue, main_thread_failed: Callable[[], bool]
+    ) -> None:
+        self._state, self._fault, self._rescue = state, fault, rescue
+        self._main_thread_failed = main_thread_failed
+
+    def freeze(self) -> Holding | None:
+        """Freeze the state of the last finished step; None if this rank has no whole state."""
+        # A main thread that has failed will not complete its update, so waiting for that would be in vain.
+        timeout_s = 0.0 if self._main_thread_failed() else FREEZE_S
+        loop = self._state.loop
+        try:
+            if loop is None or not loop.freeze(timeout_s):
+                return None
+            step = loop.position.step
+            if loop.saves.saving is not None and loop.saves.saving.step == step:
+                with contextlib.suppress(RuntimeError):
+                    loop.saves.wait(COMMIT_S)  # all ranks may be alive, and about to commit it
+            with loop.frozen() as frozen:
+                return Holding(loop.position.place, frozen.bytes, saved=loop.saves.saved.step == step)
+        except Exception:  # such as a CUDA error, which every later call repeats
+            say(f"WARNING: this rank cannot save its state:\n{traceback.format_exc()}")
+            return None
+
+    def do(self, duty: Part | Plan) -> None:
+        """Do what the rescue asks of this rank."""
+        if isinstance(duty, Part):
+            self._write(duty)
+        else:
+            self._act(duty)
+
+    def _write(self, part: Part) -> None:
+        """Write a part of the frozen state."""
+        state, loop, plan = self._state, self._state.loop, self._rescue.plan
+        assert loop is not None and plan is not None
+        if not run_lock.still_ours(state.run_dir.lock, state.world):
+            return self._rescue.report_unable("another attempt is working on this run")
+        try:
+            with loop.frozen() as frozen:
+                entry = frozen.write_part(plan.generation, part.stripe, part.file, lambda: self._rescue.check(part))
+        except Superseded:
+            return
+        except Exception as error:  # of the disk or of the device; another rank may do better
+            say(f"WARNING: this rank cannot save step {loop.position.step}: {error}")
+            return self._rescue.report_unable(str(error))
+        self._rescue.report_written(plan, part, entry)
+
+    def _act(self, plan: Plan) -> None:
+        """Commit what is written, record the end and requeue the job, for all ranks."""
+        state, loop = self._state, self._state.loop
+        end_step = saved_step = max(state.start_step, loop.saves.saved.step if loop else 0)
+        if loop is not None and plan.parts and not self._commit(plan, loop):
+            return  # another rank may do better
+        if plan.place is not None:
+            saved_step = plan.place[0]
+        self._record(plan, max(plan.done_step, end_step), saved_step)
+        self._rescue.report_acted(plan)
+
+    def _commit(self, plan: Plan, loop: Loop) -> bool:
+        """Commit the frozen step, which is written completely."""
+        state, step = self._state, loop.position.step
+        if not run_lock.still_ours(state.run_dir.lock, state.world):
+            say(f"step {step} is not saved, since another attempt is working on this run")
+            self._rescue.report_unable("another attempt is working on this run")
+            return False
+        try:
+            with loop.frozen() as frozen:
+                frozen.commit(plan.generation, plan.written)
+        except (CheckpointError, OSError) as error:
+            say(f"WARNING: {error}")
+            self._rescue.report_unable(str(error))
+            return False
+        writers = sorted({part.rank for part in plan.parts})
+        if writers == [state.world.rank]:
+            say(f"rank {state.world.rank} saved step {step} alone")
+        else:
+            say(f"{counted(len(writers), 'rank')} saved step {step} together")
+        return True
+
+    def _record(self, plan: Plan, end_step: int, saved_step: int) -> None:
+        """Record the end, and requeue the job where nobody else does."""
+        state, fault = self._state, self._fault
+        error: str | None = explain(fault, plan, self._rescue.missing(plan), state.world)
+        reason: EndReason
+        if fault.reason == "signal":
+            reason, wants_requeue, error = ending_by_signal(state)
+        else:
+            reason, wants_requeue = fault.reason, True
+        retry = least_hopeful([fault.retry, *(failure.retry for failure in plan.failures)])
+        record = record_end(state, reason, end_step, saved_step, error=error, retry=retry)
+        if record is not None:
+            lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"
+            say(f"attempt ended ({reason}) after step {end_step}, {lost}")
+            print_hint(state, error or "")
+            # Submitit's batch shell requeues once srun has ended. But after a hang srun may never end: it waits forever
+            # for a rank that ended on a node which it could not reach at that moment. After a signal torchrun does not
+            # restart anything.
+            by_shell = state.world.by_submitit and fault.reason != "hung"
+            by_torchrun = state.world.launcher_restarts and fault.reason != "signal"
+            if wants_requeue and record["requeue"] and not (by_shell or by_torchrun):
+                requeue(state, record)

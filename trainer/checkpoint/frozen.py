@@ -1,0 +1,104 @@
+"""FrozenState: saves a state that no longer changes, without a key-value store: one rank alone, or several together.
+
+The ranks that hold the same state write parts of it into one folder, each part a stripe. Once every part is written and
+hashed, one of them commits. Who writes and commits what is agreed elsewhere, see `trainer.attempt.rescue`.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.pack import Packed, serialized_structure
+from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, shard_name
+from trainer.checkpoint.stripes import Stripe
+from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo, make_manifest, reason_of, write_file
+
+
+class FrozenState:
+    """A state that no longer changes, on one of the ranks that hold it. It references the tensors.
+
+    `before_commit` runs before a commit; if it raises, the save fails.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        info: CheckpointInfo,
+        state: Any,
+        world_size: int,
+        before_commit: Callable[[], None],
+    ) -> None:
+        self._store, self._info, self._world_size, self._before_commit = store, info, world_size, before_commit
+        self._packed = Packed(state)
+
+    @property
+    def bytes(self) -> int:
+        """The size of the state."""
+        return self._packed.bytes
+
+    def write_part(self, tag: str, stripe: Stripe, name: str, after_chunk: Callable[[], None]) -> FileEntry:
+        """Write a stripe of the state into the file `name` of the writing folder; returns its entry in the manifest.
+
+        `tag` as for `CheckpointStore.writing_folder`. What `after_chunk` raises ends the write.
+        """
+        path = self._store.create_writing_folder(self._info.step, tag) / name
+        path.unlink(missing_ok=True)  # what this rank left unfinished
+        return write_file(path, self._chunks(stripe, after_chunk))
+
+    def commit(self, tag: str, parts: Mapping[str, FileEntry]) -> None:
+        """Commit the parts, files in the writing folder in the order of their bytes, unless the checkpoint of this
+        step is intact. One rank calls this, once all parts are written. Raises CheckpointError."""
+        step, store = self._info.step, self._store
+        writing = store.writing_folder(step, tag)
+        damaged = store.path(step).exists()
+        if damaged and store.is_intact(step):
+            return store.discard(writing)
+        try:
+            if sum(entry["bytes"] for entry in parts.values()) != self.bytes:
+                raise OSError(errno.EIO, "its parts are not the whole state")
+            files = {STRUCTURE: write_file(writing / STRUCTURE, [serialized_structure(self._packed.structure)])}
+            for number, (name, entry) in enumerate(parts.items()):
+                shard = shard_name(number, len(parts))
+                (writing / name).rename(writing / shard)
+                files[shard] = entry
+            self._before_commit()
+        except Exception as error:  # of any kind: the caller only asks whether the state is saved
+            store.discard(writing)
+            raise store.write_error(step, reason_of(error)) from error
+        store.commit(writing, make_manifest(self._info, self._world_size, files), replaces=damaged)
+
+    def _chunks(self, stripe: Stripe, after_chunk: Callable[[], None]) -> Iterator[memoryview]:
+        """The bytes of a stripe, chunk by chunk. A chunk is valid until the next one is asked for."""
+        begin, end = stripe.bounds(self.bytes)
+        buffer = torch.empty(min(WRITE_BYTES, end - begin), dtype=torch.uint8)
+        for start in range(begin, end, WRITE_BYTES):
+            chunk = buffer[: end - start]
+            self._packed.copy(start, start + chunk.numel(), chunk)
+            yield chunk.numpy().data
+            after_chunk()
+
+
+def save_alone(
+    store: CheckpointStore,
+    info: CheckpointInfo,
+    state: Any,
+    world_size: int,
+    before_commit: Callable[[], None],
+    tag: str,
+) -> None:
+    """Save from this process alone and wait for the commit: one shard, no other rank, no key-value store.
+
+    It streams, so it needs no second copy of the state in memory. `tag` as for `CheckpointStore.writing_folder`.
+    Raises CheckpointError.
+    """
+    frozen, name = FrozenState(store, info, state, world_size, before_commit), shard_name(0, 1)
+    try:
+        entry = frozen.write_part(tag, Stripe(0, 1), name, after_chunk=lambda: None)
+    except Exception as error:
+        store.discard(store.writing_folder(info.step, tag))
+        raise store.write_error(info.step, reason_of(error)) from error
+    frozen.commit(tag, {name: entry})
