@@ -307,6 +307,28 @@ def test_a_checkpoint_that_the_run_deletes_is_not_damaged(tmp_path: Path) -> Non
     raise AssertionError("the reader makes more calls than this test covers")
 
 
+def test_the_newest_one_while_the_run_goes_on(tmp_path: Path) -> None:
+    """`submit --from` copies the newest checkpoint of a run that trains, which may save two more and delete all that
+    were listed, between whichever calls of the reader. There is always a newest one, and nothing to warn of."""
+    for call in range(100):
+        store = CheckpointStore(tmp_path / str(call))
+        warned: list[str] = []
+        write(store, 1)
+        write(store, 2)
+
+        def goes_on(store: CheckpointStore = store) -> None:
+            for step in (3, 4):
+                write(store, step)
+                store.prune(step, 1, 0)
+
+        with acting_at(call, goes_on) as calls:
+            found = store.newest(warned.append)
+        assert found is not None and found.step in (2, 4) and not warned, f"before call {call}"
+        if len(calls) <= call:
+            return
+    raise AssertionError("the reader makes more calls than this test covers")
+
+
 def test_a_loss_that_is_no_number_is_not_the_best(store: CheckpointStore) -> None:
     """A run that has diverged must not keep the diverged weights as its best and delete the good ones."""
     write(store, 1, val_loss=float("nan"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 import threading
 import time
@@ -12,7 +14,7 @@ import pytest
 
 from tests.support.commands import fake_squeue
 from tests.support.records import ended_attempt
-from tests.support.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S, wait_until
 from trainer.commands import logs
 from trainer.commands.main import main
 from trainer.rundir import RunDir
@@ -88,6 +90,30 @@ def test_how_long_ago(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith("new\n")
 
 
+def test_the_end_of_a_long_log(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its last lines come at once, although a file of gigabytes takes minutes to read. Ranks that have written at about
+    the same time are merged as ever, over midnight too."""
+    step = "[laststep {}] step {} " + 80 * "x"
+    writes(run, 0, HEAD, *(step.format("23:59:58", number) for number in range(200_000)), "[laststep 00:00:01] last")
+    writes(run, 1, *(step.format("18:00:00", number) for number in range(2_000)), "[laststep 00:00:00] last but one")
+    after_midnight = time.mktime((2026, 11, 22, 0, 0, 2, 0, 0, -1))
+    for log in run.logs.iterdir():
+        os.utime(log, (after_midnight, after_midnight))
+    began = time.process_time()
+    assert main(["logs", "first", "-n", "3"]) == 0
+    assert time.process_time() - began < 1.0
+    shown = [line.replace(80 * "x", "") for line in capsys.readouterr().out.splitlines()]
+    assert shown == [
+        "  0 | [laststep 23:59:58] step 199999 ",
+        "  1 | [laststep 00:00:00] last but one",
+        "  0 | [laststep 00:00:01] last",
+    ]
+    assert main(["logs", "first", "-n", "2", "--grep", "attempt begins|last$"]) == 0, "found at the far end, too"
+    assert capsys.readouterr().out.splitlines()[-1] == shown[-1]
+    assert main(["logs", "first", "-n", "1", "--grep", "attempt begins"]) == 0
+    assert capsys.readouterr().out == f"  0 | {HEAD}\n"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -125,31 +151,28 @@ def test_nothing_to_show_yet(run: RunDir, slurm: Path, capsys: pytest.CaptureFix
     waits(slurm, "PartitionNodeLimit")
     assert main(["logs", "first"]) == 0
     assert "first: no log yet; queued: PartitionNodeLimit, main has 4 nodes" in capsys.readouterr().err
-    writes(run, 0, LOG[0], LOG[4])
+    writes(run, 0, LOG[0], LOG[4], "slurmstepd-n1: error: *** STEP 4711.0 ON n1 CANCELLED AT 2026-11-21T10:20:01 ***")
     assert main(["logs", "first"]) == 0
-    assert "2 lines, all of submitit and Slurm: --all shows them" in capsys.readouterr().err
+    assert "3 lines, all of submitit and Slurm: --all shows them" in capsys.readouterr().err
 
 
-def test_follow_waits_for_the_job(
-    run: RunDir, slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_follow_waits_for_the_job(run: RunDir, slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`logs RUN -f --rank 0` right after the submission: it says what the job waits for, once, and then follows."""
     monkeypatch.setattr(logs, "POLL_S", 0.01)
 
+    printed, said = io.StringIO(), io.StringIO()  # capsys would lose what is printed while it is read
+    monkeypatch.setattr(sys, "stdout", printed)
+    monkeypatch.setattr(sys, "stderr", said)
     waits(slurm, "PartitionTimeLimit")
     statuses: list[int] = []
     following = threading.Thread(target=lambda: statuses.append(main(["logs", "first", "-f", "--rank", "0"])))
     following.start()
-    said, deadline = "", time.monotonic() + DEADLINE_S
-    while "PartitionTimeLimit" not in said:
-        said += capsys.readouterr().err
-        assert time.monotonic() < deadline and following.is_alive(), said
+    wait_until(lambda: "PartitionTimeLimit" in said.getvalue() or not following.is_alive(), "it does not say why")
     writes(run, 0, HEAD, "[laststep 10:00:01] done")
     run.attempts.write_text(json.dumps(ended_attempt(job_id="4711")) + "\n")
     following.join(DEADLINE_S)
-    out, err = capsys.readouterr()
-    assert statuses == [0] and "[laststep 10:00:01] done" in out
-    assert (said + err).splitlines() == [
+    assert statuses == [0] and "[laststep 10:00:01] done" in printed.getvalue()
+    assert said.getvalue().splitlines() == [
         "[laststep] first: queued: PartitionTimeLimit, main allows at most 1:00:00",
         "[laststep] first: finished",
     ]

@@ -99,6 +99,10 @@ def test_the_least_important_gives_way(runs: Path, terminal: Any) -> None:
     assert first.split() == ["baseline", "running", "1300/5000", "3", "0.5000", "1h", "01m", "1"]
     (row,) = [line for line in terminal(80) if "d_25" in line]
     assert row.startswith("scan-") and row.endswith("Priority")
+    error = "rank 0 on n1 failed:\nTraceback\ntrainer.loops.loop.NotFinite: step 2: the loss is not finite"
+    make("deep", "5", attempt(0, "failed", error=error))
+    _, row, *_ = terminal(80, "deep", "nan")
+    assert "  NotFinite: step 2" in row, "the module of an exception says less than its message"
     header, *_ = terminal(140, "baseline", "wide", "nan")
     assert header.split()[2:] == ["step", "epoch", "loss", "left", "samples/s", "attempts", "lost", "goodput", "job"]
 

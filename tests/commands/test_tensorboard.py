@@ -92,6 +92,8 @@ def test_what_tensorboard_refuses(here: Path, capfd: pytest.CaptureFixture[str])
     trained(here, "first")
     said = refusal(["tensorboard", "--", "--prot=7"], capfd, here)
     assert said == "unrecognized arguments: --prot=7"
+    said = refusal(["tensorboard", "--bind_all", "--host", "here"], capfd, here)
+    assert said == "Must not specify both --host and --bind_all."
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

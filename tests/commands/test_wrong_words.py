@@ -33,6 +33,9 @@ WRONG = [
     (["export", "~nobody-at-all/first", "out.pt"], "~nobody-at-all/first: no such run in runs/"),
     (["export", "first", "~nobody-at-all/out.pt"], "~nobody-at-all/out.pt: there is no folder ~nobody-at-all"),
     (["model.weights=~nobody-at-all/a.pt"], "model.weights=~nobody-at-all/a.pt: no such file"),
+    (["model.name=resnet18", "model.weights=default"], "torchvision's weights are called DEFAULT, in capitals"),
+    (["export", "first", "a.pt", "optim.lr=1"], "optim.lr=1: this command takes no key but launch.root"),
+    (["status", "optim.lr=1"], "optim.lr=1: this command takes no key but launch.root"),
     (["model.weights=" + 300 * "x"], "xxx: no such run in "),
 ]
 
@@ -137,3 +140,14 @@ def test_ctrl_c_at_once(module: str, here: Path, tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
     assert files(here) == []
+
+
+def test_the_keys_are_shown_where_there_are_no_docs(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """An installed `laststep` has no docs/ folder: what its help names must work anywhere."""
+    for show in (lambda: main(["--help"]), lambda: rank.main(["--help"])):
+        with pytest.raises(SystemExit):
+            show()
+        shown = capfd.readouterr().out
+        assert "docs/" not in shown and " --dry-run` prints them all" in shown
+    assert main(["--dry-run"]) == 0
+    assert "weight_decay:" in capfd.readouterr().out

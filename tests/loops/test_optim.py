@@ -198,7 +198,7 @@ def test_the_default_schedule_can_be_wrapped() -> None:
         assert half.rates.at(step)[0] == pytest.approx(whole.rates.at(step)[0] / 2)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, None, "fast"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, None, "fast", "0.5"])
 def test_a_wrong_factor(value: Any) -> None:
     """One line that names the step, instead of weights that are lost."""
 
@@ -240,6 +240,17 @@ def test_wrong_optimizers(make: Callable[[Any], Any], wrong: str) -> None:
 
     with pytest.raises(ConfigError, match=rf"^task=mine.Mine: optimizer\(\).*{wrong}"):
         learner(Wrong)
+
+
+def test_every_parameter_frozen() -> None:
+    """One line that names the cause; torch's own speaks of an empty list."""
+
+    class Frozen(Perceptron):
+        def model(self) -> nn.Module:
+            return super().model().requires_grad_(False)
+
+    with pytest.raises(ConfigError, match=r"^task=mine.Mine: no parameter of the model requires a gradient"):
+        learner(Frozen)
 
 
 def test_frozen_parameters_may_be_left_out() -> None:

@@ -487,3 +487,14 @@ def test_a_folder_that_cannot_be_written(root: Path, capfd: pytest.CaptureFixtur
     run.report.mkdir()
     assert main(["report", "mine", f"launch.root={root}"]) == 2
     assert f"{run.report}: cannot be written: Is a directory" in capfd.readouterr().err
+
+
+def test_a_damaged_configuration(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Half a file, with defaults for the rest, would describe a run that never was."""
+    run = make(root, "mine", [step(1, 1.0)], optim__lr=0.25)
+    whole = run.config.read_text()
+    run.config.write_text(whole[: whole.index("\noptim:") + 1])
+    assert main(["report", "mine", f"launch.root={root}"]) == 2
+    assert "is damaged" in capfd.readouterr().err
+    run.submissions.write_text(json.dumps({"job_id": "7", "time": 1.0, "config": whole}) + "\n")
+    assert "lr: 0.25" in report(capfd, root, "mine").text, "from the copy of its submission"

@@ -212,10 +212,12 @@ class CheckpointStore:
 
     def newest(self, warn: Callable[[str], None]) -> Manifest | None:
         """The newest intact checkpoint, or None. Calls `warn` with the reason for each damaged one that it skips."""
-        for step in reversed(self.steps()):
+        for step in reversed(steps := self.steps()):
             try:
                 return self.verify(step)
             except CheckpointError as error:
+                if isinstance(error, CheckpointGone) and self.steps()[-1:] > steps[-1:]:
+                    return self.newest(warn)  # a run that trains has deleted it, and has newer ones
                 warn(f"skipped {self.path(step).name}: {error}")
         return None
 

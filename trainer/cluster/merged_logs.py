@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ BEGINS = re.compile(rb"\[laststep [\d:]+\] attempt begins on (\d+)-(\d\d)-(\d\d)
 SUBMITITS = re.compile(rb"submitit \w+ \((\d+)-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d),(\d+)\) - ")
 STARTS = re.compile(SUBMITITS.pattern + rb"Starting with ")
 DAY_S = 86400.0
+CLOCKS_DIFFER_S = 3600.0  # at most: a rank's, and that of the file system
 NAME = re.compile(r"(.+)_(\d+)_log\.out")
 BLOCK = 1 << 16  # bytes
 LONGEST_LINE = 1 << 18  # bytes; a longer one, such as a progress bar without line ends, is cut
@@ -47,6 +48,18 @@ class _RankLog:
         self._at = 0.0
         self._starts = 0
         self._attempt = (job_id, 0)
+
+    def skip(self, size: int) -> bool:
+        """Leave out all but about the last `size` bytes, and with them the number of the attempt; returns whether there
+        is anything to leave out."""
+        found = self._path.stat()
+        start = max(0, found.st_size - size)
+        if start:
+            with self._path.open("rb") as file:
+                file.seek(start)
+                self._offset = start + len(file.readline())
+                self._at = _first_time(file.read(size), found.st_mtime)
+        return start > 0
 
     def read(self, whole: bool) -> Iterator[Line]:
         """The new complete lines; if the log is `whole`, an unterminated last line too."""
@@ -104,6 +117,17 @@ class MergedLogs:
         """The ranks that have a log."""
         return {rank for _, _, rank in self._files()}
 
+    def skip_to_last(self, count: int, wanted: Callable[[Line], bool]) -> None:
+        """Before the first `read`: skip what precedes the last `count` wanted lines of each log, or some of it. The
+        attempts of the lines are unknown from then on."""
+        for path, job_id, rank in self._files():
+            size, has_more = BLOCK, True
+            while has_more and self._rank in (None, rank):
+                log, probe = _RankLog(path, job_id, rank), _RankLog(path, job_id, rank)
+                has_more = log.skip(size) and probe.skip(size) and sum(map(wanted, probe.read(whole=True))) < count
+                self._logs[path] = log
+                size *= 8
+
     def read(self, whole: bool) -> Iterator[Line]:
         """The lines that are new since the last call, merged by time; each file's lines keep their order.
 
@@ -127,6 +151,15 @@ class MergedLogs:
 def attempt_numbers(records: list[AttemptRecord]) -> dict[tuple[str, int], int]:
     """(job id, restart) of each attempt -> its number in attempts.jsonl."""
     return {(record["job_id"], record["restart"]): record["attempt"] for record in records}
+
+
+def _first_time(text: bytes, written_at: float) -> float:
+    """When the first of our lines in the end of a log was written, in Unix seconds, given when the last one was."""
+    at = written_at
+    for found in reversed(re.findall(rb"^" + OURS.pattern, text, re.MULTILINE)):
+        moment = _unix(*time.localtime(at)[:3], *map(int, found))
+        at = moment - DAY_S if moment > at + CLOCKS_DIFFER_S else moment
+    return at
 
 
 def _unix(year: int, month: int, day: int, hour: int, minute: int, second: int) -> float:

@@ -150,7 +150,11 @@ def site() -> str | None:
 
 
 def runs_root(overrides: Sequence[str]) -> str:
-    """The folder of all runs: launch.root from the overrides, else the site's, else the default."""
+    """The folder of all runs: launch.root from the overrides, else the site's, else the default. Raises ConfigError,
+    also for any other key: a command that only looks for runs would not heed it."""
+    for word in overrides:
+        if word.partition("=")[0] != "launch.root":
+            raise ConfigError(f"{word}: this command takes no key but launch.root, the folder that holds all runs")
     return Config.load(None, overrides, site()).launch.root
 
 

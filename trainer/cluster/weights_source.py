@@ -72,6 +72,8 @@ def check_weights(config: Config) -> None:
         if path.is_file():
             check_readable(path)
     except ConfigError as error:
-        raise ConfigError(f"model.weights={error}") from None
+        name = given.upper()
+        hint = f"; torchvision's weights are called {name}, in capitals" if is_weights_name(name) else ""
+        raise ConfigError(f"model.weights={error}{hint}") from None
     if path.is_dir() and not (path / MANIFEST).exists() and not CheckpointStore(RunDir(path).checkpoints).steps():
         raise ConfigError(f"model.weights={given}: this run has no checkpoint yet")

@@ -69,11 +69,11 @@ def _candidates(before: Sequence[str], word: str) -> Iterator[str]:
         yield from VERBS
     parser = VERBS[verb].parser()
     options = parser.options()
-    name, equals, _ = word.partition("=")
+    name, equals, value = word.partition("=")
     if before and _takes_value(options.get(before[-1])):
-        yield from _option_values(options[before[-1]])
+        yield from _option_values(options[before[-1]], word)
     elif equals:
-        values = _option_values(options[name]) if name in options else _key_values(name)
+        values = _option_values(options[name], value) if name in options else _key_values(name)
         yield from (value if value == FILES else f"{name}={value}" for value in values)
     elif word.startswith("-"):
         yield from options
@@ -103,12 +103,18 @@ def _names(words: Sequence[str], options: Mapping[str, Action]) -> Iterator[str]
             yield word
 
 
-def _option_values(option: Action) -> Iterator[str]:
+def _option_values(option: Action, word: str) -> Iterator[str]:
+    """The values of an option; `word` is what is typed of one."""
     if option.dest in ("config", "site"):
         yield from config_names(of_site=option.dest == "site")
         yield FILES
     if option.dest == "source":
         yield from _runs(())
+    if option.dest == "state":
+        from trainer.cluster.run_status import STATES
+
+        listed = word[: word.rfind(",") + 1]
+        yield from (listed + state for state in STATES if state not in listed.split(","))
     if option.metavar == "FILE":
         yield FILES
 

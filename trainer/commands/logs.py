@@ -18,13 +18,14 @@ from trainer.cluster.waiting import Waiting, waiting_for
 from trainer.commands.parsers import Parser, add_run
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
+from trainer.say import counted
 
 POLL_S = 1.0
 RANK_COLOURS = (36, 33, 35, 32, 34, 31)  # of the terminal (ECMA-48, SGR)
 RED, YELLOW = 31, 33
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 # Lines of the programs that start the ranks. A process that ran out of memory is worth a line: nothing else shows it.
-OF_LAUNCHERS = re.compile(r"(submitit \w+ \(\d{4}-|(srun|slurmstepd): (?!.*(oom|out of memory)))", re.IGNORECASE)
+OF_LAUNCHERS = re.compile(r"(submitit \w+ \(\d{4}-|(srun|slurmstepd)(-\S+)?: (?!.*(oom|out of memory)))", re.IGNORECASE)
 ERROR = re.compile(r"(error: |Traceback \(most recent|[\w.]+(Error|Exception)(:|$)|.* failed:$)|.*\bERROR\b")
 WARNING = re.compile(r".*(\bWARNING\b|Warning: )")
 
@@ -56,12 +57,14 @@ def run(args: argparse.Namespace) -> int:
     """
     folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
     logs, reader, printer = MergedLogs(folder, args.rank), StatusReader(), _Printer(folder, args)
+    if args.tail is not None and args.attempt is None and args.since is None:  # these need every line's time or attempt
+        logs.skip_to_last(args.tail, printer.wants)
     if args.follow:
         return _follow(folder, args, logs, reader, printer)
     _check_exists(folder, args, logs)
     printer.print(_last(printer.select(logs.read(whole=True)), args.tail))
     if printer.hidden and not printer.printed:
-        _note(f"{folder.name}: {printer.hidden} lines, all of submitit and Slurm: --all shows them")
+        _note(f"{folder.name}: {counted(printer.hidden, 'line')}, all of submitit and Slurm: --all shows them")
     elif not logs.ranks():
         (status,) = reader.read([folder])
         _note(f"{folder.name}: no log yet; {waiting_for(status) or f'{status.state} {status.why}'.strip()}")
@@ -115,12 +118,22 @@ class _Printer:
         for line in lines:
             if args.attempt is not None and numbers.get(line.attempt) != args.attempt:
                 continue
-            if (args.since and line.at < args.since) or (args.grep and not args.grep.search(line.text)):
+            if (args.since and line.at < args.since) or not self._matches(line):
                 continue
-            if not args.all and OF_LAUNCHERS.match(line.text):
+            if self._is_hidden(line):
                 self.hidden += 1
                 continue
             yield line
+
+    def wants(self, line: Line) -> bool:
+        """Whether to print a line of any time and attempt."""
+        return self._matches(line) and not self._is_hidden(line)
+
+    def _matches(self, line: Line) -> bool:
+        return self._args.grep is None or bool(self._args.grep.search(line.text))
+
+    def _is_hidden(self, line: Line) -> bool:
+        return not self._args.all and bool(OF_LAUNCHERS.match(line.text))
 
     def print(self, lines: Iterable[Line]) -> None:
         """Print the lines, in colour on a terminal."""

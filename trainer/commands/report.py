@@ -6,10 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from trainer.cluster import run_folders
+from trainer.cluster import run_config, run_folders
 from trainer.cluster.run_status import RunStatus, StatusReader, records_of
 from trainer.commands.parsers import NO_RUN, Parser, add_runs, add_sweep, split
-from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.config.keys import fields_of
 from trainer.observe.report.curves import read_curves
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _contents(run: RunDir, status: RunStatus) -> Run:
     """What the page shows of a run."""
-    records = records_of(run)
+    records, config = records_of(run), run_config.as_submitted(run)
     kept = {record["end_step"] - record["lost_steps"] for record in records}
     return Run(
         name=run.name,
@@ -67,6 +66,6 @@ def _contents(run: RunDir, status: RunStatus) -> Run:
         records=records,
         submissions=read_submissions(run.submissions),
         curves=read_curves(run.metrics, kept),
-        config={key: value for key, _, value in fields_of(Config.load(run.config))},
-        yaml=run.config.read_text(errors="replace"),
+        config={key: value for key, _, value in fields_of(config)},
+        yaml=config.to_yaml(),
     )

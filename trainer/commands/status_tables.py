@@ -34,6 +34,7 @@ COLOURS = {
     "lost": "bold red",
     "unknown": "magenta",
 }
+MODULE = re.compile(r"^(\w+\.)+(?=[A-Z]\w*:)")  # of an exception; there is more to say where room is scarce
 HALF_A_YEAR_S = 182 * 86400.0
 FAILED_RANK = re.compile(r"(rank (\d+) on \S+) failed:")  # the first line of an attempt's error
 
@@ -193,7 +194,7 @@ def _on_gpus(run: RunDir) -> bool:
 
 def _note(run: RunStatus) -> str:
     expected = f"starts {_clock(run.starts_at)}" if run.starts_at else ""
-    return ", ".join(filter(None, (expected, run.why)))
+    return ", ".join(filter(None, (expected, MODULE.sub("", run.why))))
 
 
 def _column(title: str, cells: Sequence[str], **more: Any) -> Column:

@@ -23,7 +23,7 @@ verbs (default: submit; for the help of a verb: {{program}} help VERB):
 {verb_list()}
 
 Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;
-docs/configuration.md lists them all.
+`{{program}} --dry-run` prints them all, with their values.
 Exit status: 0 done; 1 the run failed; 2 the command or the configuration is
 wrong; 130 stopped by Ctrl-C, 143 by SIGTERM.
 """

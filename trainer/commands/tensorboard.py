@@ -100,6 +100,8 @@ def _configured(server: Any, options: list[str]) -> Any:
     try:
         with contextlib.redirect_stderr(errors):
             server.configure(["tensorboard", *options])
+    except ValueError as error:  # options that exclude each other
+        raise ConfigError(str(error)) from None
     except SystemExit as error:
         if error.code:
             raise ConfigError(errors.getvalue().strip().splitlines()[-1].removeprefix("tensorboard: error: ")) from None

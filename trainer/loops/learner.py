@@ -42,6 +42,11 @@ class Learner:
 
         seed_generators(seed_of("model", config.seed), self.device)
         self.model, self.average = prepare_model(task.model(), config.train, self.device)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigError(
+                f"task={config.task}: no parameter of the model requires a gradient, so none can be trained; "
+                "leave some unfrozen in model()"
+            )
         self._steps_seed = seed_of("steps", config.seed, group.world.rank)
         self._loss_tap = nn.Parameter(torch.zeros((), device=self.device))  # see _backward
         self._parameters = list(self.model.parameters())

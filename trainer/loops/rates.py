@@ -29,7 +29,7 @@ class LearningRates:
             return [scheduled(lr, self._optim, step, self._total) for lr in self._initial]
         value: Any = self._task.schedule(step, self._total)
         try:
-            factor = float(value)
+            factor = math.nan if isinstance(value, str) else float(value)
         except (TypeError, ValueError):
             factor = math.nan
         if not 0 <= factor < math.inf:
