@@ -6,6 +6,7 @@ In tests where a rank dies the ranks are processes that share a TCPStore; elsewh
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import resource
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from tests.support.disk import failing_at
 from tests.support.waiting import DEADLINE_S
+from trainer.checkpoint import stripes
 from trainer.checkpoint.frozen import save_alone
 from trainer.checkpoint.pack import Packed, load
 from trainer.checkpoint.store import CheckpointError, CheckpointStore, Manifest, shard_name
@@ -35,6 +37,7 @@ from trainer.checkpoint.weights import weights_sha256
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
 CPU = torch.device("cpu")
+SMALL_STRIPE = 1 << 14  # so that the ranks of these tests share their small states, like those of a large model
 KEEP = (3, 0)  # keep_last, keep_best
 
 
@@ -120,6 +123,13 @@ def writers(store: CheckpointStore, size: int) -> Iterator[list[CheckpointWriter
             writer.close()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def stripes_are_small() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stripes, "STRIPE_BYTES", SMALL_STRIPE)
+        yield
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints")
@@ -189,6 +199,7 @@ class Ranks:
 
 def _process(body: Callable[[Rank], None], folder: Path, rank: int, size: int, test: Connection) -> None:
     torch.set_num_threads(1)
+    stripes.STRIPE_BYTES = SMALL_STRIPE
     body(Rank(folder, rank, size, test))
 
 
@@ -365,6 +376,56 @@ def test_a_state_that_could_not_be_loaded(store: CheckpointStore) -> None:
         end(writer)
         assert "Weights only load failed" in str(writer.error)
     assert_only_whole(store)
+
+
+@pytest.mark.parametrize(("stripe_bytes", "files"), [(1 << 30, 1), (600_000, 3), (1, 4)])
+def test_no_more_files_than_are_worth_it(
+    stripe_bytes: int, files: int, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,024 ranks that save a small model must not create 1,024 files. Every rank still reports, so a rank that died
+    is noticed; and a checkpoint with any number of files is read, by any number of ranks."""
+    monkeypatch.setattr(stripes, "STRIPE_BYTES", stripe_bytes)
+    with writers(store, 4) as ranks:
+        save(ranks, 1)
+        assert [writer.error for writer in ranks] == [None] * 4
+    assert_only_whole(store, 1)
+    assert len(store.manifest(1).shards) == files
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 1000])
+@pytest.mark.parametrize("megabytes", [0, 1, 64, 65, 500, 200_000])
+def test_each_stripe_has_one_writer(ranks: int, megabytes: int) -> None:
+    """A stripe that nobody writes would never be reported; one that two ranks write, each would spoil for the other.
+    Fewer writers than ranks are spread over the nodes."""
+    count = megabytes << 20
+    owned = [(rank, stripe) for rank in range(ranks) if (stripe := stripes.own_stripe(count, rank, ranks))]
+    assert [stripe.number for _, stripe in owned] == list(range(stripes.stripe_count(count, ranks)))
+    assert owned[0][0] == 0, "rank 0 writes the structure too"
+    bounds = [stripe.bounds(count) for _, stripe in owned]
+    assert bounds[0][0] == 0 and bounds[-1][1] == count
+    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(bounds))
+
+
+def test_reports_in_one_round_trip(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of 1,024 must not ask the key-value store 1,024 times at each look."""
+    asked = {"check": 0, "get": 0}
+    with writers(store, 8) as ranks:
+        keys = ranks[0]._keys
+        monkeypatch.setattr(ranks[0], "_keys", Counted(keys, asked))
+        save(ranks, 1)
+    assert store.steps() == [1]
+    assert asked["get"] <= 2, "the token and the result, but no single report"
+
+
+class Counted:
+    """A key-value store that counts what it is asked."""
+
+    def __init__(self, store: dist.Store, asked: dict[str, int]) -> None:
+        self._store, self._asked = store, asked
+
+    def __getattr__(self, name: str) -> Any:
+        self._asked[name] = self._asked.get(name, 0) + 1
+        return getattr(self._store, name)
 
 
 class CountingStore(CheckpointStore):

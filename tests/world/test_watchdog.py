@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
-from trainer.world import watchdog
+from trainer.world import process, watchdog
 from trainer.world.watchdog import Beat, Fault, Probes, Watchdog, name_stuck, straggler
 
 WAITS = "_engine_run_backward (/env/lib/torch/autograd/graph.py:829)"
@@ -105,3 +107,59 @@ def test_the_probes_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     beat = watch._own_beat()
     assert (beat.host, beat.progress, beat.busy_s) == ("here", 7, 1.5)
     assert handled.empty()
+
+
+class Silence:
+    """Rank 0's watchdog, which hears its own heartbeats and none of rank 1, whose process is `other` on `host`."""
+
+    def __init__(self, other: str, host: str = "here") -> None:
+        self.watch = Watchdog(Probes(world=lambda: a_world(size=2)), 600, on_fault=lambda fault: None)
+        self.watch.close()  # the test does its rounds
+        self.other = Beat(host, 7, 5, "training", LOADS, 0.0, other)
+        self.round = 0
+        self.pass_s(0.5)
+
+    def pass_s(self, seconds: float) -> None:
+        for _ in range(round(seconds / watchdog.BEAT_S)):
+            self.round += 1
+            self.watch._compare([Beat("here", self.round, 5, "training", WAITS, 0.0, process.identity()), self.other])
+
+    def dead(self, in_a_hurry: bool = False) -> bool:
+        return self.watch.is_dead(1, in_a_hurry)
+
+
+def test_a_starved_rank_is_not_dead() -> None:
+    """A host with too much to do: a rank's heartbeats come many seconds late. It used to be given up after five, and a
+    healthy attempt ended."""
+    here = Silence(process.identity())
+    here.pass_s(14)
+    assert not here.dead() and not here.dead(in_a_hurry=True)
+    here.pass_s(300)
+    assert not here.dead(), "its process runs; if it is stuck for good, launch.hang_timeout_s ends the attempt"
+    assert here.dead(in_a_hurry=True), "after a signal the others save without it"
+    elsewhere = Silence("1 1", host="n2")
+    elsewhere.pass_s(50)
+    assert not elsewhere.dead()
+    elsewhere.pass_s(20)
+    assert elsewhere.dead(), "on another node nothing but its silence is known"
+
+
+def test_a_killed_rank_is_dead_at_once() -> None:
+    """Every second after a signal counts. Its process is gone, whatever its last heartbeat was."""
+    other = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        silence = Silence(process.identity(other.pid))
+        assert not silence.dead(in_a_hurry=True)
+        other.kill()
+        other.wait()
+        silence.pass_s(0.5)
+        assert silence.dead()
+    finally:
+        other.kill()
+        other.communicate()
+
+
+def test_a_process_that_cannot_be_seen_has_not_ended() -> None:
+    """Each rank may have its own container, in which the ids of the others mean nothing, or another process."""
+    processes = process.LocalProcesses()
+    assert not processes.has_ended("999999 1") and not processes.has_ended("1 1") and not processes.has_ended("")

@@ -47,7 +47,7 @@ from trainer.world.world import World
 
 # The length of a round: this per rank, so that many ranks do not overload the file system, but at least the shortest.
 ROUND_S_PER_RANK = 0.001
-SHORTEST_ROUND_S = 0.05
+SHORTEST_ROUND_S = 0.025
 
 
 class Superseded(Exception):

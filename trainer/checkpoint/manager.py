@@ -27,7 +27,6 @@ from trainer.world.watchdog import Watchdog
 MAX_FAILED = 3  # saves in a row, before the attempt fails
 RETRY_S = 60.0
 RETRY_LAST_S = 2.0  # at a stop or at the end of the run, when there is nothing else to do
-DEAD_AFTER_S = 5.0  # without a heartbeat: a rank that the others wait for in a save is taken for dead
 
 
 class CheckpointManager:
@@ -87,10 +86,9 @@ class CheckpointManager:
         """Wait for the save in progress, if any, for at most `timeout_s`. Raises like `start_save`."""
         until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while self.saving is not None and not self._writer.wait(0.5) and time.monotonic() < until:
-            dead = [rank for rank in self._writer.missing_ranks if self._watch.silent(rank, DEAD_AFTER_S)]
-            if dead:
-                names = ", ".join(map(str, dead))
-                raise PeerLost(f"rank {names} gave no sign of life for {DEAD_AFTER_S:.0f} s during a save")
+            missing = self._writer.missing_ranks
+            if dead := [rank for rank in missing if self._watch.is_dead(rank, in_a_hurry=self._stopping())]:
+                raise PeerLost(f"rank {', '.join(map(str, dead))} gave no sign of life during a save")
         self.poll()
 
     def poll(self) -> None:

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.say import say
+from trainer.world.process import LocalProcesses, identity, is_running
 from trainer.world.world import World
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.5
 SLOW_WINDOW_S = 60.0
+# A rank that the others wait for is taken for dead when it has sent no heartbeat for this long. A starved host delays
+# heartbeats by several seconds, and the end of the attempt is a high price for that. In a hurry, that is after a
+# signal, the others may be killed soon, and lose nothing by saving without it: half of Slurm's KillWait leaves time.
+DEAD_AFTER_S, DEAD_IN_A_HURRY_S = 60.0, 15.0
 FaultReason = Literal["failed", "hung", "signal"]  # signal: the grace period after one is running out
 # Whether a retry may succeed; if_trained: only if the run has trained before as it is configured now.
 Retry = Literal["yes", "if_trained", "no"]
@@ -58,6 +63,7 @@ class Beat:
     where: str  # the innermost line of the main thread
     in_torch: bool  # that line is torch's own code, where a rank waits for others
     busy_s: float  # spent so far on its own work, not on waiting for others
+    process: str = ""  # see `trainer.world.process.identity`
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,8 @@ class Watchdog:
         self._round = 0
         self._unanswered_s = 0.0
         self._silent_s = [0.0] * probes.world().size  # each rank's silence, as rank 0 counts it
+        self._ended: set[int] = set()  # ranks on rank 0's node whose processes have ended
+        self._neighbours, self._process = LocalProcesses(), identity()
         self._still_s = 0.0  # since any rank made progress
         self._beats: list[Beat] = []
         self._window: tuple[float, list[Beat]] | None = None
@@ -116,9 +124,16 @@ class Watchdog:
         self._phases += 1
         self._restart_c_timer()
 
-    def silent(self, rank: int, seconds: float) -> bool:
-        """Whether that rank has sent no heartbeat for this long. Only rank 0 knows; elsewhere False."""
-        return self._silent_s[rank] >= seconds
+    def is_dead(self, rank: int, in_a_hurry: bool) -> bool:
+        """Whether that rank's process has ended, or is silent for so long that it must be taken for dead. One that runs
+        on rank 0's node is only starved or suspended. Only rank 0 knows; elsewhere False."""
+        if rank in self._ended or in_a_hurry:
+            return rank in self._ended or self._silent_s[rank] >= DEAD_IN_A_HURRY_S
+        return self._silent_s[rank] >= DEAD_AFTER_S and not self._runs_here(rank)
+
+    def _runs_here(self, rank: int) -> bool:
+        beat = self._beats[rank]
+        return beat.host == self._beats[0].host and is_running(beat.process)
 
     def report(self, fault: Fault) -> None:
         """Report a fault to every rank, this one included. Only the first report counts."""
@@ -199,7 +214,8 @@ class Watchdog:
         world = self._probes.world()
         progress = self._phases + self._probes.ticks()
         where, in_torch = innermost_line(self._main_thread)
-        return Beat(world.host_of(world.rank), self._round, progress, self.phase, where, in_torch, self._busy_s())
+        host = world.host_of(world.rank)
+        return Beat(host, self._round, progress, self.phase, where, in_torch, self._busy_s(), self._process)
 
     def _compare(self, beats: list[Beat]) -> None:
         """On rank 0: look for silent and stuck ranks in everyone's latest heartbeat."""
@@ -208,6 +224,8 @@ class Watchdog:
         beats = self._beats = [max(pair, key=lambda beat: beat.round) for pair in zip(before, beats)]
         for rank, (old, new) in enumerate(zip(before, beats)):
             self._silent_s[rank] = self._silent_s[rank] + BEAT_S if new.round == old.round else 0.0
+            if new.host == beats[0].host and self._neighbours.has_ended(new.process):
+                self._ended.add(rank)
         moved = any(new.progress != old.progress for old, new in zip(before, beats))
         untimed = any(beat.phase in self.UNTIMED_PHASES for beat in beats)
         self._still_s = 0.0 if moved or untimed else self._still_s + BEAT_S

@@ -1,0 +1,154 @@
+"""No end of an attempt hangs: whatever hangs there, the process ends with the right exit status.
+
+NCCL's destructors may hang, so may a store that no longer answers, and a disk that went away.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+
+from tests.support.project import PROJECT
+from tests.support.runs import config
+from tests.support.waiting import DEADLINE_S
+from tests.support.worlds import a_world
+from trainer.attempt import attempt as attempt_module
+from trainer.attempt import end_by_fault
+from trainer.attempt.attempt import Attempt, Stopped
+from trainer.attempt.end_by_fault import EndByFault
+from trainer.attempt.grace import GracePeriod
+from trainer.records.attempts import begin_attempt
+from trainer.records.metrics import read_lines
+from trainer.rundir import RunDir
+from trainer.world.signals import Signals
+from trainer.world.watchdog import Fault
+
+
+def python(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script that must end by itself."""
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    return subprocess.run(words, cwd=PROJECT, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+HANGS_AT_EXIT = """
+    import atexit, sys, time
+    from trainer.attempt.deadline import LastExit, run_for
+    last = LastExit()
+    atexit.register(print, "the user's own handler ran")
+    class Connection:
+        def __del__(self):
+            time.sleep(1000)
+    sys.modules["held"] = Connection()
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "status"),
+    [
+        ("last.needed = True", 0),
+        ("last.needed, last.status = True, 143; sys.exit(143)", 143),
+        ("last.needed = True; raise ValueError('the result could not be written')", 1),
+    ],
+)
+def test_a_destructor_that_hangs(then: str, status: int) -> None:
+    """A process group that could not be destroyed is still there when Python ends, and its destructor hangs too. The
+    launcher must see the status of the attempt, and the user's own handlers must have run."""
+    done = python(f"{HANGS_AT_EXIT}\n    {then}")
+    assert done.returncode == status, done.stderr
+    assert "the user's own handler ran" in done.stdout
+
+
+def test_an_end_that_hangs_anywhere() -> None:
+    """In the record, on a disk that went away: the deadline ends the process, with stacks that show where it hung."""
+    done = python(
+        """
+        import time
+        from trainer.attempt.deadline import Deadline
+        Deadline(0.2, status=1).status = 143
+        time.sleep(1000)
+        """
+    )
+    assert done.returncode == 143
+    assert "takes longer than 0 s; exiting with status 143" in done.stdout and "time.sleep" not in done.stdout
+    assert "Thread 0x" in done.stderr
+
+
+class Ended(Exception):
+    """The process would have ended here."""
+
+
+def an_attempt(root: Path, name: str) -> tuple[Attempt, Any, Any]:
+    """An attempt that has trained, its loop and its group."""
+    small = config(root, name, 1, ())
+    run = RunDir(root / name)
+    run.path.mkdir()
+    small.save(run.config)
+    signals = cast(Signals, SimpleNamespace(first=None, first_at=None, requeue=None))
+    attempt = Attempt(small, run, a_world(), signals)
+    loop, group = Mock(name="loop"), Mock(name="group")
+    loop.position.step, loop.position.metrics = 5, {"val_loss": 1.0}
+    loop.progress.step_s.return_value = 0.1
+    group.world = a_world()
+    begin_attempt(run, group.world, 0)
+    return attempt, loop, group
+
+
+@pytest.mark.parametrize("what", ["threads", "process group"])
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_farewell_hangs(root: Path, what: str, finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may hang in destroy_process_group, and a thread in a store that no longer answers. The result and the record
+    are there already, so the run has ended, and its nodes are free."""
+    monkeypatch.setattr(attempt_module, "FAREWELL_S", 0.2)
+    attempt, loop, group = an_attempt(root, "farewell")
+    forever = threading.Event()
+    try:
+        if what == "threads":
+            attempt._closing.callback(forever.wait)
+        else:
+            group.close.side_effect = forever.wait
+        if finished:
+            assert attempt._end_in_order(loop, group, finished=True) == {"val_loss": 1.0}
+        else:
+            attempt._state.signals.first = signal.SIGTERM
+            with pytest.raises(Stopped) as stopped:
+                attempt._end_in_order(loop, group, finished=False)
+            assert stopped.value.code == 143
+    finally:
+        forever.set()
+    (record,) = read_lines(attempt._run_dir.attempts)
+    assert record["reason"] == ("finished" if finished else "cancelled") and record["end_step"] == 5
+    assert attempt._last_exit is not None and attempt._last_exit.needed, "what hung would hang again when Python ends"
+
+
+@pytest.mark.parametrize("place", ["freeze", "write"])
+def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device or the disk hangs in C. No rank gets anything done, so this one leaves."""
+    monkeypatch.setattr(end_by_fault, "STALLED_S", 1.0)
+    monkeypatch.setattr(end_by_fault, "POLL_S", 0.1)
+    monkeypatch.setattr(end_by_fault, "MAIN_THREAD_S", 0.0)
+    monkeypatch.setattr(end_by_fault, "exit_now", Mock(side_effect=Ended))
+    attempt, loop, _ = an_attempt(root, "hangs")
+    forever = threading.Event()
+    loop.position.place, loop.saves.saving, loop.saves.saved.step = (5, 0, False, False), None, 3
+    frozen = loop.frozen.return_value.__enter__ = Mock()
+    frozen.return_value.bytes = 64
+    loop.frozen.return_value.__exit__ = Mock(return_value=None)
+    hanging = loop.freeze if place == "freeze" else frozen.return_value.write_part
+    hanging.side_effect = lambda *_: forever.wait()
+    attempt._state.loop = loop
+    end = EndByFault(attempt._state, GracePeriod(attempt._config.launch))
+    try:
+        with pytest.raises(Ended):
+            end.run(Fault("hung", "rank 0 is stuck"))
+    finally:
+        forever.set()
+    end.wait()  # so a main thread that failed by itself is not held up either

@@ -1,0 +1,39 @@
+"""Whether the process of another rank on this node still runs. That takes no message from it, however starved it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def identity(pid: int | None = None) -> str:
+    """What names a process for as long as the machine runs: its id, which may be used again, and when it started.
+
+    Empty if it has ended, or if this system does not say (it has no /proc). The default is this process.
+    """
+    pid = os.getpid() if pid is None else pid
+    try:
+        # proc(5): the name, in parentheses, may contain anything; after it come the state, and as the 20th the start.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else f"{pid} {fields[19]}"
+
+
+def is_running(process: str) -> bool:
+    """Whether the process with this `identity` runs on this node."""
+    return bool(process) and identity(int(process.split()[0])) == process
+
+
+class LocalProcesses:
+    """Those processes of this node that were once seen running."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def has_ended(self, process: str) -> bool:
+        """Whether the process with this `identity` has ended. False in doubt: in another container it is not seen."""
+        if is_running(process):
+            self._seen.add(process)
+            return False
+        return process in self._seen
