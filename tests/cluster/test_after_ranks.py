@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.records import add_metrics
 from tests.support.worlds import a_world
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
 from trainer.cluster.after_ranks import after_ranks
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import Reason, read_ended_attempts
 from trainer.records.attempts import begin_attempt, end_attempt
-from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.slurm import TAG_VARIABLE
 from trainer.world.watchdog import Retry
@@ -68,7 +68,7 @@ def begin(run: RunDir, restart: int = 0) -> World:
     """An attempt begins, and does a step that no rank saves."""
     world = replace(WORLD, restart=restart)
     log = begin_attempt(run, world, start_step=0)
-    MetricsFile(run.metrics, writes=True).append([{"step": 1, "time": log["start"] + 1}])
+    add_metrics(run.metrics, [{"step": 1, "time": log["start"] + 1}])
     return world
 
 
@@ -100,7 +100,7 @@ def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: Slurm) -> None:
         store.commit(writing, Manifest(step, 1, step, 1, {}, files))
     (store.path(2) / STRUCTURE).write_bytes(b"wrong")
     world = begin(run)
-    MetricsFile(run.metrics, writes=True).append([{"step": 2, "time": time.time()}])
+    add_metrics(run.metrics, [{"step": 2, "time": time.time()}])
     after_ranks(run, world, LAUNCH, KILLED)
     (end,) = read_ended_attempts(run.attempts)
     assert (end["end_step"], end["lost_steps"]) == (2, 1)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.records import add_metrics
 from tests.support.worlds import a_world
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import EndedAttempt, Reason, read_attempts, read_ended_attempts
 from trainer.records.attempts import begin_attempt, end_attempt, find_record
-from trainer.records.metrics import MetricsFile
 from trainer.records.retry import FAILURES, SAME_FAILURE, Decision, decide, why_not_requeued
 from trainer.records.submissions import SubmissionRecord
 from trainer.rundir import RunDir
@@ -110,7 +110,7 @@ def test_a_power_cut_at_any_moment_of_the_end(step: int, tmp_path: Path, monkeyp
     """Wherever it hits the writer, the end is recorded exactly once: as the writer meant it, or as lost."""
     run = RunDir(tmp_path)
     begin_attempt(run, WORLD, start_step=0)
-    MetricsFile(run.metrics, writes=True).append([{"step": 1, "time": 0.0}])
+    add_metrics(run.metrics, [{"step": 1, "time": 0.0}])
     left = [step]
 
     def cut_off(method: Any) -> Any:
@@ -145,7 +145,7 @@ def test_an_abandoned_attempt(tmp_path: Path) -> None:
     that they took."""
     run = RunDir(tmp_path)
     start = begin_attempt(run, WORLD, start_step=0)["start"]
-    MetricsFile(run.metrics, writes=True).append({"step": step, "time": start + 10 * step} for step in range(1, 8))
+    add_metrics(run.metrics, ({"step": step, "time": start + 10 * step} for step in range(1, 8)))
     begin_attempt(run, restarted(1), start_step=5)
     end_attempt(run, restarted(1), LAUNCH, "finished", 9, 9)
     lost, finished = read_ended_attempts(run.attempts)
@@ -159,7 +159,7 @@ def test_seconds_lost_before_the_first_save(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     start = begin_attempt(run, WORLD, start_step=5)["start"]
     steps = [{"step": 5, "time": start - 600_000}, {"step": 6, "time": start + 30}]
-    MetricsFile(run.metrics, writes=True).append([*steps, {"epoch": 1, "step": 6}])
+    add_metrics(run.metrics, [*steps, {"epoch": 1, "step": 6}])
     record = end_attempt(run, WORLD, LAUNCH, "failed", 6, 5)
     assert record is not None and record["lost_s"] == pytest.approx(30)
 

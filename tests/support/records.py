@@ -1,10 +1,20 @@
-"""Records of attempts, with every field, for tests of the code that reads them."""
+"""What a run has recorded, for tests of the code that reads it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from trainer.records.attempt_record import EndedAttempt
+from trainer.records.metrics import MetricsFile
+
+
+def add_metrics(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Add lines to a metrics.jsonl as a run does."""
+    metrics = MetricsFile(path, writes=True)
+    metrics.append(records)
+    metrics.sync()
 
 
 def ended_attempt(**fields: Any) -> EndedAttempt:

@@ -119,5 +119,6 @@ class CheckpointManager:
         return (RETRY_S if self._failed else every_s) - (time.monotonic() - self._began)
 
     def close(self) -> None:
-        """End the writer; no save can be started any more."""
+        """End the writer and the metrics, which it syncs; no save can be started any more."""
         self._writer.close()
+        self._metrics.close()

@@ -184,7 +184,7 @@ class Loop(ABC):
     def _finish_restore(self) -> None:
         """The state is in place: cut the lines of metrics.jsonl beyond it, and allow rescues."""
         self.saves.saved = copy.copy(self.position)
-        self.metrics.rewind(self.position.records)
+        self.metrics.begin(self.position.records)
         self._first_step = self.position.step + 1
         self.restored = True
         self.startup.done("restore")

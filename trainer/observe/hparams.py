@@ -11,7 +11,8 @@ from typing import Any
 
 from trainer.compat import hparams_parts
 from trainer.observe.events import framed
-from trainer.records.metrics import append, read_lines
+from trainer.records.append_only import append
+from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
 # It comes before all other event files of the run: TensorBoard's own reader never returns to an earlier file.

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.records.metrics import append
+from trainer.records.append_only import append
 from trainer.rundir import RunDir
 from trainer.say import say
 

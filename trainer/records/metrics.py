@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypedDict, TypeGuard
 
+from trainer.records import append_only
+
 TAIL = 4096  # bytes at the end of a file that hold its newest lines
+WRITE_EVERY_S = 0.1  # how soon a line is in the file
+CLOSE_S = 2.0
+_NUMBERS = {int, float}
 
 
 class _Step(TypedDict):
@@ -33,6 +41,9 @@ class MetricsFile:
     Steps done after that checkpoint are lost and done again, so their lines are cut off. Only rank 0 writes. Every
     other rank keeps in memory what it would have written since the newest checkpoint, so that it can replace rank 0
     (`rewrite_tail`).
+
+    The training thread only adds to a list in memory, however slow the disk is. A thread of rank 0 writes what is new
+    every `WRITE_EVERY_S`. A save calls `sync` before it is committed, so no line of a checkpoint is ever missing.
     """
 
     def __init__(self, path: Path, writes: bool) -> None:
@@ -41,64 +52,107 @@ class MetricsFile:
         self._writes = writes
         self._checkpointed = 0  # records that the newest checkpoint includes
         self._lines_since: list[bytes] = []  # the lines after these
-        self._unwritten = 0  # how many of `_lines_since`, counted from its end, are not in the file
-        self._lock = threading.Lock()  # a save calls `sync` from its own thread
+        self._written = 0  # records in the file
+        self._file: int | None = None  # its descriptor: see `append_only.replace` for why it stays open
+        self._memory = threading.Lock()  # protects the fields above, and is never held while the disk is used
+        self._disk = threading.Lock()  # held to write: the writer thread and a save take turns
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
 
     def rewind(self, count: int) -> None:
         """Cut off every line after the first `count`, half-written ones too. Raises OSError."""
         if self._writes:
-            _cut(self.path, count)
-        self.count = self._checkpointed = count
-        self._lines_since, self._unwritten = [], 0
+            self._file = append_only.rewind(self.path, count)
+        self.count = self._checkpointed = self._written = count
+        self._lines_since = []
+
+    def begin(self, count: int) -> None:
+        """`rewind`, and write in the background from now on. Call it in the process that trains: a fork has no copy of
+        the thread."""
+        self.rewind(count)
+        if self._writes:
+            self._thread.start()
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add a line per record. Lines that a full disk refuses stay in memory; the next call tries them again."""
-        lines = [json.dumps(record).encode() + b"\n" for record in records]
-        with self._lock:
+        """Add a line per record, soon also to the file."""
+        lines = [_line(record) for record in records]
+        with self._memory:
             self._lines_since += lines
-            self._unwritten += len(lines)
             self.count += len(lines)
-            if self._writes:
-                with contextlib.suppress(OSError):
-                    self._write()
 
     def sync(self) -> None:
-        """Make every line survive a power cut. Call before a checkpoint is committed. Raises OSError."""
-        with self._lock:
-            self._write()
-        _fsync(self.path)
+        """Make every line survive a power cut. Call before a checkpoint is committed. Raises OSError, also if another
+        process has replaced the file."""
+        with self._disk:
+            file = self._write()
+            os.fsync(file)
+            if not append_only.is_at(self.path, file):
+                raise OSError(errno.ESTALE, "another process has replaced this file", str(self.path))
 
     def mark_checkpointed(self, count: int) -> None:
         """A checkpoint that includes the first `count` records is committed: they need not stay in memory."""
-        with self._lock:
+        with self._memory:
             self._lines_since = self._lines_since[count - self._checkpointed :]
             self._checkpointed = count
 
     def rewrite_tail(self) -> None:
         """Write all lines since the newest checkpoint, in place of rank 0, which may have died before it had written
-        them, or within one. Raises OSError."""
-        with self._lock:
-            _cut(self.path, self._checkpointed)
-            self._unwritten = len(self._lines_since)
-            self._write()
-        _fsync(self.path)
+        them, or within one, or be stuck in a write. Nothing is appended any more. Raises OSError."""
+        with self._memory:
+            kept, tail, count = self._checkpointed, b"".join(self._lines_since), self.count
+        file = append_only.replace(self.path, kept, tail)
+        with self._memory:
+            self._file, self._written = file, count
 
-    def _write(self) -> None:
-        append(self.path, b"".join(self._lines_since[len(self._lines_since) - self._unwritten :]))
-        self._unwritten = 0
+    def close(self) -> None:
+        """Write what is left and end the thread; the disk may take `CLOSE_S`."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def _serve(self) -> None:
+        """The thread's main loop."""
+        closed = False
+        while not closed:
+            closed = self._closed.wait(WRITE_EVERY_S)
+            with (
+                self._disk,
+                contextlib.suppress(OSError),
+            ):  # what a full disk refuses stays in memory until the next try
+                self._write()
+        with self._disk, self._memory:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _write(self) -> int:
+        """Write the lines that are not in the file yet; returns its descriptor. The caller holds `_disk`. Raises
+        OSError."""
+        if self._file is None:
+            self._file = append_only.open_file(self.path)
+        with self._memory:
+            file, count = self._file, self.count
+            lines = self._lines_since[self._written - self._checkpointed :]
+        if lines:
+            append_only.write(file, b"".join(lines))
+            with self._memory:
+                self._written = max(self._written, count)
+        return file
 
 
-def append(path: Path, data: bytes) -> None:
-    """Append to a file all or nothing: half a record would spoil the next one. Raises OSError."""
-    with path.open("ab", buffering=0) as file:
-        start = file.tell()
-        try:
-            written = 0
-            while written < len(data):  # when the disk becomes full, it takes a part and refuses the next call
-                written += file.write(data[written:])
-        except OSError:
-            file.truncate(start)
-            raise
+def _line(record: Mapping[str, Any]) -> bytes:
+    """A record as json.dumps writes it. A record of finite numbers takes less than half of that time."""
+    values = tuple(record.values())
+    if _NUMBERS.issuperset(map(type, values)) and math.isfinite(sum(values)):
+        return (_template(tuple(record)) % values).encode()
+    return json.dumps(record).encode() + b"\n"
+
+
+@lru_cache(maxsize=64)
+def _template(names: tuple[str, ...]) -> str:
+    """The line of a record with these fields, with a %r for each value."""
+    fields = ", ".join(f"{json.dumps(name)}: ".replace("%", "%%") + "%r" for name in names)
+    return f"{{{fields}}}\n"
 
 
 def is_step(line: Mapping[str, Any]) -> TypeGuard[StepLine]:
@@ -179,16 +233,3 @@ def first_step_since(path: Path, moment: float) -> StepLine | None:
         if (steps and steps[0]["time"] < moment) or not path.exists() or size >= path.stat().st_size:
             return next((line for line in steps if line["time"] >= moment), None)
         size *= 8
-
-
-def _cut(path: Path, count: int) -> None:
-    """Truncate a file after `count` lines."""
-    with path.open("ab+") as file:
-        file.seek(0)
-        end = sum(len(line) for line, _ in zip(file, range(count)))
-        file.truncate(end)
-
-
-def _fsync(path: Path) -> None:
-    with path.open("ab") as file:
-        os.fsync(file.fileno())
