@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,13 @@ import pytest
 from tests.support.commands import FAKE_SBATCH, NO_SLURM, fake_squeue
 from tests.support.running_order import arrange
 from tests.support.shared import make_shared_folder, remove_shared_folder
+from trainer.attempt.compiler import defer_import
 
+# Hundreds of processes import the project: each would compile it anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# As in each rank: importing torch's compiler takes longer than torch itself, and few tests use it.
+defer_import()
 # Two cores and many ranks: more threads than cores would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 # The commands that messages name begin with the word that started Python.
@@ -46,6 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "tests/slurm/" in item.nodeid:
             item.add_marker(pytest.mark.slurm)
     items[:] = arrange(items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects, which the garbage collector would look at again and again
 
 
 @pytest.fixture(scope="module")

@@ -117,6 +117,23 @@ def test_finding_what_is_not_finite(value: float) -> None:
     assert torch.equal(gradients[0], torch.ones(3))
 
 
+def test_a_backward_pass_with_a_gradient() -> None:
+    """The last bits of a run depend on it. A loss that torch refuses is refused with torch's own message."""
+    gradients = []
+    for backward in (compat.backward, lambda loss, leaf, plain: torch.autograd.backward([loss, leaf], [None, plain])):
+        weight, tap = nn.Parameter(torch.linspace(-1, 1, 7)), nn.Parameter(torch.zeros(()))
+        for power in (2, 3):  # the second pass adds to the gradients of the first
+            loss = weight.tanh().pow(power).sum()
+            backward(loss, tap, loss.detach())
+        assert weight.grad is not None and tap.grad is not None
+        gradients.append(torch.cat([weight.grad, tap.grad[None]]))
+    assert torch.equal(*gradients)
+    with pytest.raises(RuntimeError, match="only for scalar outputs"):
+        compat.backward(weight.tanh(), tap, tap.detach())
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        compat.backward(tap.detach(), nn.Parameter(torch.zeros(())), tap.detach())
+
+
 def test_skipping_by_a_flag() -> None:
     """A fused optimiser leaves its step out by itself, so that no step waits for the device; others do not."""
     weight = nn.Parameter(torch.ones(3))

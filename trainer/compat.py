@@ -142,6 +142,18 @@ def note_nonfinite(gradients: list[Tensor], found: Tensor, scale: Tensor) -> Non
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
 
 
+def backward(loss: Tensor, leaf: Tensor, gradient: Tensor) -> None:
+    """`torch.autograd.backward([loss, leaf], [None, gradient])`, without importing sympy, with which torch compares
+    the shapes of a tensor and its gradient: that would take a rank half a second at its first step."""
+    import torch
+    from torch.autograd.graph import _engine_run_backward
+
+    if type(loss) is not torch.Tensor or loss.numel() != 1 or not loss.is_floating_point():
+        return torch.autograd.backward([loss, leaf], [None, gradient])  # which says what is wrong
+    gradients = (torch.ones_like(loss, memory_format=torch.preserve_format), gradient)
+    _engine_run_backward((loss, leaf), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def reads_found_inf(optimizer: Optimizer) -> bool:
     """Whether an optimiser skips its step by itself where its attribute `found_inf`, a scalar on the device, is not 0.
     GradScaler asks the same way."""

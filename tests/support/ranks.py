@@ -31,7 +31,7 @@ _attempts = iter(range(1, 1 << 30))
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.loops.task_loop", "tests.support.tasks"])
+    context.set_forkserver_preload(["tests.support.preload"])
     return context
 
 

@@ -184,7 +184,7 @@ class Learner:
         other gradients, so every rank knows the loss of every step without a further collective."""
         scaled, plain = self.scaler.scale(loss), loss.detach().float()
         if self.parallel is not self.model:
-            torch.autograd.backward([scaled, self._loss_tap], [None, plain])
+            compat.backward(scaled, self._loss_tap, plain)
         else:  # the same, faster
             scaled.backward()
             self._loss_tap.grad = plain if self._loss_tap.grad is None else self._loss_tap.grad + plain
