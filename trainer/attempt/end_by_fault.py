@@ -149,8 +149,8 @@ class EndByFault:
         end_step = saved_step = max(state.start_step, loop.saves.saved.step if loop else 0)
         # This rank's own state may be torn, although a better survivor, which has died since, had a whole one.
         if loop is not None and here.step >= 0:
-            end_step = loop.position.step
             saved_step = self._save_alone(loop, saved_step)
+            end_step = loop.position.step  # a GPU may have done another step meanwhile
         error: str | None = explain(fault, survivors, state.world)
         reason: EndReason
         if fault.reason == "signal":
@@ -188,6 +188,7 @@ class EndByFault:
         except (CheckpointError, OSError) as error:
             say(f"WARNING: {error}; the newest checkpoint is that of step {saved_step}")
             return saved_step
+        step = loop.position.step
         say(f"rank {state.world.rank} saved step {step} alone")
         return step
 

@@ -254,19 +254,22 @@ def save_alone(
     world_size: int,
     before_commit: Callable[[], None],
     tag: str,
+    buffer: Tensor | None = None,
+    is_whole: Callable[[], bool] = lambda: True,
 ) -> Manifest:
     """Save from this process alone and wait for the commit: one shard, no other rank, no key-value store.
 
-    It streams, so it needs no second copy of the state in memory. `tag` as for `CheckpointStore.writing_folder`.
-    Raises CheckpointError.
+    It streams, so it needs no second copy of the state in memory: through `buffer`, of WRITE_BYTES, if given. `tag` as
+    for `CheckpointStore.writing_folder`. Raises CheckpointError, also once `is_whole` says that the state has changed.
     """
     writing, name = store.writing_folder(info.step, tag), shard_name(0, 1)
     try:
         store.create_writing_folder(info.step, tag)
         before_commit()
         packed = Packed(state)
+        chunk = torch.empty(min(WRITE_BYTES, packed.bytes), dtype=torch.uint8) if buffer is None else buffer
         files = {STRUCTURE: _write_file(writing / STRUCTURE, [serialized_structure(packed.structure)])}
-        files[name] = _write_file(writing / name, _stream(packed))
+        files[name] = _write_file(writing / name, _stream(packed, chunk, is_whole))
     except Exception as error:  # of any kind: the caller only asks whether the state is saved
         store.discard(writing)
         raise store.write_error(info.step, _reason(error)) from error
@@ -275,12 +278,13 @@ def save_alone(
     return manifest
 
 
-def _stream(packed: Packed) -> Iterator[memoryview]:
+def _stream(packed: Packed, buffer: Tensor, is_whole: Callable[[], bool]) -> Iterator[memoryview]:
     """All bytes of a state, chunk by chunk. A chunk is valid until the next one is asked for."""
-    buffer = torch.empty(min(WRITE_BYTES, packed.bytes), dtype=torch.uint8)
     for start in range(0, packed.bytes, WRITE_BYTES):
         chunk = buffer[: packed.bytes - start]
         packed.copy(start, start + chunk.numel(), chunk)
+        if not is_whole():
+            raise RuntimeError("the device has continued with the next step")
         yield chunk.numpy().data
 
 

@@ -54,6 +54,7 @@ class Beat:
     phase: str
     where: str  # the innermost line of the main thread
     busy_s: float  # spent so far on its own work, not on waiting for others
+    device: int = 0  # how far its device has come; the CPU may be ahead of it
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Watchdog:
         self._timeout_s = hang_timeout_s
         self._on_fault = on_fault
         self._busy_s: Callable[[], float] = lambda: 0.0
+        self._passed: Callable[[], int] = lambda: 0
+        self._device = 0  # what `_passed` has returned last
         self._store: dist.Store | None = None
         self._reports: dist.Store | None = None
         self._round = 0
@@ -105,6 +108,11 @@ class Watchdog:
         Without it no rank is ever called slow. Every rank's loop calls this, or none.
         """
         self._busy_s = busy_s
+
+    def follow(self, passed: Callable[[], int]) -> None:
+        """Compare how far the ranks' devices have come, too: `passed` returns a number that grows with that. It raises
+        RuntimeError once the device has failed."""
+        self._passed = passed
 
     def enter(self, phase: str) -> None:
         """The rank enters the next phase of the attempt; that counts as progress."""
@@ -149,13 +157,22 @@ class Watchdog:
         """The watch thread."""
         while not self._closed.wait(BEAT_S):
             self._restart_c_timer()
-            if (fault := self._probes.check()) is not None:
+            if (fault := self._check_device() or self._probes.check()) is not None:
                 self.report(fault)
             if self._store is not None:
                 self._unanswered_s += BEAT_S
                 if self._is_too_long(self._unanswered_s):
                     host = self._probes.world().host_of(0)
                     self._handle(Fault("hung", f"rank 0 on {host} has not answered for {self._unanswered_s:.0f} s"))
+
+    def _check_device(self) -> Fault | None:
+        """Look how far this rank's device has come; its error, if it has failed. The training would see it later."""
+        try:
+            self._device = self._passed()
+        except RuntimeError as error:
+            world = self._probes.world()
+            return Fault("failed", f"rank {world.rank} on {world.host_of(world.rank)} failed:\n{error}")
+        return None
 
     def _is_too_long(self, silence_s: float) -> bool:
         """Whether to stop waiting for a silent rank.
@@ -195,14 +212,15 @@ class Watchdog:
         world = self._probes.world()
         progress = self._phases + self._probes.ticks()
         where = _innermost_line(self._main_thread)
-        return Beat(world.host_of(world.rank), self._round, progress, self.phase, where, self._busy_s())
+        host = world.host_of(world.rank)
+        return Beat(host, self._round, progress, self.phase, where, self._busy_s(), self._device)
 
     def _compare(self, beats: list[Beat]) -> None:
         """On rank 0: look for silent and stuck ranks in everyone's latest heartbeat."""
         before, self._beats = self._beats or beats, beats
         for rank, (old, new) in enumerate(zip(before, beats)):
             self._silent_s[rank] = self._silent_s[rank] + BEAT_S if new.round == old.round else 0.0
-        moved = any(new.progress != old.progress for old, new in zip(before, beats))
+        moved = any((new.progress, new.device) != (old.progress, old.device) for old, new in zip(before, beats))
         untimed = any(beat.phase in self.UNTIMED_PHASES for beat in beats)
         self._still_s = 0.0 if moved or untimed else self._still_s + BEAT_S
         silent = [rank for rank, seconds in enumerate(self._silent_s) if self._is_too_long(seconds)]
@@ -229,8 +247,8 @@ def name_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
     symptom = "gives no sign of life, last seen in"
     if not stuck:
         symptom = "is stuck in"
-        least = min(beat.progress for beat in beats)
-        stuck = [rank for rank, beat in enumerate(beats) if beat.progress == least]
+        done = [beat.progress + beat.device for beat in beats]
+        stuck = [rank for rank, count in enumerate(done) if count == min(done)]
         stuck = [rank for rank in stuck if "/torch/" not in beats[rank].where] or stuck
     return "; ".join(f"rank {rank} on {beats[rank].host} {symptom} {beats[rank].where}" for rank in stuck)
 
