@@ -133,6 +133,18 @@ def test_stuck_in_a_kernel(root: Path, step: int) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("step", [2, 5])
+@pytest.mark.parametrize("more", [(), ("train.precision=fp16",), ("train.nonfinite=skip", "optim.name=adamw")], ids=str)
+def test_stuck_with_the_next_steps_queued(root: Path, step: int, more: tuple[str, ...]) -> None:
+    """Like a collective of NCCL's that waits for a dead rank: the CPU does not wait, and queues the step's update and
+    the next step behind it. The state in memory is that of the step before, and it is saved."""
+    name = f"queued-{step}-{'-'.join(more).replace('=', '-')}"
+    run = befall(root, name, f"queues step {step} rank 0", (*FAULTY_ON_GPU, "device=cuda", *more))
+    record = read_lines(run.attempts)[0]
+    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("hung", step - 1, 0)
+
+
+@needs_gpu
 @pytest.mark.parametrize("fault", ["kill step 5 rank 1", "kill step 5 rank 0", "sleep step 5 rank 1"])
 def test_two_ranks_on_one_gpu(root: Path, fault: str) -> None:
     """One of two ranks dies or gets stuck in mid-step, and the other saves the last complete step."""
