@@ -69,6 +69,20 @@ def test_two_gpus(root: Path) -> None:
     stop_and_resume(root, "two", 2, (*EVERYTHING, "device=cuda", EXACT), "SIGTERM step 4 rank 1")
 
 
+@needs_two_gpus
+@pytest.mark.parametrize("fault", ["kill step 5 rank 1", "kill step 5 rank 0", "sleep step 5 rank 1"])
+def test_one_of_two_gpus(root: Path, fault: str) -> None:
+    """Over NCCL the survivor waits in a collective for good, and nothing may end its process before it has saved."""
+    options = (*FAULTY_ON_GPU, *EVERYTHING, "device=cuda")
+    name = f"nccl-{fault.replace(' ', '-')}"
+    attempt = Attempt(config(root, name, 2, options), {"LASTSTEP_TEST_FAULT": fault})
+    codes = attempt.wait()
+    assert KILLED in codes or fault.startswith("sleep"), attempt.output()
+    record = only(attempt)
+    assert (record["end_step"], record["lost_steps"]) == (4, 0), attempt.output()
+    assert fingerprint(train(config(root, name, 2, options))) == undisturbed(2, options)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [("cpu", "cpu"), pytest.param("cpu", "cuda", marks=needs_gpu), pytest.param("cuda", "cpu", marks=needs_gpu)],
