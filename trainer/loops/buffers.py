@@ -14,7 +14,7 @@ from trainer.world.group import Group
 
 @dataclass(frozen=True)
 class Committed:
-    """The buffers of one finished step. Each commit makes a new one, so whoever holds it has that step's for good."""
+    """The buffers of one finished step. Each commit makes a new one, and changes no earlier one."""
 
     row: Tensor  # the bytes of those on the device
     elsewhere: list[Tensor]

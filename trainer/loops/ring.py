@@ -69,7 +69,7 @@ class Ring(Generic[Held]):
         slot.worked = True
 
     def begin_update(self) -> None:
-        """The state changes from here on. Returns never once the ring is frozen."""
+        """The state changes from here on. Once the ring is frozen this does not return."""
         number = self._newest + 1
         slot = self._slot(number)
         if number > 1:

@@ -1,10 +1,10 @@
 """The watchdog: ends an attempt in which a rank died or is stuck, and names that rank and its line of code.
 
-Two threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the key-value store and reads
-from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The watch thread notices if
-the store no longer answers (then rank 0 is gone), if the grace period after a signal runs out and if the run's folder
-is gone. Neither costs the
-training loop anything.
+Three threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the key-value store, and
+reads from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The watch thread
+notices if the store no longer answers (then rank 0 is gone), if the grace period after a signal runs out and if the
+run's folder is gone. The device thread asks how far the device has come; on a GPU the CPU is ahead of it. None of them
+costs the training loop anything.
 
 Silence is counted in rounds of the listening thread, not by a clock. So no rank looks dead because a clock was set, or
 because a process was suspended as a whole for a while.
@@ -80,8 +80,7 @@ class Watchdog:
         self._timeout_s = hang_timeout_s
         self._on_fault = on_fault
         self._busy_s: Callable[[], float] = lambda: 0.0
-        self._passed: Callable[[], int] = lambda: 0
-        self._device = 0  # what `_passed` has returned last
+        self._device = 0  # how far this rank's device has come
         self._store: dist.Store | None = None
         self._reports: dist.Store | None = None
         self._round = 0
@@ -111,8 +110,8 @@ class Watchdog:
 
     def follow(self, passed: Callable[[], int]) -> None:
         """Compare how far the ranks' devices have come, too: `passed` returns a number that grows with that. It raises
-        RuntimeError once the device has failed."""
-        self._passed = passed
+        RuntimeError once the device has failed, long before a main thread that waits for a collective."""
+        self._start_thread("device", lambda: self._follow(passed))
 
     def enter(self, phase: str) -> None:
         """The rank enters the next phase of the attempt; that counts as progress."""
@@ -157,22 +156,13 @@ class Watchdog:
         """The watch thread."""
         while not self._closed.wait(BEAT_S):
             self._restart_c_timer()
-            if (fault := self._check_device() or self._probes.check()) is not None:
+            if (fault := self._probes.check()) is not None:
                 self.report(fault)
             if self._store is not None:
                 self._unanswered_s += BEAT_S
                 if self._is_too_long(self._unanswered_s):
                     host = self._probes.world().host_of(0)
                     self._handle(Fault("hung", f"rank 0 on {host} has not answered for {self._unanswered_s:.0f} s"))
-
-    def _check_device(self) -> Fault | None:
-        """Look how far this rank's device has come; its error, if it has failed. The training would see it later."""
-        try:
-            self._device = self._passed()
-        except RuntimeError as error:
-            world = self._probes.world()
-            return Fault("failed", f"rank {world.rank} on {world.host_of(world.rank)} failed:\n{error}")
-        return None
 
     def _is_too_long(self, silence_s: float) -> bool:
         """Whether to stop waiting for a silent rank.
@@ -187,6 +177,16 @@ class Watchdog:
         in C, prints the stacks and ends the process."""
         if self.phase not in self.UNTIMED_PHASES:
             faulthandler.dump_traceback_later(2 * self._timeout_s, exit=True)
+
+    def _follow(self, passed: Callable[[], int]) -> None:
+        """The device thread. It does nothing else: while a device hangs, its driver may not answer."""
+        while not self._closed.wait(BEAT_S):
+            try:
+                self._device = passed()
+            except RuntimeError as error:
+                world = self._probes.world()
+                self.report(Fault("failed", f"rank {world.rank} on {world.host_of(world.rank)} failed:\n{error}"))
+                return
 
     def _beat(self) -> None:
         """The beat thread."""
