@@ -18,10 +18,10 @@ import torch
 from torch.optim import SGD, AdamW
 
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run
-from tests.support.scripted import RewoundQueue
+from tests.support.scripted import RewoundQueue, ScriptedEvent
 from tests.support.waiting import DEADLINE_S, wait_until
 from trainer.checkpoint.pack import map_tensors
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.store import CheckpointError, CheckpointStore
 from trainer.loops.custom_steps import Phase
 from trainer.loops.loop import Loop
 from trainer.rundir import RunDir
@@ -183,3 +183,20 @@ def test_an_update_that_moves_the_weights(kind: str, tmp_path: Path, monkeypatch
         disturbed.hang_in(loop, 3)
         disturbed.train(loop)
         assert not loop.freeze(timeout_s=0.0)
+
+
+def test_a_device_that_fails_during_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call on it raises from then on. The end of the attempt is still recorded: it expects a CheckpointError."""
+    disturbed = Disturbed(monkeypatch)
+
+    def fails(event: ScriptedEvent) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with contextlib.ExitStack() as closing, a_loop("task", settings_of(tmp_path, "fails"), closing) as loop:
+        disturbed.hang_in(loop, 3)
+        disturbed.train(loop)
+        assert loop.freeze(timeout_s=0.0)
+        monkeypatch.setattr(ScriptedEvent, "query", fails)
+        with pytest.raises(CheckpointError, match="illegal memory access"):
+            loop.save_alone("rescue-0")
+    assert CheckpointStore(RunDir(tmp_path / "fails").checkpoints).steps() == []

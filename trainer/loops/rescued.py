@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from abc import ABC, abstractmethod
@@ -114,8 +115,16 @@ class Rescued(ABC):
                     save_alone(self.store, info, state, self.size, rewrite, tag, self._host_buffer, self.ring.is_whole)
                 return
             except CheckpointError:
-                if self.ring.is_whole() or not self.freeze(timeout_s=0.0):
+                if not self._freeze_next():
                     raise
+            except RuntimeError as error:  # of the device, which repeats it in every later call
+                raise self.store.write_error(self.position.step, error) from error
+
+    def _freeze_next(self) -> bool:
+        """Freeze the state that the device holds instead of the frozen one. False if it still holds that, or fails."""
+        with contextlib.suppress(RuntimeError):
+            return not self.ring.is_whole() and self.freeze(timeout_s=0.0)
+        return False
 
     def _unchanged(self) -> bool:
         """Whether the chosen state is still what it was, except for what changes within updates."""
