@@ -10,6 +10,7 @@ version runs on the CPU: that shows that the script works, but its figures say n
     jpegs       ResNet-50 on 500x375 JPEGs decoded by loader workers; the bare loop reads them as torchvision's
                 references/classification does
     saves       how long a checkpoint stalls the loop, and how much it slows down the steps during the write
+    beside      how fast a rescue reads the state while the stream hangs in a collective
     starts      the first start of a compiled run, and a second start that reuses what the first compiled
 
 Besides torch and torchvision it needs three pure-Python packages. To bring them to a machine without a network, run
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._gpu import saves, starts, throughput
+from benchmarks._gpu import beside, saves, starts, throughput
 from benchmarks._gpu.contenders import GPU
 from benchmarks._measure import RESULTS, machine
 
@@ -42,6 +43,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "vit_b_16": throughput.vit_b_16,
     "jpegs": throughput.jpegs,
     "saves": saves.measure,
+    "beside": beside.measure,
     "starts": starts.measure,
 }
 

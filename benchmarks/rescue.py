@@ -32,7 +32,7 @@ from trainer.attempt.rescue_plan import Holding, Part
 from trainer.checkpoint.frozen import FrozenState
 from trainer.checkpoint.store import CheckpointStore, FileEntry
 from trainer.checkpoint.stripes import Stripe, own_stripe
-from trainer.checkpoint.writer import CheckpointInfo
+from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo
 from trainer.world.watchdog import Fault
 
 LIMIT = 1.5
@@ -127,7 +127,8 @@ def _timed(work: Callable[[CheckpointStore], None], folder: Path, rank: int) -> 
 
 
 def _frozen(state: object, store: CheckpointStore, size: int) -> FrozenState:
-    return FrozenState(store, CheckpointInfo(STEP, 1, STEP, {}), state, size, lambda: None)
+    buffer = torch.empty(WRITE_BYTES, dtype=torch.uint8)
+    return FrozenState(store, CheckpointInfo(STEP, 1, STEP, {}), state, size, lambda: None, buffer, lambda: True)
 
 
 def _write_plainly(state: object, store: CheckpointStore, rank: int, size: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.frozen import frozen_state
 from trainer.attempt import rescue as rescue_module
 from trainer.attempt.rescue import Rescue, Superseded, read_fields
 from trainer.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Plan
@@ -67,7 +68,7 @@ class Survivor:
     def frozen(self) -> FrozenState:
         assert self.step is not None, f"rank {self.rank} has no whole state, and was asked for it"
         info = CheckpointInfo(self.step, 1, self.step, {})
-        return FrozenState(self.store, info, state_of(self.step), self.stage.size, lambda: self.meet("metrics"))
+        return frozen_state(self.store, info, state_of(self.step), self.stage.size, lambda: self.meet("metrics"))
 
     def meet(self, place: str) -> None:
         self.before.get(place, nothing)()

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from tests.support.frozen import save_alone
 from tests.support.waiting import DEADLINE_S
 from trainer import compat
 from trainer.checkpoint import export
 from trainer.checkpoint.export import read_file, read_run, read_source, write
-from trainer.checkpoint.frozen import save_alone
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointStore, Manifest
 from trainer.checkpoint.weights import weights_sha256
@@ -57,7 +57,7 @@ def state_of(model: nn.Module, average: AveragedModel | None = None) -> dict[str
 def save(run: RunDir, step: int, state: dict[str, Any], **metrics: float) -> Path:
     """Commit a checkpoint."""
     store = CheckpointStore(run.checkpoints)
-    save_alone(store, CheckpointInfo(step, 1, 10 * step, metrics), state, 1, lambda: None, "test")
+    save_alone(store, CheckpointInfo(step, 1, 10 * step, metrics), state)
     return store.path(step)
 
 

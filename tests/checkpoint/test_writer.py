@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.disk import failing_at
+from tests.support.frozen import save_alone
 from tests.support.waiting import DEADLINE_S
 from trainer.checkpoint import stripes
-from trainer.checkpoint.frozen import save_alone
 from trainer.checkpoint.pack import Packed, load
 from trainer.checkpoint.store import CheckpointError, CheckpointStore, Manifest, shard_name
 from trainer.checkpoint.weights import weights_sha256
@@ -448,12 +448,12 @@ def test_fails_anywhere(step: int, alone: bool, error: BaseException, tmp_path: 
     intact, and nothing else. (A thread that raises SystemExit ends silently.)"""
     for call in range(1000):
         store = CountingStore(tmp_path / str(call))
-        save_alone(store, info_of(5), state_of(5), 1, nothing, "old")
+        save_alone(store, info_of(5), state_of(5), 1, "old")
         new = {**state_of(step), "new": True}
         with writers(store, 2) as ranks, failing_at(call, error) as calls:
             if alone:
                 with suppress(SystemExit, CheckpointError):
-                    save_alone(store, info_of(step), new, 2, nothing, "new")
+                    save_alone(store, info_of(step), new, 2, "new")
             else:
                 for writer in ranks:
                     writer.start(info_of(step), new, nothing, *KEEP)
@@ -504,7 +504,7 @@ def test_a_rank_is_killed_in_its_shard(tmp_path: Path, store: CheckpointStore) -
     ranks.kill(1)
     ranks.pipes[0].send("killed")
     assert ranks.hear(0) == (False, [1], None, [1])
-    save_alone(store, info_of(2), state_of(2), 2, nothing, "rescue")
+    save_alone(store, info_of(2), state_of(2), 2, "rescue")
     assert ranks.leave() == [0, -signal.SIGKILL]
     assert_only_whole(store, 1, 2)
     assert store.manifest(2).shards == [shard_name(0, 1)] and store.manifest(2).world_size == 2

@@ -21,14 +21,17 @@ def share_the_gpu() -> None:
 
 
 class FaultyOnGPU(Faulty):
-    """Like Faulty, with two more faults: "kernel" starts a GPU kernel that does not end, and the rank waits for it;
-    "asks" requests more device memory than there is."""
+    """Like Faulty, with three more faults: "kernel" starts a GPU kernel that does not end, and the rank waits for it;
+    "queues" starts one and does not wait, so that the CPU runs ahead as it does of a collective; "asks" requests more
+    device memory than there is."""
 
     def befall(self) -> None:
         super().befall()
         if self.kind == "kernel":
             torch.cuda._sleep(LONG)
             torch.cuda.current_stream().synchronize()
+        elif self.kind == "queues":
+            torch.cuda._sleep(LONG)
         elif self.kind == "asks":
             torch.empty(1 << 50, dtype=torch.uint8, device=self.config.device)
 

@@ -70,6 +70,20 @@ def test_two_gpus(root: Path) -> None:
     stop_and_resume(root, "two", 2, (*EVERYTHING, "device=cuda", EXACT), "SIGTERM step 4 rank 1")
 
 
+@needs_two_gpus
+@pytest.mark.parametrize("fault", ["kill step 5 rank 1", "kill step 5 rank 0", "sleep step 5 rank 1"])
+def test_one_of_two_gpus(root: Path, fault: str) -> None:
+    """Over NCCL the survivor waits in a collective for good, and nothing may end its process before it has saved."""
+    options = (*FAULTY_ON_GPU, *EVERYTHING, "device=cuda")
+    name = f"nccl-{fault.replace(' ', '-')}"
+    attempt = Attempt(config(root, name, 2, options), {"LASTSTEP_TEST_FAULT": fault})
+    codes = attempt.wait()
+    assert KILLED in codes or fault.startswith("sleep"), attempt.output()
+    record = only(attempt)
+    assert (record["end_step"], record["lost_steps"]) == (4, 0), attempt.output()
+    assert fingerprint(train(config(root, name, 2, options))) == undisturbed(2, options)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [("cpu", "cpu"), pytest.param("cpu", "cuda", marks=needs_gpu), pytest.param("cuda", "cpu", marks=needs_gpu)],
@@ -129,6 +143,18 @@ def test_stuck_in_a_kernel(root: Path, step: int) -> None:
     """A kernel that does not end, like one of NCCL's that waits for a dead rank: the state is copied while it runs. In
     the second step no part of the state has been copied before."""
     run = befall(root, f"kernel-{step}", f"kernel step {step} rank 0", (*FAULTY_ON_GPU, "device=cuda"))
+    record = read_lines(run.attempts)[0]
+    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("hung", step - 1, 0)
+
+
+@needs_gpu
+@pytest.mark.parametrize("step", [2, 5])
+@pytest.mark.parametrize("more", [(), ("train.precision=fp16",), ("train.nonfinite=skip", "optim.name=adamw")], ids=str)
+def test_stuck_with_the_next_steps_queued(root: Path, step: int, more: tuple[str, ...]) -> None:
+    """Like a collective of NCCL's that waits for a dead rank: the CPU does not wait, and queues the step's update and
+    the next step behind it. The state in memory is that of the step before, and it is saved."""
+    name = f"queued-{step}-{'-'.join(more).replace('=', '-')}"
+    run = befall(root, name, f"queues step {step} rank 0", (*FAULTY_ON_GPU, "device=cuda", *more))
     record = read_lines(run.attempts)[0]
     assert (record["reason"], record["end_step"], record["lost_steps"]) == ("hung", step - 1, 0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.loops.custom_steps import IN_BODY, LOCKED, NEXT, STEP_OPEN, Event, Phase
+from trainer.loops.custom_steps import IN_BODY, IN_UPDATE, NEXT, STEP_OPEN, Event, Phase
 
 
 def reachable(start: Phase) -> set[Phase]:
@@ -22,12 +22,12 @@ def test_every_phase_can_be_reached_and_left() -> None:
     assert all(Phase.AFTER_STEPS in reachable(phase) for phase in Phase)
 
 
-def test_the_lock_is_taken_and_released_once_per_step() -> None:
-    """`_before_update` takes the state lock for UPDATE, `_end_step` releases it for STEP_ENDS; no other event may enter
-    or leave the phases in which it is held."""
+def test_an_update_begins_and_ends_once_per_step() -> None:
+    """`_before_update` begins the ring's update for UPDATE, `_end_step` ends it for STEP_ENDS; no other event may enter
+    or leave the phases in between."""
     for (before, event), after in NEXT.items():
-        assert (before not in LOCKED and after in LOCKED) == (event is Event.UPDATE)
-        assert (before in LOCKED and after not in LOCKED) == (event is Event.STEP_ENDS)
+        assert (before not in IN_UPDATE and after in IN_UPDATE) == (event is Event.UPDATE)
+        assert (before in IN_UPDATE and after not in IN_UPDATE) == (event is Event.STEP_ENDS)
 
 
 def test_a_step_stays_open_until_it_is_closed() -> None:

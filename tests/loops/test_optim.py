@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.support.frozen import save_alone
 from tests.support.worlds import a_world
-from trainer.checkpoint.frozen import save_alone
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo
@@ -77,7 +77,7 @@ def same(first: list[Any], second: list[Any]) -> bool:
 def through_a_checkpoint(state: dict[str, Any], folder: Path) -> Any:
     """The state, written and read."""
     store = CheckpointStore(folder)
-    save_alone(store, CheckpointInfo(3, 1, 36, {}, {}), state, 1, lambda: None, "test")
+    save_alone(store, CheckpointInfo(3, 1, 36, {}, {}), state)
     return load(store.path(3), store.manifest(3))
 
 

@@ -32,6 +32,7 @@ SLOW = (
     "doctor/test_hello",
     "faults/test_faults",
     "gpu/",
+    "loops/test_behind_a_device",
     "loops/test_custom_loop",
     "loops/test_exact",
     "loops/test_extend",

@@ -71,6 +71,20 @@ def test_only_torch_itself_is_where_a_rank_waits(in_torch: bool, tmp_path: Path)
         thread.join()
 
 
+def test_the_rank_whose_device_is_behind_is_named() -> None:
+    """Under NCCL the CPUs of all ranks are ahead by the same two steps and wait at the same line. The devices of all
+    but one have ended their own work, and wait for that one."""
+    waiting = [replace(beat, device=8) for beat in beats((6, WAITS), (6, WAITS), (6, WAITS))]
+    waiting[1] = replace(waiting[1], device=7)
+    assert name_stuck(waiting, silent=[]) == f"rank 1 on n1 is stuck in {WAITS}"
+
+
+def test_a_rank_whose_cpu_is_behind_is_named() -> None:
+    """It loads data, while the devices of all ranks have done the same steps."""
+    waiting = [replace(beat, device=8) for beat in beats((6, WAITS), (5, LOADS), (7, WAITS))]
+    assert name_stuck(waiting, silent=[]) == f"rank 1 on n1 is stuck in {LOADS}"
+
+
 def slowest(busy_s: Sequence[float], steps: int = 100) -> str | None:
     """The straggler of a minute in which each rank took these `steps` and was busy for this many seconds."""
     before = beats(*[(5, WAITS)] * len(busy_s))
@@ -87,6 +101,39 @@ def test_stragglers() -> None:
     assert slowest([20.0, 21.0, 22.0, 30.0]) is None
     assert slowest([0.1, 0.1, 4.0, 0.1]) is None
     assert slowest([30.0]) is None
+
+
+def test_a_failed_device_is_reported() -> None:
+    """Every call on the device repeats its error, but a main thread that waits for a collective calls nothing."""
+    handled: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+
+    def passed() -> int:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    watch = Watchdog(Probes(world=a_world), 60, on_fault=handled.put)
+    watch.follow(passed)
+    try:
+        fault = handled.get(timeout=60)
+    finally:
+        watch.close()
+    assert fault.reason == "failed" and fault.cause
+    assert fault.text.startswith("rank 0 on here failed:\nCUDA error: an illegal memory access")
+
+
+def test_a_device_that_works_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long step: the CPU has queued it, and waits. The device moves on within it."""
+    handled: list[Fault] = []
+    watch = Watchdog(Probes(world=lambda: a_world(size=2)), hang_timeout_s=1.0, on_fault=handled.append)
+    try:
+        watch.phase = "training"
+        for device in range(10):
+            watch._compare([replace(beat, device=device, round=device) for beat in beats((6, WAITS), (6, WAITS))])
+        assert not handled
+        for _ in range(3):
+            watch._compare([replace(beat, device=9, round=9) for beat in beats((6, WAITS), (6, WAITS))])
+    finally:
+        watch.close()
+    assert watch._faulted.locked(), "the same, and nothing moves"
 
 
 def test_the_probes_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +162,16 @@ class Silence:
     def __init__(self, other: str, host: str = "here") -> None:
         self.watch = Watchdog(Probes(world=lambda: a_world(size=2)), 600, on_fault=lambda fault: None)
         self.watch.close()  # the test does its rounds
-        self.other = Beat(host, 7, 5, "training", LOADS, 0.0, other)
+        self.other = Beat(host, 7, 5, "training", LOADS, False, 0.0, other)
         self.round = 0
         self.pass_s(0.5)
 
     def pass_s(self, seconds: float) -> None:
         for _ in range(round(seconds / watchdog.BEAT_S)):
             self.round += 1
-            self.watch._compare([Beat("here", self.round, 5, "training", WAITS, 0.0, process.identity()), self.other])
+            self.watch._compare(
+                [Beat("here", self.round, 5, "training", WAITS, True, 0.0, process.identity()), self.other]
+            )
 
     def dead(self, in_a_hurry: bool = False) -> bool:
         return self.watch.is_dead(1, in_a_hurry)

@@ -11,6 +11,7 @@ from trainer.attempt.ending import EndReason, ending_by_signal, print_hint, reco
 from trainer.attempt.rescue import Rescue, Superseded, explain
 from trainer.attempt.rescue_plan import Holding, Part, Plan
 from trainer.attempt.state import AttemptState
+from trainer.checkpoint.frozen import StateChanged
 from trainer.checkpoint.store import CheckpointError
 from trainer.records.retry import least_hopeful
 from trainer.say import counted, say
@@ -71,6 +72,8 @@ class Rescuer:
                 entry = frozen.write_part(plan.generation, part.stripe, part.file, lambda: self._rescue.check(part))
         except Superseded:
             return
+        except StateChanged:  # the rank that this one's device waited for was only slow: now it holds the next step
+            return self._rescue.announce(self.freeze())
         except Exception as error:  # of the disk or of the device; another rank may do better
             say(f"WARNING: this rank cannot save step {loop.position.step}: {error}")
             return self._rescue.report_unable(str(error))
@@ -90,6 +93,8 @@ class Rescuer:
     def _commit(self, plan: Plan, loop: Loop) -> bool:
         """Commit the frozen step, which is written completely."""
         state, step = self._state, loop.position.step
+        if loop.position.place != plan.place:  # this rank's device has continued, and it has announced the next step
+            return False
         if not run_lock.still_ours(state.run_dir.lock, state.world):
             say(f"step {step} is not saved, since another attempt is working on this run")
             self._rescue.report_unable("another attempt is working on this run")

@@ -34,6 +34,9 @@ def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
     if config.train.deterministic:
         nccl.pin_algorithms()
     group = state.group = join(config, world, run_dir.meeting(world.attempt), timeout_s)
+    if group.backend == "nccl" and world.rank == 0:
+        for line in nccl.harmful_settings():
+            say(line)
     # Before the collectives: the others would wait in C for a rank whose connections fail.
     watchdog.join(group.store)
     group.connect(timeout_s)

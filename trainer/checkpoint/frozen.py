@@ -10,18 +10,23 @@ import errno
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from trainer.checkpoint.pack import Packed, serialized_structure
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, shard_name
 from trainer.checkpoint.stripes import Stripe
-from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo, make_manifest, reason_of, write_file
+from trainer.checkpoint.writer import CheckpointInfo, make_manifest, reason_of, write_file
+
+
+class StateChanged(RuntimeError):
+    """The device has continued, and changed the state that was frozen."""
 
 
 class FrozenState:
     """A state that no longer changes, on one of the ranks that hold it. It references the tensors.
 
-    `before_commit` runs before a commit; if it raises, the save fails.
+    `before_commit` runs before a commit; if it raises, the save fails. The state is read chunk by chunk through
+    `buffer`, host memory; after each, `is_whole` says whether a GPU that was stuck has changed it after all.
     """
 
     def __init__(
@@ -31,8 +36,11 @@ class FrozenState:
         state: Any,
         world_size: int,
         before_commit: Callable[[], None],
+        buffer: Tensor,
+        is_whole: Callable[[], bool],
     ) -> None:
         self._store, self._info, self._world_size, self._before_commit = store, info, world_size, before_commit
+        self._buffer, self._is_whole = buffer, is_whole
         self._packed = Packed(state)
 
     @property
@@ -43,7 +51,8 @@ class FrozenState:
     def write_part(self, tag: str, stripe: Stripe, name: str, after_chunk: Callable[[], None]) -> FileEntry:
         """Write a stripe of the state into the file `name` of the writing folder; returns its entry in the manifest.
 
-        `tag` as for `CheckpointStore.writing_folder`. What `after_chunk` raises ends the write.
+        `tag` as for `CheckpointStore.writing_folder`. What `after_chunk` raises ends the write. Raises StateChanged,
+        and OSError.
         """
         path = self._store.create_writing_folder(self._info.step, tag) / name
         path.unlink(missing_ok=True)  # what this rank left unfinished
@@ -74,31 +83,10 @@ class FrozenState:
     def _chunks(self, stripe: Stripe, after_chunk: Callable[[], None]) -> Iterator[memoryview]:
         """The bytes of a stripe, chunk by chunk. A chunk is valid until the next one is asked for."""
         begin, end = stripe.bounds(self.bytes)
-        buffer = torch.empty(min(WRITE_BYTES, end - begin), dtype=torch.uint8)
-        for start in range(begin, end, WRITE_BYTES):
-            chunk = buffer[: end - start]
+        for start in range(begin, end, len(self._buffer)):
+            chunk = self._buffer[: end - start]
             self._packed.copy(start, start + chunk.numel(), chunk)
+            if not self._is_whole():
+                raise StateChanged
             yield chunk.numpy().data
             after_chunk()
-
-
-def save_alone(
-    store: CheckpointStore,
-    info: CheckpointInfo,
-    state: Any,
-    world_size: int,
-    before_commit: Callable[[], None],
-    tag: str,
-) -> None:
-    """Save from this process alone and wait for the commit: one shard, no other rank, no key-value store.
-
-    It streams, so it needs no second copy of the state in memory. `tag` as for `CheckpointStore.writing_folder`.
-    Raises CheckpointError.
-    """
-    frozen, name = FrozenState(store, info, state, world_size, before_commit), shard_name(0, 1)
-    try:
-        entry = frozen.write_part(tag, Stripe(0, 1), name, after_chunk=lambda: None)
-    except Exception as error:
-        store.discard(store.writing_folder(info.step, tag))
-        raise store.write_error(info.step, reason_of(error)) from error
-    frozen.commit(tag, {name: entry})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,14 @@ from torch import Tensor, nn
 
 from trainer import compat
 from trainer.world.group import Group
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The buffers of one finished step. Each commit makes a new one, and changes no earlier one."""
+
+    row: Tensor  # the bytes of those on the device
+    elsewhere: list[Tensor]
 
 
 class Buffers:
@@ -25,17 +34,20 @@ class Buffers:
     def __init__(self, model: nn.Module, group: Group, *more: Tensor) -> None:
         """The buffers of `model`, and `more` tensors to treat like buffers."""
         dense = [buffer for buffer in (*model.buffers(), *more) if is_dense(buffer)]
+        # Such as the counter of torch's AveragedModel, on the CPU. NCCL could not send it; it is the same on all ranks.
+        self._elsewhere = [buffer for buffer in dense if buffer.device.type != group.device.type]
+        dense = [buffer for buffer in dense if buffer.device.type == group.device.type]
         # Large elements first, so that each lies at a multiple of its size in a row of bytes.
         self._live = sorted(dense, key=lambda b: -b.element_size())
         self._bytes = [bytes_of(buffer) for buffer in self._live]
         self._sizes = [len(part) for part in self._bytes]
         self._group = group
-        self._committed = self._gather()
-        self._received = self._committed
+        self._received = self._gather()
+        self.snapshot()
 
     def snapshot(self) -> None:
         """Commit the live buffers as they are. No collective."""
-        self._committed = self._gather()
+        self.committed = Committed(self._gather(), [buffer.clone() for buffer in self._elsewhere])
 
     def broadcast(self) -> None:
         """Receive rank 0's buffers, to be committed by `commit`. A collective."""
@@ -50,15 +62,18 @@ class Buffers:
         `broadcast` this restores the live buffers to how they were at the start.
         """
         if self._live:
-            received = self._received
-            self._committed = received if nonfinite is None else torch.where(nonfinite == 0, received, self._committed)
-            compat.copy_each(self._bytes, self._committed.split(self._sizes))
+            row = self._received
+            if nonfinite is not None:
+                row = torch.where(nonfinite == 0, row, self.committed.row)
+            self.committed = Committed(row, [buffer.clone() for buffer in self._elsewhere])
+            compat.copy_each(self._bytes, row.split(self._sizes))
 
-    def in_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A model's `state_dict(keep_vars=True)` with committed buffers in place of the live ones, detached."""
-        parts = zip(self._live, self._committed.split(self._sizes))
-        committed = {id(live): part.view(live.dtype).as_strided(live.size(), live.stride()) for live, part in parts}
-        return {name: committed.get(id(value), value).detach() for name, value in state.items()}
+    def in_state_dict(self, state: dict[str, Any], committed: Committed) -> dict[str, Any]:
+        """A model's `state_dict(keep_vars=True)` with these committed buffers in place of the live ones, detached."""
+        parts = zip(self._live, committed.row.split(self._sizes))
+        values = {id(live): part.view(live.dtype).as_strided(live.size(), live.stride()) for live, part in parts}
+        values |= {id(live): value for live, value in zip(self._elsewhere, committed.elsewhere)}
+        return {name: values.get(id(value), value).detach() for name, value in state.items()}
 
     def _gather(self) -> Tensor:
         return torch.cat(self._bytes) if self._bytes else torch.empty(0, dtype=torch.uint8)

@@ -136,7 +136,7 @@ class CustomLoop(CustomSteps):
         if not isinstance(loader, StepLoader):
             raise self._misuse("run.steps(...) takes what run.loader(...) gave")
         self._end_steps()
-        self._held.registered.snapshot()  # with what the function has changed since the last epoch's steps
+        self._held.snapshot()
         if self.phase is Phase.AFTER_STEPS:
             if self._function_epoch == position.epoch:
                 raise self._misuse("run.steps(...) twice in an epoch; put `for epoch in run.epochs(n)` around it")
@@ -169,7 +169,7 @@ class CustomLoop(CustomSteps):
         self._end_steps()
         if self.phase is Phase.AFTER_STEPS:
             self._end_epoch(self._epoch_record(include_open=True))
-        with self.state_lock:
+        with self.records_lock:
             self.position.finished = True
             if result is not None:
                 self.position.metrics = as_numbers(f"task={self.config.task}: the result", result)

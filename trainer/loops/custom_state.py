@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
+from trainer.loops.held import HeldState
 from trainer.loops.registered import FingerprintedState, Registered, State
 from trainer.world.group import Group
 
@@ -20,10 +22,11 @@ class CustomState:
     have left, until everything that follows them in the epoch is done: a resumed run does all of that again.
     """
 
-    def __init__(self, group: Group, row: Tensor) -> None:
-        """`row` is broadcast with the buffers, see `Registered`."""
+    def __init__(self, group: Group, row: Tensor, update: Callable[[], AbstractContextManager[None]]) -> None:
+        """`row` is broadcast with the buffers, see `Registered`. The state changes within `update`, see `Ring`."""
         self._group = group
         self._row = row
+        self._update = update
         self.loaded: State | None = None  # from the checkpoint, until the first step
         self.registered: Registered | None = None
         self._after_steps: FingerprintedState | None = None  # at the end of the epoch's steps
@@ -42,7 +45,8 @@ class CustomState:
     def restore_for_first_step(self) -> None:
         """Load the checkpoint again: it already holds every change that the function makes before its first step."""
         if self.loaded is not None:
-            self._known().restore(self.loaded)
+            with self._update():
+                self._known().restore(self.loaded)
             self.loaded = None
 
     def current(self) -> State:
@@ -60,10 +64,23 @@ class CustomState:
         """Whether what follows the steps of an epoch has left the state alone. True when no epoch's steps are over."""
         return self._after_steps is None or self._after_steps.unchanged()
 
+    def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
+        """What the host holds of the state now, see `HeldState`."""
+        return self._after_steps or self._known().hold(on_host)
+
+    def snapshot(self) -> None:
+        """Take over what the function has changed since the last epoch's steps."""
+        with self._update():
+            self._known().snapshot()
+
     def sync(self) -> None:
-        """Make the state the same on every rank, for a save between two steps. A collective."""
+        """Make the state the same on every rank, for a save between two steps: a forward pass after the update has made
+        the buffers differ. A collective."""
         if self.registered is not None and self._after_steps is None:
-            self.registered.sync_and_snapshot()
+            self.registered.sync_buffers()
+            with self._update():
+                self.registered.apply_synced()
+                self.registered.snapshot()
 
     def break_off(self) -> None:
         """A break has left the loop over steps after the update of a step: hold the state as it is now."""
@@ -73,9 +90,10 @@ class CustomState:
     def end_steps(self) -> None:
         """The epoch has no more steps: hold the state that they have left. A collective, except after `break_off`."""
         if self._at_break is None:
-            self._known().sync_and_snapshot()
-        self._after_steps = self._at_break or FingerprintedState(self._known().state())
-        self._at_break = None
+            self.sync()
+        with self._update():
+            self._after_steps = self._at_break or FingerprintedState(self._known().state())
+            self._at_break = None
 
     def end_epoch(self) -> None:
         """What follows the steps is done too: the state of the registered objects counts again."""

@@ -13,9 +13,11 @@ from typing import Any
 from trainer.config.config import Config
 from trainer.data.order import seed_generators, seed_of
 from trainer.loops.custom_state import CustomState
+from trainer.loops.held import HeldState
 from trainer.loops.logged import LoggedValues
-from trainer.loops.loop import AttemptContext, Loop, NotFinite, finite
+from trainer.loops.loop import AttemptContext, Loop, finite
 from trainer.loops.registered import State
+from trainer.loops.rescued import NotFinite
 
 
 class Phase(Enum):
@@ -25,9 +27,9 @@ class Phase(Enum):
     READY = "objects are registered; no step in this attempt yet"
     BETWEEN_STEPS = "within run.steps(...)"
     IN_STEP = "in the body of the loop over run.steps(...), before the first update of this step"
-    UPDATING = "in the body of that loop, since the first update of this step; state_lock is held"
+    UPDATING = "in the body of that loop, since the first update of this step"
     BROKEN_OFF = "a break or an error left the body before an update; the step is still open"
-    BROKEN_OFF_UPDATING = "a break or an error left the body after an update; the step is open, state_lock is held"
+    BROKEN_OFF_UPDATING = "a break or an error left the body after an update; the step is still open"
     AFTER_STEPS = "the epoch has no more steps: a validation, a schedule"
 
 
@@ -58,8 +60,8 @@ NEXT = {
     (Phase.AFTER_STEPS, Event.FIRST_BATCH): Phase.BETWEEN_STEPS,
 }
 IN_BODY = {Phase.IN_STEP, Phase.UPDATING}
-LOCKED = {Phase.UPDATING, Phase.BROKEN_OFF_UPDATING}
-STEP_OPEN = {*IN_BODY, *LOCKED, Phase.BROKEN_OFF}
+IN_UPDATE = {Phase.UPDATING, Phase.BROKEN_OFF_UPDATING}  # the state is not whole
+STEP_OPEN = {*IN_BODY, *IN_UPDATE, Phase.BROKEN_OFF}
 
 
 class CustomSteps(Loop):
@@ -77,7 +79,7 @@ class CustomSteps(Loop):
         super().__init__(context)
         self.phase = Phase.SETUP
         self._logged = LoggedValues(self.group)
-        self._held = CustomState(self.group, self._logged.row)
+        self._held = CustomState(self.group, self._logged.row, self.ring.update)
         self._samples = 0  # of the open step, over all ranks
 
     def restore(self, step: int | None) -> None:
@@ -99,12 +101,9 @@ class CustomSteps(Loop):
         self._held.sync()
         super().save()
 
-    def freeze(self, timeout_s: float) -> bool:
-        """See Loop. False also when what follows the steps of an epoch has changed the state."""
-        if not super().freeze(timeout_s):
-            return False
-        with self.last_update.beside():
-            return self._held.unchanged()
+    def _unchanged(self) -> bool:
+        """Also False when what follows the steps of an epoch has changed the state."""
+        return super()._unchanged() and (self.ring.held is not None or self._held.unchanged())
 
     def _move(self, event: Event) -> None:
         self.phase = NEXT[self.phase, event]
@@ -115,28 +114,23 @@ class CustomSteps(Loop):
             return
         registered = self._held.registered
         assert registered is not None
-        if self.phase not in LOCKED:
+        if self.phase not in IN_UPDATE:
             self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
-        registered.sync_buffers()  # before the lock is taken: it waits for ranks that may be dead
-        if self.phase not in LOCKED:
-            self.state_lock.acquire()
+        registered.sync_buffers()  # before the update begins: it waits for ranks that may be dead
+        if self.phase not in IN_UPDATE:
+            self.ring.begin_update()
             self._move(Event.UPDATE)
         registered.apply_synced()
 
     def _end_step(self, ends_epoch: bool) -> None:
         """Close the open step."""
-        registered, position = self._held.registered, self.position
+        registered = self._held.registered
         assert registered is not None and self.phase in STEP_OPEN
-        if self.phase not in LOCKED:  # a gradient scaler has skipped the update
+        if self.phase not in IN_UPDATE:  # a gradient scaler has skipped the update
             self._before_update()
         registered.snapshot()
-        self.last_update.mark()
-        self.readback.add(position.step, self._logged.end_step())
-        position.step += 1
-        position.batches += 1
-        position.samples += self._samples
+        self._end_update(self._logged.end_step(), self._samples, batches=1)
         self._move(Event.STEP_ENDS)
-        self.state_lock.release()
         self._step_done(self._samples, ends_epoch)
 
     def _end_steps(self) -> None:
@@ -161,6 +155,9 @@ class CustomSteps(Loop):
 
     def _state(self) -> State:
         return self._held.current()
+
+    def _hold(self) -> HeldState:
+        return self._held.hold(self.queue.on_host)
 
     def _epoch(self) -> int:
         within = self.position.over or self.position.batches > 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.loader import for_each_tensor
 from trainer.data.order import nth_seed, seed_generators, seed_of
-from trainer.loops.buffers import Buffers
+from trainer.loops.buffers import Buffers, Committed
 from trainer.loops.finite_check import FiniteCheck
+from trainer.loops.held import HeldOptimizer, HeldState, addresses
 from trainer.loops.model_setup import channels_last, data_parallel, prepare_model
 from trainer.loops.rates import LearningRates
 from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer
@@ -38,7 +38,7 @@ class Learner:
         self.device = group.device
         self.total_steps = total_steps
         self.names: list[str] = []  # of the values that the task measures, the loss first; known after warm_up
-        self.busy_s = 0.0  # time spent so far on this rank's own work, which no other rank can slow down
+        self.own_work_done: Callable[[], None] = lambda: None  # called where a step may begin to wait for other ranks
 
         seed_generators(seed_of("model", config.seed), self.device)
         self.model, self.average = prepare_model(task.model(), config.train, self.device)
@@ -57,6 +57,7 @@ class Learner:
         check_made(self.optimizer, self.model, config.task)
         fill_momentum(self.optimizer)
         self.rates = LearningRates(task, self.optimizer, total_steps)
+        self._rates_now: list[float] = []  # of the step under way
         self.dtype = PRECISION[config.train.precision]
         # The range of fp16 is so small that gradients vanish unless the loss is scaled up (Micikevicius et al. 2018).
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
@@ -68,16 +69,13 @@ class Learner:
         All collectives of the step happen here. Nothing that a checkpoint holds changes here: `update` does that.
         """
         seed_generators(nth_seed(self._steps_seed, step), self.device)
-        for param_group, lr in zip(self.optimizer.param_groups, self.rates.at(step)):
-            param_group["lr"] = lr
-
-        began = time.perf_counter()
+        self._rates_now = self.rates.at(step)
         for position, (batch, count) in enumerate(micro_batches):
             last = position == len(micro_batches) - 1
             with contextlib.nullcontext() if last else self._no_reduction():
                 loss = self._forward(self.parallel, batch)["loss"]
                 if last:
-                    self.busy_s += time.perf_counter() - began
+                    self.own_work_done()
                 # DDP averages over ranks. This weight makes that the mean over the global batch, even when a short
                 # last batch gives the ranks unequal shares.
                 weight = count * self.group.world.size / samples
@@ -91,6 +89,8 @@ class Learner:
         gradient was not finite, else 0; with optim.clip_norm also `grad_norm`, the norm of the gradient before it was
         clipped. With train.nonfinite=skip, a step whose `nonfinite` is 1 has changed nothing.
         """
+        for param_group, lr in zip(self.optimizer.param_groups, self._rates_now):
+            param_group["lr"] = lr
         measured: dict[str, Tensor] = {}
         if self.config.optim.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -154,10 +154,18 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """The state as the last `update` left it, even if a forward pass has run since. The same on every rank. Holds
         references: copy it to keep it beyond the next step."""
+        return self._state_dict(self.buffers.committed, self.optimizer.state_dict())
+
+    def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
+        """What the host holds of the state now, see `HeldState`; the CPU itself changes the tensors that `on_host`
+        names."""
+        return _HeldLearner(self, on_host)
+
+    def _state_dict(self, buffers: Committed, optimizer: dict[str, Any]) -> dict[str, Any]:
         return {
-            "model": self.buffers.in_state_dict(self.model.state_dict(keep_vars=True)),
+            "model": self.buffers.in_state_dict(self.model.state_dict(keep_vars=True), buffers),
             "average": None if self.average is None else self.average.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
         }
 
@@ -211,3 +219,20 @@ class Learner:
         if isinstance(self.parallel, DistributedDataParallel):
             return self.parallel.no_sync()
         return contextlib.nullcontext()
+
+
+class _HeldLearner:
+    """A learner's state. Weights, average and scaler change on the device alone, each in its place."""
+
+    def __init__(self, learner: Learner, on_host: Callable[[Tensor], bool]) -> None:
+        self._learner = learner
+        self._buffers = learner.buffers.committed
+        self._optimizer = HeldOptimizer(learner.optimizer, on_host)
+        self._addresses = addresses(learner._parameters)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self._learner._state_dict(self._buffers, self._optimizer.state_dict())
+
+    def unchanged(self) -> bool:
+        return self._addresses == addresses(self._learner._parameters)

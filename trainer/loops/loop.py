@@ -7,15 +7,13 @@ import copy
 import gc
 import json
 import math
-import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.frozen import FrozenState
 from trainer.checkpoint.manager import RETRY_LAST_S, CheckpointManager
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.position import Position
@@ -23,19 +21,16 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo
 from trainer.config.config import Config
 from trainer.loops.readback import Measured, Readback
+from trainer.loops.rescued import Rescued
 from trainer.observe.progress import Progress
 from trainer.observe.startup import StartupTimer
 from trainer.observe.tensorboard import TensorBoard
 from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
-from trainer.world.device import LastUpdate, changed_numerics, describe_numerics
+from trainer.world.device import changed_numerics, describe_numerics
 from trainer.world.group import Group
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Watchdog
-
-
-class NotFinite(ArithmeticError):
-    """A loss or a gradient is NaN or infinite, and train.nonfinite=fail."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +46,17 @@ class AttemptContext:
     closing: contextlib.ExitStack  # closed once no rank trains or saves any more
 
 
-class Loop(ABC):
+class Loop(Rescued):
     """Trains. Every rank runs one, in step with the others.
 
-    Between two updates the state is consistent, and the same on every rank. The loop holds `state_lock` while it
-    changes the state. So a thread that takes this lock and keeps it has the state of the last finished step for good.
+    Between two updates the state is the same on every rank, and can be saved; see `Rescued` for when one of them dies.
     """
 
     def __init__(self, context: AttemptContext) -> None:
         self.config, self.group, self.stop, self.watch = context.config, context.group, context.stop, context.watch
         self.startup = context.phases
         run, world = context.run, context.group.world
+        super().__init__(self.group.device)
         self.rank, self.size = world.rank, world.size
         self.store = CheckpointStore(run.checkpoints)
         self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)
@@ -77,10 +72,7 @@ class Loop(ABC):
         self.reads_one_step_late = self.group.device.type == "cuda"
         self.numerics = describe_numerics(self.group.device, world, self.group.backend)
         self._plan, self._yaml = run.plan, self.config.to_yaml()
-        self.position = Position()
-        self.state_lock = threading.Lock()
-        self.last_update = LastUpdate(self.group.device)
-        self.restored = False
+        self.watch.follow(self.ring.passed)
         self._first_step = 1  # the first step of this attempt, from 1
 
     @abstractmethod
@@ -92,10 +84,6 @@ class Loop(ABC):
         """Train from the position on. True when the run is finished, False when the ranks agreed to stop."""
 
     @abstractmethod
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides the position: references, the same on every rank."""
-
-    @abstractmethod
     def _epoch(self) -> int:
         """The epoch of the last finished step, from 1."""
 
@@ -103,7 +91,7 @@ class Loop(ABC):
     def _record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
         """The fields of a finished step (from 0) in metrics.jsonl. Raises NotFinite."""
 
-    def _sync_measured(self) -> None:  # noqa: B027
+    def _sync_measured(self) -> None:
         """Hook: every rank calls this before it requests measured values, so it may run collectives."""
 
     def run(self) -> bool:
@@ -127,26 +115,6 @@ class Loop(ABC):
         self.saves.start_save(self.position, self._checkpoint_info(), self._checkpoint_state())
         self.progress.restart_clock()
 
-    def freeze(self, timeout_s: float) -> bool:
-        """Stop all changes to the state for good, and write its steps to the metrics. For threads other than the one
-        that trains. False when there is no consistent state."""
-        if not (self.state_lock.acquire(timeout=timeout_s) and self.restored):
-            return False
-        try:
-            with self.last_update.beside():
-                self._write_steps(self.readback.read_all())
-        except (NotFinite, TimeoutError):
-            return False
-        return True
-
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[FrozenState]:
-        """The state that `freeze` has frozen, to be saved by a thread other than the one that trains."""
-        self.position.records = self.metrics.count
-        with self.last_update.beside():
-            info, state = self._checkpoint_info(), self._checkpoint_state()
-            yield FrozenState(self.store, info, state, self.size, self.metrics.rewrite_tail)
-
     def flush(self) -> None:
         """Write all finished steps to metrics.jsonl; the CPU waits for the device. A collective. Raises NotFinite."""
         if self.readback.requested:
@@ -161,7 +129,7 @@ class Loop(ABC):
     def _collect_measured(self) -> None:
         """Write the requested steps to metrics.jsonl. Raises NotFinite."""
         measured = self.readback.collect(self.position.step)
-        with self.state_lock:
+        with self.records_lock:
             self._write_steps(measured)
         self.saves.poll()
         self.progress.restart_clock()
@@ -176,13 +144,15 @@ class Loop(ABC):
         """The state in the checkpoint of `step`; the loop takes over its position."""
         manifest = self.store.manifest(step)
         state = load(self.store.path(step), manifest)
-        self.position = Position(**state.pop("position"))
+        self._position = Position(**state.pop("position"))
         if changed := changed_numerics(manifest.numerics, self.numerics):
             self.progress.say(f"WARNING: {changed}")
         return state
 
     def _finish_restore(self) -> None:
         """The state is in place: cut the lines of metrics.jsonl beyond it, and allow rescues."""
+        with self.ring.update():
+            pass
         self.saves.saved = copy.copy(self.position)
         self.metrics.begin(self.position.records)
         self._first_step = self.position.step + 1
@@ -190,7 +160,7 @@ class Loop(ABC):
         self.startup.done("restore")
 
     def _step_done(self, samples: int, ends_epoch: bool) -> None:
-        """What follows each step, once `state_lock` is free."""
+        """What follows each step."""
         step = self.position.step
         self.progress.count(samples)
         self.saves.due |= _is_due(step, self.config.checkpoint.every_steps)
@@ -209,14 +179,15 @@ class Loop(ABC):
 
     def _end_epoch(self, record: dict[str, Any]) -> None:
         """End the epoch after the last finished step; `record` is its line of metrics.jsonl."""
-        with self.state_lock:
+        self.ring.synchronize()  # no step can be rescued from now on that does not have this line
+        with self.records_lock:
             self._write_epoch(record)
         self.saves.due |= _is_due(record["epoch"], self.config.checkpoint.every_epochs)
         self.progress.print_epoch(record)
         self.progress.restart_clock()
 
     def _write_epoch(self, record: dict[str, Any]) -> None:
-        """Write the epoch's line of metrics.jsonl. The caller holds `state_lock`."""
+        """Write the epoch's line of metrics.jsonl. The caller holds `records_lock`."""
         self.position.end_epoch(record)
         self.metrics.append([record])
 
@@ -241,7 +212,7 @@ class Loop(ABC):
             time.sleep(RETRY_LAST_S)
 
     def _write_steps(self, measured: list[Measured]) -> None:
-        """Write the oldest pending steps to metrics.jsonl. The caller holds `state_lock`. Raises NotFinite."""
+        """Write the oldest pending steps to metrics.jsonl. The caller holds `records_lock`. Raises NotFinite."""
         rate, now = round(self.progress.throughput(), 1), time.time()
         records = [
             {"step": each.step + 1, **self._record(each.step, each.values), "samples_per_s": rate, "time": now}

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from trainer import compat
 from trainer.config.schema import Train
+from trainer.loops.average import Average
 from trainer.world.group import Group
 
 
-def prepare_model(model: nn.Module, train: Train, device: torch.device) -> tuple[nn.Module, AveragedModel | None]:
+def prepare_model(model: nn.Module, train: Train, device: torch.device) -> tuple[nn.Module, Average | None]:
     """The model on its device, as `train` asks for it, and its moving average if there is one."""
     model = model.to(device)
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
-    average = _average(model, train.ema_decay)
+    average = Average(model, train.ema_decay, device) if train.ema_decay else None
     if train.activation_checkpointing:
         _checkpoint_activations(model, train.compile)
     if train.compile:
@@ -58,14 +58,6 @@ class _WithLossTap(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
-
-
-def _average(model: nn.Module, decay: float) -> AveragedModel | None:
-    """An exponential moving average of weights and buffers; None when `decay` is 0."""
-    if not decay:
-        return None
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
-    return average.requires_grad_(False)
 
 
 def _checkpoint_activations(model: nn.Module, compiled: bool) -> None:

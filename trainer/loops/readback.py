@@ -37,8 +37,8 @@ class Readback:
     """The values of finished steps that are not in metrics.jsonl yet.
 
     They stay on the device, where no step waits for them. `request` starts to copy the values of all steps so far to
-    the host; `collect` waits for that copy. `add` and `remove` need the loop's `state_lock`, since the rescue of
-    another thread reads these values too.
+    the host; `collect` waits for that copy. `remove` needs the loop's `records_lock`, since a rescue in another thread
+    reads these values too. `add` needs none: it only appends.
 
     Ranks must agree on when to save, and their clocks differ. So about once a second a request also carries a countdown
     from rank 0: how many steps later to ask it again, or 0 when a save is due now.
@@ -80,10 +80,13 @@ class Readback:
             self._countdown_at = steps_done + int(values[-1])
         return self._by_step(request.steps, values)
 
-    def read_all(self) -> list[Measured]:
-        """The values of all pending steps, copied and waited for at once. Not a collective."""
-        parts = self._stacked()
-        return self._by_step(len(self._pending), torch.cat(parts).tolist() if parts else [])
+    def read_now(self, until: int) -> list[Measured]:
+        """The values of the pending steps before `until` (from 0). Not a collective.
+
+        One by one: that is slow, but takes no memory on the device.
+        """
+        pending = [(step, measured) for step, measured in self._pending if step < until]
+        return [Measured(step, {name: float(value) for name, value in measured.items()}) for step, measured in pending]
 
     def remove(self, count: int) -> None:
         """Forget the oldest `count` pending steps: they are in metrics.jsonl."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer import compat
 from trainer.checkpoint.pack import Packed, map_tensors, serialized_structure
 from trainer.config.errors import ConfigError
-from trainer.loops.buffers import Buffers
+from trainer.loops.buffers import Buffers, Committed
+from trainer.loops.held import HeldOptimizer, HeldState, addresses
 from trainer.loops.rehearsal import rehearse
 from trainer.optim.build import load_optimizer
 from trainer.world.group import Group
@@ -61,16 +62,14 @@ class Registered:
         self._buffers.snapshot()
         self._copies = {name: copy.deepcopy(_state_of(self._objects[name])) for name in self._copied}
 
-    def sync_and_snapshot(self) -> None:
-        """Make the state the same on every rank again, between two steps, and snapshot it: a forward pass after the
-        update has made the buffers differ. A collective."""
-        self.sync_buffers()
-        self.apply_synced()
-        self.snapshot()
-
     def state(self) -> State:
         """The state of the last finished step; after the first update of a step, a mixture. References."""
-        return {name: self._state(name, registered) for name, registered in self._objects.items()}
+        return self._state(self._buffers.committed, self._copies)
+
+    def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
+        """What the host holds of the state now, see `HeldState`; the CPU itself changes the tensors that `on_host`
+        names."""
+        return _HeldRegistered(self, on_host)
 
     def restore(self, state: State) -> None:
         """Load what `state` returned. Raises ConfigError when it does not fit."""
@@ -93,12 +92,44 @@ class Registered:
                 raise ConfigError(f"run.restore(): {name} does not take what the checkpoint holds: {reason}") from error
         self.snapshot()
 
-    def _state(self, name: str, registered: Any) -> Any:
-        if name in self._copies:
-            return self._copies[name]
-        if isinstance(registered, nn.Module):
-            return self._buffers.in_state_dict(_unwrapped(registered).state_dict(keep_vars=True))
-        return _state_of(registered)
+    def _state(self, buffers: Committed, copies: State) -> State:
+        """The state with these buffers; an object that `copies` has is not asked."""
+
+        def of(name: str, registered: Any) -> Any:
+            if name in copies:
+                return copies[name]
+            if isinstance(registered, nn.Module):
+                return self._buffers.in_state_dict(_unwrapped(registered).state_dict(keep_vars=True), buffers)
+            return _state_of(registered)
+
+        return {name: of(name, registered) for name, registered in self._objects.items()}
+
+    def _addresses(self) -> list[int]:
+        modules = [registered for registered in self._objects.values() if isinstance(registered, nn.Module)]
+        return addresses(parameter for module in modules for parameter in module.parameters())
+
+
+class _HeldRegistered:
+    """The state of registered objects. Weights and scalers change on the device alone, each in its place."""
+
+    def __init__(self, registered: Registered, on_host: Callable[[Tensor], bool]) -> None:
+        self._registered = registered
+        self._buffers, self._copies = registered._buffers.committed, dict(registered._copies)
+        self._optimizers: dict[str, HeldOptimizer] = {}
+        self._addresses = registered._addresses()
+        for name, item in registered._objects.items():
+            if isinstance(item, Optimizer):
+                self._optimizers[name] = HeldOptimizer(item, on_host)
+            elif isinstance(item, LRScheduler):
+                self._copies[name] = copy.deepcopy(item.state_dict())
+
+    @property
+    def state(self) -> State:
+        optimizers = {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()}
+        return self._registered._state(self._buffers, {**self._copies, **optimizers})
+
+    def unchanged(self) -> bool:
+        return self._addresses == self._registered._addresses()
 
 
 class FingerprintedState:
@@ -112,17 +143,20 @@ class FingerprintedState:
     def unchanged(self) -> bool:
         """Whether every tensor still has the values that it had."""
         then, now = self._versions, self._fingerprint()
-        return then[0] == now[0] and torch.equal(then[1], now[1])
+        return then[0] == now[0] and all(map(torch.equal, then[1], now[1]))
 
     def _reference(self, tensor: Tensor) -> Tensor:
         self._tensors.append(tensor.detach())
         return self._tensors[-1]
 
-    def _fingerprint(self) -> tuple[list[int], Tensor]:
-        """Torch's version counters, and hashes of the values on the device: writes through `.data` count no version."""
-        hashed = [t for t in self._tensors if t.is_floating_point() and t.itemsize > 1 and t.numel()]
-        hashes = [torch.hash_tensor(tensor).view(torch.int64) for tensor in hashed]
-        return [compat.version_of(t) for t in self._tensors], torch.stack(hashes)
+    def _fingerprint(self) -> tuple[list[int], list[Tensor]]:
+        """Torch's version counters, and hashes of the values: writes through `.data` count no version. The hashes stay
+        on the device of their tensors, of which there may be several: Adam's `step` is on the CPU."""
+        hashes: dict[torch.device, list[Tensor]] = {}
+        for t in self._tensors:
+            if t.is_floating_point() and t.itemsize > 1 and t.numel():
+                hashes.setdefault(t.device, []).append(torch.hash_tensor(t).view(torch.int64))
+        return [compat.version_of(t) for t in self._tensors], [torch.stack(same) for same in hashes.values()]
 
 
 def _ddp_of(module: nn.Module) -> DistributedDataParallel | None:

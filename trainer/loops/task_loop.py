@@ -13,9 +13,11 @@ from trainer.config.checks import check_batch
 from trainer.config.errors import ConfigError
 from trainer.data.loader import TrainBatchKeys
 from trainer.data.order import Order
+from trainer.loops.held import HeldState
 from trainer.loops.initial_weights import read_initial_weights, start_from
 from trainer.loops.learner import Learner
-from trainer.loops.loop import AttemptContext, Loop, NotFinite, finite
+from trainer.loops.loop import AttemptContext, Loop, finite
+from trainer.loops.rescued import NotFinite
 from trainer.loops.validation import Validation, make_loading, open_datasets
 from trainer.say import counted
 from trainer.task import Task
@@ -42,7 +44,8 @@ class TaskLoop(Loop):
         self.learner = Learner(config, self.task, group, self.total_steps)
         self.loading = make_loading(config, self.task, group)
         self.validation = Validation(config, val_set, counts[1], self.loading, group)
-        self.watch.measure(lambda: self.learner.busy_s)
+        self.learner.own_work_done = self.ring.end_work
+        self.watch.measure(lambda: self.ring.busy_s)
         self.startup.done("data and model")
 
     def restore(self, step: int | None) -> None:
@@ -108,25 +111,23 @@ class TaskLoop(Loop):
             self._step(batches)
 
     def _step(self, batches: Iterator[Any]) -> None:
-        position, step = self.position, self.position.step
+        step = self.position.step
+        self.ring.begin_work()
         began = time.perf_counter()
         counts = self.order.micro_batch_sizes(step, self.rank, self.size, self.config.train.accumulate)
         micro_batches = [(next(batches), count) for count in counts]
-        waited_s = time.perf_counter() - began
-        self.learner.busy_s += waited_s
-        self.progress.add_data_wait(waited_s)
+        self.progress.add_data_wait(time.perf_counter() - began)
         samples = self.order.count(step)
         self.learner.learn(step, micro_batches, samples)
-        with self.state_lock:
-            measured = self.learner.update()
-            self.last_update.mark()
-            self.readback.add(step, measured)
-            position.step += 1
-            position.samples += samples
+        self.ring.begin_update()
+        self._end_update(self.learner.update(), samples)
         self._step_done(samples, self._validation_due())
 
     def _state(self) -> dict[str, Any]:
         return self.learner.state_dict()
+
+    def _hold(self) -> HeldState:
+        return self.learner.hold(self.queue.on_host)
 
     def _epoch(self) -> int:
         return self.order.epoch(max(self.position.step - 1, 0)) + 1

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -156,33 +154,3 @@ def start_copy_to_host(tensor: Tensor) -> Callable[[], list[float]]:
         return copied.tolist()
 
     return values
-
-
-class LastUpdate:
-    """The point in the device's work at which the last update of the state ends."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-
-    def mark(self) -> None:
-        """The last update ends with the work that has been queued on the device so far."""
-        if self._event is not None:
-            self._event.record()
-
-    @contextlib.contextmanager
-    def beside(self, timeout_s: float = 5.0) -> Iterator[None]:
-        """Read the state on a separate stream, from another thread, while the device may be waiting for a dead rank.
-
-        Raises TimeoutError when the device does not reach the end of the last update in time.
-        """
-        if self._event is None:
-            yield
-            return
-        deadline = time.monotonic() + timeout_s
-        while not self._event.query():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the GPU did not finish the last update within {timeout_s:.0f} s")
-            time.sleep(0.01)
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            yield

@@ -1,10 +1,10 @@
 """The watchdog: ends an attempt in which a rank died or is stuck, and names that rank and its line of code.
 
-Two threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the key-value store and reads
-from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The watch thread notices if
-the store no longer answers (then rank 0 is gone), if the grace period after a signal runs out and if the run's folder
-is gone. Neither costs the
-training loop anything.
+Three threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the key-value store, and
+reads from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The watch thread
+notices if the store no longer answers (then rank 0 is gone), if the grace period after a signal runs out and if the
+run's folder is gone. The device thread asks how far the device has come; on a GPU the CPU is ahead of it. None of them
+costs the training loop anything.
 
 Silence is counted in rounds of the listening thread, not by a clock. So no rank looks dead because a clock was set, or
 because a process was suspended as a whole for a while.
@@ -64,6 +64,7 @@ class Beat:
     in_torch: bool  # that line is torch's own code, where a rank waits for others
     busy_s: float  # spent so far on its own work, not on waiting for others
     process: str = ""  # see `trainer.world.process.identity`
+    device: int = 0  # how far its device has come; the CPU may be ahead of it
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Watchdog:
         self._timeout_s = hang_timeout_s
         self._on_fault = on_fault
         self._busy_s: Callable[[], float] = lambda: 0.0
+        self._device = 0  # how far this rank's device has come
         self._store: dist.Store | None = None
         self._reports: dist.Store | None = None
         self._round = 0
@@ -117,6 +119,11 @@ class Watchdog:
         Without it no rank is ever called slow. Every rank's loop calls this, or none.
         """
         self._busy_s = busy_s
+
+    def follow(self, passed: Callable[[], int]) -> None:
+        """Compare how far the ranks' devices have come, too: `passed` returns a number that grows with that. It raises
+        RuntimeError once the device has failed, long before a main thread that waits for a collective."""
+        self._start_thread("device", lambda: self._follow(passed))
 
     def enter(self, phase: str) -> None:
         """The rank enters the next phase of the attempt; that counts as progress."""
@@ -190,6 +197,16 @@ class Watchdog:
         if self.phase not in self.UNTIMED_PHASES:
             faulthandler.dump_traceback_later(2 * self._timeout_s, exit=True)
 
+    def _follow(self, passed: Callable[[], int]) -> None:
+        """The device thread. It does nothing else: while a device hangs, its driver may not answer."""
+        while not self._closed.wait(BEAT_S):
+            try:
+                self._device = passed()
+            except RuntimeError as error:
+                world = self._probes.world()
+                self.report(Fault("failed", f"rank {world.rank} on {world.host_of(world.rank)} failed:\n{error}"))
+                return
+
     def _beat(self) -> None:
         """The beat thread."""
         assert self._store is not None
@@ -215,7 +232,9 @@ class Watchdog:
         progress = self._phases + self._probes.ticks()
         where, in_torch = innermost_line(self._main_thread)
         host = world.host_of(world.rank)
-        return Beat(host, self._round, progress, self.phase, where, in_torch, self._busy_s(), self._process)
+        return Beat(
+            host, self._round, progress, self.phase, where, in_torch, self._busy_s(), self._process, self._device
+        )
 
     def _compare(self, beats: list[Beat]) -> None:
         """On rank 0: look for silent and stuck ranks in everyone's latest heartbeat."""
@@ -226,7 +245,7 @@ class Watchdog:
             self._silent_s[rank] = self._silent_s[rank] + BEAT_S if new.round == old.round else 0.0
             if new.host == beats[0].host and self._neighbours.has_ended(new.process):
                 self._ended.add(rank)
-        moved = any(new.progress != old.progress for old, new in zip(before, beats))
+        moved = any((new.progress, new.device) != (old.progress, old.device) for old, new in zip(before, beats))
         untimed = any(beat.phase in self.UNTIMED_PHASES for beat in beats)
         self._still_s = 0.0 if moved or untimed else self._still_s + BEAT_S
         silent = [rank for rank, seconds in enumerate(self._silent_s) if self._is_too_long(seconds)]
@@ -253,8 +272,8 @@ def name_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
     symptom = "gives no sign of life, last seen in"
     if not stuck:
         symptom = "is stuck in"
-        least = min(beat.progress for beat in beats)
-        stuck = [rank for rank, beat in enumerate(beats) if beat.progress == least]
+        done = [beat.progress + beat.device for beat in beats]
+        stuck = [rank for rank, count in enumerate(done) if count == min(done)]
         stuck = [rank for rank in stuck if not beats[rank].in_torch] or stuck
     return "; ".join(f"rank {rank} on {beats[rank].host} {symptom} {beats[rank].where}" for rank in stuck)
 

@@ -1,0 +1,142 @@
+"""The part of a loop that survives it: the state that another thread can save while the thread that trains is stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.frozen import FrozenState
+from trainer.checkpoint.position import Position
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo
+from trainer.loops.held import HeldState
+from trainer.loops.readback import Measured, Readback
+from trainer.loops.ring import Ring
+from trainer.records.metrics import MetricsFile
+from trainer.world.device_queue import open_queue
+
+
+class NotFinite(ArithmeticError):
+    """A loss or a gradient is NaN or infinite, and train.nonfinite=fail."""
+
+
+@dataclass(frozen=True)
+class HeldStep:
+    """What the host held of a step's state before the next update."""
+
+    position: Position
+    state: HeldState
+
+
+class Rescued(ABC):
+    """What a loop does for its rescue.
+
+    `ring` knows the newest state that the device has as a whole. Besides, the loop holds `records_lock` while it writes
+    lines of metrics.jsonl or ends an epoch, never while it waits for the device or for another rank.
+    """
+
+    store: CheckpointStore
+    metrics: MetricsFile
+    readback: Readback
+    size: int
+
+    def __init__(self, device: torch.device) -> None:
+        self.queue = open_queue(device)
+        self.ring = Ring(self.queue, self._hold_step)
+        self.records_lock = threading.Lock()
+        self._position = Position()
+        self._frozen: Position | None = None
+        self._host_buffer = self.queue.host_buffer(WRITE_BYTES)
+        self.restored = False  # whether there is a state worth saving
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the position: references, the same on every rank."""
+
+    @abstractmethod
+    def _hold(self) -> HeldState:
+        """What the host holds of the state that `_state` returns."""
+
+    @abstractmethod
+    def _checkpoint_info(self) -> CheckpointInfo:
+        """What a manifest says of `position`."""
+
+    @abstractmethod
+    def _write_steps(self, measured: list[Measured]) -> None:
+        """Write the oldest pending steps to metrics.jsonl. The caller holds `records_lock`. Raises NotFinite."""
+
+    @property
+    def position(self) -> Position:
+        """How far the run has come: up to what is queued on the device; once it is frozen, that of the frozen state."""
+        return self._frozen or self._position
+
+    def freeze(self, timeout_s: float) -> bool:
+        """Let the state change no more, and write the steps of the newest whole one to the metrics: from now on
+        `position` is its. For threads other than the one that trains. False when no state is whole.
+
+        A GPU may still do what is queued, if the rank that it waits for comes back. Then another state is whole, and
+        this is called again.
+        """
+        if not self.restored or not self.ring.freeze(timeout_s):
+            return False
+        if self._frozen is None and not self.records_lock.acquire(timeout=timeout_s):
+            return False
+        while True:
+            self._frozen = self._whole_position()
+            with self.queue.beside():
+                measured = self.readback.read_now(self._frozen.step)
+                unchanged = self._unchanged()
+            if self.ring.is_whole():
+                break
+            if not self.ring.freeze(timeout_s):
+                return False
+        try:
+            self._write_steps(measured)
+        except NotFinite:
+            return False
+        return unchanged
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[FrozenState]:
+        """The state that `freeze` has frozen, to be saved by a thread other than the one that trains."""
+        self.position.records = self.metrics.count
+        with self.queue.beside():
+            info, state, rewrite = self._checkpoint_info(), self._frozen_state(), self.metrics.rewrite_tail
+            yield FrozenState(self.store, info, state, self.size, rewrite, self._host_buffer, self.ring.is_whole)
+
+    def _unchanged(self) -> bool:
+        """Whether the chosen state is still what it was, except for what changes within updates."""
+        held = self.ring.held
+        return held is None or held.state.unchanged()
+
+    def _whole_position(self) -> Position:
+        """A copy of the position of the state that the ring has chosen."""
+        held, now = self.ring.held, self.position
+        position = copy.copy(self._position if held is None else held.position)
+        # These follow the lines written so far, and lines are written only of steps that the device has finished.
+        position.loss_sum, position.loss_samples, position.skipped = now.loss_sum, now.loss_samples, now.skipped
+        return position
+
+    def _hold_step(self) -> HeldStep:
+        return HeldStep(copy.copy(self._position), self._hold())
+
+    def _frozen_state(self) -> dict[str, Any]:
+        held = self.ring.held
+        return {"position": asdict(self.position), **(self._state() if held is None else held.state.state)}
+
+    def _end_update(self, measured: Mapping[str, Tensor], samples: int, batches: int = 0) -> None:
+        """The step is done, as far as the CPU is concerned: count it."""
+        position = self._position
+        self.readback.add(position.step, measured)
+        position.step += 1
+        position.batches += batches
+        position.samples += samples
+        self.ring.end_update()

@@ -1,0 +1,122 @@
+"""The queue of a device's work: marks in it, and reading the device's memory beside it.
+
+A GPU does what the CPU queues, in order, but later: the CPU is up to two steps ahead, and the queue may stop at a
+collective that waits for a dead rank. A CPU does its own work at once. Both look alike here, so that no other code has
+to ask which it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A mark in the queue; torch.cuda.Event is one."""
+
+    def record(self) -> None:
+        """Put the mark at the end of the queue, and take it from where it was before."""
+
+    def query(self) -> bool:
+        """Whether the device has passed the mark. Waits for nothing."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed the mark."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds of the device's time from this mark to another; it has passed both."""
+
+
+class HostEvent:
+    """A mark that is passed as soon as it is recorded."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        """See Event."""
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        """See Event."""
+        return True
+
+    def synchronize(self) -> None:
+        """See Event."""
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        """See Event."""
+        return 1000 * (end_event._at - self._at)
+
+
+class DeviceQueue:
+    """The queue of a CPU, where everything queued is done; `CudaQueue` is that of a GPU."""
+
+    runs_ahead = False  # whether the CPU may be ahead of the device
+
+    def event(self) -> Event:
+        """A new mark."""
+        return HostEvent()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything that is queued."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Read the device's memory in this block, in any thread, without waiting for what is queued."""
+        return contextlib.nullcontext()
+
+    def host_buffer(self, count: int) -> Tensor:
+        """`count` bytes of host memory that the device copies to directly; uint8."""
+        return torch.empty(count, dtype=torch.uint8)  # takes no memory until it is used
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether the CPU changes this tensor itself, ahead of the device."""
+        return False
+
+
+class CudaQueue(DeviceQueue):
+    """The stream of a GPU on which the rank trains. It is read on a second stream, which never waits for the first."""
+
+    runs_ahead = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        # Scalars are read through pinned memory, and hashes are computed in device memory of this stream. Both come
+        # from torch's caches, which this fills: while a collective hangs, a new allocation may wait for it.
+        with self.beside():
+            torch.zeros(1, device=device).item()
+
+    def event(self) -> Event:
+        """See DeviceQueue."""
+        return torch.cuda.Event(enable_timing=True, blocking=True)  # blocking: a thread that waits for it sleeps
+
+    def synchronize(self) -> None:
+        """See DeviceQueue."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """See DeviceQueue."""
+        torch.cuda.set_device(self._device)  # each thread has its own, at first the first GPU
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def host_buffer(self, count: int) -> Tensor:
+        """See DeviceQueue."""
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """See DeviceQueue."""
+        return tensor.is_cpu
+
+
+def open_queue(device: torch.device) -> DeviceQueue:
+    """The queue of this device. Open it before the warm-up: nothing is allocated on the device later."""
+    return CudaQueue(device) if device.type == "cuda" else DeviceQueue()
