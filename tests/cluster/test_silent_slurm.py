@@ -71,9 +71,9 @@ def test_a_new_sweep_without_a_cluster(slurm: Path, here: Path, capfd: pytest.Ca
     """None of its runs was ever submitted, so there is nothing to ask squeue: the line names what is wrong."""
     (slurm / "squeue").write_text("#!/bin/sh\nexit 1\n")
     (slurm / "sbatch").write_text("#!/bin/sh\necho 'sbatch: fatal: no configuration source' >&2\nexit 1\n")
-    assert "no Slurm answers here (no configuration source)" in refusal(
-        ["sweep", "--name", "a", "seed=0,1"], capfd, here
-    )
+    assert main(["sweep", "--name", "scan", "seed=0,1"]) == 2
+    assert capfd.readouterr().err.startswith("error: no Slurm answers here (no configuration source)")
+    assert not list((here / "runs").iterdir())
 
 
 def test_force(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

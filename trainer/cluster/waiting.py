@@ -59,9 +59,7 @@ def limit_of(partition: Partition, reason: str) -> str:
     if reason == "PartitionNodeLimit":
         nodes = counted(partition.get("TotalNodes", "?"), "node")
         most = partition.get("MaxNodes", UNLIMITED)
-        return f"{name} has {nodes}" + (
-            "" if most == UNLIMITED else f" and gives a job at most {most}"
-        )
+        return f"{name} has {nodes}" + ("" if most == UNLIMITED else f" and gives a job at most {most}")
     if reason == "PartitionTimeLimit":
         return f"{name} allows at most {partition.get('MaxTime', UNLIMITED)}"
     return f"{name} is {partition['State']}" if "State" in partition else ""
