@@ -43,7 +43,7 @@ def run(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> RunDir:
         (["resume", "mine"], 2, "squeue does not answer, so a job of this run may still be alive"),
         (["resume", "mine", "--local"], 2, "train here: python launch.py resume mine --local --force"),
         (["logs", "mine"], 0, ""),
-        (["--name", "another"], 2, "error: Slurm does not answer (scontrol ping); try again later, or add --local"),
+        (["--name", "another"], 2, "error: Slurm does not answer (scontrol ping); try again later"),
         (["--name", "another", "--follow", "launch.grace_s=30"], 2, "Slurm does not answer (scontrol ping)"),
         (["sweep", "--name", "scan", "seed=0,1"], 2, "Slurm does not answer (scontrol ping)"),
         (["--name", "another", "--dry-run"], 0, "#SBATCH"),
@@ -65,6 +65,15 @@ def test_a_busy_controller(run: RunDir, slurm: Path, capfd: pytest.CaptureFixtur
     (slurm / "squeue").write_text(fake_squeue("4711").replace("\n", "\nsleep 2\n", 1))
     assert main(["status", "mine", "--json"]) == 0
     assert '"state": "unknown"' not in capfd.readouterr().out
+
+
+def test_a_new_sweep_without_a_cluster(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """None of its runs was ever submitted, so there is nothing to ask squeue: the line names what is wrong."""
+    (slurm / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    (slurm / "sbatch").write_text("#!/bin/sh\necho 'sbatch: fatal: no configuration source' >&2\nexit 1\n")
+    assert main(["sweep", "--name", "scan", "seed=0,1"]) == 2
+    assert capfd.readouterr().err.startswith("error: no Slurm answers here (no configuration source)")
+    assert not list((here / "runs").iterdir())
 
 
 def test_force(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -484,6 +484,10 @@ def test_a_job_that_never_starts(slurm: Path, here: Path, capfd: pytest.CaptureF
         "launch.nodes=8: partition main has 4 nodes, so the job would never start; use at most --nodes 4, or another "
         "--partition"
     )
+    scontrol = (slurm / "scontrol").read_text()
+    (slurm / "scontrol").write_text(scontrol.replace("TotalNodes=4", "TotalNodes=1"))
+    assert "partition main has 1 node, so" in refusal(["--nodes", "8"], capfd, here)
+    (slurm / "scontrol").write_text(scontrol)
     (slurm / "squeue").write_text(fake_squeue(_4711="PartitionNodeLimit"))
     assert main(["--nodes", "4", "--name", "mine"]) == 0
     warning = "job 4711 may never start; queued: PartitionNodeLimit, main has 4 nodes and gives a job at most 2"

@@ -57,7 +57,7 @@ def check_slurm() -> None:
     except SlurmError as error:
         raise ConfigError(str(error)) from None
     if is_silent():
-        raise ConfigError("Slurm does not answer (scontrol ping); try again later, or add --local to train here")
+        raise ConfigError("Slurm does not answer (scontrol ping); try again later (--local would train one run here)")
 
 
 def check_local(config: Config) -> None:
@@ -89,7 +89,7 @@ def check_partition(launch: Launch) -> None:
     if most is not None and fewest > most:
         name = ",".join(one["PartitionName"] for one in partitions)
         raise ConfigError(
-            f"launch.nodes={launch.nodes}: partition {name} has {most} nodes, so the job would never start; "
+            f"launch.nodes={launch.nodes}: partition {name} has {counted(most, 'node')}, so the job would never start; "
             f"use at most --nodes {most}, or another --partition"
         )
 

@@ -128,6 +128,9 @@ def members(sweep: RunDir) -> dict[str, Change]:
 
 
 def _missing(wanted: Sequence[RunDir]) -> list[RunDir]:
+    """The runs to submit. Raises ConfigError when Slurm must be asked and does not answer."""
+    if not any(run.submissions.exists() for run in wanted):
+        return list(wanted)
     queue = Queue.ask(wanted)
     if queue.jobs is None:
         raise ConfigError(f"{queue.problem}, so it is unknown which runs are missing; try again")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from trainer.cluster.run_status import RunStatus
+from trainer.say import counted
 from trainer.world.slurm import Partition, show_job, show_partitions
 
 UNLIMITED = "UNLIMITED"
@@ -56,9 +57,9 @@ def limit_of(partition: Partition, reason: str) -> str:
     """The partition's limit that a reason of squeue is about; empty for a reason that is not about one."""
     name = partition.get("PartitionName", "")
     if reason == "PartitionNodeLimit":
-        nodes = partition.get("TotalNodes", "?")
+        nodes = counted(partition.get("TotalNodes", "?"), "node")
         most = partition.get("MaxNodes", UNLIMITED)
-        return f"{name} has {nodes} nodes" + ("" if most == UNLIMITED else f" and gives a job at most {most}")
+        return f"{name} has {nodes}" + ("" if most == UNLIMITED else f" and gives a job at most {most}")
     if reason == "PartitionTimeLimit":
         return f"{name} allows at most {partition.get('MaxTime', UNLIMITED)}"
     return f"{name} is {partition['State']}" if "State" in partition else ""

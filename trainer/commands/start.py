@@ -77,7 +77,7 @@ def _how_far(run: RunDir) -> str:
     (start,) = read_submissions(run.submissions)[-1:]
     for end in records_of(run)[-1:]:
         if end["job_id"] == start["job_id"] and end["reason"]:
-            saved = f"{end['lost_steps']} steps are lost" if end["lost_steps"] else "every step is saved"
+            saved = f"{counted(end['lost_steps'], 'step')} lost" if end["lost_steps"] else "every step is saved"
             return f"stopped after step {end['end_step']}, {saved}; to continue"
     # The ranks were killed, and recorded nothing.
     done = (newest_step(run.metrics) or {"step": 0})["step"]

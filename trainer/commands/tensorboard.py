@@ -22,7 +22,7 @@ from trainer.commands.parsers import Parser, add_runs, add_sweep, split
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 
-LINK_EVERY_S = 2.0  # TensorBoard itself looks for new files every 5 s
+LINK_EVERY_S = 5.0  # as often as TensorBoard looks for new files
 DESCRIPTION = """\
 Show the curves of all runs, or of the named ones, in TensorBoard until Ctrl-C.
 Runs that begin meanwhile are added."""
