@@ -104,11 +104,19 @@ def test_torch_is_loaded_and_the_project_is_not(python: str, tmp_path: Path) -> 
     """The project's code is that of the process's own PYTHONPATH: a rank runs the copy that was made at submission."""
     (tmp_path / "trainer.py").write_text("print('my own')")
     code = "import sys; print('torch' in sys.modules); import trainer, torch; print(torch.get_num_threads())"
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "3"}
-    assert ends(python, "-c", code, cwd=tmp_path, env=env).stdout.split("\n")[:3] == ["True", "my own", "3"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert ends(python, "-c", code, cwd=tmp_path, env=env).stdout.split("\n")[:3] == ["True", "my own", "1"]
 
 
-@pytest.mark.parametrize("early", [{"PYTHONHASHSEED": "0"}, {"LD_PRELOAD": ""}, {"LASTSTEP_KEEP_COMPILER": "1"}])
+def test_it_is_found_on_the_path(python: str) -> None:
+    """What it starts as sys.executable must be the program that was typed."""
+    env = {**os.environ, "PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
+    assert ends("python", "-c", "import sys; print(sys.executable)", env=env).stdout.strip() == python
+
+
+@pytest.mark.parametrize(
+    "early", [{"PYTHONHASHSEED": "0"}, {"LD_PRELOAD": ""}, {"LASTSTEP_KEEP_COMPILER": "1"}, {"OMP_NUM_THREADS": "2"}]
+)
 def test_what_is_read_early_starts_python_itself(python: str, early: dict[str, str]) -> None:
     code = "import sys; print(sys.executable, 'torch' in sys.modules)"
     assert ends(python, "-c", code, env={**os.environ, **early}).stdout.split() == [sys.executable, "False"]

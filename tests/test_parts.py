@@ -7,11 +7,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S, read_until
 
@@ -23,7 +23,7 @@ def test_the_plain_loop_runs() -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     code = "from examples import plain_loop; plain_loop.EPOCHS = 1; plain_loop.main()"
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [forked_python(), "-c", code],
         cwd=PROJECT,
         env={**os.environ, **place, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -42,7 +42,7 @@ def test_the_parts_are_where_the_page_says(name: str) -> None:
 
 def start(folder: Path) -> subprocess.Popen[str]:
     """parts.py of the page, on two ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "parts.py"]
+    launcher = [forked_python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "parts.py"]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         launcher, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

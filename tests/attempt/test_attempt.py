@@ -13,6 +13,7 @@ import pytest
 from submitit.core.utils import DelayedSubmission
 
 from tests.support.disk import acting_at
+from tests.support.forked import forked_python
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config
 from tests.support.tasks import read_one_step_late
@@ -125,7 +126,7 @@ def test_half_a_result_of_a_full_disk(tmp_path: Path) -> None:
     place = {"EXECUTOR": "local", "LOCAL_JOB_ID": "7", "LOCAL_NTASKS": "1", "LOCAL_JOB_NUM_NODES": "1"}
     place |= {"LOCAL_NODEID": "0", "LOCAL_GLOBALID": "0", "LOCAL_LOCALID": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "submitit.core._submit", str(job)],
+        [forked_python(), "-m", "submitit.core._submit", str(job)],
         env={**os.environ, **{f"SUBMITIT_{key}": value for key, value in place.items()}},
         capture_output=True,
         text=True,

@@ -97,7 +97,7 @@ def test_a_rank_that_does_not_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 def test_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
     """It exits at once, although rank 0 waits in C for the other rank, and leaves nothing behind."""
-    waiting = begin(tmp_path, PLAIN, {**TWO, "RANK": "0"})
+    waiting = begin(tmp_path, [forked_python(), *HELLO], {**TWO, "RANK": "0"})
     deadline = time.monotonic() + DEADLINE_S
     while not list(tmp_path.glob("runs/.hello-*.json")):
         assert time.monotonic() < deadline and waiting.poll() is None, "rank 0 published no address"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import begin, end
+from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
 from tests.support.runs import FAULTY, befall, config
@@ -71,7 +71,7 @@ def alone(rank: int) -> Callable[[Path], str]:
         (root / "a" / "logs").mkdir(parents=True)
         place = {"EXECUTOR": "local", "LOCAL_JOB_ID": "7", "LOCAL_NTASKS": "2", "LOCAL_JOB_NUM_NODES": "1"}
         place |= {"LOCAL_NODEID": "0", "LOCAL_GLOBALID": str(rank), "LOCAL_LOCALID": str(rank)}
-        command = [sys.executable, "-c", f"import sys\n{short}{train}", *words]
+        command = [forked_python(), "-c", f"import sys\n{short}{train}", *words]
         said, errors = end(begin(root, command, {f"SUBMITIT_{key}": value for key, value in place.items()}), status=1)
         return said + errors
 

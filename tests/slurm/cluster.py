@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests.support.hosts import Hosts
+from tests.support.project import PROJECT
 
 T = TypeVar("T")
 
@@ -40,6 +41,16 @@ PACKAGES = {  # required program: the Debian package that has it
 NODES = ("n1", "n2", "n3", "n4")
 CPUS, GPUS, MEMORY_MB = 8, 2, 64_000  # of each simulated node, regardless of this machine
 START_DEADLINE_S = 60
+# Stops the cluster when its owner has ended in any way; a pytest that is killed cannot.
+KEEPER = """\
+import os, select, sys
+from contextlib import suppress
+from pathlib import Path
+with suppress(ProcessLookupError):
+    select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
+from tests.slurm.cluster import Cluster
+Cluster(Path(sys.argv[2])).stop()
+"""
 MARK = "LASTSTEP_CLUSTER"  # environment variable of every daemon: the folder of its cluster
 
 SLURM_CONF = """\
@@ -160,6 +171,9 @@ class Cluster:
         run.chmod(0o755)  # munged requires that every user can reach its socket
         ports = _free_ports(2 + len(self.nodes))
         self._write_configuration(run, ports, waits, accounting)
+        if owner != 1:
+            words = ("-c", KEEPER, str(owner), str(self.folder))
+            self._daemon(sys.executable, *words, log="keeper", env={"PYTHONPATH": str(PROJECT)})
         if not self.hosts:
             _name_nodes(self.nodes)
 

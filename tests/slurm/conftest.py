@@ -35,15 +35,22 @@ def plain(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> User:
 
 
 @pytest.fixture(scope="session")
-def launchers(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    """A desk on a machine that has every launcher."""
-    desk = Desk(cluster, tmp_path_factory.mktemp("desk"))
-    require_program("mpirun", "apt-get install openmpi-bin", desk.env["PATH"])
-    require_program("jupyter-execute", "pip install nbclient ipykernel", desk.env["PATH"])
-    return desk
+def desks(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Desk]:
+    """Desks on a machine that has every launcher, by the `python` that is there."""
+    desks = {python: Desk(cluster, tmp_path_factory.mktemp("desk"), python) for python in (None, sys.executable)}
+    require_program("mpirun", "apt-get install openmpi-bin", desks[None].env["PATH"])
+    require_program("jupyter-execute", "pip install nbclient ipykernel", desks[None].env["PATH"])
+    return desks
 
 
 @pytest.fixture
-def desk(launchers: Desk) -> Iterator[Desk]:
-    yield launchers
-    launchers.tidies_up()
+def desk(desks: dict[str | None, Desk]) -> Iterator[Desk]:
+    yield desks[None]
+    desks[None].tidies_up()
+
+
+@pytest.fixture
+def plain_desk(desks: dict[str | None, Desk]) -> Iterator[Desk]:
+    """A desk with Python itself, as `plain` has."""
+    yield desks[sys.executable]
+    desks[sys.executable].tidies_up()

@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import processes
+from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
 from trainer.records.metrics import read_lines
@@ -28,14 +29,23 @@ print("its result is of step", job.result()["step"])
 
 
 class Desk:
-    """A user's desk: a folder with runs, and terminals to start them from."""
+    """A user's desk: a folder with runs, and terminals to start them from.
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
+    There `python` and `torchrun` are `python`: by default forked processes, see tests/support/forked.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path, python: str | None = None) -> None:
         self.cluster = cluster
         self.folder = folder
+        self.python = python or forked_python()
         self.terminals: list[subprocess.Popen[bytes]] = []
+        programs = folder / "bin"
+        programs.mkdir()
+        (programs / "torchrun").write_text(f"#!{self.python}\nfrom torch.distributed.run import main\n\nmain()\n")
+        (programs / "torchrun").chmod(0o755)
+        places = (programs, Path(self.python).parent, Path(sys.executable).parent, os.environ["PATH"])
         self.env = cluster.env | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": ":".join(map(str, places)),
             "PYTHONPATH": str(PROJECT),
             "OMP_NUM_THREADS": "1",
             # Open MPI refuses by default to run as root, and to start more ranks than cores.
@@ -48,7 +58,7 @@ class Desk:
         """Start commands, each in its own terminal."""
         with socket.create_server(("", 0)) as probe:
             filled = {"run": run, "port": probe.getsockname()[1], "project": PROJECT, "examples": PROJECT / "examples"}
-        source = CELL.format(words=["launch.nodes=2", f"launch.name={run}", *words])
+        source = CELL.format(words=["launch.nodes=2", f"launch.name={run}", f"launch.python={self.python}", *words])
         cell: dict[str, Any] = {
             "cell_type": "code",
             "source": source,

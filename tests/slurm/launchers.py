@@ -22,6 +22,7 @@ UNHURRIED = (
 )  # fmt: skip
 IN_EPOCH_2 = "step 50/120"
 TRAIN = ("python", "-m", "trainer", "--name={run}")
+ONE_CPU = ("--cpus-per-task=1",)  # a thread per rank, as all ranks that are forked have
 AGENT = ("torchrun", "--nnodes=2", "--nproc-per-node=1", "--master-addr=localhost", "--master-port={port}")
 RANK = ("env", "WORLD_SIZE=2", "MASTER_ADDR=localhost", "MASTER_PORT={port}")
 # One of submitit's executors, in a user's own program.
@@ -51,6 +52,7 @@ class Launcher:
     returns: bool = False  # whether the run starts again by itself after a stop
     results: bool = False  # whether Python code can ask for the run's result
     mistake: tuple[str, ...] = ()  # a command whose ranks contradict the launcher around them
+    plain: bool = False  # whether only Python itself will do: submitit names a local job after its process
     refusal: str = ""  # the error message for that mistake; or the reason why no mistake is possible
 
 
@@ -90,20 +92,20 @@ LAUNCHERS = (
     ),
     Launcher(
         "torchrun, once per node under srun",
-        (("sbatch", "--job-name={run}", "{examples}/torchrun.sbatch"),),
+        (("sbatch", *ONE_CPU, "--job-name={run}", "{examples}/torchrun.sbatch"),),
         ("scancel --signal=USR2", "scontrol requeue"),
         shown="sbatch examples/torchrun.sbatch",
         returns=True,
-        mistake=("sbatch", "--job-name={run}", "--ntasks-per-node=2", "{examples}/torchrun.sbatch"),
+        mistake=("sbatch", *ONE_CPU, "--job-name={run}", "--ntasks-per-node=2", "{examples}/torchrun.sbatch"),
         refusal="torchrun says WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: start torchrun once per node",
     ),
     Launcher(
         "srun in sbatch",
-        (("sbatch", "--job-name={run}", "{examples}/srun.sbatch"),),
+        (("sbatch", *ONE_CPU, "--job-name={run}", "{examples}/srun.sbatch"),),
         ("scancel --signal=USR2", "scontrol requeue"),
         shown="sbatch examples/srun.sbatch",
         returns=True,
-        mistake=("sbatch", "--job-name={run}", "--export=ALL,WORLD_SIZE=4", "{examples}/srun.sbatch"),
+        mistake=("sbatch", *ONE_CPU, "--job-name={run}", "--export=ALL,WORLD_SIZE=4", "{examples}/srun.sbatch"),
         refusal="srun says SLURM_STEP_NUM_TASKS=2, but env says WORLD_SIZE=4: make them agree",
     ),
     Launcher(
@@ -125,7 +127,7 @@ LAUNCHERS = (
     ),
     Launcher(
         "mpirun in sbatch",
-        (("sbatch", "--job-name={run}", "{examples}/mpirun.sbatch"),),
+        (("sbatch", *ONE_CPU, "--job-name={run}", "{examples}/mpirun.sbatch"),),
         ("scancel --batch --signal=USR2", "scontrol requeue"),
         shown="sbatch examples/mpirun.sbatch",
         returns=True,
@@ -159,6 +161,7 @@ LAUNCHERS = (
         shown="submitit.LocalExecutor",
         results=True,
         returns=True,
+        plain=True,
         refusal="starts its own ranks, whatever launcher it runs in",
     ),
     Launcher(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.slurm.desk import Desk
-from tests.slurm.launchers import SMALL, undisturbed
+from tests.slurm.launchers import ONE_CPU, SMALL, undisturbed
 from tests.slurm.processes import parent, processes
 from tests.support.ranks import fingerprint
 from tests.support.waiting import DEADLINE_S
@@ -17,7 +16,7 @@ from trainer.checkpoint.store import CheckpointStore
 
 LAUNCH = ("python", "{project}/launch.py")
 TRAIN = ("python", "-m", "trainer", "--name={run}")
-SRUN = ("sbatch", "--job-name={run}", "{examples}/srun.sbatch")
+SRUN = ("sbatch", *ONE_CPU, "--job-name={run}", "{examples}/srun.sbatch")
 TORCHRUN = ("bash", "{examples}/torchrun.sh", "--name={run}")
 HELD = (*SMALL, "task=tests.support.tasks.AwaitsStop")
 TWO_EPOCHS = (*HELD, "train.epochs=2")  # held once
@@ -32,31 +31,31 @@ def finishes(desk: Desk, run: str, attempts: int, epochs: int = 2) -> list[dict[
     return desk.attempts(run)
 
 
-def test_one_run_under_three_launchers(desk: Desk) -> None:
+def test_one_run_under_three_launchers(plain_desk: Desk) -> None:
     """A run can continue under another launcher than it was begun with."""
     words = (*HELD, "train.epochs=3")
-    desk.types("three", TORCHRUN, words=words)
-    desk.waits_for("three", "holds in its step 8", times=2)
-    desk.stops("three", "TERM")
-    desk.waits_for_terminals()
-    desk.types("three", (*LAUNCH, "resume", "{run}", "--nodes=2"))
-    desk.waits_for("three", "holds in its step 8", times=4)
-    desk.types("three", (*LAUNCH, "cancel", "{run}"))
-    desk.waits_for_terminals()
-    desk.types("three", ("srun", "--nodes=2", "--ntasks-per-node=1", *TRAIN), words=words)
-    ends = finishes(desk, "three", attempts=3, epochs=3)
+    plain_desk.types("three", TORCHRUN, words=words)
+    plain_desk.waits_for("three", "holds in its step 8", times=2)
+    plain_desk.stops("three", "TERM")
+    plain_desk.waits_for_terminals()
+    plain_desk.types("three", (*LAUNCH, "resume", "{run}", "--nodes=2"))
+    plain_desk.waits_for("three", "holds in its step 8", times=4)
+    plain_desk.types("three", (*LAUNCH, "cancel", "{run}"))
+    plain_desk.waits_for_terminals()
+    plain_desk.types("three", ("srun", "--nodes=2", "--ntasks-per-node=1", *TRAIN), words=words)
+    ends = finishes(plain_desk, "three", attempts=3, epochs=3)
     assert [(end["start_step"], end["lost_steps"]) for end in ends] == [(0, 0), (8, 0), (16, 0)]
     for launcher in ("torchrun", "submitit-slurm", "srun"):
-        assert desk.log("three").count(f"; {launcher}") == 2, "two ranks by each"
+        assert plain_desk.log("three").count(f"; {launcher}") == 2, "two ranks by each"
 
 
-def test_torchrun_starts_a_killed_rank_again(desk: Desk) -> None:
+def test_torchrun_starts_a_killed_rank_again(plain_desk: Desk) -> None:
     """torchrun ends all ranks when one dies, and restarts them. The rank that survived has saved the step first."""
-    desk.types("elastic", TORCHRUN, words=KILLED)
-    first, second = finishes(desk, "elastic", attempts=2)
+    plain_desk.types("elastic", TORCHRUN, words=KILLED)
+    first, second = finishes(plain_desk, "elastic", attempts=2)
     assert (first["reason"], first["end_step"], first["lost_steps"]) == ("failed", 4, 0)
     assert (first["job_id"], first["restart"], second["restart"]) == (second["job_id"], 0, 1)
-    assert desk.waits_for_terminals() == [0]
+    assert plain_desk.waits_for_terminals() == [0]
 
 
 def test_torchrun_starts_again_within_a_job(desk: Desk) -> None:
@@ -68,13 +67,13 @@ def test_torchrun_starts_again_within_a_job(desk: Desk) -> None:
     assert (first["job_id"], second["restart"]) == (second["job_id"], 0), "Slurm has not started it again"
 
 
-def test_every_rank_and_srun_are_killed(desk: Desk) -> None:
+def test_every_rank_and_srun_are_killed(plain_desk: Desk) -> None:
     """Only the batch shell is left: the last line of the script requeues the job."""
-    desk.types("killed", SRUN, words=TWO_EPOCHS)
-    desk.waits_for("killed", "holds in its step 8", times=2)
-    saved = CheckpointStore(desk.run("killed").checkpoints).steps
-    desk.cluster.wait_for(lambda: 7 in saved(), DEADLINE_S, "the epoch's end is not saved")
-    job = desk.job("killed")
+    plain_desk.types("killed", SRUN, words=TWO_EPOCHS)
+    plain_desk.waits_for("killed", "holds in its step 8", times=2)
+    saved = CheckpointStore(plain_desk.run("killed").checkpoints).steps
+    plain_desk.cluster.wait_for(lambda: 7 in saved(), DEADLINE_S, "the epoch's end is not saved")
+    job = plain_desk.job("killed")
     found = {pid: command for pid, command, environ in processes() if environ.get("SLURM_JOB_ID") == job}
     sruns = [pid for pid, command in found.items() if command[0] == "srun"]
     ranks = [pid for pid, command in found.items() if "trainer" in command and command[0] != "srun"]
@@ -82,7 +81,7 @@ def test_every_rank_and_srun_are_killed(desk: Desk) -> None:
     # First srun's child process, which would end the ranks in an orderly way.
     for pid in [*sorted(sruns, key=lambda pid: parent(pid) not in sruns), *ranks]:
         os.kill(pid, signal.SIGKILL)
-    first, second = finishes(desk, "killed", attempts=2)
+    first, second = finishes(plain_desk, "killed", attempts=2)
     assert (first["reason"], first["end_step"], first["lost_steps"]) == ("lost", 7, 0)
     assert (first["job_id"], second["job_id"], second["restart"]) == (job, job, 1)
 
@@ -140,7 +139,7 @@ def test_a_job_that_may_not_be_requeued(desk: Desk) -> None:
 def test_ranks_that_have_no_scontrol(desk: Desk, tmp_path: Path) -> None:
     """scontrol is often missing in a container: the log says so in one line, and the batch shell outside requeues."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec {desk.python} "$@"\n')
     python.chmod(0o755)
     train = " ".join((*TRAIN, *TWO_EPOCHS))
     script = f"srun env PATH={tmp_path} {train} || python -m trainer.cluster.after_ranks runs/{{run}} $?"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 
 from tests.slurm.user import User
 from tests.support.project import PROJECT
@@ -16,7 +15,7 @@ def test_srun_over_two_nodes(user: User) -> None:
     before = set(user.root.iterdir())
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1"]
     done = subprocess.run(
-        [*srun, sys.executable, "-m", "trainer", "hello", f"launch.root={user.root}"],
+        [*srun, user.python, "-m", "trainer", "hello", f"launch.root={user.root}"],
         cwd=PROJECT,
         env=user.env,
         capture_output=True,

@@ -63,9 +63,10 @@ def run_name(launcher: Launcher, what: str) -> str:
 
 
 @every_launcher
-def test_it_starts_stops_and_goes_on(desk: Desk, table: Table, launcher: Launcher) -> None:
+def test_it_starts_stops_and_goes_on(desk: Desk, plain_desk: Desk, table: Table, launcher: Launcher) -> None:
     """A rank that took itself for another would train on the wrong share of the data. And no step may be lost, however
     the launcher passes on a signal and whatever it does afterwards. The weights show both mistakes."""
+    desk = plain_desk if launcher.plain else desk
     run = run_name(launcher, "run")
     epochs = len(launcher.stops) + 1
     words = (*SMALL, "task=tests.support.tasks.AwaitsStop", f"train.epochs={epochs}")

@@ -96,7 +96,7 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
     cluster = Cluster.start(
         tmp_path_factory.mktemp("fragile"), slurmd_timeout_s=10, accounting=False, owner=os.getpid()
     )
-    yield User(cluster, tmp_path_factory.mktemp("runs"), sys.executable)
+    yield User(cluster, tmp_path_factory.mktemp("runs"))
     cluster.stop()
 
 

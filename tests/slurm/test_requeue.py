@@ -5,7 +5,6 @@ Each test interrupts a run on two nodes in its second epoch.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ TWO_RANKS = ("--nodes", "2")
 FOUR_RANKS = ("--nodes", "2", "--tasks-per-node", "2")
 # 7 steps an epoch. Every rank waits in step 8 of an attempt until a signal stops it.
 WAITS = (*SMALL, "train.epochs=2", "task=tests.support.tasks.AwaitsStop")
-SHORT = "train.max_steps=80"  # 63 steps an epoch
+SHORT = "train.max_steps=20"
 
 
 def undisturbed(ranks: int, *words: str) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def undisturbed(ranks: int, *words: str) -> dict[str, Any]:
 def test_four_ranks_on_two_nodes(user: User) -> None:
     """The first command in README: every rank is one task, and everything about the run is in its folder."""
     said = user.types(*FOUR_RANKS, "--name", "undisturbed", "--follow", SHORT)
-    assert "step 80/80" in said, "--follow streams rank 0's log to the end"
+    assert "step 20/20" in said, "--follow streams rank 0's log to the end"
     found = fingerprint(user.run("undisturbed"))
     assert found == undisturbed(4, SHORT)
     (attempt,) = user.attempts("undisturbed")
@@ -45,16 +44,15 @@ def test_four_ranks_on_two_nodes(user: User) -> None:
     logs = sorted(path.name for path in user.run("undisturbed").logs.glob("*_log.out"))
     assert logs == [f"{job}_{rank}_log.out" for rank in range(4)]
     steps = [line["step"] for line in found["metrics"] if "loss" in line]
-    assert steps == list(range(1, 81)), "each step is in metrics.jsonl once, in order"
+    assert steps == list(range(1, 21)), "each step is in metrics.jsonl once, in order"
     newest = user.verify("undisturbed")[-1]
-    assert newest["ok"] and newest["step"] == 80 and newest["world_size"] == 4
+    assert newest["ok"] and newest["step"] == 20 and newest["world_size"] == 4
 
 
-def hit_and_compare(user: User, name: str, ranks: int, fault: tuple[str, ...], *more: str) -> None:
+def hit_and_compare(user: User, name: str, fault: tuple[str, ...], *more: str) -> None:
     """Follow a run, interrupt it in step 8 with a Slurm command, and compare its result with an undisturbed run's."""
-    size = FOUR_RANKS if ranks == 4 else TWO_RANKS
-    following = user.begins(*size, "--name", name, "--follow", *WAITS, *more)
-    user.waits_for(name, "holds in its step 8", times=ranks)
+    following = user.begins(*TWO_RANKS, "--name", name, "--follow", *WAITS, *more)
+    user.waits_for(name, "holds in its step 8", times=2)
     job = user.job_of(name)
     user.cluster.run(*(word.format(job=job) for word in fault))
     said, _ = following.communicate(timeout=DEADLINE_S)
@@ -67,17 +65,17 @@ def hit_and_compare(user: User, name: str, ranks: int, fault: tuple[str, ...], *
     assert (first["restart"], second["restart"]) == (0, 1)
     assert first["lost_steps"] == second["lost_steps"] == 0
     assert first["end_step"] == second["start_step"] == 8
-    assert fingerprint(user.run(name)) == undisturbed(ranks, *WAITS)
+    assert fingerprint(user.run(name)) == undisturbed(2, *WAITS)
 
 
 def test_scontrol_requeue(plain: User) -> None:
     """An administrator's requeue sends SIGTERM, which submitit ignores: its plain job would start from nothing."""
-    hit_and_compare(plain, "requeue", 4, ("scontrol", "requeue", "{job}"))
+    hit_and_compare(plain, "requeue", ("scontrol", "requeue", "{job}"))
 
 
 def test_user_signal(user: User) -> None:
     """SIGUSR2 asks for a requeue, which rank 0 alone makes, through submitit's own handler."""
-    hit_and_compare(user, "usr2", 2, ("scancel", "--signal", "USR2", "{job}"))
+    hit_and_compare(user, "usr2", ("scancel", "--signal", "USR2", "{job}"))
 
 
 def test_ranks_in_an_image(user: User, tmp_path: Path) -> None:
@@ -86,9 +84,9 @@ def test_ranks_in_an_image(user: User, tmp_path: Path) -> None:
     notes, inside = tmp_path / "notes", tmp_path / "inside"
     inside.write_text(f'#!/bin/sh\necho "rank $SLURM_PROCID $ARGUMENT" >>{notes}\nPATH=/nonexistent exec "$@"\n')
     inside.chmod(0o755)
-    more = (f"launch.python={inside} {sys.executable}", "launch.srun=['--export=ALL,ARGUMENT=of srun']")
+    more = (f"launch.python={inside} {user.python}", "launch.srun=['--export=ALL,ARGUMENT=of srun']")
     fault = ("scancel", "--signal", "USR2", "{job}")
-    hit_and_compare(user, "image", 2, fault, *more)
+    hit_and_compare(user, "image", fault, *more)
     assert sorted(notes.read_text().splitlines()) == [f"rank {rank} of srun" for rank in range(2) for _ in range(2)]
     user.waits_for("image", "'scontrol'; the batch shell tries again")
 
@@ -98,7 +96,7 @@ def test_preemption(user: User, partition: str) -> None:
     """A job in `high` takes the nodes. In a partition with a GraceTime, Slurm considers a job finished if it exits at
     the first SIGTERM, and with PreemptMode=CANCEL it would end the job for good: there the run must requeue itself."""
     all_nodes = ("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
-    hit_and_compare(user, f"preempted-in-{partition}", 2, all_nodes, "--partition", partition)
+    hit_and_compare(user, f"preempted-in-{partition}", all_nodes, "--partition", partition)
 
 
 def test_time_limit(user: User, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from trainer.rundir import RunDir
 class User:
     """A user of a cluster, who works in the project's folder or in one of their own.
 
-    `python` starts the ranks: by default forked processes, see tests/support/forked; sys.executable for tests of what
-    differs there.
+    `python` starts the commands and the ranks: by default forked processes, see tests/support/forked; sys.executable
+    for tests of what differs there.
     """
 
     def __init__(self, cluster: Cluster, root: Path, python: str | None = None, folder: Path = PROJECT) -> None:
@@ -40,7 +39,7 @@ class User:
 
     def types(self, *words: str, status: int = 0) -> str:
         """Run `python launch.py WORDS` and return what it printed. Any other exit status fails the test."""
-        command = [sys.executable, self.program, *words, f"launch.root={self.root}"]
+        command = [self.python, self.program, *words, f"launch.root={self.root}"]
         done = subprocess.run(
             command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=DEADLINE_S
         )
@@ -49,7 +48,7 @@ class User:
 
     def begins(self, *words: str) -> subprocess.Popen[str]:
         """Start `python launch.py WORDS`."""
-        command = [sys.executable, self.program, *words, f"launch.root={self.root}"]
+        command = [self.python, self.program, *words, f"launch.root={self.root}"]
         return subprocess.Popen(
             command, cwd=self.folder, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

@@ -1,12 +1,20 @@
-"""What a fork server of ranks imports, before it forks them."""
+"""What a fork server of ranks imports, before it forks them: all that ranks import."""
 
 import gc
+import importlib
 
 from trainer.attempt.compiler import defer_import
 
 defer_import()
-
-import trainer.loops.task_loop  # noqa: E402, F401
+for name in (
+    "tensorboard.plugins.hparams.plugin_data_pb2",
+    "tensorboard.summary.writer.record_writer",
+    "tests.support.tasks",
+    "trainer.attempt.attempt",
+    "trainer.loops.custom_loop",
+    "trainer.loops.task_loop",
+):
+    importlib.import_module(name)
 
 gc.collect()
 gc.freeze()  # the forks need not look at these objects again

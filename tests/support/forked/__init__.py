@@ -10,7 +10,8 @@ It differs from Python in these ways, so a test for which one of them matters st
 - The process is the server's child: it does not notice when the client's parent dies.
 - At its end the objects of a process are not destroyed, so it takes no time in which a thread could still do harm.
 - What is read while Python or torch is loaded must be as it was for the server. The client starts Python itself when
-  it finds a variable of that kind (such as PYTHONHASHSEED or LD_PRELOAD), or an option that it does not know.
+  it finds a variable of that kind (such as PYTHONHASHSEED or LD_PRELOAD), another number of threads than one, or an
+  option that it does not know.
 """
 
 from __future__ import annotations

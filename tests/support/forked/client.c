@@ -21,7 +21,9 @@ static int begins(const char *text, const char *with) { return strncmp(text, wit
 static int must_be_read_early(const char *variable) {
     static const char *const harmless[] = {"PYTHONPATH=", "PYTHONUNBUFFERED=", "PYTHONDONTWRITEBYTECODE=",
                                            "OMP_NUM_THREADS=",
-                                           "TORCHINDUCTOR_CACHE_DIR=" /* torch sets it itself */};
+                                           "TORCHINDUCTOR_CACHE_DIR=" /* torch sets it itself */,
+                                           /* torchrun's own, and what it sets; read when ranks meet */
+                                           "TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING="};
     static const char *const early[] = {"PYTHON", "LD_", "TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_",
                                         "OPENBLAS_", "MALLOC_", "LASTSTEP_KEEP_COMPILER="};
     for (size_t i = 0; i < sizeof harmless / sizeof *harmless; i++)
@@ -31,10 +33,11 @@ static int must_be_read_early(const char *variable) {
     return 0;
 }
 
-/* Whether the server can run it: [-u] (-m MODULE | -c CODE | SCRIPT) WORDS, with a known number of threads. */
+/* Whether the server can run it: [-u] (-m MODULE | -c CODE | SCRIPT) WORDS, with one thread, as the server has. */
 static int can_be_forked(int argc, char **argv) {
     int first = argc > 1 && strcmp(argv[1], "-u") == 0 ? 2 : 1;
-    if (first >= argc || getenv("OMP_NUM_THREADS") == NULL) return 0;
+    const char *threads = getenv("OMP_NUM_THREADS");
+    if (first >= argc || threads == NULL || strcmp(threads, "1") != 0) return 0;
     if (strcmp(argv[first], "-m") == 0 || strcmp(argv[first], "-c") == 0) {
         if (first + 1 >= argc) return 0;
     } else if (argv[first][0] == '-') {

@@ -17,6 +17,7 @@ import os
 import resource
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -36,6 +37,8 @@ PRELOAD = (
     "numpy",
     "omegaconf",
     "rich.progress",
+    "tensorboard.plugins.hparams.plugin_data_pb2",
+    "tensorboard.summary.writer.record_writer",
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
@@ -196,7 +199,7 @@ def become(client: Client) -> list[str]:
 def run(words: list[str]) -> None:
     """Do what Python would with this command line."""
     sys.orig_argv = list(words)
-    sys.executable = os.path.abspath(words[0])
+    sys.executable = os.path.abspath(shutil.which(words[0]) or words[0])
     unbuffered = words[1] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
     kind, *rest = words[2:] if words[1] == "-u" else words[1:]
     _open_streams(unbuffered)
@@ -204,7 +207,6 @@ def run(words: list[str]) -> None:
     tempfile.tempdir = None
     time.tzset()
     numpy.random.seed(None)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     places = os.environ["PYTHONPATH"].split(os.pathsep) if os.environ.get("PYTHONPATH") else []
     sys.path[:0] = dict.fromkeys(map(os.path.abspath, places))
     if kind == "-m":
@@ -283,7 +285,6 @@ if __name__ == "__main__":
     for name in PRELOAD:
         importlib.import_module(name)
     import numpy
-    import torch
 
     gc.collect()
     gc.freeze()  # the forks need not look at these objects again
