@@ -378,7 +378,7 @@ def test_a_state_that_could_not_be_loaded(store: CheckpointStore) -> None:
     assert_only_whole(store)
 
 
-@pytest.mark.parametrize(("stripe_bytes", "files"), [(1 << 30, 1), (600_000, 3), (1, 4)])
+@pytest.mark.parametrize(("stripe_bytes", "files"), [(1 << 30, 1), (300_000, 3), (1, 4)])
 def test_no_more_files_than_are_worth_it(
     stripe_bytes: int, files: int, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

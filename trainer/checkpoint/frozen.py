@@ -17,6 +17,9 @@ from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, shar
 from trainer.checkpoint.stripes import Stripe
 from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo, make_manifest, reason_of, write_file
 
+# A writer whose sync takes as long as that of a whole stripe would look stuck to those that wait for it.
+SYNC_BYTES = 256 << 20
+
 
 class FrozenState:
     """A state that no longer changes, on one of the ranks that hold it. It references the tensors.
@@ -47,15 +50,16 @@ class FrozenState:
         """
         path = self._store.create_writing_folder(self._info.step, tag) / name
         path.unlink(missing_ok=True)  # what this rank left unfinished
-        return write_file(path, self._chunks(stripe, after_chunk))
+        return write_file(path, self._chunks(stripe, after_chunk), SYNC_BYTES)
 
-    def commit(self, tag: str, parts: Mapping[str, FileEntry]) -> None:
-        """Commit the parts, files in the writing folder in the order of their bytes, unless the checkpoint of this
-        step is intact. One rank calls this, once all parts are written. Raises CheckpointError."""
+    def commit(self, tag: str, parts: Mapping[str, FileEntry], replaces_intact: bool = False) -> None:
+        """Commit the parts, files in the writing folder in the order of their bytes. One rank calls this, once all
+        parts are written. An intact checkpoint of this step remains, unless `replaces_intact`.
+
+        Raises CheckpointError."""
         step, store = self._info.step, self._store
-        writing = store.writing_folder(step, tag)
-        damaged = store.path(step).exists()
-        if damaged and store.is_intact(step):
+        writing, exists = store.writing_folder(step, tag), store.path(step).exists()
+        if exists and not replaces_intact and store.is_intact(step):
             return store.discard(writing)
         try:
             if sum(entry["bytes"] for entry in parts.values()) != self.bytes:
@@ -69,7 +73,7 @@ class FrozenState:
         except Exception as error:  # of any kind: the caller only asks whether the state is saved
             store.discard(writing)
             raise store.write_error(step, reason_of(error)) from error
-        store.commit(writing, make_manifest(self._info, self._world_size, files), replaces=damaged)
+        store.commit(writing, make_manifest(self._info, self._world_size, files), replaces=exists)
 
     def _chunks(self, stripe: Stripe, after_chunk: Callable[[], None]) -> Iterator[memoryview]:
         """The bytes of a stripe, chunk by chunk. A chunk is valid until the next one is asked for."""
@@ -101,4 +105,4 @@ def save_alone(
     except Exception as error:
         store.discard(store.writing_folder(info.step, tag))
         raise store.write_error(info.step, reason_of(error)) from error
-    frozen.commit(tag, {name: entry})
+    frozen.commit(tag, {name: entry}, replaces_intact=True)

@@ -205,6 +205,8 @@ class Group:
                 self.store.set("closing/all", "")
             self.store.wait(["closing/all"], timedelta(seconds=CLOSE_S))
         if dist.is_initialized():
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # the current device is the thread's, and this may be another one
             dist.destroy_process_group()
 
 
