@@ -11,8 +11,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
+from trainer.attempt.rescue_plan import GATHER_S, SETTLE_S, SILENT_S
 from trainer.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
 from trainer.checkpoint.interval import best_interval
+from trainer.checkpoint.stripes import STRIPE_BYTES, stripe_count
 from trainer.config.schema import Checkpoint, Launch
 from trainer.world.address import POLL_S
 from trainer.world.slurm import DEFAULT_KILL_WAIT_S
@@ -27,17 +30,20 @@ NODES = RANKS // PER_NODE
 HANG_TIMEOUT_S = Launch().hang_timeout_s
 DEFAULT_S = 60 * float(Checkpoint().every_minutes or 0)
 # Assumptions, not measured here.
-DISK_BYTES_S = 10e9  # read by a shared file system for all its clients together
-FILES_S = 20_000  # small files that it opens and reads per second
+DISK_BYTES_S = 10e9  # read or written by a shared file system for all its clients together
+FILES_S = 20_000  # small files that it opens and reads per second, or other operations on them
 SOFT_LIMIT = 1024  # open files per process in most shells
+# On files, per rank and round of a rescue: it writes its own file and renames it, opens the leader's and looks for the
+# next leader's; and the leader opens the rank's.
+OPERATIONS = 5
 
 PAGE = """\
 # Scale
 
 The cost of Laststep on up to {ranks} ranks ({nodes} nodes of {per_node}), and the first thing to break. Nobody has
 run it at that size. *Measured* figures come from `benchmarks/`, on {cores} cores; *calculated* ones follow from these
-and from two assumptions: a shared disk that reads {disk} GB/s for all its clients together, and opens {files} small
-files per second. `python -m tools.scale` writes this page from the figures.
+and from two assumptions: a shared disk that reads or writes {disk} GB/s for all its clients together, and opens
+{files} small files per second. `python -m tools.scale` writes this page from the figures.
 
 ## How often to save
 
@@ -71,9 +77,9 @@ single store, whose processor time is listed separately. The machine was busy wi
 * *meeting*: each rank writes its card, waits for all cards and reads them, N² reads in total; *agreeing on a stop*
   likewise.
 * *a beat*: the heartbeats that all ranks send to the store every {beat} s; *comparing beats*: rank 0's work on them.
-* *save*: {state} MB in N stripes, each fsynced, until the commit. *verify*: rank 0 reads and hashes them. *restore*:
+* *save*: {state} MB until the commit. *verify*: rank 0 reads and hashes them. *restore*:
   one rank reads them.
-* *rescue*: after a fault, one surviving rank reads the file that each of the others wrote.
+* *rescue*: a round of the leader, which reads the file of every other survivor.
 * *logs*: `launch.py logs` merges the logs of all ranks, {lines} lines each.
 
 Real ranks, measured (`benchmarks.meeting`), in milliseconds; the last column is calculated from the growth so far. They
@@ -81,6 +87,21 @@ reach the store (*sign in*), know each other and are connected (*met*), and agre
 share {cores} cores here, too.
 
 {real}
+
+## A rescue
+
+Calculated: how long it takes {ranks} ranks that lose one of them to save the last step, and what it costs the file
+system. The ranks sign in, wait {gather:g} s for ranks that have not signed in, write a stripe each, and one of them
+commits. One of them, the leader, reads the files of all in every round, of {round:.2g} s with this many ranks. The
+others read only its file. That makes {per_round} operations per round, {load:.0f} % of what the file system can do.
+If every rank read every file once, it would be {squared:,} reads, {squared_s:.0f} s. One file per node would save some
+of the leader's reads, but need a rank on each node that collects, and another one if that dies. Slurm kills the
+survivors {kill_wait} s after the first rank has ended (KillWait).
+
+{rescues}
+
+A leader or a writer that dies meanwhile is noticed after {silent:g} s. What it had written is kept, and the others
+write the rest.
 
 ## What breaks first
 
@@ -134,6 +155,15 @@ def page() -> str:
         state=f"{scale['state_bytes'] / 1e6:.0f}",
         lines=scale["log_lines"],
         real=real_ranks(),
+        gather=GATHER_S,
+        round=round_s(RANKS),
+        per_round=f"{OPERATIONS * RANKS:,}",
+        load=100 * OPERATIONS * RANKS / round_s(RANKS) / FILES_S,
+        squared=RANKS**2,
+        squared_s=RANKS**2 / FILES_S,
+        kill_wait=DEFAULT_KILL_WAIT_S,
+        rescues=rescues({"409 MB": 0.409e9, "10 GB": 10e9, "100 GB": 100e9, "200 GB": 200e9}),
+        silent=SILENT_S,
         limits=limits(scale),
         verify=f"{verify_bytes_s / 1e9:.1f}",
         hang=HANG_TIMEOUT_S,
@@ -200,6 +230,30 @@ def real_ranks() -> str:
     return table(["real ranks", *ranks, "grows as", f"{RANKS:,}"], rows)
 
 
+def round_s(ranks: int) -> float:
+    """The length of a round of a rescue."""
+    return max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * ranks)
+
+
+def rescues(checkpoints: dict[str, float]) -> str:
+    """How long a rescue takes, and how many operations on files."""
+    rows = []
+    for name, size in checkpoints.items():
+        files = stripe_count(int(size), RANKS)
+        # Noticed within a beat. Rounds: signed in, frozen, planned; then written, asked to commit, committed, left.
+        before = BEAT_S + 3 * round_s(RANKS) + SETTLE_S
+        writing = size / DISK_BYTES_S
+        after = 4 * round_s(RANKS) + files / FILES_S
+        total = max(before + writing, BEAT_S + GATHER_S) + after
+        rounds = math.ceil(total / round_s(RANKS))
+        fits = "yes" if total < DEFAULT_KILL_WAIT_S else "**no**"
+        rows.append(
+            (name, files, f"{_three(writing)} s", f"{_three(total)} s", f"{RANKS * (2 + OPERATIONS * rounds):,}", fits)
+        )
+    head = ["state", "files", "writing", "until the last rank leaves", "operations", f"within {DEFAULT_KILL_WAIT_S} s"]
+    return table(head, rows)
+
+
 def limits(scale: dict[str, Any]) -> str:
     """The limits, how near each is, and at how many ranks it is reached."""
     files = {int(size): count for size, count in scale["open_files"].items()}
@@ -216,10 +270,10 @@ def limits(scale: dict[str, Any]) -> str:
             f"{(4096 - own) // each} ranks",
         ),
         (
-            "rescue: each surviving rank reads a small file from every other, N² (calculated)",
-            f"{RANKS**2 / FILES_S:.0f} s",
-            f"{DEFAULT_KILL_WAIT_S} s, Slurm's KillWait, after which srun kills the surviving ranks",
-            f"{math.isqrt(DEFAULT_KILL_WAIT_S * FILES_S)} ranks; then the steps since the last save are lost",
+            "rescue: the leader reads a small file from every other survivor in each round (calculated)",
+            f"{RANKS / FILES_S:.2f} s",
+            f"{SILENT_S:g} s, then another rank takes over",
+            "not reached",
         ),
         (
             f"waiting ranks look for rank 0's address on the disk every {POLL_S} s (calculated)",
@@ -246,8 +300,9 @@ def limits(scale: dict[str, Any]) -> str:
             _reached(most["meeting"], HANG_TIMEOUT_S),
         ),
         (
-            "files: a stripe per rank in each checkpoint, a log per rank and job (calculated)",
-            f"{RANKS + 2:,} in a checkpoint, {RANKS:,} logs",
+            f"files: one for each {STRIPE_BYTES >> 20} MB of a checkpoint, at most one per rank; a log per rank and "
+            "job (calculated)",
+            f"at most {RANKS + 2:,} in a checkpoint, {RANKS:,} logs",
             "the file quota",
             "",
         ),

@@ -7,8 +7,10 @@ the last bits would differ.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +26,11 @@ from tests.support.tasks import read_one_step_late
 from tests.support.worlds import a_world
 from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.grace import GracePeriod
-from trainer.attempt.rescue import write_fields
+from trainer.attempt.rescue import Rescue, write_fields
 from trainer.attempt.rescue_plan import Holding, Survivor
 from trainer.attempt.state import AttemptState
+from trainer.checkpoint import stripes
+from trainer.checkpoint.store import CheckpointStore
 from trainer.commands.verify import inspect
 from trainer.records.attempts import begin_attempt
 from trainer.records.metrics import read_lines
@@ -290,3 +294,32 @@ def test_a_device_error_while_the_state_is_frozen(root: Path, capfd: pytest.Capt
     (record,) = read_lines(state.run_dir.attempts)
     assert (record["reason"], record["end_step"]) == ("failed", 3)
     assert "this rank cannot save its state" in capfd.readouterr().out
+
+
+def small_stripes() -> None:
+    """In this rank states are cut as finely as large ones."""
+    stripes.STRIPE_BYTES = 1 << 16
+
+
+def dies_in_its_stripe() -> None:
+    """The same, and rank 2 is killed when it has written a part of its stripe."""
+    small_stripes()
+    if os.environ["SUBMITIT_LOCAL_GLOBALID"] == "2":
+        Rescue.check = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("before", "dead"), [(small_stripes, [0]), (dies_in_its_stripe, [0, 2])])
+def test_saved_together(root: Path, before: Callable[[], None], dead: list[int]) -> None:
+    """A large state takes one rank longer to write than Slurm leaves it, so all that survive write a part. Another one
+    may die meanwhile."""
+    name, options = f"together-{len(dead)}", ("train.batch_size=16",)
+    faulty = config(root, name, 4, (*FAULTY, *options))
+    attempt = Attempt(faulty, {"LASTSTEP_TEST_FAULT": "kill step 5 rank 0"}, before=before)
+    assert attempt.wait() == [KILLED if rank in dead else 1 for rank in range(4)], attempt.output()
+    record = only(attempt)
+    assert (record["end_step"], record["lost_steps"]) == (4, 0)
+    (checkpoint,) = inspect(attempt.run)
+    shards = CheckpointStore(attempt.run.checkpoints).manifest(4).shards
+    assert checkpoint["ok"] and len(shards) == (3 if dead == [0] else 4), "what rank 2 did not write is shared"
+    assert "ranks saved step 4 together" in attempt.output()
+    goes_on(root, name, 4, *options)

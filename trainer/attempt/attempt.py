@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 CLOSE_S = 10.0
 # How long the farewell may take, in which the ranks wait 10 s for each other and then disconnect: NCCL may hang there.
 FAREWELL_S = 15.0
+# The whole end may take launch.hang_timeout_s, or this where that is shorter than a busy machine needs.
+END_S = 60.0
 
 
 class Stopped(SystemExit):
@@ -81,6 +83,7 @@ class Attempt:
         self._closing = contextlib.ExitStack()
         self._closing.callback(self._watchdog.close)
         self._last_exit = None if world.in_users_program else LastExit()
+        self._end_s = max(END_S, config.launch.hang_timeout_s)
 
     def run(self) -> dict[str, float]:
         """Train to the end and return the metrics of the last epoch.
@@ -147,7 +150,7 @@ class Attempt:
         """
         state, world = self._state, group.world
         status = 0 if finished or state.signal is None else status_after(state.signal, world)
-        deadline = Deadline(self._config.launch.hang_timeout_s, status if world.rank else 1)
+        deadline = Deadline(self._end_s, status if world.rank else 1)
         self._watchdog.close()
         step = loop.position.step
         record, wants_requeue = None, False
@@ -226,7 +229,7 @@ class Attempt:
             self._end_by_fault.set_own_failure(fault, to_say=not printed_in_main)
         self._watchdog.report(fault)
         self._end_by_fault.wait()
-        deadline = Deadline(self._config.launch.hang_timeout_s, status=1)
+        deadline = Deadline(self._end_s, status=1)
         if self._last_exit is not None:  # a process group that has lost a rank may hang in its destructor
             self._last_exit.needed, self._last_exit.status = True, 2 if isinstance(error, ConfigError) else 1
         if not printed_in_main and not (fault.cause and self._end_by_fault.is_about(fault)):

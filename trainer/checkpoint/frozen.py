@@ -6,6 +6,7 @@ hashed, one of them commits. Who writes and commits what is agreed elsewhere, se
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,9 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpoint.pack import Packed, serialized_structure
-from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, shard_name
+from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, shard_name
 from trainer.checkpoint.stripes import Stripe
 from trainer.checkpoint.writer import CheckpointInfo, make_manifest, reason_of, write_file
+
+# A writer whose sync takes as long as that of a whole stripe would look stuck to those that wait for it.
+SYNC_BYTES = 256 << 20
 
 
 class StateChanged(RuntimeError):
@@ -56,15 +60,21 @@ class FrozenState:
         """
         path = self._store.create_writing_folder(self._info.step, tag) / name
         path.unlink(missing_ok=True)  # what this rank left unfinished
-        return write_file(path, self._chunks(stripe, after_chunk))
+        try:
+            return write_file(path, self._chunks(stripe, after_chunk), SYNC_BYTES)
+        except Exception:
+            with contextlib.suppress(OSError):  # on a full disk it would take space that others need
+                path.unlink(missing_ok=True)
+                path.parent.rmdir()  # unless others write there
+            raise
 
     def commit(self, tag: str, parts: Mapping[str, FileEntry]) -> None:
-        """Commit the parts, files in the writing folder in the order of their bytes, unless the checkpoint of this
-        step is intact. One rank calls this, once all parts are written. Raises CheckpointError."""
+        """Commit the parts, files in the writing folder in the order of their bytes. One rank calls this, once all
+        parts are written. An intact checkpoint of this step remains. Raises CheckpointError.
+        """
         step, store = self._info.step, self._store
-        writing = store.writing_folder(step, tag)
-        damaged = store.path(step).exists()
-        if damaged and store.is_intact(step):
+        writing, exists = store.writing_folder(step, tag), store.path(step).exists()
+        if exists and store.is_intact(step):
             return store.discard(writing)
         try:
             if sum(entry["bytes"] for entry in parts.values()) != self.bytes:
@@ -78,7 +88,11 @@ class FrozenState:
         except Exception as error:  # of any kind: the caller only asks whether the state is saved
             store.discard(writing)
             raise store.write_error(step, reason_of(error)) from error
-        store.commit(writing, make_manifest(self._info, self._world_size, files), replaces=damaged)
+        try:
+            store.commit(writing, make_manifest(self._info, self._world_size, files), replaces=exists)
+        except CheckpointError:
+            if exists or not store.is_intact(step):  # the save that all ranks had begun together may have come first
+                raise
 
     def _chunks(self, stripe: Stripe, after_chunk: Callable[[], None]) -> Iterator[memoryview]:
         """The bytes of a stripe, chunk by chunk. A chunk is valid until the next one is asked for."""

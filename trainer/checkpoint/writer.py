@@ -273,14 +273,21 @@ def make_manifest(info: CheckpointInfo, world_size: int, files: dict[str, FileEn
     return Manifest(info.step, info.epoch, info.samples, world_size, metrics, files, numerics, info.config)
 
 
-def write_file(path: Path, chunks: Iterable[memoryview]) -> FileEntry:
-    """Write a new file so that it survives a power cut; returns its entry in the manifest."""
-    digest, size = hashlib.sha256(), 0
+def write_file(path: Path, chunks: Iterable[memoryview], sync_bytes: int | None = None) -> FileEntry:
+    """Write a new file so that it survives a power cut; returns its entry in the manifest.
+
+    With `sync_bytes` it is synced each time that about so much is written, so that no sync takes long.
+    """
+    digest, size, synced = hashlib.sha256(), 0, 0
     with path.open("xb") as file:
         for chunk in chunks:
             file.write(chunk)
             digest.update(chunk)
             size += len(chunk)
+            if sync_bytes is not None and size - synced >= sync_bytes:
+                file.flush()
+                os.fsync(file.fileno())
+                synced = size
         file.flush()
         os.fsync(file.fileno())
     fsync(path.parent)  # its name too: on a shared disk this node may be the only one that knows of it yet

@@ -234,6 +234,8 @@ class Group:
         with contextlib.suppress(dist.DistError):
             self._barrier("closing", timedelta(seconds=CLOSE_S))
         if dist.is_initialized():
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # the current device is the thread's, and this may be another one
             dist.destroy_process_group()
 
 
