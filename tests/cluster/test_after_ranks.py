@@ -23,6 +23,7 @@ from trainer.records.attempts import begin_attempt, end_attempt
 from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.slurm import TAG_VARIABLE
+from trainer.world.watchdog import Retry
 from trainer.world.world import World
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n2"), local_size=1, nodes=2)
@@ -35,11 +36,13 @@ class Slurm:
 
     def __init__(self) -> None:
         self.job: dict[str, Any] | None = {"JobState": "RUNNING", "Restarts": 0}
-        self.refuses = False
+        self.refuses = self.missing = False
         self.requeues = 0
         self.cancelled: list[str] = []
 
     def answer(self, words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if self.missing:
+            raise FileNotFoundError(words[0])
         if self.job is None:
             return subprocess.CompletedProcess(words, 1, "", "Unable to contact slurm controller (connect failure)")
         if words[0] == "scancel":
@@ -112,8 +115,18 @@ def test_a_rank_recorded_that_the_run_continues(run: RunDir, slurm: Slurm) -> No
     assert slurm.requeues == 1 and ends(run) == [("preempted", True)]
 
 
-@pytest.mark.parametrize(("reason", "retry"), [("cancelled", True), ("finished", True), ("failed", False)])
-def test_ends_for_good(run: RunDir, slurm: Slurm, reason: Reason, retry: bool) -> None:
+def test_a_node_without_scontrol(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """Waiting for the controller would be in vain. The log names the way back, for a login node."""
+    end_attempt(run, begin(run), LAUNCH, "preempted", 1, 1)
+    slurm.missing = True
+    after_ranks(run, WORLD, LAUNCH, 140)
+    said = capsys.readouterr().out
+    assert "not requeued: Slurm does not answer on this node; where it does, `" in said
+    assert f"resume {run.path} --watch` continues the run" in said
+
+
+@pytest.mark.parametrize(("reason", "retry"), [("cancelled", "yes"), ("finished", "yes"), ("failed", "no")])
+def test_ends_for_good(run: RunDir, slurm: Slurm, reason: Reason, retry: Retry) -> None:
     """A run that is over, or would fail the same way, is not requeued, and Slurm is not even asked."""
     end_attempt(run, begin(run), LAUNCH, reason, 1, 1, retry=retry)
     slurm.job = None
