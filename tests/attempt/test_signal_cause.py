@@ -102,13 +102,15 @@ def test_table(number: Signals, shown: dict[str, str], expected: Ending) -> None
 
 @pytest.mark.parametrize("world", [ON_SLURM, ELSEWHERE], ids=["slurm-silent", "no-slurm"])
 def test_without_an_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If Slurm does not answer, the signal has its usual meaning: USR2 asks for a requeue, TERM does not."""
+    """If Slurm does not answer, the signal has its usual meaning: USR2 asks for a requeue, TERM does not. INT comes
+    from `cancel` or Ctrl-C: the user has ended the run."""
 
     def no_scontrol(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("scontrol")
 
     monkeypatch.setattr(subprocess, "run", no_scontrol)
     assert ending(SIGUSR2, world, DELAY_S) == Ending("preempted", True)
+    assert ending(SIGINT, world, DELAY_S) == Ending("cancelled", False)
     assert ending(SIGTERM, world, DELAY_S) == Ending("preempted" if world.on_slurm else "cancelled", False)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.records import add_metrics
 from tests.support.worlds import a_world
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
 from trainer.cluster.after_ranks import after_ranks
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import Reason, read_ended_attempts
 from trainer.records.attempts import begin_attempt, end_attempt
+from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.slurm import TAG_VARIABLE
 from trainer.world.watchdog import Retry
@@ -36,11 +36,13 @@ class Slurm:
 
     def __init__(self) -> None:
         self.job: dict[str, Any] | None = {"JobState": "RUNNING", "Restarts": 0}
-        self.refuses = False
+        self.refuses = self.missing = False
         self.requeues = 0
         self.cancelled: list[str] = []
 
     def answer(self, words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if self.missing:
+            raise FileNotFoundError(words[0])
         if self.job is None:
             return subprocess.CompletedProcess(words, 1, "", "Unable to contact slurm controller (connect failure)")
         if words[0] == "scancel":
@@ -68,7 +70,7 @@ def begin(run: RunDir, restart: int = 0) -> World:
     """An attempt begins, and does a step that no rank saves."""
     world = replace(WORLD, restart=restart)
     log = begin_attempt(run, world, start_step=0)
-    add_metrics(run.metrics, [{"step": 1, "time": log["start"] + 1}])
+    MetricsFile(run.metrics, writes=True).append([{"step": 1, "time": log["start"] + 1}])
     return world
 
 
@@ -100,7 +102,7 @@ def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: Slurm) -> None:
         store.commit(writing, Manifest(step, 1, step, 1, {}, files))
     (store.path(2) / STRUCTURE).write_bytes(b"wrong")
     world = begin(run)
-    add_metrics(run.metrics, [{"step": 2, "time": time.time()}])
+    MetricsFile(run.metrics, writes=True).append([{"step": 2, "time": time.time()}])
     after_ranks(run, world, LAUNCH, KILLED)
     (end,) = read_ended_attempts(run.attempts)
     assert (end["end_step"], end["lost_steps"]) == (2, 1)
@@ -111,6 +113,16 @@ def test_a_rank_recorded_that_the_run_continues(run: RunDir, slurm: Slurm) -> No
     end_attempt(run, begin(run), LAUNCH, "preempted", 1, 1)
     after_ranks(run, WORLD, LAUNCH, 140)
     assert slurm.requeues == 1 and ends(run) == [("preempted", True)]
+
+
+def test_a_node_without_scontrol(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """Waiting for the controller would be in vain. The log names the way back, for a login node."""
+    end_attempt(run, begin(run), LAUNCH, "preempted", 1, 1)
+    slurm.missing = True
+    after_ranks(run, WORLD, LAUNCH, 140)
+    said = capsys.readouterr().out
+    assert "not requeued: Slurm does not answer on this node; where it does, `" in said
+    assert f"resume {run.path} --watch` continues the run" in said
 
 
 @pytest.mark.parametrize(("reason", "retry"), [("cancelled", "yes"), ("finished", "yes"), ("failed", "no")])

@@ -39,6 +39,14 @@ def run(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> RunDir:
     return RunDir(here / "runs" / "mine")
 
 
+def test_a_run_that_is_resumed_as_it_was(run: RunDir) -> None:
+    """Its job has the configuration that has trained before. Else the retry policy would take it for a new one, and the
+    first broken node of the new job would end the run."""
+    assert main(["resume", "mine"]) == 0
+    first, second = (line["config"] for line in read_submissions(run.submissions))
+    assert first == second
+
+
 def checkpoint(run: RunDir, config: str) -> None:
     """Commit a checkpoint of step 5 whose manifest has this copy of the configuration."""
     store = CheckpointStore(run.checkpoints)

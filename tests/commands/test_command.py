@@ -80,6 +80,7 @@ WRONG = [
     (["--partition"], "argument --partition: expected one argument"),
     (["--debug", "--dry-run"], "not allowed with argument"),
     (["resume"], "name the run, or its folder"),
+    (["resume", "mine", "--watch", "--local"], "--watch: submits jobs and prints no log; leave out --local"),
     (["verify"], "name the run, or its folder"),
     (["resume", "nobody"], "nobody: no such run in runs/; there is none yet"),
     (["verify", "nobody"], "nobody: no such run in runs/; there is none yet"),

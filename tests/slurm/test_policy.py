@@ -6,10 +6,13 @@ An unattended run must recover from a passing fault, and must not waste a cluste
 from __future__ import annotations
 
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +124,38 @@ def test_a_node_dies(fragile: User) -> None:
     assert node == "n[1-2]"
     fragile.kills_node("n2")
     comes_back(fragile, "node")
+
+
+def test_a_finished_run_is_started_again(user: User) -> None:
+    """Slurm 24.11 starts a job once more after its run has finished, if it was preempted and requeued before; here an
+    administrator does. The second start ends at once and changes nothing."""
+    user.types("--nodes", "2", "--name", "again", "--follow", *SMALL, "train.max_steps=2")
+    run, job = user.run("again"), user.job_of("again")
+    before = [path.read_bytes() for path in (run.attempts, run.metrics)]
+    user.waits_until_gone(job)
+    user.cluster.run("scontrol", "requeue", job)
+    user.waits_for("again", "finished at 2 of 2", times=2)
+    user.waits_until_gone(job)
+    assert [path.read_bytes() for path in (run.attempts, run.metrics)] == before
+    assert "JobState=COMPLETED" in user.cluster.run("scontrol", "show", "job", job)
+    for rank in range(2):
+        outcome, result = pickle.loads((run.logs / f"{job}_{rank}_result.pkl").read_bytes())
+        assert outcome == "success" and "val_loss" in result
+    assert "finished" in user.types("status", "again")
+
+
+def test_nodes_that_have_no_scontrol(user: User, tmp_path: Path) -> None:
+    """Neither a rank nor the batch shell can requeue the job: a watcher on the login node continues the run."""
+    for program in ("srun", "bash", "sh", "timeout", "env"):
+        (tmp_path / program).symlink_to(shutil.which(program) or "")
+    words = ("task=tests.support.tasks.AwaitsStop", *SMALL, "train.epochs=2")
+    user.types("--name", "bare", f"launch.setup=['export PATH={tmp_path}']", *words)
+    watcher = user.begins("resume", "bare", "--watch")
+    user.waits_for("bare", "holds in its step 8")
+    user.cluster.run("scancel", "--signal=USR2", user.job_of("bare"))
+    said, _ = watcher.communicate(timeout=DEADLINE_S)
+    assert watcher.returncode == 0, said
+    first, second = user.attempts("bare")
+    assert (first["reason"], first["lost_steps"], second["reason"]) == ("preempted", 0, "finished")
+    assert first["job_id"] != second["job_id"] and first["end_step"] == second["start_step"] == 8
+    user.waits_for("bare", "not requeued: Slurm does not answer on this node")

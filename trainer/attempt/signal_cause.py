@@ -51,6 +51,8 @@ def ending(number: signal.Signals, world: World, signal_delay_s: int) -> Ending:
     job = show_job(world.job_id) if world.on_slurm else None
     if job is None:  # outside Slurm, or Slurm does not answer: take the signal at its usual meaning
         wants_requeue = number in USER_SIGNALS
+        if number == signal.SIGINT:  # which Slurm never sends by itself
+            return Ending("cancelled", requeue=False)
         return Ending("preempted" if wants_requeue or world.on_slurm else "cancelled", wants_requeue)
     return judge(number, job, world.restart, signal_delay_s, time.time())
 

@@ -22,6 +22,7 @@ from functools import cache
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
+from trainer.attempt.finished import finish_of
 from trainer.attempt.signal_cause import comes_back, judge
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cluster import run_config
@@ -41,7 +42,7 @@ from trainer.trainer import Trainer
 from trainer.world import run_lock
 from trainer.world.launchers import detect_world
 from trainer.world.signals import STOP_SIGNALS
-from trainer.world.slurm import REPLACED, Job, SlurmError, requeue_job, show_job
+from trainer.world.slurm import REPLACED, Job, SlurmError, has_scontrol, requeue_job, show_job
 from trainer.world.slurm import command as slurm_command
 from trainer.world.world import World
 
@@ -83,7 +84,8 @@ def _requeue_if_needed(
         return False
     job = _ask_slurm(world)
     if job is None:
-        say("not requeued: Slurm does not answer")
+        watch = command(f"resume {shlex.quote(str(run.path))} --watch")
+        say(f"not requeued: Slurm does not answer on this node; where it does, `{watch}` continues the run")
         return False
     cause = judge(signal.SIGTERM, job, world.restart, 0, 0)
     if not cause.requeue:
@@ -114,7 +116,7 @@ def _should_requeue(ended: Sequence[EndedAttempt], end: EndedAttempt, launch: La
 def _ask_slurm(world: World) -> Job | None:
     """What Slurm says about the job, None if it does not answer for SLURMCTLD_WAIT_S."""
     deadline = time.monotonic() + SLURMCTLD_WAIT_S
-    while (job := show_job(world.job_id)) is None and time.monotonic() < deadline:
+    while (job := show_job(world.job_id)) is None and time.monotonic() < deadline and has_scontrol():
         time.sleep(POLL_S)
     return job
 
@@ -198,6 +200,8 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
         if status == REFUSED and not _is_submitted(run, world):
             return status
         trainer = _trainer_of_job(run, world)
+        if finish_of(trainer.run, trainer.config):
+            return status
         after_ranks(trainer.run, world, trainer.config.launch, status, setup_line)
     except Exception as error:  # e.g. of the node or its disk: one line in the log must say so
         say(f"not requeued: {type(error).__name__}: {error}")

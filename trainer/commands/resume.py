@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from trainer.commands.parsers import (
@@ -35,6 +36,12 @@ def add_arguments(parser: Parser) -> None:
     add_key_options(parser, JOB_OPTIONS)
     add_ways(parser)
     parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="stay, and resume the run each time its job has ended before it. For a login node of a cluster whose "
+        "compute nodes cannot call scontrol, and so cannot requeue a job",
+    )
+    parser.add_argument(
         "--force",
         action="store_true",
         help="with --local: do so although Slurm does not answer. Only if the cluster is gone: a job of the run "
@@ -55,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         return _resume_sweep(args)
     if args.run is None:
         raise ConfigError(NO_RUN)
+    if args.watch:
+        return _watch(args)
     from trainer.cluster import code_origin, machine_checks, run_config, run_end, run_folders
     from trainer.cluster.prepare import Way, prepare
     from trainer.cluster.run_status import jobs_in_queue
@@ -92,6 +101,32 @@ def run(args: argparse.Namespace) -> int:
         return start.start(config, folder, way)
 
 
+def _watch(args: argparse.Namespace) -> int:
+    """Resume the run each time that its job has ended; returns the exit status."""
+    from trainer.cluster import run_config, run_folders
+    from trainer.cluster.prepare import Way
+    from trainer.cluster.watch import watch
+
+    words = overrides_of(args, JOB_OPTIONS)
+    if Way.of(args) is not Way.SLURM:
+        raise ConfigError(
+            f"--watch: submits jobs and prints no log; leave out --{Way.of(args).value.replace('_', '-')}"
+        )
+    if wrong := [word for word in words if not word.startswith("launch.")]:
+        raise ConfigError(f"{wrong[0]}: --watch continues a run as it is; resume it once with this, then watch it")
+    folder = run_folders.find_run(args.run, run_folders.runs_root([w for w in words if w.startswith("launch.root=")]))
+    once = argparse.Namespace(**{**vars(args), "watch": False})
+
+    def say(text: str) -> None:
+        print(f"[laststep] {text}", file=sys.stderr, flush=True)
+
+    try:
+        return watch(folder, run_config.load(folder, words).launch.max_failures, lambda: run(once), say)
+    except KeyboardInterrupt:
+        say(f"{folder.name} is no longer watched; a job that it has in the queue stays there")
+        return 130
+
+
 def _says_finished(run: RunDir, config: Config) -> bool:
     """Whether the run has finished. If so, say that, and name the two ways to train on."""
     from trainer.cluster.run_end import longer
@@ -118,8 +153,8 @@ def _resume_sweep(args: argparse.Namespace) -> int:
     from trainer.cluster import run_folders
     from trainer.cluster.run_status import StatusReader
 
-    if args.follow or args.debug:
-        raise ConfigError(f"--sweep {args.sweep}: has several runs; --follow and --debug are for one")
+    if args.follow or args.debug or args.watch:
+        raise ConfigError(f"--sweep {args.sweep}: has several runs; --follow, --debug and --watch are for one")
     names, overrides = split([*([] if args.run is None else [args.run]), *args.overrides])
     root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
     runs = run_folders.find_runs(names, root, args.sweep)

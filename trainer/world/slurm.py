@@ -26,6 +26,10 @@ class SlurmError(RuntimeError):
     """A Slurm command failed, is missing, or did not answer."""
 
 
+class SlurmMissing(SlurmError):
+    """This machine has no such Slurm command."""
+
+
 def new_tag() -> str:
     """A tag for the job of one submission."""
     return f"laststep:{uuid.uuid4().hex[:12]}"
@@ -96,6 +100,15 @@ def scontrol(*words: str) -> str:
     return command("scontrol", *words)
 
 
+def has_scontrol() -> bool:
+    """Whether this machine has Slurm's commands, e.g. a compute node."""
+    try:
+        scontrol("--version")
+    except SlurmError as error:
+        return not isinstance(error, SlurmMissing)
+    return True
+
+
 def check_conf() -> None:
     """Raise SlurmError if there is no file at $SLURM_CONF: every Slurm command would look for it for a minute."""
     path = os.environ.get("SLURM_CONF")
@@ -110,7 +123,7 @@ def command(*words: str) -> str:
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=10)
         except FileNotFoundError:
-            raise SlurmError(f"no {words[0]} on this machine") from None
+            raise SlurmMissing(f"no {words[0]} on this machine") from None
         except subprocess.TimeoutExpired:
             raise SlurmError("no answer within 10 s") from None
         if done.returncode >= 0:
