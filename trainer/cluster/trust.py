@@ -52,8 +52,9 @@ def shell_check(run: RunDir) -> list[str]:
         "    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
         r"    unsafe=(! -type l \( -perm /022 -o ! -uid $EUID ! -uid 0 \) -print -quit)",
         "    found=$(",
+        "        exec 2>/dev/null  # submitit may write its file only later, and not every run has compiled/",
         f'        find -H {folder} {logs} {logs}/${{job:-$SLURM_JOB_ID}}_submitted.pkl -maxdepth 0 "${{unsafe[@]}}"',
-        f'        find -H {code} {compiled} "${{unsafe[@]}}" 2>/dev/null',
+        f'        find -H {code} {compiled} "${{unsafe[@]}}"',
         "    )",
         '    [ -z "$found" ] && return',
         "    echo \"[laststep] refused: others may write, or own, ${found%%$'\\n'*}; if you trust what is in it:"
