@@ -47,7 +47,7 @@ class Trainer:
 
         world = detect_world()
         if world.rank == 0 and not self.run.config.exists():  # a user's program has passed it to an executor
-            self.run.path.mkdir(parents=True, exist_ok=True)
+            self.run.path.mkdir(mode=0o755, parents=True, exist_ok=True)
             self.config.save(self.run.config)
         _clear_unfinished(world)
         if world.launcher == "submitit-slurm":

@@ -49,6 +49,7 @@ SLOW = (
     "test_parts",
     "world/test_meeting",
     "world/test_network",
+    "world/test_seal.py::test_an_outsider",
 )
 # ... except for these, which are quick, or show in seconds that real ranks still work.
 QUICK = (

@@ -18,10 +18,12 @@ from tests.support.ranks import Attempt, fingerprint, reasons
 from tests.support.runs import config, undisturbed
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
+from trainer.world.group import _load_seal
 from trainer.world.seal import Seal, SealedStore, with_prefix
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Beat, Fault, Probes, Watchdog
+from trainer.world.world import MeetingError
 
 SECOND = timedelta(seconds=1)
 
@@ -57,6 +59,14 @@ def test_the_secret_is_for_its_user_alone(tmp_path: Path) -> None:
     found = Seal.load(file, seal.fingerprint, timedelta())
     assert found is not None and found.open("key", seal.seal("key", "text")) == "text"
     assert file.stat().st_mode & 0o777 == 0o600 and list(file.parent.iterdir()) == [file]
+
+
+def test_a_run_folder_that_the_nodes_do_not_share(tmp_path: Path) -> None:
+    """With MASTER_ADDR the ranks reach each other without a common disk, but not the secret. One line says where it is
+    and asks the right question."""
+    file = tmp_path / "7.key"
+    with pytest.raises(MeetingError, match=rf"this attempt's secret in {file}, which .* did not find .* see its disk"):
+        _load_seal(a_world(1, 2), file, Seal().fingerprint, timedelta())
 
 
 def test_in_the_store_a_forged_value_counts_as_absent() -> None:

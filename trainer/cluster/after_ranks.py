@@ -25,7 +25,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from trainer.attempt.finished import finish_of
 from trainer.attempt.signal_cause import comes_back, judge
 from trainer.checkpoint.store import CheckpointStore
-from trainer.cluster import run_config
+from trainer.cluster import run_config, trust
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import EndedAttempt, Reason
 from trainer.records.attempts import (
@@ -180,8 +180,10 @@ def _is_submitted(run: RunDir, world: World) -> bool:
 
 def _trainer_of_job(run: RunDir, world: World) -> Trainer:
     """What this job runs: submitit's file has it, with options given to this job only; else the run as configured."""
+    pickle = JobPaths(run.logs, world.job_id).submitted_pickle
+    trust.check(run, [run.config, run.submissions, run.logs, pickle])
     if _is_submitted(run, world):
-        trainer = DelayedSubmission.load(JobPaths(run.logs, world.job_id).submitted_pickle).function
+        trainer = DelayedSubmission.load(pickle).function
         assert isinstance(trainer, Trainer)
         return trainer
     return Trainer(run_config.load(run, warn=say))

@@ -7,7 +7,7 @@ import shlex
 import sys
 
 from trainer import say
-from trainer.cluster import code_origin, run_folders
+from trainer.cluster import code_origin, run_folders, trust
 from trainer.config.config import Config
 from trainer.config.schema import Launch
 from trainer.rundir import RunDir
@@ -19,17 +19,19 @@ def after_ranks(run: RunDir) -> list[str]:
     Slurm's commands are there, and therefore with the Python that submits."""
     python, folder, copy = (shlex.quote(str(word)) for word in (sys.executable, run.path, run.code))
     return [
+        *trust.shell_check(run),
         "# This shell outlives all ranks. If they fail or are killed, it decides whether to requeue the job.",
         "afterwards() {",
         "    status=$?",
         "    trap '' TERM USR1 USR2",
         "    trap - DEBUG",
-        "    [ $status = 0 ] && return",
+        "    [ $status != 0 ] && trusted || return $status",
         f"    cd {copy}",
         f"    timeout -s KILL 300 {python} -m trainer.cluster.after_ranks {folder} $status ${{setup_line-}}",
         "}",
         "trap afterwards EXIT",
         "trap : TERM USR1 USR2",
+        "trusted || { trap - EXIT; exit 2; }",
     ]
 
 

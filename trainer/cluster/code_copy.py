@@ -10,6 +10,7 @@ import importlib.metadata
 import itertools
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from pathlib import Path
 from trainer.cluster import code_origin
 from trainer.cluster.code_origin import CLONE, NOT_CODE, CodeOrigin, git, is_environment
 from trainer.cluster.run_folders import PROJECT, working_folder
+from trainer.cluster.trust import OTHERS_MAY_WRITE
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
@@ -142,5 +144,12 @@ def _copy(folder: Path, files: Iterable[Path], to: Path) -> None:
     for parent in {path.parent for path in files}:
         (to / parent).mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(COPY_THREADS) as pool:
-        for _ in pool.map(lambda path: shutil.copy2(folder / path, to / path), files):
+        for _ in pool.map(lambda path: _copy_file(folder / path, to / path), files):
             pass
+
+
+def _copy_file(file: Path, to: Path) -> None:
+    """Copy a file with its mode, except that only its owner may write the copy."""
+    shutil.copy2(file, to)
+    if (mode := to.stat().st_mode) & OTHERS_MAY_WRITE:
+        to.chmod(stat.S_IMODE(mode) & ~OTHERS_MAY_WRITE)

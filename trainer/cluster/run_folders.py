@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster.machine_checks import check_writable
+from trainer.cluster.trust import only_owner_writes
 from trainer.config.config import Config, find_config
 from trainer.config.errors import ConfigError, nearest
 from trainer.records.metrics import read_lines
@@ -67,26 +68,28 @@ def check_name_is_free(config: Config) -> None:
 def created(config: Config) -> Iterator[RunDir]:
     """The run's new folder. It is removed again when the start fails with a ConfigError, or is interrupted before there
     is a job."""
-    run = create(config)
-    try:
-        yield run
-    except BaseException as error:
-        if isinstance(error, ConfigError) or not run.submissions.exists():
-            remove(run)
-        raise
+    with only_owner_writes():
+        run = create(config)
+        try:
+            yield run
+        except BaseException as error:
+            if isinstance(error, ConfigError) or not run.submissions.exists():
+                remove(run)
+            raise
 
 
 @contextlib.contextmanager
 def reconfigured(run: RunDir, config: Config) -> Iterator[None]:
     """Replace the configuration of a run. The old one is put back when the run is not started with the new one."""
     before, submissions = Config.parse(run.config.read_text()), len(read_submissions(run.submissions))
-    config.save(run.config)
-    try:
-        yield
-    except BaseException:
-        if len(read_submissions(run.submissions)) == submissions:
-            before.save(run.config)
-        raise
+    with only_owner_writes():
+        config.save(run.config)
+        try:
+            yield
+        except BaseException:
+            if len(read_submissions(run.submissions)) == submissions:
+                before.save(run.config)
+            raise
 
 
 def create(config: Config) -> RunDir:

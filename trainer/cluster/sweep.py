@@ -20,6 +20,7 @@ from trainer.cluster import code_copy, machine_checks, run_config, run_folders, 
 from trainer.cluster.code_origin import origin_of
 from trainer.cluster.queue import Queue
 from trainer.cluster.run_status import statuses_of
+from trainer.cluster.trust import only_owner_writes
 from trainer.config.config import Config, variants
 from trainer.config.errors import ConfigError
 from trainer.config.keys import parse_override
@@ -91,16 +92,17 @@ def submit_missing(
         return None, [], len(names)
     sweep_is_new = not sweep.path.exists()
     made: list[RunDir] = []
+    tag = new_tag()
     try:
-        sweep.logs.mkdir(parents=True, exist_ok=True)
-        if not sweep.code.exists():
-            code_copy.copy_code(sweep, config)
-        for run in missing:
-            if run.name not in existing:
-                made.append(run)
-                _make(run, sweep, planned[run.name][1])
-        tag = new_tag()
-        jobs = submission.submit_array(config, sweep, [planned[run.name][0] for run in missing], parallel, tag)
+        with only_owner_writes():
+            sweep.logs.mkdir(parents=True, exist_ok=True)
+            if not sweep.code.exists():
+                code_copy.copy_code(sweep, config)
+            for run in missing:
+                if run.name not in existing:
+                    made.append(run)
+                    _make(run, sweep, planned[run.name][1])
+            jobs = submission.submit_array(config, sweep, [planned[run.name][0] for run in missing], parallel, tag)
     except (ConfigError, OSError) as error:
         for run in made:
             run_folders.remove(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import os
@@ -14,6 +15,7 @@ from trainer.attempt.finished import finish_of
 from trainer.cluster import run_config, run_folders
 from trainer.cluster.prepare import Way, prepare
 from trainer.cluster.spawn import spawn
+from trainer.cluster.trust import only_owner_writes
 from trainer.commands import hello
 from trainer.commands.parsers import Parser, add_config, split
 from trainer.config.config import Config, find_config
@@ -58,6 +60,12 @@ def main(words: Sequence[str]) -> int:
     )
     args = parser.parse_intermixed_args(words)
     folders, overrides = split(args.words)
+    with only_owner_writes():
+        return _main(args, folders, overrides)
+
+
+def _main(args: argparse.Namespace, folders: Sequence[str], overrides: list[str]) -> int:
+    """What the options ask for: continue a run, start one rank, or several."""
     if folders:
         return _continue(Path(folders[0]), overrides)
     if args.name is not None:

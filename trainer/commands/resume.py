@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(NO_RUN)
     if args.watch:
         return _watch(args)
-    from trainer.cluster import code_origin, machine_checks, run_config, run_end, run_folders
+    from trainer.cluster import code_origin, machine_checks, run_config, run_end, run_folders, trust
     from trainer.cluster.prepare import Way, prepare
     from trainer.cluster.run_status import jobs_in_queue
     from trainer.commands import start
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
     folder = run_folders.find_run(args.run, root)
     machine_checks.check_run_writable(folder.path)
+    trust.check_run(folder)
     for word in overrides:
         key = word.partition("=")[0]
         if key == "launch.name" or not (key.startswith("launch.") or key in run_end.ENDS):
