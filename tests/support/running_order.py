@@ -18,6 +18,7 @@ SLOW = (
     "attempt/test_attempt",
     "attempt/test_compiler",
     "attempt/test_rescue",
+    "attempt/test_restore",
     "attempt/test_stops",
     "checkpoint/test_interval.py::test_a_run",
     "cluster/test_branch",

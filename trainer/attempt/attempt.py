@@ -8,9 +8,11 @@ trainer/attempt/end_by_fault.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainer.attempt import compiler, user_error
@@ -19,6 +21,7 @@ from trainer.attempt.ending import ending_by_signal, print_hint, record_end, req
 from trainer.attempt.grace import GracePeriod
 from trainer.attempt.rescue import any_survivor
 from trainer.attempt.state import AttemptState
+from trainer.checkpoint.store import CheckpointError, Manifest
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.observe.startup import StartupTimer
@@ -81,8 +84,7 @@ class Attempt:
         state, world = self._state, self._state.world
         say(f"attempt begins on {time.strftime('%Y-%m-%d')}: {world}")
         try:
-            # Rank 0 alone looks for checkpoints: on a shared disk the other ranks' view may be out of date.
-            newest_step = self._take_run_folder() if world.rank == 0 else None
+            candidates = self._take_run_folder() if world.rank == 0 else iter(())
             compiler.cache_in(self._run_dir.compiled) if self._config.train.compile else compiler.defer_import()
             if world.rank == 0:
                 say("importing torch")  # which takes seconds, on a network file system up to a minute
@@ -95,30 +97,32 @@ class Attempt:
             self._closing.callback(stop.close)
             self._phases.done("meeting")
             self._learn_kill_wait(group)
-            resume_step = group.broadcast_int("step", newest_step)
-            state.start_step = resume_step or 0
+            checkpoint = start.read_checkpoint(state, group, candidates, self._watchdog)
+            self._phases.done("reading checkpoint")
             loop = start.create_loop(state, group, stop, self._watchdog, self._phases, self._closing)
-            loop.restore(resume_step)
+            loop.restore(checkpoint)
             finished = loop.run()
         except Exception as error:
             self._fail(error)
             raise
         return self._end_in_order(loop, group, finished)
 
-    def _take_run_folder(self) -> int | None:
+    def _take_run_folder(self) -> Iterator[Manifest]:
         """On rank 0: lock the run folder, clean it up and record that the attempt begins.
 
-        Returns the step of the newest intact checkpoint, None if there is none.
+        It begins at the checkpoint that seems to be the newest intact one: an attempt that ends before the ranks have
+        met is recorded too, and they read checkpoints together. Returns that candidate and all older ones.
         """
         state = self._state
         run_lock.acquire(self._run_dir.lock, state.world)
         state.store.recover()
         shutil.rmtree(self._run_dir.rescues, ignore_errors=True)
-        newest = state.store.newest(warn=say)
+        candidates = state.store.candidates(warn=say)
+        newest = next(candidates, None)
         state.start_step = newest.step if newest else 0
         state.set_number(begin_attempt(self._run_dir, state.world, state.start_step)["attempt"])
         self._phases.done("checking checkpoints")
-        return newest.step if newest else None
+        return itertools.chain([newest] if newest else [], candidates)
 
     def _learn_kill_wait(self, group: Group) -> None:
         """Ask the cluster for its KillWait, in a job that launch.py did not submit (it asks at submission)."""
@@ -178,7 +182,8 @@ class Attempt:
             fault = Fault("failed", f"{rank} lost contact: {error}", cause=False)
         else:
             # An error while the data is prepared would repeat, and so would a gradient that is not finite.
-            may_pass = state.loop is not None and not isinstance(error, (ConfigError, ArithmeticError))
+            begun = state.loop is not None or isinstance(error, CheckpointError)
+            may_pass = begun and not isinstance(error, (ConfigError, ArithmeticError))
             fault = Fault("failed", text, retry=not_met or may_pass)
             self._end_by_fault.set_own_failure(fault)
         self._watchdog.report(fault)

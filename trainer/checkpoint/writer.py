@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import secrets
 import threading
@@ -40,8 +39,8 @@ from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from trainer.checkpoint.buffers import reusable_buffer
 from trainer.checkpoint.pack import ALIGNMENT, Packed, serialized_structure
 from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, Manifest, fsync, shard_name
 
@@ -141,7 +140,7 @@ class CheckpointWriter:
         packed = Packed(state)
         start, stop = (_stripe_start(packed.bytes, rank, self._size) for rank in (self._rank, self._rank + 1))
         if self._buffer.numel() < stop - start:
-            self._buffer = _reusable_buffer(stop - start, self._device)
+            self._buffer = reusable_buffer(stop - start, self._device)
         stripe = self._buffer[: stop - start]
         packed.copy(start, stop, stripe)
         return packed.structure, stripe.numpy().data
@@ -310,17 +309,3 @@ def _reason(error: Exception) -> str:
 def _stripe_start(count: int, rank: int, size: int) -> int:
     """Where the stripe of `rank` begins in `count` bytes: a multiple of ALIGNMENT."""
     return count * rank // size // ALIGNMENT * ALIGNMENT
-
-
-def _reusable_buffer(count: int, device: torch.device) -> Tensor:
-    """A buffer of `count` bytes that every save copies its stripe into, so that only the first save pays for new pages.
-
-    For a GPU the memory is pinned. On the CPU it is hidden from processes forked later, such as loader workers:
-    otherwise the next save would have to copy each page on write, which makes it ten times as slow.
-    """
-    if device.type == "cuda":
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
-    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_DONTFORK"):  # Linux
-        memory.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()

@@ -20,7 +20,7 @@ from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.buffers import Buffers
 from trainer.loops.model_setup import channels_last, data_parallel, prepare_model
 from trainer.loops.rates import LearningRates
-from trainer.optim.build import check_made, fill_momentum, load_optimizer
+from trainer.optim.build import check_made, fill_momentum, load_optimizer, loads_in_place
 from trainer.task import Task
 from trainer.world.group import Group
 
@@ -158,6 +158,13 @@ class Learner:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
+
+    def live_state(self) -> dict[str, Any]:
+        """The state that a checkpoint can be loaded into, without a copy of it."""
+        live = self.state_dict()
+        if not loads_in_place(self.optimizer):
+            del live["optimizer"]
+        return live
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""

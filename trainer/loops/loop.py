@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manager import RETRY_LAST_S, CheckpointManager
-from trainer.checkpoint.pack import load
 from trainer.checkpoint.position import Position
+from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, save_alone
 from trainer.config.config import Config
@@ -84,8 +84,8 @@ class Loop(ABC):
         self._plan = run.plan
 
     @abstractmethod
-    def restore(self, step: int | None) -> None:
-        """Load the checkpoint of `step`; None: start from the initial state."""
+    def restore(self, checkpoint: SharedCheckpoint | None) -> None:
+        """Load the checkpoint; None: start from the initial state."""
 
     @abstractmethod
     def _train(self) -> bool:
@@ -171,14 +171,11 @@ class Loop(ABC):
         if self.rank == 0:
             _write_plan(self._plan, total_steps, batch_size)
 
-    def _load_checkpoint(self, step: int) -> dict[str, Any]:
-        """The state in the checkpoint of `step`; the loop takes over its position."""
-        manifest = self.store.manifest(step)
-        state = load(self.store.path(step), manifest)
-        self.position = Position(**state.pop("position"))
-        if changed := changed_numerics(manifest.numerics, self.numerics):
+    def _take_position(self, checkpoint: SharedCheckpoint) -> None:
+        """Take over the position of a checkpoint, and warn if its steps were computed in another way."""
+        self.position = Position(**checkpoint.position)
+        if changed := changed_numerics(checkpoint.manifest.numerics, self.numerics):
             self.progress.say(f"WARNING: {changed}")
-        return state
 
     def _finish_restore(self) -> None:
         """The state is in place: cut the lines of metrics.jsonl beyond it, and allow rescues."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer import compat
 from trainer.checkpoint.pack import Packed, map_tensors, serialized_structure
+from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.config.errors import ConfigError
 from trainer.loops.buffers import Buffers
 from trainer.loops.rehearsal import rehearse
-from trainer.optim.build import load_optimizer
+from trainer.optim.build import load_optimizer, loads_in_place
 from trainer.world.group import Group
 
 State = dict[str, Any]
@@ -72,13 +73,16 @@ class Registered:
         """The state of the last finished step; after the first update of a step, a mixture. References."""
         return {name: self._state(name, registered) for name, registered in self._objects.items()}
 
-    def restore(self, state: State) -> None:
-        """Load what `state` returned. Raises ConfigError when it does not fit."""
-        if state.keys() != self._objects.keys():
+    def restore(self, checkpoint: SharedCheckpoint, advance: Callable[[], None], last: bool) -> None:
+        """Load what `state` returned, see `SharedCheckpoint.load`. A collective. Raises ConfigError when it does not
+        fit."""
+        if set(checkpoint.names) != self._objects.keys():
             raise ConfigError(
-                f"run.restore(): this run's checkpoints hold {', '.join(state)}; register these, "
+                f"run.restore(): this run's checkpoints hold {', '.join(checkpoint.names)}; register these, "
                 f"not {', '.join(self._objects)}"
             )
+        live = {name: self._state(name, each) for name, each in self._objects.items() if _is_live(each)}
+        state = checkpoint.load(live, advance, last)
         for name, registered in self._objects.items():
             try:
                 if isinstance(registered, dict):
@@ -123,6 +127,12 @@ class FingerprintedState:
         hashed = [t for t in self._tensors if t.is_floating_point() and t.itemsize > 1 and t.numel()]
         hashes = [torch.hash_tensor(tensor).view(torch.int64) for tensor in hashed]
         return [compat.version_of(t) for t in self._tensors], torch.stack(hashes)
+
+
+def _is_live(registered: Any) -> bool:
+    """Whether a checkpoint can be loaded into the tensors that state_dict() returns: torch's own objects copy it there
+    anyway, or take it over. Any other may take these tensors for something else."""
+    return isinstance(registered, nn.Module) or (isinstance(registered, Optimizer) and loads_in_place(registered))
 
 
 def _ddp_of(module: nn.Module) -> DistributedDataParallel | None:

@@ -74,7 +74,8 @@ class Watchdog:
 
     def __init__(self, probes: Probes, hang_timeout_s: float, on_fault: Callable[[Fault], None]) -> None:
         self.phase = "starting"
-        self._phases = 0  # entered so far
+        self._phases = 0  # entered so far, and the progress within them
+        self._compiling, self._where = False, ""
         self._probes = probes
         self._timeout_s = hang_timeout_s
         self._on_fault = on_fault
@@ -111,6 +112,16 @@ class Watchdog:
         self.phase = phase
         self._phases += 1
         self._restart_c_timer()
+
+    def advance(self, count: int = 1) -> None:
+        """The rank has made progress within its phase, which no tick counts. Any thread may call this."""
+        self._phases += count
+
+    def compiling(self, begins: bool) -> None:
+        """torch's compiler begins or ends its work, which may take longer than any timeout. Until it ends, the rank
+        makes progress as long as its main thread moves from line to line."""
+        self._compiling = begins
+        self.advance()
 
     def silent(self, rank: int, seconds: float) -> bool:
         """Whether that rank has sent no heartbeat for this long. Only rank 0 knows; elsewhere False."""
@@ -170,6 +181,8 @@ class Watchdog:
         in C, prints the stacks and ends the process."""
         if self.phase not in self.UNTIMED_PHASES:
             faulthandler.dump_traceback_later(2 * self._timeout_s, exit=True)
+        else:
+            faulthandler.cancel_dump_traceback_later()
 
     def _beat(self) -> None:
         """The beat thread."""
@@ -193,8 +206,11 @@ class Watchdog:
 
     def _own_beat(self) -> Beat:
         world = self._probes.world()
-        progress = self._phases + self._probes.ticks()
         where = _innermost_line(self._main_thread)
+        if self._compiling and where != self._where:
+            self.advance()
+        self._where = where
+        progress = self._phases + self._probes.ticks()
         return Beat(world.host_of(world.rank), self._round, progress, self.phase, where, self._busy_s())
 
     def _compare(self, beats: list[Beat]) -> None:
