@@ -61,7 +61,7 @@ PHASES = {
     "python": ["python"],
     "import": ["importing torch"],
     "meet": ["meeting"],
-    "restore": ["checking checkpoints", "restore"],
+    "restore": ["checking checkpoints", "reading checkpoint", "restore"],
     "first batch": ["data and model", "warm-up", "first step"],
 }
 # What rank 0 logs after its first step, e.g. "first step after 2.31 s: python 0.02, torch 1.20".

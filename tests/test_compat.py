@@ -159,6 +159,15 @@ def test_batch_norm() -> None:
     assert not compat.is_batch_norm(nn.LayerNorm(3))
 
 
+def test_the_compiler_says_when_it_works() -> None:
+    """Else a compilation that takes longer than launch.hang_timeout_s would be taken for a hang, in every attempt."""
+    noted: list[bool] = []
+    compat.on_compiling(noted.append)
+    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))[0] == 2
+    assert noted == [True, False]
+    torch._dynamo.reset()
+
+
 def test_compiled_modules() -> None:
     """A checkpoint names tensors as the plain model does."""
     model = nn.Linear(2, 1)

@@ -152,12 +152,19 @@ def _checkpoints(of: dict[str, Any]) -> Iterator[Row]:
         f"{', '.join(f'{size / 1e6:.0f}' for size in sizes.values())} MB",
         f"with {', '.join(sizes)} ranks",
     )
+    together = of["restore"]["together"]
+    for what, key in (
+        ("bytes that each rank reads to restore 1 GB (`restore`)", "read_mb"),
+        ("memory for that", "memory_mb"),
+    ):
+        most = (max(rank[key] for rank in ranks) for ranks in together.values())
+        yield what, f"{', '.join(f'{mb:.0f}' for mb in most)} MB", f"with {', '.join(together)} ranks"
     yield (
-        "a rank reads 1 GB in four shards from the page cache (`restore`)",
+        "a process reads 1 GB in four shards from the page cache, as `export` does",
         seconds["load"],
         f"reading the bytes with one thread {seconds['read']}; `torch.load` {seconds['torch.load']}",
     )
-    yield "rank 0 checks it against its hashes first", seconds["verify"], f"SHA-256 alone {seconds['hash']}"
+    yield "it checks them against their hashes first", seconds["verify"], f"SHA-256 alone {seconds['hash']}"
     yield (
         f"training lost when both ranks die, {goodput['deaths']} times, with a save every "
         f"{goodput['interval_s']:.0f} s (`goodput`)",

@@ -13,8 +13,10 @@ from typing import Any
 
 from trainer.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
 from trainer.attempt.rescue_plan import GATHER_S, SETTLE_S, SILENT_S
+from trainer.checkpoint.files import READ_BYTES
 from trainer.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
 from trainer.checkpoint.interval import best_interval
+from trainer.checkpoint.restore import PIECE_BYTES
 from trainer.checkpoint.stripes import STRIPE_BYTES, stripe_count
 from trainer.config.schema import Checkpoint, Launch
 from trainer.world.address import POLL_S
@@ -31,6 +33,8 @@ HANG_TIMEOUT_S = Launch().hang_timeout_s
 DEFAULT_S = 60 * float(Checkpoint().every_minutes or 0)
 # Assumptions, not measured here.
 DISK_BYTES_S = 10e9  # read or written by a shared file system for all its clients together
+NETWORK_BYTES_S = 20e9  # that a node receives
+HOP_S = 5e-6  # from one rank of a ring to the next, most of them on the same node
 FILES_S = 20_000  # small files that it opens and reads per second, or other operations on them
 SOFT_LIMIT = 1024  # open files per process in most shells
 # On files, per rank and round of a rescue: it writes its own file and renames it, opens the leader's and looks for the
@@ -77,8 +81,8 @@ single store, whose processor time is listed separately. The machine was busy wi
 * *meeting*: each rank writes its card, waits for all cards and reads them, N² reads in total; *agreeing on a stop*
   likewise.
 * *a beat*: the heartbeats that all ranks send to the store every {beat} s; *comparing beats*: rank 0's work on them.
-* *save*: {state} MB until the commit. *verify*: rank 0 reads and hashes them. *restore*:
-  one rank reads them.
+* *save*: {state} MB until the commit. *verify*: one process reads and hashes them. *restore*: one process reads
+  them, as `export` does.
 * *rescue*: a round of the leader, which reads the file of every other survivor.
 * *logs*: `launch.py logs` merges the logs of all ranks, {lines} lines each.
 
@@ -107,11 +111,12 @@ write the rest.
 
 {limits}
 
-Restoring a checkpoint, calculated: rank 0 verifies the newest one alone, at the measured {verify} GB/s, while the
-others wait. Then every rank reads all of it; the page cache serves the other ranks of a node once one of them has
-read it, so the disk serves each node once. To the watchdog a rank that is reading makes no progress: a restore that
-takes longer than `launch.hang_timeout_s` ({hang} s) ends the attempt, and every retry. So raise it for checkpoints of
-more than {largest:.0f} GB.
+Restoring a checkpoint, calculated. The ranks read it together (`trainer/checkpoint/restore.py`): each byte is read by
+one rank, which hashes it, at the measured {hash} GB/s (`benchmarks.restore`), and sends it to all others, in pieces of
+at most {piece} MB. Assumed: one file per rank, a network that brings each node {network} GB/s, and {hop} µs for a piece
+from one rank to the next. So the disk serves the checkpoint once; if each node read all of it, {nodes} times. A rank
+holds its share in memory, which is less than its next save needs. To the watchdog every {unit} MB that a rank reads is
+progress, so a slow disk is no hang; a read that brings nothing for `launch.hang_timeout_s` ({hang} s) ends the attempt.
 
 {restores}
 
@@ -129,7 +134,8 @@ def page() -> str:
     """The whole page."""
     scale, deaths, save = result("scale"), result("goodput"), result("save")
     save_s = round(save["results"]["CheckpointWriter"]["lost_ms"] / 1000, 2)
-    verify_bytes_s = scale["state_bytes"] / min(taken["verify"] for taken in scale["ranks"].values())
+    restore = result("restore")
+    hash_bytes_s = restore["bytes"] / restore["results"]["one shard"]["hash"]["median"]
     return PAGE.format(
         ranks=f"{RANKS:,}",
         nodes=NODES,
@@ -165,11 +171,14 @@ def page() -> str:
         rescues=rescues({"409 MB": 0.409e9, "10 GB": 10e9, "100 GB": 100e9, "200 GB": 200e9}),
         silent=SILENT_S,
         limits=limits(scale),
-        verify=f"{verify_bytes_s / 1e9:.1f}",
+        hash=f"{hash_bytes_s / 1e9:.1f}",
+        piece=f"{PIECE_BYTES / 1e6:.0f}",
+        network=f"{NETWORK_BYTES_S / 1e9:.0f}",
+        hop=f"{1e6 * HOP_S:.0f}",
+        unit=f"{READ_BYTES / 1e6:.0f}",
         hang=HANG_TIMEOUT_S,
-        largest=HANG_TIMEOUT_S * DISK_BYTES_S / NODES / 1e9,
         lookups=f"{6 * RANKS:,}",
-        restores=restores({"409 MB": 0.409e9, "10 GB": 10e9, "100 GB": 100e9}, verify_bytes_s),
+        restores=restores({"409 MB": 0.409e9, "10 GB": 10e9, "100 GB": 100e9}, hash_bytes_s),
         agreement=f"{result('agreement')['cost']:.0f}",
     )
 
@@ -310,21 +319,27 @@ def limits(scale: dict[str, Any]) -> str:
     return table(["what", f"at {RANKS:,} ranks", "limit", "reached at"], rows)
 
 
-def restores(checkpoints: dict[str, float], verify_bytes_s: float) -> str:
+def restores(checkpoints: dict[str, float], hash_bytes_s: float) -> str:
     """How long a restore takes all ranks together."""
-    head = ["checkpoint", "rank 0 verifies it", f"{NODES} nodes read it", "without help from the page cache"]
-    return table(
-        head,
-        (
-            (
-                name,
-                f"{_three(size / verify_bytes_s)} s",
-                f"{_three(size * NODES / DISK_BYTES_S)} s",
-                f"{_three(size * RANKS / DISK_BYTES_S)} s",
-            )
-            for name, size in checkpoints.items()
-        ),
-    )
+    head = [
+        "checkpoint",
+        "read",
+        "hashed",
+        "sent",
+        f"restored on {RANKS:,} ranks",
+        "a rank holds",
+        "if each node read it",
+    ]
+    return table(head, (_restore(name, size, hash_bytes_s) for name, size in checkpoints.items()))
+
+
+def _restore(name: str, size: float, hash_bytes_s: float) -> Sequence[object]:
+    # Files of the same size, one per rank. A rank hashes while it reads.
+    read_s, hash_s = size / DISK_BYTES_S, size / RANKS / hash_bytes_s
+    sent_s = size / NETWORK_BYTES_S + RANKS * math.ceil(size / RANKS / PIECE_BYTES) * RANKS * HOP_S
+    together_s = max(read_s, hash_s) + sent_s
+    times = [f"{_three(seconds)} s" for seconds in (read_s, hash_s, sent_s, together_s)]
+    return [name, *times, f"{_three(size / RANKS / 1e6)} MB", f"{_three(size * NODES / DISK_BYTES_S)} s"]
 
 
 def _reached(seconds: float, limit_s: float) -> str:

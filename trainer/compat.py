@@ -189,6 +189,14 @@ def is_batch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
     return isinstance(module, _BatchNorm)
 
 
+def on_compiling(note: Callable[[bool], None]) -> None:
+    """Call `note` from now on whenever torch's compiler begins and ends its work in this process. Imports it."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda _: note(True))
+    callback_handler.register_end_callback(lambda _: note(False))
+
+
 def compiled_original(module: Any) -> Any:
     """The module inside one that torch.compile returned; None for any other."""
     return getattr(module, "_orig_mod", None)

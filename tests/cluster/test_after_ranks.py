@@ -19,7 +19,7 @@ from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Mani
 from trainer.cluster.after_ranks import after_ranks
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import Reason, read_ended_attempts
-from trainer.records.attempts import begin_attempt, end_attempt
+from trainer.records.attempts import begin_attempt, end_attempt, lower_start_step
 from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.slurm import TAG_VARIABLE
@@ -90,8 +90,8 @@ def test_all_ranks_were_killed(run: RunDir, slurm: Slurm, capsys: pytest.Capture
     assert "not requeued: the attempt ended (lost): retry budget used up (launch.max_failures=1); `python " in said
 
 
-def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: Slurm) -> None:
-    """The next attempt begins at the checkpoint before it, so the steps since then are recorded as lost."""
+def lost_with_two_checkpoints(run: RunDir) -> World:
+    """An attempt of two steps, each with a checkpoint, is lost. The newer checkpoint is damaged, but not in size."""
     store = CheckpointStore(run.checkpoints)
     for step in (1, 2):
         writing = store.create_writing_folder(step, "test")
@@ -103,9 +103,45 @@ def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: Slurm) -> None:
     (store.path(2) / STRUCTURE).write_bytes(b"wrong")
     world = begin(run)
     MetricsFile(run.metrics, writes=True).append([{"step": 2, "time": time.time()}])
-    after_ranks(run, world, LAUNCH, KILLED)
+    return world
+
+
+def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: Slurm) -> None:
+    """The next attempt begins at the checkpoint before it, so the steps since then are recorded as lost: at once where
+    nothing starts the job again, else by that attempt, which reads the checkpoints."""
+    slurm.refuses = True
+    after_ranks(run, lost_with_two_checkpoints(run), LAUNCH, KILLED)
     (end,) = read_ended_attempts(run.attempts)
-    assert (end["end_step"], end["lost_steps"]) == (2, 1)
+    assert (end["end_step"], end["lost_steps"], end["requeue"]) == (2, 1, False)
+
+
+def test_requeued_before_checkpoints_are_read(run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To hash a checkpoint of a terabyte takes longer than the batch shell lives, and longer than KillWait after the
+    requeue: a shell that read it first would be killed, and the run would never continue."""
+    world = lost_with_two_checkpoints(run)
+    monkeypatch.setattr("trainer.checkpoint.store.verify_files", lambda *_: pytest.fail("a checkpoint was read"))
+    after_ranks(run, world, LAUNCH, KILLED)
+    assert slurm.requeues == 1 and ends(run) == [("lost", True)]
+    restarted = replace(world, restart=1)
+    begin_attempt(run, restarted, start_step=2)
+    lower_start_step(run, restarted, 1)
+    (end,) = read_ended_attempts(run.attempts)
+    assert (end["end_step"], end["lost_steps"], end["requeue"]) == (2, 1, True)
+    assert json.loads(run.attempt_now.read_text())["start_step"] == 1
+
+
+def test_not_requeued_and_slow_to_read(run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell is killed while it reads (`timeout -s KILL`): by then the attempt is recorded, with its reason."""
+    slurm.refuses = True
+    world = lost_with_two_checkpoints(run)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.checkpoint.store.verify_files", killed)
+    with pytest.raises(KeyboardInterrupt):
+        after_ranks(run, world, LAUNCH, KILLED)
+    assert ends(run) == [("lost", False)] and not run.attempt_now.exists()
 
 
 def test_a_rank_recorded_that_the_run_continues(run: RunDir, slurm: Slurm) -> None:

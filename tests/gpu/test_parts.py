@@ -19,7 +19,9 @@ from tests.support.images import Images as Classified
 from tests.support.photos import make_folder
 from tests.support.project import PROJECT
 from tests.support.worlds import a_world
+from trainer.checkpoint.buffers import reusable_buffer
 from trainer.checkpoint.pack import load
+from trainer.checkpoint.restore import read_newest
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from trainer.config.config import Config
@@ -80,6 +82,42 @@ def test_a_save_is_of_its_moment(tmp_path: Path, device: str) -> None:
     saver.close()
     assert torch.equal(load(store.path(1), store.verify(1))["weight"], expected)
     assert not load(store.path(2), store.verify(2))["weight"].any()
+
+
+@needs_gpu
+def test_the_buffer_of_a_save_is_exact_and_pinned() -> None:
+    """torch's own pinned memory would be twice as large, and a copy into pageable memory would stop the training."""
+    device = torch.device("cuda")
+    rows = torch.arange(3 * (1 << 20) + 5, dtype=torch.int64, device=device).view(torch.uint8)
+    before = torch.cuda.host_memory_stats().get("reserved_bytes.current", 0)
+    buffer = reusable_buffer(rows.numel(), device)
+    assert buffer.is_pinned() and buffer.numel() == rows.numel()
+    assert torch.cuda.host_memory_stats().get("reserved_bytes.current", 0) == before, "not from torch's allocator"
+    buffer.copy_(rows, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(buffer, rows.cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_checkpoint_is_loaded_straight_into_the_device(tmp_path: Path, device: str) -> None:
+    """Into the tensors that are there, on whatever device each is; new ones are made on this rank's."""
+    place = torch.device(device)
+    weight, step = torch.randn(20_000_003, device=place), torch.tensor(5.0)
+    state = {"position": {}, "model": {"weight": weight}, "optimizer": {"step": step, "average": weight * 2}}
+    store = CheckpointStore(tmp_path)
+    saver = CheckpointWriter(store, dist.HashStore(), 0, 1, place)
+    saver.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, 2, 0)
+    assert saver.wait(60) and saver.error is None
+    saver.close()
+    group = Group(a_world(), dist.HashStore(), place, "nccl" if device == "cuda" else "gloo")
+    checkpoint = read_newest(store, group, store.candidates(print), print, lambda count: None)
+    assert checkpoint is not None
+    live = torch.zeros_like(weight)
+    loaded = checkpoint.load({"model": {"weight": live}, "optimizer": {"step": torch.tensor(0.0)}}, lambda: None)
+    assert loaded["model"]["weight"].data_ptr() == live.data_ptr() and torch.equal(live, weight)
+    assert loaded["optimizer"]["step"].item() == 5 and loaded["optimizer"]["step"].device.type == "cpu"
+    assert loaded["optimizer"]["average"].device.type == device
+    assert torch.equal(loaded["optimizer"]["average"], weight * 2)
 
 
 @pytest.mark.parametrize("workers", [None, 0, 1])

@@ -14,8 +14,9 @@ import pytest
 from tests.support.records import add_metrics
 from tests.support.worlds import a_world
 from trainer.config.schema import Launch
+from trainer.records import attempts
 from trainer.records.attempt_record import EndedAttempt, Reason, read_attempts, read_ended_attempts
-from trainer.records.attempts import begin_attempt, end_attempt, find_record
+from trainer.records.attempts import begin_attempt, end_attempt, find_record, lower_start_step
 from trainer.records.retry import FAILURES, SAME_FAILURE, Decision, decide, why_not_requeued
 from trainer.records.submissions import SubmissionRecord
 from trainer.rundir import RunDir
@@ -286,3 +287,46 @@ def test_a_damaged_line_is_skipped(damage: str, tmp_path: Path) -> None:
     end_attempt(run, WORLD, LAUNCH, "preempted", 9, 9)
     run.attempts.write_text(f"{damage}\n{run.attempts.read_text()}{damage}\n")
     assert [record["reason"] for record in read_attempts(run.attempts)] == ["preempted"]
+
+
+def lost_and_begun_again(run: RunDir) -> World:
+    """Three steps of a lost attempt, and the next one, which begins at step 2: that checkpoint seems to be intact."""
+    start = begin_attempt(run, WORLD, start_step=0)["start"]
+    lines = [{"step": step, "time": start + 10.0 * step} for step in (1, 2, 3)]
+    add_metrics(run.metrics, lines)
+    begin_attempt(run, restarted(1), start_step=2)
+    assert [record["lost_steps"] for record in read_ended_attempts(run.attempts)] == [1]
+    return restarted(1)
+
+
+def test_the_checkpoint_of_the_start_is_damaged(tmp_path: Path) -> None:
+    """The ranks find that out after the attempt has begun. It begins earlier then, and the lost one before it has lost
+    more: the user is told what is really gone, and an attempt that kept nothing counts against the budget."""
+    run = RunDir(tmp_path)
+    world = lost_and_begun_again(run)
+    run.attempts.write_text("damaged\n" + run.attempts.read_text() + "damaged too\n")
+    lower_start_step(run, world, 1)
+    (lost,) = read_ended_attempts(run.attempts)
+    assert (lost["end_step"], lost["lost_steps"]) == (3, 2) and lost["lost_s"] == pytest.approx(20)
+    assert run.attempts.read_text().startswith("damaged\n") and run.attempts.read_text().endswith("damaged too\n")
+    record = end_attempt(run, world, LAUNCH, "failed", 0, 0)
+    assert record is not None and (record["start_step"], record["end_step"], record["lost_steps"]) == (1, 1, 0)
+
+
+def test_ended_while_its_start_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank ends the attempt between any two of rank 0's calls: it stays ended, with one record."""
+    run = RunDir(tmp_path)
+    world = lost_and_begun_again(run)
+    real = attempts._write_temporary
+
+    def ended_first(path: Path, text: str) -> Path:
+        temporary = real(path, text)
+        if path == run.attempt_now:
+            monkeypatch.setattr(attempts, "_write_temporary", real)
+            end_attempt(run, world, LAUNCH, "failed", 2, 2)
+        return temporary
+
+    monkeypatch.setattr(attempts, "_write_temporary", ended_first)
+    lower_start_step(run, world, 1)
+    assert [record["reason"] for record in read_ended_attempts(run.attempts)] == ["lost", "failed"]
+    assert not run.attempt_now.exists(), "a leftover would look like an attempt that runs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import queue
 import subprocess
 import sys
@@ -212,3 +213,37 @@ def test_a_process_that_cannot_be_seen_has_not_ended() -> None:
     """Each rank may have its own container, in which the ids of the others mean nothing, or another process."""
     processes = process.LocalProcesses()
     assert not processes.has_ended("999999 1") and not processes.has_ended("1 1") and not processes.has_ended("")
+
+
+def test_reading_and_compiling_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk and a large model's compilation take longer than any timeout: a run that was ended for it would end
+    so in every attempt. A main thread that stays in one line, or moves outside of the compiler, makes none."""
+    lines = iter(["a", "a", "b", "c", "c", "d", "e"])
+    monkeypatch.setattr(watchdog, "innermost_line", lambda thread: (next(lines), False))
+    watch = Watchdog(Probes(world=a_world), 60, on_fault=lambda fault: None)
+    try:
+        at_rest = watch._own_beat().progress
+        assert watch._own_beat().progress == at_rest
+        watch.advance(3)
+        assert watch._own_beat().progress == at_rest + 3, "the line has changed too, but nothing is being compiled"
+        watch.compiling(True)
+        assert [watch._own_beat().progress - at_rest for _ in range(2)] == [5, 5]
+        watch.compiling(False)
+        assert [watch._own_beat().progress - at_rest for _ in range(2)] == [6, 6]
+    finally:
+        watch.close()
+
+
+def test_no_timer_is_left_in_a_phase_without_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer in C of an earlier phase would end the process in the middle of a download."""
+    armed: list[bool] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: armed.append(True))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(False))
+    watch = Watchdog(Probes(world=a_world), 60, on_fault=lambda fault: None)
+    try:
+        watch.enter("reading checkpoint")
+        assert armed[-1]
+        watch.enter("preparing data")
+        assert not armed[-1]
+    finally:
+        watch.close()

@@ -8,9 +8,11 @@ trainer/attempt/end_by_fault.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainer.attempt import compiler, user_error
@@ -20,6 +22,7 @@ from trainer.attempt.ending import ending_by_signal, print_hint, record_end, req
 from trainer.attempt.grace import GracePeriod
 from trainer.attempt.rescue import has_begun
 from trainer.attempt.state import AttemptState
+from trainer.checkpoint.store import CheckpointError, Manifest
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.observe.startup import StartupTimer
@@ -94,8 +97,7 @@ class Attempt:
         state, world = self._state, self._state.world
         say(f"attempt begins on {time.strftime('%Y-%m-%d')}: {world}")
         try:
-            # Rank 0 alone looks for checkpoints: on a shared disk the other ranks' view may be out of date.
-            newest_step = self._take_run_folder() if world.rank == 0 else None
+            candidates = self._take_run_folder() if world.rank == 0 else iter(())
             compiler.cache_in(self._run_dir.compiled) if self._config.train.compile else compiler.defer_import()
             if world.rank == 0:
                 say("importing torch")  # which takes seconds, on a network file system up to a minute
@@ -108,10 +110,10 @@ class Attempt:
             self._closing.callback(stop.close)
             self._phases.done("meeting")
             self._learn_kill_wait(group)
-            resume_step = group.broadcast_int("step", newest_step)
-            state.start_step = resume_step or 0
+            checkpoint = start.read_checkpoint(state, group, candidates, self._watchdog)
+            self._phases.done("reading checkpoint")
             loop = start.create_loop(state, group, stop, self._watchdog, self._phases, self._closing)
-            loop.restore(resume_step)
+            loop.restore(checkpoint)
             finished = loop.run()
         except Exception as error:
             self._fail(error)
@@ -123,20 +125,22 @@ class Attempt:
                 self._last_exit.status = leaving.code if isinstance(leaving.code, int) else 1
             raise
 
-    def _take_run_folder(self) -> int | None:
+    def _take_run_folder(self) -> Iterator[Manifest]:
         """On rank 0: lock the run folder, clean it up and record that the attempt begins.
 
-        Returns the step of the newest intact checkpoint, None if there is none.
+        It begins at the checkpoint that seems to be the newest intact one: an attempt that ends before the ranks have
+        met is recorded too, and they read checkpoints together. Returns that candidate and all older ones.
         """
         state = self._state
         run_lock.acquire(self._run_dir.lock, state.world)
         state.store.recover()
         shutil.rmtree(self._run_dir.rescues, ignore_errors=True)
-        newest = state.store.newest(warn=say)
+        candidates = state.store.candidates(warn=say)
+        newest = next(candidates, None)
         state.start_step = newest.step if newest else 0
         state.set_number(begin_attempt(self._run_dir, state.world, state.start_step)["attempt"])
         self._phases.done("checking checkpoints")
-        return newest.step if newest else None
+        return itertools.chain([newest] if newest else [], candidates)
 
     def _learn_kill_wait(self, group: Group) -> None:
         """Ask the cluster for its KillWait, in a job that launch.py did not submit (it asks at submission)."""
@@ -249,5 +253,7 @@ class Attempt:
         if isinstance(error, ConfigError):
             in_training = state.loop is not None and state.loop.position.step > state.start_step
             return "no" if in_training else "if_trained"
-        building = state.group is not None and state.loop is None and not isinstance(error, MeetingError)
+        building = (
+            state.group is not None and state.loop is None and not isinstance(error, (MeetingError, CheckpointError))
+        )
         return "if_trained" if building else "yes"

@@ -8,13 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.attempt.state import AttemptState
+from trainer.checkpoint.restore import SharedCheckpoint, read_newest
+from trainer.checkpoint.store import Manifest
 from trainer.loops.loop import AttemptContext, Loop
 from trainer.loops.run import make_custom_loop
 from trainer.loops.task_loop import TaskLoop
 from trainer.observe.startup import StartupTimer
+from trainer.records.attempts import lower_start_step
 from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.task import find_task
@@ -52,6 +56,20 @@ def prepare_stop(state: AttemptState, group: Group, watchdog: Watchdog) -> Stop:
 
     state.stop = Stop(group.world, group.store, state.signals, on_failure)
     return state.stop
+
+
+def read_checkpoint(
+    state: AttemptState, group: Group, candidates: Iterator[Manifest], watchdog: Watchdog
+) -> SharedCheckpoint | None:
+    """The newest intact checkpoint, read by all ranks together. Rank 0's `candidates` count."""
+    watchdog.enter("reading checkpoint")
+    checkpoint = read_newest(state.store, group, candidates, say, watchdog.advance)
+    step = checkpoint.manifest.step if checkpoint else 0
+    if step < state.start_step:  # on rank 0: a candidate was damaged
+        lower_start_step(state.run_dir, group.world, step)
+    state.start_step = step
+    watchdog.enter("starting")
+    return checkpoint
 
 
 def create_loop(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.store import READ_BYTES, STRUCTURE, CheckpointError, Manifest
+from trainer.checkpoint.files import READ_BYTES, READING_THREADS
+from trainer.checkpoint.store import STRUCTURE, CheckpointError, Manifest
 from trainer.checkpoint.stripes import ALIGNMENT
-
-READING_THREADS = 4
 
 
 class Packed:
@@ -83,6 +82,30 @@ def serialized_structure(structure: Any) -> memoryview:
     return data.getbuffer()
 
 
+class Layout:
+    """Where the tensors of a structure lie in the bytes of its state."""
+
+    def __init__(self, structure: Any) -> None:
+        self.structure = structure
+        self.stand_ins = _tensors_of(structure)
+        *offsets, self.bytes = accumulate((_aligned(t.nbytes) for t in self.stand_ins), initial=0)
+        self._offset_of = {id(stand_in): offset for stand_in, offset in zip(self.stand_ins, offsets)}
+
+    def make(self, part: Any, tensor_for: Callable[[Tensor], Tensor]) -> tuple[Any, list[tuple[int, Tensor]]]:
+        """`part` of the structure with tensors in place of its stand-ins, and these tensors, each with its offset.
+
+        `tensor_for` a stand-in must have its layout, see `is_laid_out_as`. Their bytes are still to be filled in.
+        """
+        tensors: list[tuple[int, Tensor]] = []
+
+        def replace(stand_in: Tensor) -> Tensor:
+            tensor = tensor_for(stand_in)
+            tensors.append((self._offset_of[id(stand_in)], tensor.detach()))
+            return tensor
+
+        return map_tensors(part, replace), tensors
+
+
 def load(folder: Path, manifest: Manifest, part: Callable[[Any], Any] = lambda state: state) -> Any:
     """The state in the checkpoint `folder`, on the CPU, from any number of shards. Raises CheckpointError.
 
@@ -90,24 +113,49 @@ def load(folder: Path, manifest: Manifest, part: Callable[[Any], Any] = lambda s
     take neither time nor memory. Does not compare hashes; `CheckpointStore.verify` does.
     """
     try:
-        structure = torch.load(folder / STRUCTURE, weights_only=True)
-        stand_ins = _tensors_of(structure)
-        *offsets, size = accumulate((_aligned(t.nbytes) for t in stand_ins), initial=0)
-        offset_of = {id(stand_in): offset for stand_in, offset in zip(stand_ins, offsets)}
-        tensors: list[tuple[int, Tensor]] = []
-
-        def allocate(stand_in: Tensor) -> Tensor:
-            tensor = torch.empty_strided(stand_in.size(), stand_in.stride(), dtype=stand_in.dtype)
-            tensors.append((offset_of[id(stand_in)], tensor))
-            return tensor
-
-        state = map_tensors(part(structure), allocate)
+        layout = Layout(torch.load(folder / STRUCTURE, weights_only=True))
+        state, tensors = layout.make(part(layout.structure), empty_like)
         with ExitStack() as files:
             shards = [files.enter_context((folder / name).open("rb", buffering=0)) for name in manifest.shards]
-            _fill(tensors, shards, size)
+            _fill(tensors, shards, layout.bytes)
         return state
     except Exception as error:  # a damaged pickle or a failing disk may raise anything
         raise CheckpointError(f"{folder.name}: could not be loaded: {error}") from error
+
+
+def empty_like(stand_in: Tensor, device: torch.device | None = None) -> Tensor:
+    """A new tensor with the layout of a stand-in, by default on the CPU."""
+    return torch.empty_strided(stand_in.size(), stand_in.stride(), dtype=stand_in.dtype, device=device or "cpu")
+
+
+def is_laid_out_as(tensor: Tensor, stand_in: Tensor) -> bool:
+    """Whether the bytes of a tensor mean the same as those of a stand-in."""
+    return (
+        tensor.layout is torch.strided
+        and not torch.nn.parameter.is_lazy(tensor)
+        and (tensor.dtype, tensor.size()) == (stand_in.dtype, stand_in.size())
+        and tensor.stride() == stand_in.stride()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+class Scatter:
+    """Copies a run of bytes, piece by piece and in its order, into the tensors that it is made of."""
+
+    def __init__(self, tensors: list[tuple[int, Tensor]]) -> None:
+        """`tensors` with their offsets, in any order, none of them with gaps."""
+        ordered = sorted(tensors, key=lambda each: each[0])
+        self._offsets = [offset for offset, _ in ordered]
+        self._bytes = [_bytes_of(tensor) for _, tensor in ordered]
+
+    def write(self, start: int, piece: Tensor) -> None:
+        """Copy a piece, a uint8 tensor on any device, which begins at byte `start`."""
+        stop = start + piece.numel()
+        for number in range(max(0, bisect_right(self._offsets, start) - 1), bisect_left(self._offsets, stop)):
+            offset, target = self._offsets[number], self._bytes[number]
+            begin, end = max(start, offset), min(stop, offset + target.numel())
+            if begin < end:
+                target[begin - offset : end - offset].copy_(piece[begin - start : end - start])
 
 
 def _fill(tensors: list[tuple[int, Tensor]], shards: list[FileIO], expected: int) -> None:

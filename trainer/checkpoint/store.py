@@ -27,39 +27,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+
+from trainer.checkpoint.files import CheckpointError as CheckpointError
+from trainer.checkpoint.files import FileEntry as FileEntry
+from trainer.checkpoint.files import disk_errors_explained, verify_files
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 STRUCTURE = "structure.pt"
-HASHING_THREADS = 4  # files that `verify` hashes at the same time
-# Bytes per read when a checkpoint is verified or loaded. This is the size of the hashing buffer of each thread, and of
-# the pieces in which several threads share the loading of a large tensor.
-READ_BYTES = 4 << 20
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is damaged, or could not be written."""
 
 
 class CheckpointGone(CheckpointError):
     """The checkpoint was deleted or replaced by the run itself while it was read. It was not damaged."""
-
-
-class FileEntry(TypedDict):
-    """What the manifest records about one file of a checkpoint."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -101,7 +87,7 @@ class CheckpointStore:
 
     def path(self, step: int) -> Path:
         """The folder of the checkpoint of `step`."""
-        return self.folder / f"step_{step:09d}"
+        return self.folder / folder_name(step)
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, intact or damaged, oldest first."""
@@ -211,15 +197,34 @@ class CheckpointStore:
     # Reading
 
     def newest(self, warn: Callable[[str], None]) -> Manifest | None:
-        """The newest intact checkpoint, or None. Calls `warn` with the reason for each damaged one that it skips."""
+        """The newest intact checkpoint, or None. Calls `warn` with the reason for each damaged one that it skips.
+
+        Reads whole checkpoints. The ranks of an attempt share that work: `trainer.checkpoint.restore`.
+        """
+        for candidate in self.candidates(warn):
+            try:
+                return self.verify(candidate.step)
+            except CheckpointError as error:
+                if isinstance(error, CheckpointGone) and self.steps()[-1:] > [candidate.step]:
+                    return self.newest(warn)  # a run that trains has deleted it, and has newer ones
+                warn(skipped(candidate.step, error))
+        return None
+
+    def candidates(self, warn: Callable[[str], None]) -> Iterator[Manifest]:
+        """The checkpoints that are intact by their manifests and the sizes of their files, newest first: what takes no
+        time to see. Calls `warn` with the reason for each that is not."""
         for step in reversed(steps := self.steps()):
             try:
-                return self.verify(step)
+                with self.reading(step):
+                    manifest = self.manifest(step)
+                    _check_sizes(self.path(step), manifest)
             except CheckpointError as error:
                 if isinstance(error, CheckpointGone) and self.steps()[-1:] > steps[-1:]:
-                    return self.newest(warn)  # a run that trains has deleted it, and has newer ones
-                warn(f"skipped {self.path(step).name}: {error}")
-        return None
+                    yield from self.candidates(warn)  # a run that trains has deleted it, and has newer ones
+                    return
+                warn(skipped(step, error))
+            else:
+                yield manifest
 
     def is_intact(self, step: int) -> bool:
         """Whether there is a checkpoint of `step` and it verifies."""
@@ -234,47 +239,24 @@ class CheckpointStore:
         Raises CheckpointError, which says what is wrong, and CheckpointGone if the run has deleted it.
         """
         with self.reading(step):
-            return self._verify(step)
+            manifest = self.manifest(step)
+            _check_sizes(self.path(step), manifest)
+            verify_files(self.path(step), manifest.files)
+            return manifest
 
     @contextlib.contextmanager
     def reading(self, step: int) -> Iterator[None]:
         """While a checkpoint is read: if that fails and the run has deleted or replaced the checkpoint meanwhile, raise
         CheckpointGone instead. A run that trains may do so at any moment."""
-        before = self._identity(step)
+        before = _identity(self.path(step))
         if before is None:
             raise CheckpointGone(f"{self.path(step).name} has been deleted")
         try:
             yield
         except Exception as error:
-            if self._identity(step) != before:
+            if _identity(self.path(step)) != before:
                 raise CheckpointGone(f"{self.path(step).name} was deleted while it was read") from error
             raise
-
-    def _identity(self, step: int) -> tuple[int, int] | None:
-        """What changes when a checkpoint is replaced; None if there is none."""
-        try:
-            found = self.path(step).stat()
-        except FileNotFoundError:
-            return None
-        return found.st_ino, found.st_mtime_ns
-
-    def _verify(self, step: int) -> Manifest:
-        manifest = self.manifest(step)
-        for name, entry in manifest.files.items():  # sizes first: that takes no time
-            with _disk_errors_explained(name):
-                size = (self.path(step) / name).stat().st_size
-            if size != entry["bytes"]:
-                raise CheckpointError(f"{name} has {size} bytes, its manifest says {entry['bytes']}")
-        with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            for _ in pool.map(lambda name: self._verify_hash(step, name, manifest.files[name]), manifest.files):
-                pass
-        return manifest
-
-    def _verify_hash(self, step: int, name: str, entry: FileEntry) -> None:
-        with _disk_errors_explained(name):
-            found = _sha256(self.path(step) / name)
-        if found != entry["sha256"]:
-            raise CheckpointError(f"{name} differs from its SHA-256 in the manifest")
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of the checkpoint of `step`. Raises CheckpointError if it cannot be read or is incomplete."""
@@ -295,6 +277,11 @@ class CheckpointStore:
         return manifest
 
 
+def folder_name(step: int) -> str:
+    """The folder of the checkpoint of a step."""
+    return f"step_{step:09d}"
+
+
 def shard_name(rank: int, size: int) -> str:
     """The file that rank `rank` of `size` writes. The name says how many shards a complete checkpoint has."""
     return f"shard_{rank:04d}-of-{size:04d}.bin"
@@ -309,21 +296,24 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _disk_errors_explained(name: str) -> Iterator[None]:
-    """Raise CheckpointError, which names the file, for any error of the disk while it is read."""
+def skipped(step: int, error: CheckpointError) -> str:
+    """The warning that a damaged checkpoint is skipped."""
+    return f"skipped {folder_name(step)}: {error}"
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What changes when the checkpoint in a folder is replaced; None if there is none."""
     try:
-        yield
+        found = path.stat()
     except FileNotFoundError:
-        raise CheckpointError(f"{name} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(READ_BYTES, 1 + os.fstat(file.fileno()).st_size)))
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+def _check_sizes(path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless all files are there and as long as the manifest says: that takes no time."""
+    for name, entry in manifest.files.items():
+        with disk_errors_explained(name):
+            size = (path / name).stat().st_size
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{name} has {size} bytes, its manifest says {entry['bytes']}")

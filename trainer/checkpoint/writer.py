@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import secrets
 import threading
@@ -41,8 +40,8 @@ from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from trainer.checkpoint.buffers import reusable_buffer
 from trainer.checkpoint.pack import Packed, serialized_structure
 from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, Manifest, fsync, shard_name
 from trainer.checkpoint.stripes import Stripe, own_stripe
@@ -150,7 +149,7 @@ class CheckpointWriter:
             return packed.structure, None, memoryview(b"")
         start, stop = stripe.bounds(packed.bytes)
         if self._buffer.numel() < stop - start:
-            self._buffer = _reusable_buffer(stop - start, self._device)
+            self._buffer = reusable_buffer(stop - start, self._device)
         data = self._buffer[: stop - start]
         packed.copy(start, stop, data)
         return packed.structure, stripe, data.numpy().data
@@ -297,17 +296,3 @@ def write_file(path: Path, chunks: Iterable[memoryview], sync_bytes: int | None 
 def reason_of(error: Exception) -> str:
     """The error in one line, for the message that a checkpoint could not be written."""
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-
-
-def _reusable_buffer(count: int, device: torch.device) -> Tensor:
-    """A buffer of `count` bytes that every save copies its stripe into, so that only the first save pays for new pages.
-
-    For a GPU the memory is pinned. On the CPU it is hidden from processes forked later, such as loader workers:
-    otherwise the next save would have to copy each page on write, which makes it ten times as slow.
-    """
-    if device.type == "cuda":
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
-    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_DONTFORK"):  # Linux
-        memory.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()

@@ -31,6 +31,7 @@ from trainer.records.attempt_record import EndedAttempt, Reason
 from trainer.records.attempts import (
     begin_attempt,
     belongs_to,
+    correct_lost_attempt,
     end_attempt,
     ended_attempts,
     record_abandoned_attempts,
@@ -63,11 +64,14 @@ def after_ranks(run: RunDir, world: World, launch: Launch, status: int, setup_li
     if lock_holder and not run_lock.belongs_to_job(lock_holder, world):
         return say(f"not requeued: another attempt is at work on this run ({lock_holder})")
     rank_0_lives = bool(lock_holder)  # only srun was killed, or the node of rank 0 is cut off
-    kept_step = cache(lambda: _newest_intact_step(run))
+    kept_step = cache(lambda: _newest_step(run))
     failed_start = _why_not_started(run, world, launch, status, setup_line)
     starts_again = _requeue_if_needed(run, world, launch, failed_start, rank_0_lives, kept_step)
-    if not rank_0_lives:  # else rank 0 records the end itself
-        record_abandoned_attempts(run, kept_step, requeued_job=world.job_id if starts_again else None)
+    if rank_0_lives:  # it records the end itself
+        return
+    record_abandoned_attempts(run, kept_step, requeued_job=world.job_id if starts_again else None)
+    if not starts_again:  # else the next attempt reads the checkpoints, and corrects the record
+        correct_lost_attempt(run, lambda: _newest_intact_step(run))
 
 
 def _requeue_if_needed(
@@ -167,8 +171,15 @@ def _say_not_requeued(run: RunDir, end: EndedAttempt, why: str) -> None:
     say(f"not requeued: the attempt ended ({end['reason']}): {why}; `{resume}` tries again")
 
 
+def _newest_step(run: RunDir) -> int:
+    """The step that the next attempt begins at, unless a checkpoint of the right size is damaged all the same. The job
+    is requeued first: to hash a large checkpoint may take longer than this shell lives."""
+    newest = next(CheckpointStore(run.checkpoints).candidates(warn=say), None)
+    return newest.step if newest else 0
+
+
 def _newest_intact_step(run: RunDir) -> int:
-    """The step that the next attempt begins at. Reads whole checkpoints to know, which may take a while."""
+    """The step that the next attempt begins at. Reads whole checkpoints, which may take minutes."""
     newest = CheckpointStore(run.checkpoints).newest(warn=say)
     return newest.step if newest else 0
 

@@ -156,7 +156,7 @@ class CustomLoop(CustomSteps):
             self._announce_length(total, batch_size)
         if self.watch.phase != "training":
             self.watch.enter("training")
-            begins = "starting" if self._held.loaded is None else f"resuming after step {step}"
+            begins = "starting" if self._held.checkpoint is None else f"resuming after step {step}"
             ranks = f"{counted(self.size, 'rank')} on {self.group.device.type}"
             self.progress.say(f"{begins}: {counted(total, 'step')}, {count} per epoch, {ranks}")
 

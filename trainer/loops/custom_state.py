@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
+from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.loops.held import HeldState
 from trainer.loops.registered import FingerprintedState, Registered, State
 from trainer.world.group import Group
@@ -17,17 +17,25 @@ from trainer.world.group import Group
 class CustomState:
     """What a checkpoint of a custom training loop holds.
 
-    Until the function has registered its objects, that is what the last checkpoint held. From then on it is the state
-    of these objects at the end of the last step. When an epoch has no more steps, it stays the state that these steps
+    Until the function has registered its objects, that is nothing. From then on it is the state of these objects at the
+    end of the last step. When an epoch has no more steps, it stays the state that these steps
     have left, until everything that follows them in the epoch is done: a resumed run does all of that again.
     """
 
-    def __init__(self, group: Group, row: Tensor, update: Callable[[], AbstractContextManager[None]]) -> None:
-        """`row` is broadcast with the buffers, see `Registered`. The state changes within `update`, see `Ring`."""
+    def __init__(
+        self,
+        group: Group,
+        row: Tensor,
+        update: Callable[[], AbstractContextManager[None]],
+        advance: Callable[[], None],
+    ) -> None:
+        """`row` is broadcast with the buffers, see `Registered`. The state changes within `update`, see `Ring`;
+        `advance` is called while a checkpoint is loaded."""
         self._group = group
         self._row = row
         self._update = update
-        self.loaded: State | None = None  # from the checkpoint, until the first step
+        self._advance = advance
+        self.checkpoint: SharedCheckpoint | None = None  # until the first step
         self.registered: Registered | None = None
         self._after_steps: FingerprintedState | None = None  # at the end of the epoch's steps
         self._at_break: FingerprintedState | None = None  # the same, where a break has ended them
@@ -38,22 +46,23 @@ class CustomState:
         return self.registered
 
     def restore(self) -> None:
-        """Load a copy of the checkpoint into the registered objects, if there is one. Raises ConfigError."""
-        if self.loaded is not None:
-            self._known().restore(copy.deepcopy(self.loaded))
+        """Load the checkpoint into the registered objects, if there is one. A collective. Raises ConfigError."""
+        if self.checkpoint is not None:
+            self._known().restore(self.checkpoint, self._advance, last=False)
 
     def restore_for_first_step(self) -> None:
-        """Load the checkpoint again: it already holds every change that the function makes before its first step."""
-        if self.loaded is not None:
+        """Load the checkpoint again: it already holds every change that the function makes before its first step. A
+        collective."""
+        if self.checkpoint is not None:
             with self._update():
-                self._known().restore(self.loaded)
-            self.loaded = None
+                self._known().restore(self.checkpoint, self._advance, last=True)
+            self.checkpoint = None
 
     def current(self) -> State:
         """The state for a checkpoint. References."""
         if self._after_steps is not None:
             return self._after_steps.state
-        return self.loaded or {} if self.registered is None else self.registered.state()
+        return {} if self.registered is None else self.registered.state()
 
     @property
     def steps_over(self) -> bool:

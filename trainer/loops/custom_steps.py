@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.config.config import Config
 from trainer.data.order import seed_generators, seed_of
 from trainer.loops.custom_state import CustomState
@@ -79,19 +80,20 @@ class CustomSteps(Loop):
         super().__init__(context)
         self.phase = Phase.SETUP
         self._logged = LoggedValues(self.group)
-        self._held = CustomState(self.group, self._logged.row, self.ring.update)
+        self._held = CustomState(self.group, self._logged.row, self.ring.update, self.watch.advance)
         self._samples = 0  # of the open step, over all ranks
 
-    def restore(self, step: int | None) -> None:
-        """Read the checkpoint of `step`, if there is one. The objects take it over when the function registers them."""
-        if step is not None:
-            self._held.loaded = self._load_checkpoint(step)
-            if self.position.finished and self._is_extended(step):
+    def restore(self, checkpoint: SharedCheckpoint | None) -> None:
+        """Take over the position of the checkpoint. The objects take over the rest when the function registers them."""
+        if checkpoint is not None:
+            self._held.checkpoint = checkpoint
+            self._take_position(checkpoint)
+            if self.position.finished and self._is_extended(checkpoint.manifest.config):
                 self.position.finished = False
 
-    def _is_extended(self, step: int) -> bool:
-        """Whether the run ended elsewhere by the configuration with which this checkpoint was saved."""
-        if not (text := self.store.manifest(step).config):
+    def _is_extended(self, text: str) -> bool:
+        """Whether the run ended elsewhere by the configuration with which its checkpoint was saved."""
+        if not text:
             return False
         before, now = Config.parse(text).train, self.config.train
         return (before.epochs, before.max_steps) != (now.epochs, now.max_steps)

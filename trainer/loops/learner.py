@@ -21,7 +21,7 @@ from trainer.loops.finite_check import FiniteCheck
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
 from trainer.loops.model_setup import channels_last, data_parallel, prepare_model
 from trainer.loops.rates import LearningRates
-from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer
+from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer, loads_in_place
 from trainer.task import Task
 from trainer.world.group import Group
 
@@ -168,6 +168,13 @@ class Learner:
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
         }
+
+    def live_state(self) -> dict[str, Any]:
+        """The state that a checkpoint can be loaded into, without a copy of it."""
+        live = self.state_dict()
+        if not loads_in_place(self.optimizer):
+            del live["optimizer"]
+        return live
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manager import RETRY_LAST_S, CheckpointManager
-from trainer.checkpoint.pack import load
 from trainer.checkpoint.position import Position
+from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo
 from trainer.config.config import Config
@@ -76,8 +76,8 @@ class Loop(Rescued):
         self._first_step = 1  # the first step of this attempt, from 1
 
     @abstractmethod
-    def restore(self, step: int | None) -> None:
-        """Load the checkpoint of `step`; None: start from the initial state."""
+    def restore(self, checkpoint: SharedCheckpoint | None) -> None:
+        """Load the checkpoint; None: start from the initial state."""
 
     @abstractmethod
     def _train(self) -> bool:
@@ -140,14 +140,11 @@ class Loop(Rescued):
         if self.rank == 0:
             _write_plan(self._plan, total_steps, batch_size)
 
-    def _load_checkpoint(self, step: int) -> dict[str, Any]:
-        """The state in the checkpoint of `step`; the loop takes over its position."""
-        manifest = self.store.manifest(step)
-        state = load(self.store.path(step), manifest)
-        self._position = Position(**state.pop("position"))
-        if changed := changed_numerics(manifest.numerics, self.numerics):
+    def _take_position(self, checkpoint: SharedCheckpoint) -> None:
+        """Take over the position of a checkpoint, and warn if its steps were computed in another way."""
+        self._position = Position(**checkpoint.position)
+        if changed := changed_numerics(checkpoint.manifest.numerics, self.numerics):
             self.progress.say(f"WARNING: {changed}")
-        return state
 
     def _finish_restore(self) -> None:
         """The state is in place: cut the lines of metrics.jsonl beyond it, and allow rescues."""

@@ -14,11 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer import compat
 from trainer.checkpoint.pack import Packed, map_tensors, serialized_structure
+from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.config.errors import ConfigError
 from trainer.loops.buffers import Buffers, Committed
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
 from trainer.loops.rehearsal import rehearse
-from trainer.optim.build import load_optimizer
+from trainer.optim.build import load_optimizer, loads_in_place
 from trainer.world.group import Group
 
 State = dict[str, Any]
@@ -71,13 +72,17 @@ class Registered:
         names."""
         return _HeldRegistered(self, on_host)
 
-    def restore(self, state: State) -> None:
-        """Load what `state` returned. Raises ConfigError when it does not fit."""
-        if state.keys() != self._objects.keys():
+    def restore(self, checkpoint: SharedCheckpoint, advance: Callable[[], None], last: bool) -> None:
+        """Load what `state` returned, see `SharedCheckpoint.load`. A collective. Raises ConfigError when it does not
+        fit."""
+        if set(checkpoint.names) != self._objects.keys():
             raise ConfigError(
-                f"run.restore(): this run's checkpoints hold {', '.join(state)}; register these, "
+                f"run.restore(): this run's checkpoints hold {', '.join(checkpoint.names)}; register these, "
                 f"not {', '.join(self._objects)}"
             )
+        now = self.state()
+        live = {name: now[name] for name, each in self._objects.items() if _is_live(each)}
+        state = checkpoint.load(live, advance, last)
         for name, registered in self._objects.items():
             try:
                 if isinstance(registered, dict):
@@ -157,6 +162,12 @@ class FingerprintedState:
             if t.is_floating_point() and t.itemsize > 1 and t.numel():
                 hashes.setdefault(t.device, []).append(torch.hash_tensor(t).view(torch.int64))
         return [compat.version_of(t) for t in self._tensors], [torch.stack(same) for same in hashes.values()]
+
+
+def _is_live(registered: Any) -> bool:
+    """Whether a checkpoint can be loaded into the tensors that state_dict() returns: torch's own objects copy it there
+    anyway, or take it over. Any other may take these tensors for something else."""
+    return isinstance(registered, nn.Module) or (isinstance(registered, Optimizer) and loads_in_place(registered))
 
 
 def _ddp_of(module: nn.Module) -> DistributedDataParallel | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer import compat
+from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.config.checks import check_batch
 from trainer.config.errors import ConfigError
 from trainer.data.loader import TrainBatchKeys
@@ -48,23 +50,28 @@ class TaskLoop(Loop):
         self.watch.measure(lambda: self.ring.busy_s)
         self.startup.done("data and model")
 
-    def restore(self, step: int | None) -> None:
-        """Warm up, then load the checkpoint of `step`; None: keep the initial state."""
+    def restore(self, checkpoint: SharedCheckpoint | None) -> None:
+        """Warm up, then load the checkpoint; None: keep the initial state."""
         train = self.config.train
-        initial = self._read_initial_weights() if step is None and self.config.model.weights is not None else None
+        starts_anew = checkpoint is None and self.config.model.weights is not None
+        initial = self._read_initial_weights() if starts_anew else None
         self.watch.enter("warming up")
+        if train.compile:
+            compat.on_compiling(self.watch.compiling)
         micro_batch = train.batch_size // (self.size * train.accumulate)
         self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
         self.startup.done("warm-up")
         self.watch.enter("restoring")
-        if step is not None:
-            self.learner.load_state_dict(self._load_checkpoint(step))
+        if checkpoint is not None:
+            self._take_position(checkpoint)
+            self.learner.load_state_dict(checkpoint.load(self.learner.live_state(), self.watch.advance))
             self._check_end()
         elif initial is not None:
             start_from(self.learner, initial)
         self._finish_restore()
+        begins = "starting" if checkpoint is None else f"resuming after step {self.position.step}"
         self.progress.say(
-            f"{'starting' if step is None else f'resuming after step {step}'}: {counted(self.total_steps, 'step')}, "
+            f"{begins}: {counted(self.total_steps, 'step')}, "
             f"{self.order.steps_per_epoch} per epoch, {counted(self.size, 'rank')} on {self.group.device.type}"
         )
 

@@ -84,11 +84,17 @@ def clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+def loads_in_place(optimizer: Optimizer) -> bool:
+    """Whether the optimiser keeps its state on the device of its parameters, and takes over the tensors that it loads.
+    One with a load_state_dict of its own may keep its state anywhere."""
+    return type(optimizer).load_state_dict is Optimizer.load_state_dict
+
+
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """`optimizer.load_state_dict(state)`, bit for bit: torch rounds each tensor to the dtype of its parameter, such as
     float32 averages for bfloat16 weights."""
     optimizer.load_state_dict(state)
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+    if not loads_in_place(optimizer):
         return  # it knows best
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -61,6 +61,38 @@ def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
     return record
 
 
+def lower_start_step(run: RunDir, world: World, step: int) -> None:
+    """The checkpoint that this attempt was to begin at is damaged: it begins at this earlier step.
+
+    A lost attempt kept what the next one begins at, so if the one before was lost, its record is corrected too. Only
+    rank 0 calls this, and before it rewinds metrics.jsonl.
+    """
+    correct_lost_attempt(run, lambda: step)
+    for record in read_attempts(run.attempt_now):
+        if belongs_to(record, world):
+            corrected = json.dumps({**record, "start_step": step, "end_step": step})
+            _write_temporary(run.attempt_now, corrected).replace(run.attempt_now)
+            if run.attempt_ended.exists() or find_record(run, world):  # another rank has ended the attempt meanwhile
+                run.attempt_now.unlink(missing_ok=True)
+
+
+def correct_lost_attempt(run: RunDir, kept_step: Callable[[], int]) -> None:
+    """If the newest ended attempt was lost, and has kept an earlier step than its record says, correct the record.
+
+    `kept_step` finds the step of the newest checkpoint; it is called only if that is needed.
+    """
+    record = next(reversed(read_ended_attempts(run.attempts)), None)
+    if record is None or record["reason"] != "lost" or not (said := record["end_step"] - record["lost_steps"]):
+        return
+    if (kept := kept_step()) >= said:
+        return
+    lost_s = _lost_seconds(run, record["start"], kept)
+    corrected = {**record, "lost_steps": record["end_step"] - kept, "lost_s": lost_s}
+    lines = run.attempts.read_text(errors="replace").splitlines()
+    last = max(number for number, line in enumerate(lines) if f'"attempt": {record["attempt"]},' in line)
+    _replace_attempts(run, "\n".join([*lines[:last], json.dumps(corrected), *lines[last + 1 :]]))
+
+
 def end_attempt(
     run: RunDir,
     world: World,
@@ -186,7 +218,12 @@ def _add_record(run: RunDir, record: EndedAttempt) -> None:
         return
     before = run.attempts.read_text(errors="replace") if run.attempts.exists() else ""
     end_of_line = "" if before.endswith("\n") or not before else "\n"
-    _write_temporary(run.attempts, before + end_of_line + json.dumps(record)).replace(run.attempts)
+    _replace_attempts(run, before + end_of_line + json.dumps(record))
+
+
+def _replace_attempts(run: RunDir, text: str) -> None:
+    """Replace the whole of attempts.jsonl, so that it survives a power cut."""
+    _write_temporary(run.attempts, text).replace(run.attempts)
     folder = os.open(run.path, os.O_RDONLY)
     try:
         os.fsync(folder)

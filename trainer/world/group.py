@@ -188,6 +188,20 @@ class Group:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
+    def start_broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
+        """Start to copy the tensor of rank `source` to every rank, in place. Call what this returns before the tensor
+        is read or changed. A collective, for a tensor on `collective_device`."""
+        if self.world.size == 1:
+            return lambda: None
+        work = dist.broadcast(tensor, src=source, async_op=True)
+        assert work is not None
+        return work.wait
+
+    @property
+    def collective_device(self) -> torch.device:
+        """Where the tensors of a collective are: NCCL takes those of this rank's device only."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
     def broadcast_bool(self, value: bool) -> bool:
         """Rank 0's value, on every rank. A collective."""
         flag = torch.tensor(value, dtype=torch.uint8, device=self.device)

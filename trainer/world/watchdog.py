@@ -85,7 +85,8 @@ class Watchdog:
 
     def __init__(self, probes: Probes, hang_timeout_s: float, on_fault: Callable[[Fault], None]) -> None:
         self.phase = "starting"
-        self._phases = 0  # entered so far
+        self._phases = 0  # entered so far, and the progress within them
+        self._compiling, self._where = False, ""
         self._probes = probes
         self._timeout_s = hang_timeout_s
         self._on_fault = on_fault
@@ -130,6 +131,16 @@ class Watchdog:
         self.phase = phase
         self._phases += 1
         self._restart_c_timer()
+
+    def advance(self, count: int = 1) -> None:
+        """The rank has made progress within its phase, which no tick counts. Any thread may call this."""
+        self._phases += count
+
+    def compiling(self, begins: bool) -> None:
+        """torch's compiler begins or ends its work, which may take longer than any timeout. Until it ends, the rank
+        makes progress as long as its main thread moves from line to line."""
+        self._compiling = begins
+        self.advance()
 
     def is_dead(self, rank: int, in_a_hurry: bool) -> bool:
         """Whether that rank's process has ended, or is silent for so long that it must be taken for dead. One that runs
@@ -196,6 +207,8 @@ class Watchdog:
         in C, prints the stacks and ends the process."""
         if self.phase not in self.UNTIMED_PHASES:
             faulthandler.dump_traceback_later(2 * self._timeout_s, exit=True)
+        else:
+            faulthandler.cancel_dump_traceback_later()
 
     def _follow(self, passed: Callable[[], int]) -> None:
         """The device thread. It does nothing else: while a device hangs, its driver may not answer."""
@@ -229,8 +242,11 @@ class Watchdog:
 
     def _own_beat(self) -> Beat:
         world = self._probes.world()
-        progress = self._phases + self._probes.ticks()
         where, in_torch = innermost_line(self._main_thread)
+        if self._compiling and where != self._where:
+            self.advance()
+        self._where = where
+        progress = self._phases + self._probes.ticks()
         host = world.host_of(world.rank)
         return Beat(
             host, self._round, progress, self.phase, where, in_torch, self._busy_s(), self._process, self._device

@@ -1,0 +1,125 @@
+"""Reads the files of a checkpoint and compares them with the hashes in its manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TypedDict
+
+READING_THREADS = 4  # that share the files of a checkpoint: the first access to new memory takes most of the time
+HASHING_THREADS = 4  # files that are hashed at the same time: a SHA-256 is computed from front to back
+# Bytes per read: the size of the buffer of each hashing thread, and of the pieces in which several threads share the
+# reading of a large file or tensor.
+READ_BYTES = 4 << 20
+POLL_S = 0.005
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, or could not be written."""
+
+
+class FileEntry(TypedDict):
+    """What the manifest records about one file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+def verify_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Read these files and compare them with their hashes. Raises CheckpointError."""
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        for _ in pool.map(lambda name: _verify(folder / name, entries[name]), entries):
+            pass
+
+
+def read_files(
+    folder: Path, entries: Mapping[str, FileEntry], memory: Mapping[str, memoryview], advance: Callable[[], None]
+) -> dict[str, str]:
+    """Read these files into memory, each byte once, and compare them with their hashes; returns why a file is not as
+    it should be, by its name. Calls `advance` after every READ_BYTES of a file, so `reading_steps` times at most."""
+    with ThreadPoolExecutor(HASHING_THREADS) as hashers, ThreadPoolExecutor(READING_THREADS) as readers:
+        read = {
+            name: hashers.submit(_read, folder / name, entry, memory[name], readers, advance)
+            for name, entry in entries.items()
+        }
+        # Not in concurrent.futures: the watchdog names the line of ours that a rank is stuck in.
+        while not all(future.done() for future in read.values()):
+            time.sleep(POLL_S)
+        return {name: str(error) for name, future in read.items() if (error := _error_of(future)) is not None}
+
+
+def reading_steps(entries: Mapping[str, FileEntry]) -> int:
+    """How often `read_files` calls `advance` for these files."""
+    return sum(-(-entry["bytes"] // READ_BYTES) for entry in entries.values())
+
+
+@contextlib.contextmanager
+def disk_errors_explained(name: str) -> Iterator[None]:
+    """Raise CheckpointError, which names the file, for any error of the disk while it is read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{name} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _verify(path: Path, entry: FileEntry) -> None:
+    digest = hashlib.sha256()
+    with disk_errors_explained(path.name), path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(min(READ_BYTES, 1 + os.fstat(file.fileno()).st_size)))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    _check(path, entry, digest.hexdigest())
+
+
+def _read(
+    path: Path, entry: FileEntry, memory: memoryview, readers: ThreadPoolExecutor, advance: Callable[[], None]
+) -> None:
+    """Read one file piece by piece, several at a time, and hash each as soon as all before it have been hashed."""
+    digest = hashlib.sha256()
+    with disk_errors_explained(path.name), path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{path.name} has {size} bytes, its manifest says {entry['bytes']}")
+        starts = range(0, size, READ_BYTES)
+        pieces = [readers.submit(_fill, file.fileno(), start, memory[start : start + READ_BYTES]) for start in starts]
+        try:
+            for piece in pieces:
+                digest.update(piece.result())
+                advance()
+        finally:  # no thread may still use the descriptor when it is closed
+            for piece in pieces:
+                piece.cancel()
+            wait(pieces)
+    _check(path, entry, digest.hexdigest())
+
+
+def _fill(descriptor: int, start: int, piece: memoryview) -> memoryview:
+    """Fill a piece of memory from a file, from byte `start`. Raises OSError."""
+    done = 0
+    while done < len(piece):
+        count = os.preadv(descriptor, [piece[done:]], start + done)
+        if not count:
+            raise OSError(0, "it was truncated meanwhile")
+        done += count
+    return piece
+
+
+def _check(path: Path, entry: FileEntry, sha256: str) -> None:
+    if sha256 != entry["sha256"]:
+        raise CheckpointError(f"{path.name} differs from its SHA-256 in the manifest")
+
+
+def _error_of(read: Future[None]) -> CheckpointError | None:
+    """Why a file is damaged or cannot be read. Raises any error that says nothing about the file."""
+    try:
+        read.result()
+    except CheckpointError as error:
+        return error
+    return None

@@ -1,0 +1,258 @@
+"""The ranks of an attempt read the newest intact checkpoint together: each byte is read once, by one rank.
+
+    1. Rank 0 names a candidate: the newest checkpoint with the right files in the right sizes, which takes no time to
+       see. The other ranks' view of a shared disk may be out of date.
+    2. Each rank reads whole files, its share of the bytes, into its memory, and compares them with their hashes.
+    3. Every rank reports. What a rank could not read, or found damaged, rank 0 reads itself: a fault of one node must
+       not set the run back. If rank 0 finds damage too, it names the next older candidate, and all ranks start again.
+    4. `SharedCheckpoint.load`: piece by piece, the rank that has read the bytes sends them to all ranks, and each
+       copies them into its tensors.
+
+So nothing is changed by a damaged checkpoint, and the bytes that are loaded are those whose hashes were compared. A
+share is as large as the buffer of the first save (`trainer.checkpoint.writer`), which does not exist yet. Besides it a
+rank needs two pieces of PIECE_BYTES: in its host's memory, or under NCCL in its device's.
+
+A file has one hash, so one rank reads all of it: where a checkpoint has fewer files than there are ranks, some read
+none.
+
+The ranks communicate through their key-value store, with these keys under "restore/", where <n> counts candidates:
+
+    <n>/candidate   the manifest of the candidate as JSON, empty when there is none (left)
+    <n>/<rank>      why files of this rank's share cannot be used: an object in JSON, by the names of the files
+    <n>/result      a `_Result` as JSON
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.checkpoint.buffers import HostMemory
+from trainer.checkpoint.files import CheckpointError, read_files, reading_steps
+from trainer.checkpoint.pack import Layout, Scatter, empty_like, is_laid_out_as
+from trainer.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, skipped
+from trainer.world.group import Group
+
+PIECE_BYTES = 32 << 20  # that are sent at a time; a multiple of the page size
+# How long ranks wait for each other: a slow disk is not a fault, and the watchdog ends an attempt without progress.
+PATIENCE = timedelta(hours=24)
+CPU = torch.device("cpu")
+
+State = dict[str, Any]
+
+
+class _Result(TypedDict):
+    """What rank 0 makes of the reports on a candidate."""
+
+    damage: str | None
+    read_by_rank_0: list[str]  # files that were another rank's share
+
+
+class SharedCheckpoint:
+    """An intact checkpoint in the memory of the ranks, each of which holds a share of its bytes."""
+
+    def __init__(
+        self, manifest: Manifest, group: Group, owners: Mapping[str, int], memory: dict[str, HostMemory]
+    ) -> None:
+        """`owners` has the rank that holds a file, `memory` the files that this rank holds. A collective."""
+        self.manifest = manifest
+        self._group, self._owners, self._memory = group, owners, memory
+        self._layout = self._receive_structure()
+        self.position: dict[str, Any] = self._layout.structure["position"]
+
+    @property
+    def names(self) -> list[str]:
+        """The names in the state, without that of the position."""
+        return [name for name in self._layout.structure if name != "position"]
+
+    def load(self, live: Mapping[str, Any], advance: Callable[[], None], last: bool = True) -> State:
+        """The state without its position. A collective; waits for ranks that come later.
+
+        `live` has, by the names in the state, what the objects return from state_dict() that will load them. Where it
+        has a tensor of the same layout, that tensor is filled and returned; any other tensor under these names is made
+        on this rank's device. Tensors under other names, and those of one number, are made on the CPU. Calls `advance`
+        after each piece. `last` frees the memory piece by piece: there is nothing left to load.
+        """
+        self._group.barrier(PATIENCE.total_seconds())
+        state: State = {}
+        tensors: list[tuple[int, Tensor]] = []
+        for name in self.names:
+            part = self._layout.structure[name]
+            alike = {id(stand_in): tensor for stand_in, tensor in _pairs(part, live.get(name))}
+            make = partial(_tensor_for, alike, self._group.device if name in live else CPU)
+            state[name], made = self._layout.make(part, make)
+            tensors += made
+        scatter, done = Scatter(tensors), 0
+        sizes = {name: self.manifest.files[name]["bytes"] for name in self.manifest.shards}
+        one = min(max(sizes.values()), PIECE_BYTES)
+        buffers = [torch.empty(one, dtype=torch.uint8, device=self._group.collective_device) for _ in range(2)]
+        for name, size in sizes.items():
+            for start, piece in self._pieces(name, buffers):
+                scatter.write(done + start, piece)
+                if last and name in self._memory:
+                    self._memory[name].release(start, start + piece.numel())
+                advance()
+            done += size
+        if last:
+            self._memory.clear()
+        return state
+
+    def _pieces(self, name: str, buffers: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """The pieces of a file, each with its first byte, as its owner sends them. While one is used, the next one
+        arrives in the other buffer."""
+        size, mine = self.manifest.files[name]["bytes"], self._memory.get(name)
+        in_place = mine is not None and (self._group.collective_device.type == "cpu" or self._group.world.size == 1)
+        waiting: tuple[Callable[[], object], int, Tensor] | None = None
+        for number, start in enumerate(range(0, size, PIECE_BYTES)):
+            stop = min(start + PIECE_BYTES, size)
+            piece = buffers[number % 2][: stop - start]
+            if mine is not None:
+                piece = mine.tensor[start:stop] if in_place else piece.copy_(mine.tensor[start:stop])
+            arrived = self._group.start_broadcast(piece, self._owners[name])
+            if waiting is not None:
+                waiting[0]()
+                yield waiting[1], waiting[2]
+            waiting = (arrived, start, piece)
+        if waiting is not None:
+            waiting[0]()
+            yield waiting[1], waiting[2]
+
+    def _receive_structure(self) -> Layout:
+        """Rank 0 sends the structure to all ranks. Raises CheckpointError when it does not fit the shards."""
+        raw = torch.empty(self.manifest.files[STRUCTURE]["bytes"], dtype=torch.uint8)
+        if STRUCTURE in self._memory:
+            raw.copy_(self._memory.pop(STRUCTURE).tensor)
+        there = raw.to(self._group.collective_device)
+        self._group.broadcast([there])
+        try:
+            layout = Layout(torch.load(io.BytesIO(there.cpu().numpy().data), weights_only=True))
+            found = sum(self.manifest.files[name]["bytes"] for name in self.manifest.shards)
+            if found != layout.bytes:
+                raise ValueError(f"its shards hold {found} bytes, its structure says {layout.bytes}")
+        except Exception as error:  # a pickle of another version may raise anything
+            raise CheckpointError(f"step {self.manifest.step}: could not be loaded: {error}") from error
+        return layout
+
+
+def read_newest(
+    store: CheckpointStore,
+    group: Group,
+    candidates: Iterator[Manifest],
+    warn: Callable[[str], None],
+    advance: Callable[[int], None],
+) -> SharedCheckpoint | None:
+    """The newest intact checkpoint, read by all ranks together; None when there is none. A collective.
+
+    Rank 0's `candidates` count, see `CheckpointStore.candidates`. Rank 0 calls `warn` with the reason for each damaged
+    one that it skips. `advance` counts progress: a rank that is behind the others is one that they wait for.
+    """
+    keys, rank = dist.PrefixStore("restore", group.store), group.world.rank
+    for number in itertools.count():
+        if rank == 0:
+            candidate = next(candidates, None)
+            keys.set(f"{number}/candidate", "" if candidate is None else json.dumps(vars(candidate)))
+        if not (text := _wait_for(keys, f"{number}/candidate")):
+            return None
+        reading = _Reading(store, Manifest(**json.loads(text)), group, advance)
+        keys.set(f"{number}/{rank}", json.dumps(reading.read_share()))
+        if rank == 0:
+            reports = [json.loads(_wait_for(keys, f"{number}/{each}")) for each in range(group.world.size)]
+            keys.set(f"{number}/result", json.dumps(reading.judge(reports, warn)))
+        result: _Result = json.loads(_wait_for(keys, f"{number}/result"))
+        if result["damage"] is None:
+            owners = reading.owners | dict.fromkeys(result["read_by_rank_0"], 0)
+            return SharedCheckpoint(reading.manifest, group, owners, reading.memory)
+    raise AssertionError("there is always a last candidate")
+
+
+class _Reading:
+    """One rank's part in the reading of a candidate."""
+
+    def __init__(
+        self, store: CheckpointStore, manifest: Manifest, group: Group, advance: Callable[[int], None]
+    ) -> None:
+        self.manifest = manifest
+        self.owners = shares(manifest, group.world.size)
+        self.memory: dict[str, HostMemory] = {}
+        self._store, self._world, self._advance = store, group.world, advance
+
+    def read_share(self) -> dict[str, str]:
+        """Read this rank's files; returns why some of them cannot be used."""
+        steps = [self._steps(rank) for rank in range(self._world.size)]
+        self._advance(max(steps) - steps[self._world.rank])  # so all ranks that have read their share are level
+        return self._read([name for name, owner in self.owners.items() if owner == self._world.rank])
+
+    def judge(self, reports: list[dict[str, str]], warn: Callable[[str], None]) -> _Result:
+        """On rank 0: read what other ranks could not, and say what becomes of the candidate."""
+        errors = dict(reports[0])
+        doubtful = {name: error for report in reports[1:] for name, error in report.items()}
+        if doubtful and not errors:
+            errors = self._read(list(doubtful))
+        for name in doubtful.keys() - errors.keys():
+            rank = self.owners[name]
+            place = f"rank {rank} on {self._world.host_of(rank)}"
+            warn(f"WARNING: step {self.manifest.step}: {doubtful[name]} on {place}; rank 0 can read it")
+        if errors:
+            damage = next(errors[name] for name in self.manifest.files if name in errors)
+            warn(skipped(self.manifest.step, CheckpointError(damage)))
+            return {"damage": damage, "read_by_rank_0": []}
+        return {"damage": None, "read_by_rank_0": list(doubtful)}
+
+    def _read(self, names: list[str]) -> dict[str, str]:
+        entries = {name: self.manifest.files[name] for name in names}
+        try:
+            memory = {name: HostMemory(entry["bytes"]) for name, entry in entries.items()}
+        except OSError as error:  # the checkpoint is intact
+            raise CheckpointError(f"step {self.manifest.step}: no memory to read it into: {error.strerror}") from error
+        views = {name: each.tensor.numpy().data for name, each in memory.items()}
+        errors = read_files(self._store.path(self.manifest.step), entries, views, lambda: self._advance(1))
+        self.memory |= {name: each for name, each in memory.items() if name not in errors}
+        return errors
+
+    def _steps(self, rank: int) -> int:
+        return reading_steps({n: self.manifest.files[n] for n, owner in self.owners.items() if owner == rank})
+
+
+def shares(manifest: Manifest, size: int) -> dict[str, int]:
+    """The rank that reads each file: neighbouring shards and about as many bytes for each; rank 0 the structure."""
+    owners, done = {STRUCTURE: 0}, 0
+    total = sum(manifest.files[name]["bytes"] for name in manifest.shards)
+    for name in manifest.shards:
+        count = manifest.files[name]["bytes"]
+        owners[name] = min((2 * done + count) * size // max(2 * total, 1), size - 1)  # by the middle of the file
+        done += count
+    return owners
+
+
+def _wait_for(keys: dist.Store, key: str) -> str:
+    keys.wait([key], PATIENCE)
+    return keys.get(key).decode()
+
+
+def _pairs(structure: Any, live: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each stand-in of a structure with the tensor in its place in `live`, where that has its layout."""
+    if isinstance(structure, Tensor):
+        if isinstance(live, Tensor) and is_laid_out_as(live, structure):
+            yield structure, live
+    elif isinstance(structure, dict) and isinstance(live, dict):
+        for name in structure.keys() & live.keys():
+            yield from _pairs(structure[name], live[name])
+    elif isinstance(structure, (list, tuple)) and isinstance(live, (list, tuple)):
+        for one, other in zip(structure, live):
+            yield from _pairs(one, other)
+
+
+def _tensor_for(alike: Mapping[int, Tensor], device: torch.device, stand_in: Tensor) -> Tensor:
+    """The tensor to fill for a stand-in."""
+    if (tensor := alike.get(id(stand_in))) is not None:
+        return tensor
+    return empty_like(stand_in, device if stand_in.dim() else CPU)
