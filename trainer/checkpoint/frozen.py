@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -50,7 +51,13 @@ class FrozenState:
         """
         path = self._store.create_writing_folder(self._info.step, tag) / name
         path.unlink(missing_ok=True)  # what this rank left unfinished
-        return write_file(path, self._chunks(stripe, after_chunk), SYNC_BYTES)
+        try:
+            return write_file(path, self._chunks(stripe, after_chunk), SYNC_BYTES)
+        except BaseException:  # half a part must not fill the disk further
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+                path.parent.rmdir()  # refused while there are other parts
+            raise
 
     def commit(self, tag: str, parts: Mapping[str, FileEntry], replaces_intact: bool = False) -> None:
         """Commit the parts, files in the writing folder in the order of their bytes. One rank calls this, once all
