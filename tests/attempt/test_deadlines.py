@@ -29,6 +29,7 @@ from trainer.attempt.grace import GracePeriod
 from trainer.records.attempts import begin_attempt
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
+from trainer.world import run_lock
 from trainer.world.signals import Signals
 from trainer.world.watchdog import Fault
 
@@ -108,7 +109,7 @@ def test_the_farewell_hangs(root: Path, what: str, finished: bool, monkeypatch: 
     """NCCL may hang in destroy_process_group, and a thread in a store that no longer answers. The result and the record
     are there already, so the run has ended, and its nodes are free."""
     monkeypatch.setattr(attempt_module, "FAREWELL_S", 0.2)
-    attempt, loop, group = an_attempt(root, "farewell")
+    attempt, loop, group = an_attempt(root, f"farewell-{what.split()[0]}-{finished}")
     forever = threading.Event()
     try:
         if what == "threads":
@@ -136,7 +137,8 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(end_by_fault, "POLL_S", 0.1)
     monkeypatch.setattr(end_by_fault, "MAIN_THREAD_S", 0.0)
     monkeypatch.setattr(end_by_fault, "exit_now", Mock(side_effect=Ended))
-    attempt, loop, _ = an_attempt(root, "hangs")
+    attempt, loop, _ = an_attempt(root, f"hangs-{place}")
+    run_lock.acquire(attempt._run_dir.lock, attempt._state.world)
     forever = threading.Event()
     loop.position.place, loop.saves.saving, loop.saves.saved.step = (5, 0, False, False), None, 3
     frozen = loop.frozen.return_value.__enter__ = Mock()
@@ -149,6 +151,7 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
     try:
         with pytest.raises(Ended):
             end.run(Fault("hung", "rank 0 is stuck"))
+        assert hanging.called and not attempt._run_dir.attempts.exists(), "it hung there"
     finally:
         forever.set()
     end.wait()  # so a main thread that failed by itself is not held up either

@@ -6,9 +6,9 @@ hashed, one of them commits. Who writes and commits what is agreed elsewhere, se
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -63,7 +63,7 @@ class FrozenState:
         try:
             return write_file(path, self._chunks(stripe, after_chunk), SYNC_BYTES)
         except Exception:
-            with contextlib.suppress(OSError):  # on a full disk it would take space that others need
+            with suppress(OSError):  # on a full disk it would take space that others need
                 path.unlink(missing_ok=True)
                 path.parent.rmdir()  # unless others write there
             raise
