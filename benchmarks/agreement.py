@@ -75,7 +75,7 @@ def _rank(rank: int, meeting: Path, repeats: int, results: multiprocessing.queue
     """The body of a rank's process."""
     import torch
 
-    from trainer.world.group import register_rank
+    from trainer.world.join import register_rank
     from trainer.world.signals import Signals
     from trainer.world.stop import Stop
     from trainer.world.world import World

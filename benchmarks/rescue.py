@@ -33,6 +33,7 @@ from trainer.checkpoint.frozen import FrozenState
 from trainer.checkpoint.store import CheckpointStore, FileEntry
 from trainer.checkpoint.stripes import Stripe, own_stripe
 from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo
+from trainer.world.seal import Seal
 from trainer.world.watchdog import Fault
 
 LIMIT = 1.5
@@ -144,7 +145,7 @@ def _write_plainly(state: object, store: CheckpointStore, rank: int, size: int) 
 
 def _rescue(state: object, store: CheckpointStore, folder: Path, rank: int, size: int, killed: bool) -> None:
     recorded = threading.Event()
-    rescue = Rescue(folder, rank, size + killed, recorded.is_set)
+    rescue = Rescue(folder, rank, size + killed, recorded.is_set, Seal(b"the same on every rank"))
     rescue.sign_in(Fault("failed", "a rank is gone", cause=False), began_step=True)
     rescue.start()
     frozen = _frozen(state, store, size)

@@ -46,7 +46,7 @@ from trainer.checkpoint.pack import load, map_tensors
 from trainer.checkpoint.restore import PIECE_BYTES, read_newest
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from trainer.world.group import register_rank
+from trainer.world.join import register_rank
 from trainer.world.world import World
 
 LIMIT = 1.2  # times the median of `read`

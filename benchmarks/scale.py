@@ -41,7 +41,8 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from trainer.cluster.merged_logs import MergedLogs
 from trainer.rundir import RunDir
-from trainer.world.group import register_rank
+from trainer.world.join import register_rank
+from trainer.world.seal import Seal
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Beat, Probes, Watchdog
@@ -213,11 +214,12 @@ def _ended(savers: list[CheckpointWriter]) -> None:
 def _rescue(folder: Path, size: int) -> dict[str, float]:
     """A round of the leader, which reads the files of all other survivors, and one of another survivor."""
     folder.mkdir(parents=True)
+    seal = Seal()
     holding = Holding((5000, 0, False, False), STATE, saved=False)
     for rank in range(1, size):
         fields = asdict(Survivor(rank, began_step=True, beat=1, frozen=True, holding=holding))
-        write_fields(folder / f"rank_{rank}.json", fields)
-    leader, other = (Rescue(folder, rank, size, lambda: False) for rank in (0, 1))
+        write_fields(folder / f"rank_{rank}.json", fields, seal)
+    leader, other = (Rescue(folder, rank, size, lambda: False, seal) for rank in (0, 1))
     taken = {}
     for name, one in (("rescue: the leader", leader), ("rescue: another rank", other)):
         one.sign_in(None, began_step=True)

@@ -35,7 +35,7 @@ from trainer.commands.verify import inspect
 from trainer.records.attempts import begin_attempt
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
-from trainer.world.group import is_peer_loss
+from trainer.world.peer_loss import is_peer_loss
 from trainer.world.signals import Signals
 from trainer.world.watchdog import Fault
 
@@ -279,7 +279,8 @@ def test_a_rank_saves_only_what_it_knows_to_be_whole(root: Path) -> None:
     folder = state.run_dir.rescues / state.world.attempt
     folder.mkdir(parents=True)
     better = Survivor(rank=0, frozen=True, holding=Holding((5, 0, False, False), 64, saved=False))
-    write_fields(folder / "rank_0.json", asdict(better))
+    assert state.group is not None
+    write_fields(folder / "rank_0.json", asdict(better), state.group.seal)
     end_by_fault(state).frozen.assert_not_called()
     (record,) = read_lines(state.run_dir.attempts)
     assert (record["end_step"], record["lost_steps"]) == (5, 2), "step 5 was done, step 3 is saved"

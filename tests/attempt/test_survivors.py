@@ -24,6 +24,7 @@ from trainer.checkpoint.frozen import FrozenState
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointError, CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo
+from trainer.world.seal import Seal
 from trainer.world.watchdog import Fault
 
 WORDS = 4096  # 8 bytes each
@@ -42,12 +43,15 @@ def state_of(step: int) -> dict[str, Any]:
     return {"position": {"step": step}, "weights": torch.arange(WORDS, dtype=torch.int64) * step}
 
 
+SEAL = Seal()
+
+
 class Survivor:
     """A surviving rank. It holds the whole state of `step`; with None it holds nothing."""
 
     def __init__(self, stage: Stage, rank: int, step: int | None, saved: bool = False) -> None:
         self.stage, self.rank, self.step, self.saved = stage, rank, step, saved
-        self.rescue = Rescue(stage.folder, rank, stage.size, lambda: bool(stage.recorded))
+        self.rescue = Rescue(stage.folder, rank, stage.size, lambda: bool(stage.recorded), SEAL)
         self.store = CheckpointStore(stage.store.folder)
         self.before: dict[str, Callable[[], None]] = {}  # what happens before it writes, commits or records
         self.written = 0  # parts
@@ -334,7 +338,11 @@ def test_two_leaders(stage: Callable[[int], Stage]) -> None:
     first.rescue._follow = follow  # type: ignore[method-assign]
     s.end()
     assert s.saved() == [8]
-    assert [read_fields(s.folder / f"leader_{term}.json") is not None for term in (0, 1, 2)] == [True, True, False]
+    assert [read_fields(s.folder / f"leader_{term}.json", SEAL) is not None for term in (0, 1, 2)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_files_that_appear_late(stage: Callable[[int], Stage], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +351,9 @@ def test_files_that_appear_late(stage: Callable[[int], Stage], monkeypatch: pyte
     s = stage(2)
     hidden, read = {"until": 10}, rescue_module.read_fields
 
-    def stale(path: Path) -> dict[str, Any] | None:
+    def stale(path: Path, seal: Seal) -> dict[str, Any] | None:
         hidden["until"] -= 1
-        return read(path) if hidden["until"] < 0 else None
+        return read(path, seal) if hidden["until"] < 0 else None
 
     monkeypatch.setattr(rescue_module, "read_fields", stale)
     s.survivor(0, 7)
@@ -477,9 +485,9 @@ def test_operations_at_many_ranks(stage: Callable[[int], Stage], monkeypatch: py
     reader = {"rank": 0}
     read = rescue_module.read_fields
 
-    def counting(path: Path) -> dict[str, Any] | None:
+    def counting(path: Path, seal: Seal) -> dict[str, Any] | None:
         reads[reader["rank"]] += 1
-        return read(path)
+        return read(path, seal)
 
     monkeypatch.setattr(rescue_module, "read_fields", counting)
     for rank in range(64):

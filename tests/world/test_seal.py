@@ -18,8 +18,9 @@ from tests.support.ranks import Attempt, fingerprint, reasons
 from tests.support.runs import config, undisturbed
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.world.group import _load_seal
-from trainer.world.seal import Seal, SealedStore, with_prefix
+from trainer.world.join import _load_seal
+from trainer.world.seal import Seal
+from trainer.world.sealed_store import SealedStore, with_prefix
 from trainer.world.signals import Signals
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Beat, Fault, Probes, Watchdog

@@ -221,7 +221,7 @@ class Attempt:
 
         Returns the record of the attempt.
         """
-        from trainer.world.group import is_peer_loss  # imports torch
+        from trainer.world.peer_loss import is_peer_loss  # imports torch
 
         printed_in_main = isinstance(error, ConfigError) and user_error.main_is_ours
         self._end_by_fault.main_thread_failed()

@@ -22,6 +22,7 @@ from trainer.attempt.rescuer import Rescuer
 from trainer.attempt.state import AttemptState
 from trainer.records.attempts import find_record
 from trainer.say import say
+from trainer.world.seal import Seal
 from trainer.world.watchdog import Fault
 
 # How long this rank stays in a rescue in which no survivor gets anything done, for example because the disk hangs.
@@ -131,7 +132,8 @@ class EndByFault:
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         world = state.world
         folder = state.run_dir.rescues / world.attempt
-        rescue = Rescue(folder, world.rank, world.size, lambda: find_record(state.run_dir, world) is not None)
+        seal = state.group.seal if state.group is not None else Seal()
+        rescue = Rescue(folder, world.rank, world.size, lambda: find_record(state.run_dir, world) is not None, seal)
         rescue.sign_in(self._own_failure, began_step=state.ticks > 0)
         self._rescue = rescue
         rescue.start()

@@ -42,6 +42,7 @@ from trainer.attempt.rescue_plan import (
     next_plan,
 )
 from trainer.say import say
+from trainer.world.seal import Seal
 from trainer.world.watchdog import Fault
 from trainer.world.world import World
 
@@ -71,9 +72,9 @@ class Rescue:
     `is_recorded` says whether the end of the attempt is recorded.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, is_recorded: Callable[[], bool]) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, is_recorded: Callable[[], bool], seal: Seal) -> None:
         self.round_s = max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * size)
-        self._folder, self._size, self._is_recorded = folder, size, is_recorded
+        self._folder, self._size, self._is_recorded, self._seal = folder, size, is_recorded, seal
         self._me = Survivor(rank)
         self._changed = threading.Condition()  # guards all fields of this object
         self._term = -1  # of the leader that this rank follows
@@ -149,7 +150,7 @@ class Rescue:
     def missing(self, plan: Plan) -> list[int]:
         """The ranks that have not signed in, not even after the plan was made."""
         absent = (rank for rank in range(self._size) if rank not in plan.present)
-        return [rank for rank in absent if read_survivor(self._folder, rank) is None]
+        return [rank for rank in absent if read_survivor(self._folder, rank, self._seal) is None]
 
     def close(self) -> None:
         """Stop the rounds."""
@@ -176,7 +177,7 @@ class Rescue:
             me = self._me = replace(self._me, beat=self._me.beat + 1)
         try:
             # First of all: a client of a network file system that changes a folder notices what others changed there.
-            write_fields(self._folder / f"rank_{me.rank}.json", asdict(me))
+            write_fields(self._folder / f"rank_{me.rank}.json", asdict(me), self._seal)
             self._refused = 0
         except OSError as error:
             self._refused += 1
@@ -194,12 +195,12 @@ class Rescue:
 
     def _follow(self) -> None:
         """Read the newest leader's file."""
-        while (board := read_board(self._folder, self._term + 1)) is not None:
+        while (board := read_board(self._folder, self._term + 1, self._seal)) is not None:
             self._term, self._roll = self._term + 1, None
             self._set_board(board)
         if self._roll is not None or self._term < 0:
             return
-        board = read_board(self._folder, self._term)
+        board = read_board(self._folder, self._term, self._seal)
         if board is None or board == self._board:
             self._silent += 1
         else:
@@ -214,7 +215,7 @@ class Rescue:
 
     def _lead(self, roll: Roll) -> None:
         """Read what all survivors say, and publish the plan that follows."""
-        found = [read_survivor(self._folder, rank) for rank in range(self._size)]
+        found = [read_survivor(self._folder, rank, self._seal) for rank in range(self._size)]
         plan = self.plan
         roll.observe([one for one in found if one is not None], plan)
         plan = next_plan(plan, roll, self._new_generation)
@@ -224,7 +225,7 @@ class Rescue:
         progress = sum(one.progress for one in roll.found.values())
         board = Board(self._me.rank, board.beat + 1, progress, plan, over)
         with contextlib.suppress(OSError):  # the next round tries again
-            write_fields(leader_file(self._folder, self._term), asdict(board))
+            write_fields(leader_file(self._folder, self._term), asdict(board), self._seal)
             self._set_board(board)
             if over:
                 self._end()
@@ -238,7 +239,7 @@ class Rescue:
         """Try to become the leader of this term, and continue with the plan of the one before."""
         mine = Board(self._me.rank, plan=self.plan)
         try:
-            write_fields(leader_file(self._folder, term), asdict(mine), new=True)
+            write_fields(leader_file(self._folder, term), asdict(mine), self._seal, new=True)
         except FileExistsError:
             self._term, self._silent = term, 0  # another rank leads; a file that stays unreadable ends its term
             return
@@ -268,18 +269,18 @@ def leader_file(folder: Path, term: int) -> Path:
     return folder / f"leader_{term}.json"
 
 
-def read_board(folder: Path, term: int) -> Board | None:
+def read_board(folder: Path, term: int, seal: Seal) -> Board | None:
     """What the leader of a term has published, None if nothing that can be read."""
-    fields = read_fields(leader_file(folder, term))
+    fields = read_fields(leader_file(folder, term), seal)
     with contextlib.suppress(TypeError, KeyError, AttributeError):
         if fields is not None:
             return Board(**{**fields, "plan": fields["plan"] and Plan.parse(fields["plan"])})
     return None
 
 
-def read_survivor(folder: Path, rank: int) -> Survivor | None:
+def read_survivor(folder: Path, rank: int, seal: Seal) -> Survivor | None:
     """The survivor with this rank, None if it has not signed in."""
-    fields = read_fields(folder / f"rank_{rank}.json")
+    fields = read_fields(folder / f"rank_{rank}.json", seal)
     with contextlib.suppress(TypeError, KeyError, AttributeError):
         if fields is not None and fields["rank"] == rank:
             return Survivor.parse(fields)
@@ -294,24 +295,30 @@ def has_begun(folder: Path) -> bool:
 # Every file of a rescue is written and read by these two.
 
 
-def write_fields(path: Path, fields: Mapping[str, Any], new: bool = False) -> None:
+def write_fields(path: Path, fields: Mapping[str, Any], seal: Seal, new: bool = False) -> None:
     """Write a file of a rescue, at once for any reader. Raises OSError, with `new` FileExistsError if it exists."""
-    text = json.dumps(fields)
+    line = seal.seal(_key(path), json.dumps(fields)) + b"\n"
     if new:
-        with path.open("x") as file:
-            file.write(text)
+        with path.open("xb") as file:
+            file.write(line)
         return
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
+    temporary.write_bytes(line)
     temporary.replace(path)
 
 
-def read_fields(path: Path) -> dict[str, Any] | None:
+def read_fields(path: Path, seal: Seal) -> dict[str, Any] | None:
     """What a file of a rescue says; None if there is none, or none that can be read."""
     with contextlib.suppress(OSError, ValueError):
-        fields = json.loads(path.read_text())
-        return fields if isinstance(fields, dict) else None
+        line = path.read_bytes()
+        if line.endswith(b"\n") and (text := seal.open(_key(path), line[:-1])) is not None:  # else half-written
+            fields = json.loads(text)
+            return fields if isinstance(fields, dict) else None
     return None
+
+
+def _key(path: Path) -> str:
+    return f"rescue/{path.name}"
 
 
 def explain(fault: Fault, plan: Plan, missing: list[int], world: World) -> str:

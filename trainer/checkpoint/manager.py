@@ -21,7 +21,8 @@ from trainer.observe.progress import Progress
 from trainer.records.attempt_record import read_ended_attempts
 from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
-from trainer.world.group import Group, PeerLost
+from trainer.world.group import Group
+from trainer.world.peer_loss import PeerLost
 from trainer.world.watchdog import Watchdog
 
 MAX_FAILED = 3  # saves in a row, before the attempt fails

@@ -45,7 +45,7 @@ from trainer.checkpoint.buffers import reusable_buffer
 from trainer.checkpoint.pack import Packed, serialized_structure
 from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, Manifest, fsync, shard_name
 from trainer.checkpoint.stripes import Stripe, own_stripe
-from trainer.world.seal import with_prefix
+from trainer.world.sealed_store import with_prefix
 
 # Bytes hashed and written at a time. `close` can interrupt a write after each of them, and a `FrozenState` needs a
 # buffer of this size instead of one as large as the state.

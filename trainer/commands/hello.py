@@ -69,7 +69,7 @@ def _hello(config: Config, show_variables: bool) -> int:
         os._exit(128 + number)  # not sys.exit: the main thread may be waiting in a collective
 
     signals.on_first(stop)
-    from trainer.world.group import is_peer_loss
+    from trainer.world.peer_loss import is_peer_loss
 
     try:
         return _meet_and_greet(config, world, meeting, show_variables)

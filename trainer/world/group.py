@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
-import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,36 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import first_line
 from trainer.say import say
-from trainer.world.address import connect_to_store, use_interface
-from trainer.world.seal import Seal, SealedStore
-from trainer.world.world import MeetingError, MixedDevices, World, hostname
+from trainer.world.address import use_interface
+from trainer.world.seal import Seal
+from trainer.world.sealed_store import SealedStore
+from trainer.world.world import MeetingError, MixedDevices, World
 
 # The nodes of one job start seconds apart, on a busy cluster up to a minute (a slow prolog, a cold file system). So the
 # ranks wait at least this long for each other, however short `launch.hang_timeout_s` is.
 MEETING_S = 60.0
 SLOW_MEETING_S = 30.0  # after this a rank logs which ranks it is waiting for
-# gloo has no type of its own: its errors are RuntimeErrors that begin with the place in its source that lost the peer.
-# Its checks of arguments begin with "[enforce fail at" instead.
-GLOO_PEER_LOSS = re.compile(r"\[\S*gloo/transport/\S+:\d+\] |Application timeout caused pair closure")
-# NCCL reports with one type that a peer is gone, and what is wrong with this rank's own GPU or call.
-NCCL_OWN_ERROR = re.compile("^nccl(UnhandledCudaError|InvalidArgument|InvalidUsage):", re.MULTILINE)
 # How long the ranks wait for each other in `Group.close`, when all the work is done.
 CLOSE_S = 10.0
-
-
-class PeerLost(RuntimeError):
-    """Another rank is gone."""
-
-
-def is_peer_loss(error: Exception) -> bool:
-    """Whether an error says only that a peer is gone. Then the peer's own error, if it had one, is what matters."""
-    if isinstance(error, dist.DistBackendError):
-        return not NCCL_OWN_ERROR.search(str(error))
-    if isinstance(error, (PeerLost, dist.DistError)):
-        return True
-    return isinstance(error, RuntimeError) and bool(GLOO_PEER_LOSS.match(str(error)))
 
 
 class Registration(TypedDict):
@@ -115,7 +95,7 @@ class Group:
         except RuntimeError as error:
             backend = self.backend
             raise MeetingError(
-                f"{self.world}: all ranks joined, but {backend} cannot connect them ({_first_line(error)}); nodes must "
+                f"{self.world}: all ranks joined, but {backend} cannot connect them ({first_line(error)}); nodes must "
                 f"accept connections from each other; {backend.upper()}_SOCKET_IFNAME chooses the network"
             ) from error
 
@@ -148,7 +128,7 @@ class Group:
 
     def _wait_for_all_ranks(self, timeout: timedelta) -> list[Registration]:
         """What each rank registered, in rank order. Raises MeetingError, which names the ranks that are missing."""
-        keys = [_registration_key(rank) for rank in range(self.world.size)]
+        keys = [registration_key(rank) for rank in range(self.world.size)]
         second_client = self.store.clone()  # a client serves one caller at a time
 
         def missing() -> str:
@@ -156,11 +136,11 @@ class Group:
             return ", ".join(f"rank {rank} on {self.world.host_of(rank)}" for rank in ranks)
 
         try:
-            with _log_if_slow(missing) if self.world.rank == 0 else contextlib.nullcontext():
+            with log_if_slow(missing) if self.world.rank == 0 else contextlib.nullcontext():
                 self.store.set_timeout(timeout)
                 return [json.loads(registration) for registration in self.store.multi_get(keys)]
         except dist.DistError as error:
-            why = f"rank 0 on {self.world.host_of(0)} is gone: {_first_line(error)}"
+            why = f"rank 0 on {self.world.host_of(0)} is gone: {first_line(error)}"
         with contextlib.suppress(dist.DistError):
             if names := missing():
                 why = f"{names} did not join within {timeout.seconds} s"
@@ -253,90 +233,8 @@ class Group:
             dist.destroy_process_group()
 
 
-def register_rank(
-    world: World,
-    device: torch.device,
-    backend: str,
-    address_file: Path,
-    timeout_s: float,
-    init_method: str | None = None,
-) -> Group:
-    """Connect to the store at which the ranks meet, and register this rank there. Does not wait for the other ranks:
-    `Group.connect` does. Collectives will run over `backend`, nccl or gloo.
-
-    As in `torch.distributed.init_process_group`, `init_method` says where rank 0 is found: `tcp://HOST:PORT`, `env://`
-    (MASTER_ADDR and MASTER_PORT), or `file://PATH`, a file in which rank 0 publishes the free port that it took and
-    every address of its host. The default is env:// where both variables are set, else file:// with `address_file`,
-    which belongs to this attempt alone. Beside it, and so on a disk that all ranks share, rank 0 leaves the secret of
-    the attempt's seal.
-
-    Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right, or when
-    another job or another process with the same rank is there.
-    """
-    if world.size == 1:
-        return Group(world, dist.HashStore(), device, backend)
-    _raise_open_files_limit()
-    _shorten_name_lookups()
-    seal, secret = Seal(), secret_file(address_file)
-    if world.rank == 0:
-        seal.save(secret)
-    timeout = meeting_timeout(timeout_s)
-    purpose = f"{address_file.parent.parent.name}, attempt {address_file.stem}, {world.size} ranks"
-    with _log_if_slow(lambda: f"rank 0 on {world.host_of(0)}"):
-        met = connect_to_store(world, purpose, address_file, init_method, timeout)
-    me = Registration(
-        host=hostname(),
-        pid=str(os.getpid()),
-        device=device.type,
-        backend=backend,
-        local_ip=met.local_ip,
-        rank_0_ip=met.rank_0_ip,
-    )
-    try:
-        if world.rank == 0:
-            met.store.set("purpose", purpose)
-            met.store.set("seal", seal.fingerprint)
-        if (other := met.store.get("purpose").decode()) != purpose:
-            raise ConfigError(
-                f"{world}: two jobs use {met.address}: this one ({purpose}) and another ({other}); give each its own "
-                "port, or none"
-            )
-        if world.rank:
-            seal = _load_seal(world, secret, met.store.get("seal").decode(), timeout)
-        mine, store = json.dumps(me), SealedStore(met.store, seal)
-        if (first := store.compare_set(_registration_key(world.rank), "", mine).decode()) != mine:
-            places = " and ".join(f"process {one['pid']} on {one['host']}" for one in (json.loads(first), me))
-            raise ConfigError(
-                f"{world}: two processes claim rank {world.rank}: {places}; give each process its own rank"
-            )
-    except dist.DistError as error:
-        raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} is gone: {_first_line(error)}") from error
-    files = [file for file in (secret, met.address_file) if file is not None and world.rank == 0]
-    return Group(world, met.store, device, backend, met.address, seal, files)
-
-
-def secret_file(address_file: Path) -> Path:
-    """Where rank 0 leaves the secret of the attempt's seal until all ranks have read it."""
-    return address_file.with_suffix(".key")
-
-
-def _load_seal(world: World, file: Path, fingerprint: str, timeout: timedelta) -> Seal:
-    """The seal that rank 0 has made. Raises MeetingError when this host does not see it in time."""
-    try:
-        seal = Seal.load(file, fingerprint, timeout)
-        why = "does this host see its disk, or was this rank started twice?"
-    except OSError as error:
-        seal, why = None, str(error.strerror)
-    if seal is None:
-        raise MeetingError(
-            f"{world}: rank 0 on {world.host_of(0)} left this attempt's secret in {file}, which {hostname()} did not "
-            f"find within {timeout.seconds} s: {why}"
-        )
-    return seal
-
-
 @contextlib.contextmanager
-def _log_if_slow(missing: Callable[[], str]) -> Iterator[None]:
+def log_if_slow(missing: Callable[[], str]) -> Iterator[None]:
     """Log which ranks this one is waiting for, long before it gives up."""
     timer = threading.Timer(SLOW_MEETING_S, lambda: say(f"still waiting for {missing()} after {SLOW_MEETING_S:.0f} s"))
     timer.daemon = True
@@ -347,33 +245,11 @@ def _log_if_slow(missing: Callable[[], str]) -> Iterator[None]:
         timer.cancel()
 
 
-def _raise_open_files_limit() -> None:
-    """Allow as many open files as the system does.
-
-    Each rank costs rank 0 seven connections, and every other rank one of gloo's. A shell's usual limit of 1,024 would
-    be too low for 150 ranks.
-    """
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _shorten_name_lookups() -> None:
-    """Limit each name server query to 1 s.
-
-    Torch's store looks up the name of each address that connects to it, in its only thread. A lost query would delay
-    all ranks by 5 s, a name server that is down by half a minute (resolv.conf(5)).
-    """
-    os.environ.setdefault("RES_OPTIONS", "timeout:1")
-
-
 def meeting_timeout(timeout_s: float) -> timedelta:
     """How long a rank waits for the others to join."""
     return timedelta(seconds=max(MEETING_S, timeout_s))
 
 
-def _registration_key(rank: int) -> str:
+def registration_key(rank: int) -> str:
+    """The key under which a rank registers."""
     return f"met/{rank}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
