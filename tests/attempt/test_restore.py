@@ -12,15 +12,23 @@ import pytest
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config, undisturbed
 from tests.support.waiting import DEADLINE_S
+from trainer.checkpoint import stripes
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
 OPTIONS = ("task=tests.support.tasks.Signalled", "checkpoint.every_steps=2")
 
 
+def a_file_per_rank() -> None:
+    """However small the state is."""
+    stripes.STRIPE_BYTES = 1
+
+
 def stopped_at_5(root: Path, name: str) -> RunDir:
     """A run of two ranks that has been stopped after step 5, with checkpoints of steps 2, 4 and 5."""
-    attempt = Attempt(config(root, name, 2, OPTIONS), {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 5 rank 0"})
+    attempt = Attempt(
+        config(root, name, 2, OPTIONS), {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 5 rank 0"}, before=a_file_per_rank
+    )
     attempt.wait()
     return attempt.run
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.checkpoint.test_writer import info_of, nothing, same
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.checkpoint import files, restore
+from trainer.checkpoint import files, restore, stripes
 from trainer.checkpoint.buffers import HostMemory
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.restore import SharedCheckpoint, read_newest, shares
@@ -121,6 +121,7 @@ def flip(store: CheckpointStore, step: int, name: str) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
+    monkeypatch.setattr(stripes, "STRIPE_BYTES", 1)  # so that each writer has a file
     monkeypatch.setattr(files, "READ_BYTES", 20_000)  # so that the files consist of several
     monkeypatch.setattr(restore, "PIECE_BYTES", 32_768)
     return CheckpointStore(tmp_path / "checkpoints")

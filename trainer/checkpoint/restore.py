@@ -41,6 +41,7 @@ from trainer.checkpoint.files import CheckpointError, read_files, reading_steps
 from trainer.checkpoint.pack import Layout, Scatter, empty_like, is_laid_out_as
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, skipped
 from trainer.world.group import Group
+from trainer.world.sealed_store import with_prefix
 
 PIECE_BYTES = 32 << 20  # that are sent at a time; a multiple of the page size
 # How long ranks wait for each other: a slow disk is not a fault, and the watchdog ends an attempt without progress.
@@ -155,7 +156,7 @@ def read_newest(
     Rank 0's `candidates` count, see `CheckpointStore.candidates`. Rank 0 calls `warn` with the reason for each damaged
     one that it skips. `advance` counts progress: a rank that is behind the others is one that they wait for.
     """
-    keys, rank = dist.PrefixStore("restore", group.store), group.world.rank
+    keys, rank = with_prefix("restore", group.store), group.world.rank
     for number in itertools.count():
         if rank == 0:
             candidate = next(candidates, None)

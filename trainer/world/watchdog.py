@@ -88,14 +88,12 @@ class Watchdog:
         self._phases = 0  # entered so far, and the progress within them
         self._compiling, self._where = False, ""
         self._probes = probes
-        self._timeout_s = hang_timeout_s
-        self._on_fault = on_fault
+        self._timeout_s, self._on_fault = hang_timeout_s, on_fault
         self._busy_s: Callable[[], float] = lambda: 0.0
         self._device = 0  # how far this rank's device has come
         self._store: dist.Store | None = None
         self._reports: dist.Store | None = None
-        self._round = 0
-        self._unanswered_s = 0.0
+        self._round, self._unanswered_s = 0, 0.0
         self._silent_s = [0.0] * probes.world().size  # each rank's silence, as rank 0 counts it
         self._ended: set[int] = set()  # ranks on rank 0's node whose processes have ended
         self._neighbours, self._process = LocalProcesses(), identity()
