@@ -27,6 +27,7 @@ from trainer.checkpoint.restore import SharedCheckpoint, read_newest, shares
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.world.group import Group
+from trainer.world.seal import Seal
 
 CPU = torch.device("cpu")
 
@@ -36,6 +37,7 @@ class Sent:
 
     def __init__(self, size: int) -> None:
         self.keys, self.barrier = dist.HashStore(), threading.Barrier(size, timeout=DEADLINE_S)
+        self.seal = Seal()
         self.source: Tensor | None = None
 
 
@@ -43,7 +45,7 @@ class ThreadGroup(Group):
     """One rank's group, whose collectives copy within this process."""
 
     def __init__(self, rank: int, size: int, sent: Sent) -> None:
-        super().__init__(a_world(rank, size), sent.keys, CPU)
+        super().__init__(a_world(rank, size), sent.keys, CPU, seal=sent.seal)
         self.sent = sent
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
