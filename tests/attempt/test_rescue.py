@@ -36,6 +36,7 @@ from trainer.records.attempts import begin_attempt
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 from trainer.world.peer_loss import is_peer_loss
+from trainer.world.seal import Seal
 from trainer.world.signals import Signals
 from trainer.world.watchdog import Fault
 
@@ -279,7 +280,7 @@ def test_a_rank_saves_only_what_it_knows_to_be_whole(root: Path) -> None:
     folder = state.run_dir.rescues / state.world.attempt
     folder.mkdir(parents=True)
     better = Survivor(rank=0, frozen=True, holding=Holding((5, 0, False, False), 64, saved=False))
-    assert state.group is not None
+    state.group = Mock(world=state.world, seal=Seal())
     write_fields(folder / "rank_0.json", asdict(better), state.group.seal)
     end_by_fault(state).frozen.assert_not_called()
     (record,) = read_lines(state.run_dir.attempts)

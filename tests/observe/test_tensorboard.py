@@ -32,6 +32,7 @@ from tests.support.curves import files, loaded, loader, on_disk
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt, reasons, train
 from tests.support.runs import FAULTY, config
+from tests.support.waiting import wait_until
 from trainer.observe import hparams, tensorboard
 from trainer.observe.tensorboard import TensorBoard
 from trainer.records.metrics import read_lines
@@ -53,9 +54,10 @@ def test_attempts_that_ended_in_different_ways(tmp_path: Path) -> None:
     killed = Attempt(drawn, {"LASTSTEP_TEST_FAULT": "sleep step 13 rank 0,1"})
     for rank in (0, 1):
         killed.wait_for("fault: sleep", rank)
+    run = killed.run
+    wait_until(lambda: [p[1] for p in on_disk(run)["train/loss"]][-1:] == [12], "step 12 is not in TensorBoard's files")
     killed.signal(signal.SIGKILL, 0, 1)
     killed.wait()
-    run = killed.run
     watching = loader(run)
     assert loaded(watching) == expected(run)
     lost = [(when, step) for when, step, _ in on_disk(run)["train/loss"] if step > 7]

@@ -56,7 +56,7 @@ def shell_check(run: RunDir) -> list[str]:
         f'        find -H {folder} {logs} {logs}/${{job:-$SLURM_JOB_ID}}_submitted.pkl -maxdepth 0 "${{unsafe[@]}}"',
         f'        find -H {code} {compiled} "${{unsafe[@]}}"',
         "    )",
-        '    [ -z "$found" ] && return',
+        '    [ -z "$found" ] && return 0',  # in a trap, a bare return has the status from before it
         "    echo \"[laststep] refused: others may write, or own, ${found%%$'\\n'*}; if you trust what is in it:"
         f' chmod -R go-w {folder}, and resume" >&2',
         "    return 1",

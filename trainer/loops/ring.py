@@ -33,7 +33,7 @@ class _Slot(Generic[Held]):
         # Around this rank's own work before the update: loading, and the passes that wait for no other rank.
         self.work_begin, self.work_end = queue.event(), queue.event()
         self.begin, self.end = queue.event(), queue.event()
-        self.worked = self.begun = self.ended = False
+        self.worked = self.counted = self.begun = self.ended = False
         self.held: Held | None = None  # None: nothing has been queued since, what the host holds is this state
 
 
@@ -66,7 +66,8 @@ class Ring(Generic[Held]):
         """From here on the step may wait for other ranks."""
         slot = self._slot(self._newest + 1)
         slot.work_end.record()
-        slot.worked = True
+        slot.worked, slot.counted = True, False
+        self._count(slot)
 
     def begin_update(self) -> None:
         """The state changes from here on. Once the ring is frozen this does not return."""
@@ -104,9 +105,14 @@ class Ring(Generic[Held]):
 
     def _await_end(self, slot: _Slot[Held]) -> None:
         slot.end.synchronize()
-        if slot.worked:
-            self.busy_s += slot.work_begin.elapsed_time(slot.work_end) / 1000
+        self._count(slot)
         slot.worked = False
+
+    def _count(self, slot: _Slot[Held]) -> None:
+        """Count the own work of a step once the device has done it, on a CPU at once."""
+        if slot.worked and not slot.counted and slot.work_end.query():
+            self.busy_s += slot.work_begin.elapsed_time(slot.work_end) / 1000
+            slot.counted = True
 
     # In any thread
 
