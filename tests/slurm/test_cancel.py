@@ -38,6 +38,7 @@ def test_another_run_has_the_id_now(user: User) -> None:
     comment = user.cluster.run("squeue", "-h", "-j", job, "-o", "%k")
     assert comment.startswith("for accounting laststep:"), "the user's own comment is kept"
     first = user.run("id-a")
+    user.cluster.wait_for(first.attempts.exists, DEADLINE_S, "the batch shell has not recorded the cancelled attempt")
     for file in (first.submissions, first.attempts):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps({**line, "job_id": job}) + "\n" for line in lines))

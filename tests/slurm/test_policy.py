@@ -46,8 +46,8 @@ def test_every_rank_is_killed(plain: User) -> None:
     plain.waits_for("killed", IN_EPOCH_2)
     plain.kills("killed", 0, 1)
     (lost,) = plain.waits_for_end("killed", "lost")
-    assert lost["end_step"] >= 50 and lost["end_step"] - lost["lost_steps"] == 40, "known from metrics.jsonl"
-    assert lost["lost_s"] > 0
+    assert lost["end_step"] - lost["lost_steps"] == 40, "known from metrics.jsonl, but for the last 0.1 s"
+    assert lost["end_step"] >= 45 and lost["lost_s"] > 0
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0 and "the attempt ended (lost), the run continues" in said
     assert "resuming after step 40" in said, "--follow streams through the requeue"

@@ -87,10 +87,12 @@ def a_loop(kind: str, settings: Config, closing: contextlib.ExitStack) -> Iterat
     context = AttemptContext(settings, run, group, stop, watch, StartupTimer(), closing)
     try:
         loop = TaskLoop(Doubling, context) if kind == "task" else make_custom_loop(doubling, context)
+        closing.callback(loop.tensorboard.end)  # its thread waits for minutes else
         loop.restore(None)
         yield loop
     finally:
         gc.unfreeze()  # the loop has frozen all objects of this process
+        closing.close()
         watch.close()
         stop.close()
         if dist.is_initialized():
