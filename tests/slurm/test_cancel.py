@@ -31,6 +31,8 @@ def test_another_run_has_the_id_now(user: User) -> None:
     """Slurm's ids began anew, and run B has the id that run A had. `cancel A` must not stop B, nor say that A was
     stopped; and A can be resumed."""
     user.types("--name", "id-a", *LONG, *IN_SETUP)
+    running = ("squeue", "-h", "-t", "RUNNING", "-j", user.job_of("id-a"))
+    user.cluster.wait_for(lambda: user.cluster.run(*running, check=False), DEADLINE_S, "id-a did not start")
     assert "cancelled before" in user.types("cancel", "id-a")
     user.types("--name", "id-b", *LONG, "launch.slurm.comment=for accounting")
     user.waits_for("id-b", "step 10/")
