@@ -23,8 +23,9 @@ from tests.slurm.user import User
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
 from tests.support.undisturbed import undisturbed_run
-from tests.support.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S, wait_until
 from trainer.config.config import Config
+from trainer.records.metrics import read_lines
 
 TWO_RANKS = ("--nodes", "2", *UNHURRIED)
 
@@ -43,7 +44,8 @@ def comes_back(user: User, name: str, words: Sequence[str] = UNHURRIED) -> dict[
 def test_every_rank_is_killed(plain: User) -> None:
     """After SIGKILL of all ranks only the batch shell is left to record the end and to request a requeue."""
     following = plain.begins(*TWO_RANKS, "--name", "killed", "--follow")
-    plain.waits_for("killed", IN_EPOCH_2)
+    metrics = plain.run("killed").metrics
+    wait_until(lambda: any(line["step"] >= 45 for line in read_lines(metrics)), "step 45 is not in metrics.jsonl")
     plain.kills("killed", 0, 1)
     (lost,) = plain.waits_for_end("killed", "lost")
     assert lost["end_step"] - lost["lost_steps"] == 40, "known from metrics.jsonl, but for the last 0.1 s"

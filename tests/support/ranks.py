@@ -5,6 +5,7 @@ They are forked from a server process that has imported torch, so that an attemp
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ from trainer.config.config import Config
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
+PRINT_STACKS = signal.SIGRTMIN
 _attempts = iter(range(1, 1 << 30))
 
 
@@ -71,8 +73,10 @@ class Attempt:
         deadline = time.monotonic() + DEADLINE_S
         for rank in self.ranks:
             rank.join(max(0.0, deadline - time.monotonic()))
-        if any(rank.is_alive() for rank in self.ranks):
-            for rank in self.ranks:
+        if left := [rank for rank in self.ranks if rank.is_alive()]:
+            for rank in left:
+                os.kill(rank.pid or 0, PRINT_STACKS)
+                rank.join(1)  # while it prints them
                 rank.kill()
             raise AssertionError(f"ranks did not end within {DEADLINE_S:.0f} s:\n{self.output()}")
         return [rank.exitcode or 0 for rank in self.ranks]
@@ -154,6 +158,7 @@ def _write_into(log: str) -> None:
 def _rank(config: Config, env: dict[str, str], log: str, before: Callable[[], None] | None) -> None:
     """The body of a rank's process."""
     _write_into(log)
+    faulthandler.register(PRINT_STACKS, file=2)
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch's compiler sets it in the server
     os.environ.update(env)
     import torch
