@@ -184,10 +184,13 @@ def test_local_ranks_that_are_not_up_yet(run: RunDir) -> None:
     assert status_of(run, EMPTY).state == "stopped"
 
 
-def test_the_folder_of_all_runs_cannot_be_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It is not the same as an empty one."""
+@pytest.mark.parametrize("words", [["status"], ["cancel", "scan-*"], ["verify", "scan-1"]])
+def test_the_folder_of_all_runs_cannot_be_read(
+    words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is not the same as an empty one: "no such run" would be a lie."""
     (tmp_path / "file").write_text("")
-    assert main(["status", f"launch.root={tmp_path / 'file'}"]) == 2
+    assert main([*words, f"launch.root={tmp_path / 'file'}"]) == 2
     assert capfd.readouterr().err == f"error: {tmp_path / 'file'}: cannot be read: Not a directory\n"
 
 

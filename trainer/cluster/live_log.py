@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +23,8 @@ BAR_EVERY_S = 0.5  # between two updates of the bar
 PROGRESS_EVERY_S = 0.25  # between two progress lines on a terminal
 OUR_MARK = b"[laststep "
 PROGRESS = re.compile(rb"\[laststep [\d:]+\] step \d+/\d+ ")
+# What a progress line leaves out on a narrow terminal, in this order. The bar below it shows most of it.
+GIVES_WAY = (b" left", b" samples/s", b"grad norm ", b"epoch ", b"lr ")
 
 
 class LiveLog:
@@ -39,7 +42,7 @@ class LiveLog:
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
             self._bar = Progress(*columns, transient=True)
             self._task = self._bar.add_task("", total=None)
-            self._filter = ProgressFilter()
+            self._filter = ProgressFilter(lambda: shutil.get_terminal_size().columns)
 
     def __enter__(self) -> LiveLog:
         if self._bar:
@@ -78,10 +81,12 @@ class ProgressFilter:
     """Drops progress lines ("step N/M ...") that follow each other too fast, and nothing else.
 
     The newest progress line is held back until it is due. It is printed sooner when any other line follows, so that
-    the lines stay in order, and at the end, so that the last one is always seen.
+    the lines stay in order, and at the end, so that the last one is always seen. A line that is wider than the
+    terminal's `columns` is shortened.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, columns: Callable[[], int]) -> None:
+        self._columns = columns
         self._partial = b""  # the beginning of a line of ours, which may become a progress line
         self._held = b""  # the newest progress line, if it was not printed
         self._printed_at = -PROGRESS_EVERY_S
@@ -103,14 +108,24 @@ class ProgressFilter:
 
     def rest(self) -> list[bytes]:
         """What is still held back, at the end of the run."""
-        rest = [line for line in (self._held, self._partial) if line]
-        self._held = self._partial = b""
+        rest = [*self._release(now=0.0), *([self._partial] if self._partial else [])]
+        self._partial = b""
         return rest
 
     def _release(self, now: float) -> Iterator[bytes]:
         if self._held:
             line, self._held, self._printed_at = self._held, b"", now
-            yield line
+            yield fitted(line, self._columns())
+
+
+def fitted(line: bytes, columns: int) -> bytes:
+    """A progress line without the fields that have no room in a terminal of this width."""
+    fields = line.rstrip(b"\n").split(b"  ")
+    for unit in GIVES_WAY:
+        if len(b"  ".join(fields)) <= columns:
+            break
+        fields = [field for field in fields if unit not in field]
+    return b"  ".join(fields) + b"\n"
 
 
 def _print(lines: Iterable[bytes]) -> None:

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +185,8 @@ def find_run(name: str, root: str) -> RunDir:
             return run
         if os.path.isdir(run.path) and not os.access(run.path, os.R_OK | os.X_OK):
             raise ConfigError(f"{name}: you may not read {run.path}; ask {run.path.owner()}")
+    names = sorted(run.name for run in all_runs(root))
     folder = Path(os.path.expanduser(root))
-    names = sorted(path.parent.name for path in folder.glob("*/config.yaml")) if os.path.isdir(folder) else []
     raise ConfigError(f"{name}: no such run in {folder}/; {nearest(name, names) if names else 'there is none yet'}")
 
 
@@ -207,8 +208,7 @@ def find_runs(names: Sequence[str], root: str, sweep: str | None = None) -> list
         if glob.escape(name) == name:
             runs = [find_run(name, root)]
         else:
-            paths = glob.glob(str(folder / name / "config.yaml"))
-            runs = [RunDir(Path(path).parent) for path in sorted(paths)]
+            runs = sorted((run for run in all_runs(root) if fnmatchcase(run.name, name)), key=lambda run: run.name)
         if not runs:
             raise ConfigError(f"{name}: matches no run in {folder}/")
         found.update({run.path: run for run in runs})
