@@ -33,6 +33,7 @@ from tests.support.project import PROJECT
 from tests.support.ranks import Attempt, reasons, train
 from tests.support.runs import FAULTY, config
 from tests.support.waiting import wait_until
+from trainer.checkpoint.store import CheckpointStore
 from trainer.observe import hparams, tensorboard
 from trainer.observe.tensorboard import TensorBoard
 from trainer.records.metrics import read_lines
@@ -56,6 +57,7 @@ def test_attempts_that_ended_in_different_ways(tmp_path: Path) -> None:
         killed.wait_for("fault: sleep", rank)
     run = killed.run
     wait_until(lambda: [p[1] for p in on_disk(run)["train/loss"]][-1:] == [12], "step 12 is not in TensorBoard's files")
+    wait_until(CheckpointStore(run.checkpoints).path(7).exists, "step 7 was not saved")
     killed.signal(signal.SIGKILL, 0, 1)
     killed.wait()
     watching = loader(run)

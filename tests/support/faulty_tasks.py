@@ -80,7 +80,7 @@ class Faulty(Classification):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.steps = -1  # the first call is the warm-up's
-        self.kind, _, place, _, ranks = os.environ.get("LASTSTEP_TEST_FAULT", "none step 0 rank 0").split()
+        self.kind, _, place, _, ranks = os.environ.get("LASTSTEP_TEST_FAULT", "none step 0 rank none").split()
         self.place = (int(place) - 1) * config.train.accumulate + 1
         self.here = str(detect_world().rank) in ranks.split(",")
 
