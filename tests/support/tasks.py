@@ -277,7 +277,7 @@ class Drawn(Faulty):
             self.metrics = file
             begin(file, count)
 
-        MetricsFile.begin = remember  # type: ignore[method-assign]
+        MetricsFile.begin = remember  # type: ignore[assignment, method-assign]
 
     def befall(self) -> None:
         self.await_curves()
