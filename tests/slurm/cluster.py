@@ -189,11 +189,12 @@ class Cluster:
         )
         if accounting:
             database = ("--no-defaults", f"--datadir={run}/db", "--user=root", "--innodb-log-file-size=8M")
-            install = self._daemon(
-                "mariadb-install-db", *database, "--skip-test-db", "--auth-root-authentication-method=normal"
-            )
+            root = ("--skip-test-db", "--auth-root-authentication-method=normal")
+            # One that starts removes the temporary tables of all others that it finds in TMPDIR.
+            temporary = {"TMPDIR": str(run)}
+            install = self._daemon("mariadb-install-db", *database, *root, env=temporary)
             self._until("mariadb-install-db", lambda: install.poll() == 0)
-            self._daemon("mariadbd", *database, f"--socket={run}/db/socket", "--skip-networking")
+            self._daemon("mariadbd", *database, f"--socket={run}/db/socket", "--skip-networking", env=temporary)
             self._until("mariadbd", (run / "db/socket").exists)
         self._until("munged", (run / "munge.socket").exists)
         if accounting:
