@@ -200,6 +200,14 @@ def test_submitted_after_the_queue_was_asked(run: RunDir) -> None:
     assert status_of(run, EMPTY).state == "queued"
 
 
+def test_its_id_is_another_jobs_at_once(run: RunDir) -> None:
+    """A job in the queue with this id and another run's tag is not this run's, however new that is: a run called queued
+    would have that job cancelled."""
+    write(run.submissions, {"job_id": "9", "time": NOW, "tag": "laststep:mine"})
+    queue = Queue(NOW, {"9": Job("RUNNING", "", None, NOW, OWNER, "name", "laststep:theirs")})
+    assert status_of(run, queue).state == "cancelled"
+
+
 def test_when_it_is_expected_to_start(run: RunDir) -> None:
     """Slurm's estimate for a waiting job; for a running one the same field is its start."""
     assert status_of(run, queued("PENDING", "Resources", NOW + 60)).starts_at == NOW + 60

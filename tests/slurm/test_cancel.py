@@ -68,7 +68,7 @@ def test_cancel_before_the_ranks_are_up(user: User) -> None:
     for words, names in ((("--sweep", "early"), array), (alone, alone)):
         said = user.types("cancel", *words)
         for name in names:
-            assert f"{name}: waiting: job " in said and f"{name}: cancelled before" in said, said
+            assert f"{name}: waiting for job " in said and f"{name}: cancelled before" in said, said
             assert state_of(user, name)[0] == "cancelled"
 
 
@@ -91,5 +91,5 @@ def test_cancel_while_training(user: User) -> None:
     user.types("--name", "training", *SLOW_STEPS, "train.max_steps=200")
     user.waits_for("training", "step 10/200")
     said = user.types("cancel", "training")
-    assert "training: waiting: the ranks of job " in said and "every step is kept" in said
+    assert "training: waiting for the ranks of job " in said and "every step is kept" in said
     assert accounted(user, user.job_of("training")).startswith("CANCELLED")

@@ -222,7 +222,7 @@ def _state(
             return "unknown", queue.problem
         if queue.unknown_owners and (uid := run.path.stat().st_uid) in queue.unknown_owners:
             return "unknown", f"this machine does not know the owner of the run, uid {uid}"
-        if newest and newest["time"] > queue.at - JUST_SUBMITTED_S:
+        if newest and newest["time"] > queue.at - JUST_SUBMITTED_S and job.id not in queue.jobs:  # else another's job
             return "queued", ""
     if last is None and (log := run.logs / f"{job.id}_0_log.out").exists():
         return "failed", f"job ended before its ranks began; see {log}"

@@ -94,7 +94,7 @@ class _Stop:
             self._request(status)
         if now >= self._reported_at + REPORT_S:
             waited = f" after {duration(now - self._began)}" if now >= self._began + REPORT_S else ""
-            self._say(f"{'still ' if waited else ''}waiting{waited}: {self._awaited(status)}")
+            self._say(f"{'still ' if waited else ''}waiting{waited} for {self._awaited(status)}")
             self._reported_at = now
 
     def _request(self, status: RunStatus) -> None:
@@ -146,9 +146,9 @@ class _Stop:
     def _awaited(self, status: RunStatus) -> str:
         job = status.job_id if status.job_id and status.job_id.startswith("local-") else f"job {status.job_id}"
         if status.state != "running":
-            return f"{job} is to leave the queue ({status.why or status.state})"
+            return f"{job} to leave the queue ({status.why or status.state})"
         at_once = f"; to end it at once: scancel {status.job_id}" if status.job_id and is_job_id(status.job_id) else ""
-        return f"the ranks of {job} finish step {(status.step or 0) + 1} and save it{at_once}"
+        return f"the ranks of {job} to finish step {(status.step or 0) + 1} and save it{at_once}"
 
     def _say(self, text: str) -> None:
         print(f"{self.run.name}: {text}", flush=True)
