@@ -23,7 +23,19 @@ from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
 LASTSTEP = "#!{python}\nimport sys\nfrom laststep import main\nsys.exit(main())\n"  # as pip writes it
-NOT_IN_A_CLONE = (".git", ".venv", ".slurm", ".*_cache", ".cache", ".hypothesis", "__pycache__", "runs", "data", "site")
+NOT_IN_A_CLONE = (
+    ".git",
+    ".venv",
+    ".slurm",
+    ".releases",
+    ".*_cache",
+    ".cache",
+    ".hypothesis",
+    "__pycache__",
+    "runs",
+    "data",
+    "site",
+)
 
 
 @dataclass(frozen=True)
