@@ -11,11 +11,11 @@ from trainer.config.config import Config
 from trainer.records.metrics import read_lines
 
 
-def attempt(root: Path, loop: str, ranks: int = 2) -> Attempt:
+def attempt(root: Path, loop: str, ranks: int = 2, *options: str) -> Attempt:
     """One attempt at a run of a function in tests/support/script_loops.py, which has ended."""
     place = [f"launch.root={root}", f"launch.name={loop}-{ranks}", f"launch.tasks_per_node={ranks}"]
     words = [f"task=tests.support.script_loops.{loop}", "device=cpu", "launch.hang_timeout_s=20"]
-    started = Attempt(Config.load(None, [*words, *place]))
+    started = Attempt(Config.load(None, [*words, *place, *options]))
     started.wait()
     return started
 
@@ -69,3 +69,21 @@ def test_another_backend(root: Path) -> None:
         ended.output().count("WARNING: init_process_group(backend=nccl): the ranks are connected by gloo already") == 1
     )
     assert "backend=cpu:gloo" not in ended.output()
+
+
+def test_a_rehearsal_that_fails(root: Path) -> None:
+    """The error comes from a pass that the script's author has not written: it says so, and how to do without."""
+    (record,) = read_lines(attempt(root, "opaque", 4).run.attempts)
+    for text in (
+        "the rehearsal failed",
+        "train.rehearsal=false",
+        "found no tensor that requires a gradient",
+    ):
+        assert text in record["error"]
+
+
+@pytest.mark.parametrize(("ranks", "option"), [(2, "train.rehearsal=true"), (4, "train.rehearsal=false")])
+def test_no_rehearsal(root: Path, ranks: int, option: str) -> None:
+    """Two ranks need none, as a sum of two is the same in either order; more can do without."""
+    ended = attempt(root, "opaque", ranks, f"launch.name=none-{ranks}", option)
+    assert steps(ended) == 2 and 'result {"passes": 2' in ended.output()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,6 +82,28 @@ def other_backend(run: Run) -> None:
     dist.init_process_group("nccl")
     dist.init_process_group("cpu:gloo,cuda:nccl")
     train(run, DistributedDataParallel(nn.Linear(2, 1)))
+
+
+class Opaque(nn.Linear):
+    """A model that returns an object of its own, in which nobody else finds tensors."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        Opaque.passes += 1
+        return SimpleNamespace(logits=super().forward(x))
+
+
+def opaque(run: Run) -> dict[str, float]:
+    """A script with that model; returns how often it was called."""
+    model = DistributedDataParallel(Opaque(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.restore(model=model, optimizer=optimizer)
+    for (x,) in run.steps(run.loader(TensorDataset(torch.ones(16, 2)), 8)):
+        optimizer.zero_grad()
+        model(x).logits.mean().backward()
+        optimizer.step()
+    return {"passes": Opaque.passes}
 
 
 def unwrapped(run: Run) -> None:
