@@ -294,6 +294,9 @@ class Settings:
     task: str = setting(
         "classification", "what to train: classification, or package.module.Name of your own Task class or function"
     )
+    args: dict[str, Any] = setting(
+        {}, "settings of your own for your task, e.g. args.width=64: a custom loop reads run.args.width"
+    )
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
