@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import io
 import re
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -53,6 +55,19 @@ def test_argparse() -> None:
     parser.add_argument("run")
     assert {"-f", "--follow", "--help"} <= compat.options_of(parser).keys()
     assert [action.dest for action in compat.positionals_of(parser)] == ["run"]
+
+
+def test_process_group_functions() -> None:
+    """Scripts find them in two modules, by signature and all, and torch's own are back afterwards."""
+    places, names = (dist, dist.distributed_c10d), ("init_process_group", "destroy_process_group")
+    before = [getattr(place, name) for place in places for name in names]
+    assert before[:2] == before[2:]
+    undo = compat.replace_group_functions(lambda *_: None, lambda *_: None)
+    during = [getattr(place, name) for place in places for name in names]
+    undo()
+    assert not set(before) & set(during)
+    assert {"backend", "rank", "world_size"} <= inspect.signature(during[0]).parameters.keys()
+    assert [getattr(place, name) for place in places for name in names] == before
 
 
 def test_editable_installs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ exception is torch's compiler, whose stand-in (attempt/compiler.py) has its own 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -177,6 +178,27 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     from torch.utils._pytree import tree_map
 
     return tree_map(function, tree)
+
+
+# --- torch: process groups
+
+
+def replace_group_functions(init: Callable[..., None], destroy: Callable[..., None]) -> Callable[[], None]:
+    """Replace torch.distributed's `init_process_group` and `destroy_process_group` in both modules that have them.
+
+    Call what this returns to put them back.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    def put(functions: dict[str, Callable[..., None]]) -> None:
+        for module in (dist, distributed_c10d):
+            vars(module).update(functions)
+
+    theirs = {"init_process_group": dist.init_process_group, "destroy_process_group": dist.destroy_process_group}
+    ours = zip(theirs.items(), (init, destroy))
+    put({name: functools.wraps(original)(replacement) for (name, original), replacement in ours})
+    return lambda: put(theirs)
 
 
 # --- torch: modules

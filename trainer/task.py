@@ -120,7 +120,14 @@ def find_task(config: Config) -> type[Task] | Callable[[Any], Any]:
     if not inspect.isfunction(found):
         raise ConfigError(f"task={config.task}: is neither a subclass of trainer.Task nor a function")
     try:
-        inspect.signature(found).bind(None)
+        inspect.signature(found).bind(*([None] if args_parameter(found) is None else [None, None]))
     except TypeError:
-        raise ConfigError(f"task={config.task}: must take one argument, the run: def {name}(run)") from None
+        raise ConfigError(f"task={config.task}: must take the run, and perhaps args: def {name}(run)") from None
     return found
+
+
+def args_parameter(function: Callable[..., Any]) -> inspect.Parameter | None:
+    """The second parameter of a function with its own training loop, if it is named args: its settings."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return positional[1] if len(positional) > 1 and positional[1].name == "args" else None

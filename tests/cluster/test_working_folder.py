@@ -124,7 +124,7 @@ MODULE = "from trainer import Task\nclass Lines(Task): ...\ndef main(run): ...\n
         (["task=pack.mine"], "task=pack.mine: is a module: name its Task class or function, e.g. pack.mine.Lines"),
         (["task=pack"], "task=pack: is a module: name its Task class or function"),
         (["task=pack.nothing"], "task=pack.nothing: pack has no nothing; there is none to choose from"),
-        (["task=mine.helper"], "task=mine.helper: must take one argument, the run: def helper(run)"),
+        (["task=mine.helper"], "task=mine.helper: must take the run, and perhaps args: def helper(run)"),
         (["task=__main__.Mine"], "task=__main__.Mine: the ranks cannot import a script or a notebook; move Mine to"),
     ],
 )

@@ -23,9 +23,11 @@ from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.task import find_task
 from trainer.world import nccl
+from trainer.world.exported import export_world, free_port
 from trainer.world.group import Group
 from trainer.world.join import join
 from trainer.world.launchers import WORKING_FOLDER
+from trainer.world.lent_group import lend_group
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Fault, Watchdog
 
@@ -82,6 +84,10 @@ def create_loop(
 ) -> Loop:
     """The loop around the configured Task or function."""
     context = AttemptContext(state.config, state.run_dir, group, stop, watchdog, phases, closing)
+    # Before the user's module is imported: it may read the variables, or import the functions, at its top.
+    port = group.broadcast_int("free port", free_port() if group.world.rank == 0 else None)
+    closing.callback(export_world(group.world, group.host, port or 0))
+    closing.callback(lend_group(group))
     task = find_task(state.config)
     if group.world.rank == 0 and group.world.launcher == "submitit-slurm":
         check_origin(state.config.task, state.config.task.rpartition(".")[0] or task.__module__, state.run_dir)

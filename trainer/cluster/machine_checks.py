@@ -28,6 +28,11 @@ def check_names(config: Config, search: Sequence[Path] = ()) -> None:
         if not may_make_optimizer(config.task, search):
             check_optimizer(config.optim)
         return
+    if config.args:
+        raise ConfigError(
+            f"args.{next(iter(config.args))}: task={config.task} does not read args; these are settings of a task of "
+            "your own"
+        )
     check_optimizer(config.optim)
     check_model_name(config.model.name)
     data = config.data

@@ -101,8 +101,8 @@ def _check_definition(path: str, name: str, tree: ast.Module) -> set[str]:
             names.update(assigned)
             if name in assigned:
                 _check_value(path, node.value, tree)
-        if isinstance(node, ast.FunctionDef) and node.name == name and not _takes_one(node):
-            raise ConfigError(f"task={path}: must take one argument, the run: def {name}(run)")
+        if isinstance(node, ast.FunctionDef) and node.name == name and not _takes_run(node):
+            raise ConfigError(f"task={path}: must take the run, and perhaps args: def {name}(run)")
         if isinstance(node, ast.ClassDef) and node.name == name and not _may_be_task(node):
             raise ConfigError(f"task={path}: is not a subclass of trainer.Task: class {name}(Task)")
     return names
@@ -136,7 +136,7 @@ def _candidates(tree: ast.Module) -> list[str]:
             methods = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
             if methods & HOOKS or any(base.endswith("Task") or base in tasks for base in bases):
                 tasks.append(node.name)
-        elif isinstance(node, ast.FunctionDef) and _takes_one(node) and node.args.args:
+        elif isinstance(node, ast.FunctionDef) and _takes_run(node) and node.args.args:
             first = node.args.args[0]
             if first.arg == "run" or (first.annotation and ast.unparse(first.annotation).strip("'\"").endswith("Run")):
                 tasks.append(node.name)
@@ -148,10 +148,12 @@ def _may_be_task(node: ast.ClassDef) -> bool:
     return bool(node.bases or node.keywords or node.decorator_list)
 
 
-def _takes_one(function: ast.FunctionDef) -> bool:
-    """Whether a function can be called with one argument. A decorated one passes: the decorator may change that."""
+def _takes_run(function: ast.FunctionDef) -> bool:
+    """Whether a function can be called with the run, and with its settings if its second parameter is named args. A
+    decorated one passes: the decorator may change that."""
     arguments = function.args
     positional = len(arguments.posonlyargs) + len(arguments.args)
     takes_any = positional >= 1 or arguments.vararg is not None
-    needs_more = positional - len(arguments.defaults) > 1 or None in arguments.kw_defaults
+    given = 1 + [each.arg for each in arguments.args[:2]][1:].count("args")
+    needs_more = positional - len(arguments.defaults) > given or None in arguments.kw_defaults
     return (takes_any and not needs_more) or bool(function.decorator_list)

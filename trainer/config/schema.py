@@ -141,6 +141,12 @@ class Train:
         "what to do when a loss or gradient is NaN or infinite: end the run, or skip the step",
         choices=("fail", "skip"),
     )
+    rehearsal: bool = setting(
+        True,
+        "custom loops on three or more ranks: process each attempt's first batch twice and undo the first pass, so "
+        "that DistributedDataParallel adds gradients in the same order in every attempt. false: the last bits of a "
+        "resumed run may differ",
+    )
     log_every: int = setting(10, "steps between progress lines; metrics.jsonl always has every step", least=1)
 
 
@@ -287,6 +293,9 @@ class Settings:
     )
     task: str = setting(
         "classification", "what to train: classification, or package.module.Name of your own Task class or function"
+    )
+    args: dict[str, Any] = setting(
+        {}, "settings of your own for your task, e.g. args.width=64: a custom loop reads run.args.width"
     )
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

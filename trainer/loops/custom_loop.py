@@ -11,6 +11,7 @@ from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, Phase
 from trainer.loops.logged import as_numbers
 from trainer.loops.loop import AttemptContext
+from trainer.loops.rehearsal import rehearse
 from trainer.loops.user_loaders import UserLoaders
 from trainer.say import counted
 
@@ -24,25 +25,33 @@ class CustomLoop(CustomSteps):
 
     def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext) -> None:
         super().__init__(context)
-        self.function = function
+        self.function, self.run_dir = function, context.run
         self.loaders = UserLoaders(self.group, self.config.task)
         self._function_epoch, self._epochs = 0, 1  # the epoch the function is in (from 0), and their number
         self._steps_seed = seed_of("steps", self.config.seed, self.rank)
         self.group.connect_alone()
 
-    def register(self, objects: Mapping[str, Any]) -> None:
-        """Hold the state of these objects from now on, and load what the checkpoint has of them."""
+    def register(self, objects: Mapping[str, Any], averages_gradients: bool = False) -> None:
+        """Hold the state of these objects from now on, and load what the checkpoint has of them.
+
+        `averages_gradients`: the function does so itself, without DistributedDataParallel.
+        """
         if self.phase is not Phase.SETUP:
             raise self._misuse("run.restore(...) twice; register everything at once")
         self.startup.done("data and model")
         self.watch.enter("restoring")
         registered = self._held.register(objects)
         self._move(Event.RESTORE)
-        if self.size > 1 and not registered.parallel:
-            self.progress.say(
-                "WARNING: run.restore(...) has no DistributedDataParallel; register that, not the module inside it, or "
-                "the last bits of a resumed run may differ"
+        if self.size > 1 and not averages_gradients and (unaveraged := registered.unaveraged()):
+            raise ConfigError(
+                f"run.restore({unaveraged[0]}=...): updates parameters of no registered DistributedDataParallel, so "
+                f"nothing averages their gradients over the {self.size} ranks. Register the DistributedDataParallel "
+                "itself, not the module inside it; or, if the loop averages them, set run.averages_gradients = True "
+                "before run.restore(...)"
             )
+        if self.size > 2 and self.config.train.rehearsal:  # a sum of two is the same in either order
+            for module, ddp in registered.parallel:
+                rehearse(module, ddp, self.group.device)
         for optimizer in registered.optimizers:
             optimizer.register_step_pre_hook(self._before_update)
         self._held.restore()
@@ -120,7 +129,9 @@ class CustomLoop(CustomSteps):
         except LeaveFunction:
             return False
         except SystemExit as error:
-            raise RuntimeError(f"task={self.config.task}: called sys.exit({error.code})") from error
+            if error.code not in (None, 0):
+                raise RuntimeError(f"task={self.config.task}: called sys.exit({error.code})") from error
+            result = None
         finally:
             self.loaders.close()
         if self.saves.last:  # the function has caught LeaveFunction

@@ -18,7 +18,6 @@ from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.config.errors import ConfigError
 from trainer.loops.buffers import Buffers, Committed
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
-from trainer.loops.rehearsal import rehearse
 from trainer.optim.build import load_optimizer, loads_in_place
 from trainer.world.group import Group
 
@@ -42,13 +41,21 @@ class Registered:
         modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
         self._copied = [name for name, registered in objects.items() if not isinstance(registered, TORCH_TYPES)]
         self._copies: State = {}
-        parallel = [(module, ddp) for module in modules if (ddp := _ddp_of(module))]
-        for module, ddp in parallel:
+        self.parallel = [(module, ddp) for module in modules if (ddp := _ddp_of(module))]
+        for _, ddp in self.parallel:
             ddp.broadcast_buffers = False  # `sync_buffers` does it, at the end of a step instead of its beginning
-            rehearse(module, ddp, group.device)
-        self.parallel = bool(parallel)  # whether DistributedDataParallel averages the gradients
         self._buffers = Buffers(nn.ModuleList(map(_unwrapped, modules)), group, row)
         self.snapshot()
+
+    def unaveraged(self) -> list[str]:
+        """The optimizers with a parameter whose gradient no registered DistributedDataParallel averages."""
+        averaged = {id(parameter) for _, ddp in self.parallel for parameter in ddp.parameters()}
+        return [
+            name
+            for name, registered in self._objects.items()
+            if isinstance(registered, Optimizer)
+            and any(p.requires_grad and id(p) not in averaged for g in registered.param_groups for p in g["params"])
+        ]
 
     def sync_buffers(self) -> None:
         """Receive rank 0's buffers, and its row of the values that the step has logged. A collective."""

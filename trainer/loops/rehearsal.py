@@ -4,7 +4,7 @@ attempt.
 DDP changes the layout of its gradient buckets after its first backward pass, and with three ranks or more the order of
 a sum depends on the layout. A resumed run would take one step with the first layout that the undisturbed run took with
 the second. So in every attempt the first forward pass is preceded by one on the same batch, whose backward pass sends
-zeros.
+zeros. One and two ranks need none: a sum of two is the same in either order.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.compat import tree_leaves, tree_map
+from trainer.world.peer_loss import is_peer_loss
+
+FAILED = (
+    "the rehearsal failed: with three or more ranks, a custom loop's first batch goes through the model once more in "
+    "advance, forward and backward, with the error above. If the model does not allow that, train.rehearsal=false "
+    "leaves it out; the last bits of a resumed run may then differ"
+)
 
 
 def rehearse(module: nn.Module, ddp: DistributedDataParallel, device: torch.device) -> None:
@@ -26,7 +33,12 @@ def rehearse(module: nn.Module, ddp: DistributedDataParallel, device: torch.devi
     def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
             hook.remove()
-            _rehearse(module, ddp, device, args, kwargs)
+            try:
+                _rehearse(module, ddp, device, args, kwargs)
+            except Exception as error:
+                if is_peer_loss(error):
+                    raise
+                raise RuntimeError(FAILED) from error
 
     hook = module.register_forward_pre_hook(before_forward, with_kwargs=True)
 
@@ -43,6 +55,8 @@ def _rehearse(
         args, kwargs = tree_map(_copy, (args, kwargs))
         outputs = [leaf for leaf in tree_leaves(module(*args, **kwargs)) if isinstance(leaf, Tensor)]
         differentiable = [output for output in outputs if output.requires_grad]
+        if not differentiable:
+            raise TypeError("found no tensor that requires a gradient in what the model returned")
         torch.autograd.backward(differentiable, [torch.zeros_like(output) for output in differentiable])
     ddp.require_backward_grad_sync = syncs
     random.setstate(generators[0])

@@ -10,6 +10,7 @@ from trainer.data.loader import LoaderFactory, StepLoader
 from trainer.data.order import Order
 from trainer.loops.custom_loop import CustomLoop
 from trainer.loops.loop import AttemptContext
+from trainer.loops.user_args import user_args
 
 
 class Run:
@@ -37,15 +38,36 @@ class Run:
     The function returns the run's result, a dict of numbers. If it returns nothing, the result is what the last epoch
     has logged. docs/custom-loops.md lists the rules that such a loop must follow.
 
-    Attributes: `rank`, `size` (number of ranks), `local_rank`, `device` (this rank's torch.device), `config`.
+    torch.distributed is initialised, and RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    are set as torchrun sets them: `init_process_group()` and `destroy_process_group()` of your script do nothing.
+
+    Settings of your own are `args.NAME=VALUE` in the configuration and on the command line, and `run.args.NAME` here.
+    With a second parameter named `args`, annotated with a dataclass of yours, they are checked against its fields:
+
+        @dataclass
+        class Args:
+            width: int = 64
+
+        def main(run, args: Args):
+            ...
+
+    Attributes: `rank`, `size` (number of ranks), `local_rank`, `local_size` (number of ranks on this node), `device`
+    (this rank's torch.device), `config`, `args`, `name` and `folder` (the run's name, and the path of its folder). One
+    is for you to set: with several ranks, DistributedDataParallel must be among the registered objects. Set
+    `run.averages_gradients = True` before `run.restore(...)` if the loop averages the gradients itself.
     """
 
-    def __init__(self, loop: CustomLoop) -> None:
+    averages_gradients = False
+
+    def __init__(self, loop: CustomLoop, args: Any) -> None:
         self._loop = loop
+        self.args = args
         world = loop.group.world
-        self.rank, self.size, self.local_rank = world.rank, world.size, world.local_rank
+        self.rank, self.size = world.rank, world.size
+        self.local_rank, self.local_size = world.local_rank, world.local_size
         self.device = loop.group.device
         self.config = loop.config
+        self.name, self.folder = loop.run_dir.name, loop.run_dir.path
 
     @property
     def step(self) -> int:
@@ -84,10 +106,10 @@ class Run:
 
         Call this once, before the first step. Each object has state_dict() and load_state_dict(), or is a dict, and its
         state must be the same on every rank. At least one is an optimizer. Register the DistributedDataParallel, not
-        the model inside it. Raises ConfigError for an object that cannot be stored, and for a checkpoint that does not
-        fit the objects.
+        the model inside it. Raises ConfigError for an object that cannot be stored, for a checkpoint that does not fit
+        the objects, and where nothing averages the gradients of several ranks (see `averages_gradients`).
         """
-        self._loop.register(objects)
+        self._loop.register(objects, self.averages_gradients)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs, from 0, that are left of `count`. The first of them may be half done."""
@@ -120,6 +142,7 @@ class Run:
         self._loop.log(values)
 
 
-def make_custom_loop(function: Callable[[Run], Any], context: AttemptContext) -> CustomLoop:
-    """The loop around a function that has its own training loop."""
-    return CustomLoop(lambda loop: function(Run(loop)), context)
+def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> CustomLoop:
+    """The loop around a function that has its own training loop. Raises ConfigError for args that do not fit it."""
+    args, takes_args = user_args(function, context.config.args)
+    return CustomLoop(lambda loop: function(Run(loop, args), *([args] if takes_args else [])), context)

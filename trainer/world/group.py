@@ -111,9 +111,14 @@ class Group:
         if odd:
             raise MixedDevices(f"{', '.join(odd)}; the others train on {usual['device']} with {usual['backend']}")
 
+    @property
+    def host(self) -> str:
+        """Rank 0's host, as this rank reaches it."""
+        return self.address.rpartition(":")[0] or "127.0.0.1"
+
     def connect_alone(self) -> None:
         """Set up collectives in a world of one rank too, for code that uses torch.distributed directly."""
-        if self.world.size == 1:
+        if self.world.size == 1 and not dist.is_initialized():
             self._init_process_group(meeting_timeout(0.0))
 
     def _init_process_group(self, timeout: timedelta) -> None:

@@ -16,6 +16,7 @@ from typing import ClassVar
 from submitit import JobEnvironment
 
 from trainer.config.errors import ConfigError
+from trainer.world.exported import forget_exported
 from trainer.world.slurm_environment import Env, read_int, slurm_job, step_task_hosts, step_tasks_per_node
 from trainer.world.world import World, hostname
 
@@ -243,6 +244,7 @@ def detect_world() -> World:
 
     Raises ConfigError when two launchers disagree, or when a variable is missing or not a number.
     """
+    forget_exported()
     if het_size := os.environ.get("SLURM_HET_SIZE"):
         raise ConfigError(f"SLURM_HET_SIZE={het_size}: a run cannot be a heterogeneous job; all its nodes are alike")
     launcher = next(launcher for launcher in LAUNCHERS if launcher.started(os.environ))

@@ -1,0 +1,115 @@
+"""A custom loop's own settings: free, or checked against a dataclass before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.loops.user_args import user_args
+
+if TYPE_CHECKING:
+    from trainer import Run
+
+
+@dataclass(frozen=True)
+class Head:
+    """A part of the settings."""
+
+    width: int = 8
+
+
+@dataclass(frozen=True)
+class Args:
+    """Settings as a user may write them."""
+
+    epochs: int
+    name: str = "first"
+    rates: list[float] = field(default_factory=lambda: [0.1])
+    head: Head = field(default_factory=Head)
+    warmup: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.epochs > 100:
+            raise ValueError("more than 100 epochs")
+
+
+def free(run: Run) -> None:
+    """A loop that reads run.args."""
+
+
+def takes(run: Run, args: Any = None) -> None:
+    """The same, as a second argument."""
+
+
+def checked(run: Run, args: Args) -> None:
+    """A loop with a dataclass. Run is not imported at run time."""
+
+
+def untyped(run: Run, args: dict[str, int]) -> None:
+    """No dataclass."""
+
+
+def missing(run: Run, args: Nowhere) -> None:  # type: ignore[name-defined]  # noqa: F821
+    """A class that is not there."""
+
+
+def unrelated(run: Run, debug: bool = False) -> None:
+    """A second parameter that is not ours."""
+
+
+def settings(function: Any, *words: str) -> Any:
+    """What the function gets."""
+    return user_args(function, Config.load(None, words).args)[0]
+
+
+def test_free() -> None:
+    """As attributes, nested; one that is not set names the key, unless there is a default for it."""
+    assert settings(untyped, "args.lr=1").lr == 1
+    args = settings(free, "args.lr=0.5", "args.head.width=3", "args.name='1.10'", "args.tags=[a,b]")
+    assert (args.lr, args.head.width, args.name, args.tags) == (0.5, 3, "1.10", ["a", "b"])
+    with pytest.raises(ConfigError, match=r"args\.width: not set; give it a value, as in args\.width=1"):
+        args.width  # noqa: B018
+    assert getattr(args, "width", 4) == 4 and not hasattr(args, "width")
+
+
+def test_a_dataclass() -> None:
+    """Values have the types of their fields."""
+    args = settings(checked, "args.epochs=3", "args.head={width: 5}", "args.rates=[1]")
+    assert args == Args(epochs=3, head=Head(5), rates=[1.0])
+    assert isinstance(args.rates[0], float)
+
+
+@pytest.mark.parametrize(("function", "second"), [(free, False), (unrelated, False), (takes, True), (checked, True)])
+def test_who_gets_them(function: Any, second: bool) -> None:
+    """A parameter that is named otherwise is the function's own affair."""
+    assert user_args(function, {"epochs": 1})[1] is second
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "message"),
+    [
+        (checked, ["args.epoch=3"], "args.epoch: Args has no such field; did you mean epochs?"),
+        (
+            checked,
+            ["args.epochs=3", "args.head.widht=1"],
+            "args.head.widht: Args has no such field; did you mean head.w",
+        ),
+        (
+            checked,
+            ["args.epochs=many"],
+            "args.epochs=many: Value 'many' of type 'str' could not be converted to Integer",
+        ),
+        (checked, [], "args.epochs: not set, and Args has no default for it"),
+        (checked, ["args.epochs=101"], "args: Args refuses them: more than 100 epochs"),
+        (missing, [], "def missing(run, args: Nowhere): its module has no such class when it is run"),
+    ],
+)
+def test_refused(function: Any, words: list[str], message: str) -> None:
+    """A typo in the name of a setting would else train with its default."""
+    with pytest.raises(ConfigError) as error:
+        settings(function, *words)
+    assert message in str(error.value)
