@@ -233,6 +233,20 @@ def test_loader_workers() -> None:
     assert compat.worker_processes(iter([])) == []
 
 
+def test_open_iterations() -> None:
+    """An iteration over a DataLoader that goes on from turn to turn is found, and one that has ended is not."""
+    loader: DataLoader[int] = DataLoader(range(3))  # type: ignore[arg-type]
+    going, ended = iter(loader), iter(loader)
+    next(going), list(ended)
+    assert compat.open_iterations([going, ended, loader, 1]) == [(going, loader.dataset, 1)]
+
+
+def test_views() -> None:
+    """A slice of a batch is known as part of that batch."""
+    batch = torch.ones(3)
+    assert compat.viewed(batch[:2]) is batch and compat.viewed(batch) is None
+
+
 def test_collating() -> None:
     """A batch of encoded images is a list; torch would refuse their type."""
 

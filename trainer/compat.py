@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -166,6 +166,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def viewed(tensor: Tensor) -> Tensor | None:
+    """The tensor of which this one is a view."""
+    return tensor._base
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """The leaves of nested lists, tuples and dictionaries."""
     from torch.utils._pytree import tree_leaves
@@ -268,6 +273,26 @@ def worker_processes(iterator: Any) -> list[Any]:
 def shut_down_workers(iterator: Any) -> None:
     """End the workers of an iteration over a DataLoader, as torch does when it drops the iterator."""
     iterator._shutdown_workers()
+
+
+def open_iterations(objects: Iterable[Any]) -> list[tuple[Any, Any, int]]:
+    """The unfinished iterations over DataLoaders among these objects: each with its data set, and how many batches it
+    has given. Without those over persistent workers, which the loader keeps."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    iterations = [each for each in objects if issubclass(type(each), _BaseDataLoaderIter)]
+    return [
+        (each, each._dataset, each._num_yielded)
+        for each in iterations
+        if not each._persistent_workers and each._num_yielded < _length(each)
+    ]
+
+
+def _length(iteration: Any) -> float:
+    try:
+        return len(iteration)
+    except (TypeError, NotImplementedError):
+        return float("inf")
 
 
 def collate_as_list(kind: type) -> None:

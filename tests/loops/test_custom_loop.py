@@ -132,17 +132,18 @@ def careless(root: Path, name: str, ranks: int, wrong: str) -> Attempt:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("no restore", "call run.restore(...) before run.steps(...)"),
+        ("no restore", "call run.restore(model=model, optimizer=optimizer, ...) before run.steps(...)"),
         ("no optimizer", "run.restore(): register the optimizer too"),
         ("no state", "run.restore(best=...): a float has no state_dict() and load_state_dict(), and is no dict"),
         ("strange state", "run.restore(best=...): its state cannot be stored: "),
-        ("loader", "run.steps(...) takes what run.loader(...) gave"),
+        ("loader", "run.steps(...) takes what run.loader(...) gave, not a DataLoader: write `loader = run.loader("),
         ("batch size", "run.loader(batch_size=3): not divisible by 2 ranks"),
-        ("twice", "run.steps(...) twice in an epoch; put `for epoch in run.epochs(n)` around it"),
+        ("twice", "run.steps(...) twice in an epoch: put `for epoch in run.epochs(n):` around one loop over run.steps"),
         ("log", "run.log(loss=...): must be a number, or a tensor of one element"),
         ("uneven", "run.validation(...) needs as many batches on every rank, not [3, 4]"),
         ("result", "must return a dict of numbers, or nothing"),
         ("nan", "step 1: the loss is not finite"),
+        ("differs", "differs between ranks at step 4: best.loss (rank 1 against rank 0)"),
     ],
 )
 def test_misuse_is_reported(root: Path, wrong: str, message: str) -> None:

@@ -161,11 +161,15 @@ def careless(run: Run) -> Any:
     things = {"model": model, "optimizer": optimizer}
     more: dict[str, Any] = {"names": {"teacher": model}}
     more |= {"no state": {"best": 0.5}, "strange state": {"best": {"of": Meter()}}}
+    best: dict[str, Any] = {"loss": 0.5, "hits": torch.ones(3)}
+    more["differs"] = {"best": best}
     if wrong == "no optimizer":
         del things["optimizer"]
     if wrong != "no restore":
         run.restore(**things, **more.get(wrong or "", {}))
     for _ in run.epochs(2):
+        if wrong == "differs":
+            best["loss"] += run.rank
         for (x,) in run.steps(DataLoader([]) if wrong == "loader" else loader):  # type: ignore[arg-type]
             loss = model(x).square().mean()
             optimizer.zero_grad()

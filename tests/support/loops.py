@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,12 @@ def doubling(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def a_loop(kind: str, settings: Config, closing: contextlib.ExitStack) -> Iterator[Loop]:
-    """A loop in this process, restored."""
+def a_loop(
+    kind: str, settings: Config, closing: contextlib.ExitStack, function: Callable[[Run], Any] = doubling
+) -> Iterator[Loop]:
+    """A loop in this process, restored. `function` is what a custom one calls."""
     run = RunDir(Path(settings.launch.root) / str(settings.launch.name))
-    run.path.mkdir(parents=True)
+    run.path.mkdir(parents=True, exist_ok=True)
     world = a_world()
     device = set_up_device(settings, world)
     group = Group(world, dist.HashStore(), device, "gloo" if device.type == "cpu" else "nccl")
@@ -86,7 +88,7 @@ def a_loop(kind: str, settings: Config, closing: contextlib.ExitStack) -> Iterat
     stop = Stop(world, group.store, signals, lambda why: None)
     context = AttemptContext(settings, run, group, stop, watch, StartupTimer(), closing)
     try:
-        loop = TaskLoop(Doubling, context) if kind == "task" else make_custom_loop(doubling, context)
+        loop = TaskLoop(Doubling, context) if kind == "task" else make_custom_loop(function, context)
         closing.callback(loop.tensorboard.end)  # its thread waits for minutes else
         loop.restore(None)
         yield loop
@@ -97,6 +99,16 @@ def a_loop(kind: str, settings: Config, closing: contextlib.ExitStack) -> Iterat
         stop.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def run_function(function: Callable[[Run], Any], root: Path, name: str, *options: str) -> RunDir:
+    """A run of one rank whose loop is this function, from its newest checkpoint to its end."""
+    with (
+        contextlib.ExitStack() as closing,
+        a_loop("custom", settings_of(root, name, *options), closing, function) as loop,
+    ):
+        loop.run()
+    return RunDir(root / name)
 
 
 def settings_of(root: Path, name: str, *options: str) -> Config:

@@ -178,6 +178,11 @@ class _BatchDataset(Dataset[Any]):
         return self.collate(samples)
 
 
+def is_ours(dataset: Any) -> bool:
+    """Whether this is the data set of a DataLoader that a LoaderFactory has made."""
+    return isinstance(dataset, _BatchDataset)
+
+
 class _MemoryBatches:
     """Batches of a data set in memory. Each is indexed as a whole, on the device, without loading single samples."""
 
@@ -237,6 +242,22 @@ class StepLoader:
         """Steps per epoch."""
         return self.order.steps_per_epoch
 
+    @property
+    def batch_size(self) -> int:
+        """Samples per step over all ranks; a short last batch has fewer."""
+        return self.order.batch_size
+
+    def samples(self, step: int) -> int:
+        """The samples of `step` over all ranks."""
+        return self.order.count(step)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises ConfigError: only run.steps(...) knows which batch is next."""
+        raise ConfigError(
+            "a loader that run.loader(...) gave is not iterated itself: write `for batch in run.steps(loader)`, or for "
+            "a second loader `more = run.batches(loader)` before that loop and `next(more)` in it"
+        )
+
     def batches(self, first: int, steps: int) -> Iterator[Any]:
         """The batches of `steps` steps, the first of which is step `first`."""
         self._keys.steps = range(first, first + steps)
@@ -245,6 +266,25 @@ class StepLoader:
     def close(self) -> None:
         """End the worker processes."""
         self._loader.close()
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """In place of a StepLoader, for a loop that draws its own batches: an epoch of `count` steps, by their numbers."""
+
+    count: int
+    batch_size: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def samples(self, step: int) -> int:
+        """The samples of `step` over all ranks."""
+        return self.batch_size
+
+    def batches(self, first: int, steps: int) -> Iterator[int]:
+        """The numbers of `steps` steps, the first of which is step `first`."""
+        return iter(range(first, first + steps))
 
 
 @dataclass(frozen=True)

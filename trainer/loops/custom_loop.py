@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from trainer.config.errors import ConfigError
-from trainer.data.loader import StepLoader, end_workers
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from trainer.data.loader import StepLoader, StepNumbers, end_workers
 from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, Phase
 from trainer.loops.logged import as_numbers
 from trainer.loops.loop import AttemptContext
 from trainer.loops.rehearsal import rehearse
+from trainer.loops.turn_checks import TurnChecks
 from trainer.loops.user_loaders import UserLoaders
 from trainer.say import counted
+
+NEEDED = (
+    "write run.restore(model=model, optimizer=optimizer, ...) before the loop, and `for batch in run.steps(loader):` "
+    "as the loop, with a loader of run.loader(dataset, batch_size)"
+)
+TWICE = (
+    "run.steps(...) twice in an epoch: put `for epoch in run.epochs(n):` around one loop over run.steps(...), and draw "
+    "from a second loader with `more = run.batches(loader)` before that loop and `next(more)` in it"
+)
 
 
 class LeaveFunction(BaseException):
@@ -41,9 +52,10 @@ class CustomLoop(CustomSteps):
         self.startup.done("data and model")
         self.watch.enter("restoring")
         registered = self._held.register(objects)
+        self._too_early.remove()
         self._move(Event.RESTORE)
         if self.size > 1 and not averages_gradients and (unaveraged := registered.unaveraged()):
-            raise ConfigError(
+            raise self._misuse(
                 f"run.restore({unaveraged[0]}=...): updates parameters of no registered DistributedDataParallel, so "
                 f"nothing averages their gradients over the {self.size} ranks. Register the DistributedDataParallel "
                 "itself, not the module inside it; or, if the loop averages them, set run.averages_gradients = True "
@@ -54,6 +66,7 @@ class CustomLoop(CustomSteps):
                 rehearse(module, ddp, self.group.device)
         for optimizer in registered.optimizers:
             optimizer.register_step_pre_hook(self._before_update)
+        self._checks = TurnChecks(registered)
         self._held.restore()
         self._finish_restore()
 
@@ -66,7 +79,7 @@ class CustomLoop(CustomSteps):
             yield epoch
             self._logged.end_epoch()
 
-    def steps(self, loader: StepLoader, count: int | None) -> Iterator[Any]:
+    def steps(self, loader: StepLoader | StepNumbers, count: int | None) -> Iterator[Any]:
         """The batches of the steps that are left of this epoch. It has `count` steps; None: once over the data."""
         position = self.position
         count = self._begin_steps(loader, count)
@@ -78,11 +91,13 @@ class CustomLoop(CustomSteps):
                         self.save()
                     if not self.stop.begin_tick():
                         self._leave()
+                    self._checks.begin(position.step)
                     batch = next(batches)
                     seed_generators(nth_seed(self._steps_seed, position.step), self.group.device)
-                    self._samples = loader.order.count(position.step)
+                    self._samples = loader.samples(position.step)
                     self._move(Event.BATCH)
                     yield batch
+                    self._checks.end(position.step)
                     self._end_step(ends_epoch=number == count)
             except GeneratorExit:  # by a break, whose step `_end_steps` closes, or by an error on its way out
                 if self.phase is Phase.UPDATING:
@@ -124,6 +139,7 @@ class CustomLoop(CustomSteps):
             return True
         self.watch.enter("preparing data")
         self._seed("function")
+        self._too_early = register_optimizer_step_pre_hook(self._updates_too_early)
         try:
             result = self.function(self)
         except LeaveFunction:
@@ -133,31 +149,44 @@ class CustomLoop(CustomSteps):
                 raise RuntimeError(f"task={self.config.task}: called sys.exit({error.code})") from error
             result = None
         finally:
+            self._too_early.remove()
             self.loaders.close()
         if self.saves.last:  # the function has caught LeaveFunction
             return False
         self._finish(result)
         return True
 
-    def _begin_steps(self, loader: StepLoader, count: int | None) -> int:
+    def _begin_steps(self, loader: StepLoader | StepNumbers, count: int | None) -> int:
         """Begin, or continue, the steps of the function's epoch; returns how many the epoch has."""
         position = self.position
-        if self._held.registered is None:
-            raise self._misuse("call run.restore(...) before run.steps(...)")
-        if not isinstance(loader, StepLoader):
-            raise self._misuse("run.steps(...) takes what run.loader(...) gave")
+        self._check_steps(loader)
         self._end_steps()
         self._held.snapshot()
         if self.phase is Phase.AFTER_STEPS:
             if self._function_epoch == position.epoch:
-                raise self._misuse("run.steps(...) twice in an epoch; put `for epoch in run.epochs(n)` around it")
+                raise self._misuse(TWICE)
             self._end_epoch(self._epoch_record(include_open=False))
         position.epoch = self._function_epoch
         count = len(loader) if count is None else count
-        self._announce(count, loader.order.batch_size)
+        self._announce(count, loader.batch_size)
         self._held.restore_for_first_step()
         self._move(Event.FIRST_BATCH)
         return count
+
+    def _check_steps(self, loader: object) -> None:
+        """Raise ConfigError for a loop over run.steps(...) that could not be resumed."""
+        if self._held.registered is None:
+            raise self._misuse(
+                "call run.restore(model=model, optimizer=optimizer, ...) before run.steps(...): it registers what a "
+                "checkpoint holds"
+            )
+        if not isinstance(loader, (StepLoader, StepNumbers)):
+            raise self._misuse(
+                f"run.steps(...) takes what run.loader(...) gave, not a {type(loader).__name__}: write `loader = "
+                "run.loader(dataset, batch_size)`, or run.steps(count=N) for a loop that draws its own batches"
+            )
+        if self.phase in IN_BODY and self._function_epoch == self.position.epoch:
+            raise self._misuse(TWICE)
 
     def _announce(self, count: int, batch_size: int) -> None:
         """Publish how long the run is, if this epoch and all later ones have `count` steps."""
@@ -174,7 +203,9 @@ class CustomLoop(CustomSteps):
     def _finish(self, result: Any) -> None:
         """The function has returned."""
         if self.phase is Phase.SETUP:
-            raise self._misuse("returned without run.restore(...)")
+            raise self._misuse(f"returned without run.restore(...); {NEEDED}")
+        if self.phase is Phase.READY and not self.position.step:
+            raise self._misuse(f"returned without a step of run.steps(...); {NEEDED}")
         if not isinstance(result, (dict, type(None))):
             raise self._misuse("must return a dict of numbers, or nothing")
         self._end_steps()
@@ -185,10 +216,10 @@ class CustomLoop(CustomSteps):
             if result is not None:
                 self.position.metrics = as_numbers(f"task={self.config.task}: the result", result)
 
+    def _updates_too_early(self, *_: Any) -> None:
+        raise self._misuse(f"an optimizer's step() before run.restore(...); {NEEDED}")
+
     def _leave(self) -> NoReturn:
         """Save everything, and leave the function."""
         self._save_last()
         raise LeaveFunction
-
-    def _misuse(self, what: str) -> ConfigError:
-        return ConfigError(f"task={self.config.task}: {what}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.config.config import Config
+from trainer.config.errors import ConfigError
 from trainer.data.order import seed_generators, seed_of
 from trainer.loops.custom_state import CustomState
 from trainer.loops.held import HeldState
@@ -19,6 +20,8 @@ from trainer.loops.logged import LoggedValues
 from trainer.loops.loop import AttemptContext, Loop, finite
 from trainer.loops.registered import State
 from trainer.loops.rescued import NotFinite
+from trainer.loops.same_state import describe_difference, same_on_all_ranks
+from trainer.loops.turn_checks import TurnChecks
 
 
 class Phase(Enum):
@@ -82,6 +85,8 @@ class CustomSteps(Loop):
         self._logged = LoggedValues(self.group)
         self._held = CustomState(self.group, self._logged.row, self.ring.update, self.watch.advance)
         self._samples = 0  # of the open step, over all ranks
+        self._checks: TurnChecks  # from run.restore(...) on
+        self._warned = False  # of an update before the steps
 
     def restore(self, checkpoint: SharedCheckpoint | None) -> None:
         """Take over the position of the checkpoint. The objects take over the rest when the function registers them."""
@@ -101,7 +106,19 @@ class CustomSteps(Loop):
     def save(self) -> None:
         """Start a save of this position. A collective."""
         self._held.sync()
+        if self.size > 1 and not self.saves.saved.same_place(self.position):
+            self._check_same(self._held.current())
         super().save()
+
+    def _check_same(self, state: State) -> None:
+        """Raise ConfigError if the state to save differs between ranks: each writes a part of it. A collective."""
+        if not same_on_all_ranks(state, self.group):
+            self.restored = False  # the state of no rank is worth a checkpoint
+            raise self._misuse(
+                f"the registered state differs between ranks at step {self.position.step}: "
+                f"{describe_difference(state, self.group)}. Every rank must register the same values: average or "
+                "broadcast them over the ranks first, or leave out what is one rank's own"
+            )
 
     def _unchanged(self) -> bool:
         """Also False when what follows the steps of an epoch has changed the state."""
@@ -113,6 +130,8 @@ class CustomSteps(Loop):
     def _before_update(self, *_: Any) -> None:
         """An optimiser is about to change the state: until the end of the step it is not consistent."""
         if self.phase not in STEP_OPEN:
+            if self.phase is Phase.READY:
+                self._warn_of_update_before_steps()
             return
         registered = self._held.registered
         assert registered is not None
@@ -128,12 +147,21 @@ class CustomSteps(Loop):
         """Close the open step."""
         registered = self._held.registered
         assert registered is not None and self.phase in STEP_OPEN
-        if self.phase not in IN_UPDATE:  # a gradient scaler has skipped the update
+        if self.phase not in IN_UPDATE:  # for example, a gradient scaler has skipped the update
+            self._checks.no_update(self.position.step)
             self._before_update()
         registered.snapshot()
         self._end_update(self._logged.end_step(), self._samples, batches=1)
         self._move(Event.STEP_ENDS)
         self._step_done(self._samples, ends_epoch)
+
+    def _warn_of_update_before_steps(self) -> None:
+        if not self._warned:
+            self._warned = True
+            self.progress.say(
+                "WARNING: an optimizer's step() before the loop over run.steps(...): such updates are repeated in each "
+                "attempt, and undone when it resumes"
+            )
 
     def _end_steps(self) -> None:
         """The steps of this epoch are over, if it has begun any."""
@@ -174,6 +202,9 @@ class CustomSteps(Loop):
     def _epoch_record(self, include_open: bool) -> dict[str, Any]:
         values = self._logged.epoch_values(include_open)
         return {"epoch": self.position.epoch + 1, "step": self.position.step, **values}
+
+    def _misuse(self, what: str) -> ConfigError:
+        return ConfigError(f"task={self.config.task}: {what}")
 
     def _seed(self, *parts: int | str) -> None:
         """Seed all generators: from here on, every attempt draws the same random numbers."""

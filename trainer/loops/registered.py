@@ -39,6 +39,8 @@ class Registered:
         if not self.optimizers:
             raise ConfigError("run.restore(): register the optimizer too, as in restore(model=..., optimizer=...)")
         modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
+        self.modules = modules
+        self._scalers = [registered for registered in objects.values() if isinstance(registered, torch.amp.GradScaler)]
         self._copied = [name for name, registered in objects.items() if not isinstance(registered, TORCH_TYPES)]
         self._copies: State = {}
         self.parallel = [(module, ddp) for module in modules if (ddp := _ddp_of(module))]
@@ -69,6 +71,19 @@ class Registered:
         """The state is consistent now: copy the part of it that the next step may change before its update."""
         self._buffers.snapshot()
         self._copies = {name: copy.deepcopy(_state_of(self._objects[name])) for name in self._copied}
+
+    def parameters(self) -> list[Tensor]:
+        """What the optimizers update."""
+        return [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
+
+    def has_skipped(self) -> bool:
+        """Whether a gradient scaler may have skipped the update of this step: that sets its tracker to 0."""
+        return any(state and not state["_growth_tracker"] for state in map(_state_of, self._scalers))
+
+    def own_tensors(self) -> list[Tensor]:
+        """The tensors in the registered objects that are not torch's own."""
+        found = compat.tree_leaves([_state_of(self._objects[name]) for name in self._copied])
+        return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
     def state(self) -> State:
         """The state of the last finished step; after the first update of a step, a mixture. References."""

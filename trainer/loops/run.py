@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.data.loader import LoaderFactory, StepLoader
+from trainer.data.loader import LoaderFactory, StepLoader, StepNumbers
 from trainer.data.order import Order
 from trainer.loops.custom_loop import CustomLoop
 from trainer.loops.loop import AttemptContext
@@ -115,14 +115,20 @@ class Run:
         """The epochs, from 0, that are left of `count`. The first of them may be half done."""
         return self._loop.epochs(count)
 
-    def steps(self, loader: StepLoader, count: int | None = None) -> Iterator[Any]:
+    def steps(self, loader: StepLoader | None = None, count: int | None = None, samples: int = 0) -> Iterator[Any]:
         """The batches of the steps that are left of this epoch.
 
         Each turn of the loop over them is one step. A step makes one update of the registered objects: they may change
         from the first `optimizer.step()` to the end of the turn. An epoch has `count` steps, by default once over the
         data. `loader` comes from `run.loader(...)`.
+
+        Without a loader, for a loop that draws its own batches: the numbers of the epoch's `count` steps, as `run.step`
+        counts them. Draw each batch in the turn that trains it, from the generators of Python, NumPy or torch: they are
+        seeded by (seed, step, rank). `samples` is the number of samples per step over all ranks, to report a speed in.
         """
-        return self._loop.steps(loader, count)
+        if loader is None and count is None:
+            raise ConfigError("run.steps() needs a loader that run.loader(...) gave, or count=N for N steps")
+        return self._loop.steps(StepNumbers(count or 0, samples) if loader is None else loader, count)
 
     def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a loader, any iterable with the same number of batches on every rank.

@@ -72,7 +72,9 @@ class Progress:
             parts.append(f"lr {line['lr']:.4g}")
         if line.get("grad_norm") is not None:
             parts.append(f"grad norm {line['grad_norm']:.4g}")
-        self.say("  ".join([*parts, f"{self.throughput():,.0f} samples/s", f"{duration(left_s)} left"]))
+        counted = f"{self.throughput():,.0f} samples/s" if self._samples or not self._steps else ""
+        rate = counted or f"{self._steps / max(seconds, 1e-9):,.3g} steps/s"
+        self.say("  ".join([*parts, rate, f"{duration(left_s)} left"]))
         if self._window_s > WINDOW_S:
             self._check_data_wait()
 

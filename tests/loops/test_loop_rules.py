@@ -1,0 +1,227 @@
+"""A loop that breaks a rule of docs/custom-loops.md ends with an error that names the rule. Without it the run would
+train on, and a resume would silently end with other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.loops import run_function
+from trainer import Run
+from trainer.config.errors import ConfigError
+from trainer.data.loader import StepLoader
+from trainer.records.metrics import read_lines
+
+DATA = TensorDataset(torch.arange(40.0).view(20, 2) / 40)
+Step = Callable[[Tensor], Tensor]  # the loss of a batch, after its backward pass
+
+
+class Parts:
+    """What every loop here needs: a loader of 5 steps, a model and its optimizer, registered."""
+
+    def __init__(self, run: Run, **more: Any) -> None:
+        self.loader: StepLoader = run.loader(DATA, 4)
+        self.model = nn.Linear(2, 1).to(run.device)
+        self.optimizer = SGD(self.model.parameters(), lr=0.1)
+        run.restore(model=self.model, optimizer=self.optimizer, **more)
+
+    def backward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def ends_with(function: Callable[[Run], Any], root: Path) -> str:
+    """The error with which a run of this function ends."""
+    with pytest.raises(ConfigError) as caught:
+        run_function(function, root, "wrong")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("every", "first", "found"), [(4, 3, 1), (2, 0, 2), (2, 1, 1), (1, 0, 5)])
+def test_an_update_every_few_turns(every: int, first: int, found: int, tmp_path: Path) -> None:
+    """The gradients that one turn leaves to the next are in no checkpoint. Found in the first two turns if the loop has
+    always been like that, else in the second turn in a row."""
+
+    def main(run: Run) -> None:
+        parts = Parts(run)
+        for (x,) in run.steps(parts.loader):
+            parts.backward(x)
+            if run.step % every == first and run.step not in (3, 4):
+                parts.update()
+
+    assert f"step {found} left gradients without an optimizer.step()" in ends_with(main, tmp_path)
+
+
+def test_turns_without_an_update(tmp_path: Path) -> None:
+    """Micro-batches within a turn, a bad batch that is left out, and an update that a scaler skips break no rule."""
+    skipped = []
+
+    def main(run: Run) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        parts = Parts(run, scaler=scaler)
+        for (x,) in run.steps(parts.loader):
+            if run.step == 1:
+                continue
+            if run.step == 2:
+                parts.backward(x)
+                parts.optimizer.zero_grad(set_to_none=False)
+                continue
+            parts.optimizer.zero_grad()
+            for half in x.split(2):
+                loss = parts.model(half).square().mean() * (float("inf") if run.step == 3 else 1.0)
+                scaler.scale(loss).backward()
+            scaler.step(parts.optimizer)
+            scaler.update()
+            skipped.append(not all(p.grad.isfinite().all() for p in parts.model.parameters() if p.grad is not None))
+
+    run = run_function(main, tmp_path, "right")
+    assert skipped == [False, True, False], "the scaler has skipped an update, and left its gradients"
+    assert [line["step"] for line in read_lines(run.metrics) if "lr" in line] == [1, 2, 3, 4, 5]
+
+
+def own_batches(run: Run) -> Iterator[Tensor]:
+    """A batch drawn from torch's generator, without end."""
+    while True:
+        yield DATA.tensors[0][torch.randint(20, (4,))]
+
+
+def test_a_batch_prefetched_across_turns(tmp_path: Path) -> None:
+    """X = get_batch() at the end of each turn, for the next one: what is resumed after that has another X."""
+
+    def main(run: Run) -> None:
+        parts, batches = Parts(run), own_batches(run)
+        x = next(batches)
+        for _ in run.steps(count=5):
+            parts.backward(x)
+            x = next(batches)
+            parts.update()
+
+    assert "was made in the turn of run.steps(...) before this one" in ends_with(main, tmp_path)
+
+
+def test_run_steps_advanced_within_a_turn(tmp_path: Path) -> None:
+    """A prefetcher around run.steps(...): the update of each step would be counted as the next step's."""
+
+    def main(run: Run) -> None:
+        parts = Parts(run)
+        steps = run.steps(parts.loader)
+        (x,) = next(steps)
+        for (following,) in steps:
+            parts.backward(x[:3])
+            parts.update()
+            x = following
+
+    assert "was made in the turn of run.steps(...) before this one" in ends_with(main, tmp_path)
+
+
+def test_a_cycled_second_loader(tmp_path: Path) -> None:
+    """Each attempt would start it from its first batch."""
+
+    def main(run: Run) -> None:
+        parts, second = Parts(run), iter(DataLoader(DATA, 2))
+        for (x,) in run.steps(parts.loader):
+            parts.backward(torch.cat([x, next(second)[0]]))
+            parts.update()
+
+    assert "run.batches(run.loader(dataset, batch_size))" in ends_with(main, tmp_path)
+
+
+def test_what_stays_from_turn_to_turn_by_right(tmp_path: Path) -> None:
+    """Constants, views of data in memory, registered tensors, whole loaders within a turn: none is a batch drawn too
+    early."""
+
+    def main(run: Run) -> None:
+        hidden: dict[str, Tensor] = {"h": torch.zeros(4, 2)}
+        parts, ones = Parts(run, hidden=hidden), torch.ones(4, 2)
+        mask: Tensor | None = None
+        for step in run.steps(count=5):
+            mask = torch.ones(4, 2) if mask is None else mask
+            for inputs in (ones, DATA.tensors[0][4 * step : 4 * step + 4], mask, hidden["h"]):
+                parts.backward(inputs)
+            hidden["h"] = hidden["h"] + parts.model.weight.detach()
+            parts.update()
+            whole = iter(DataLoader(DATA, 10))
+            assert len(list(whole)) == 2
+
+    assert len(read_lines(run_function(main, tmp_path, "right").metrics)) == 6
+
+
+@pytest.mark.parametrize("inner", ["zip", "nested", "iterated"])
+def test_a_loader_that_has_two_loops(inner: str, tmp_path: Path) -> None:
+    """Only one loop over run.steps(...) counts the steps; the message names what a second loader is for."""
+
+    def main(run: Run) -> None:
+        parts = Parts(run)
+        if inner == "zip":
+            list(zip(run.steps(parts.loader), run.steps(parts.loader)))
+        for _ in run.steps(parts.loader):
+            list(run.steps(parts.loader) if inner == "nested" else parts.loader)
+
+    assert "more = run.batches(" in ends_with(main, tmp_path)
+
+
+def test_an_update_before_anything_is_registered(tmp_path: Path) -> None:
+    """A script that was not adapted is stopped at its first update, not after days, when it returns."""
+    updates = []
+
+    def main(run: Run) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for (x,) in DataLoader(DATA, 4):
+            model(x).sum().backward()
+            optimizer.step()
+            updates.append(1)
+
+    assert "an optimizer's step() before run.restore(...)" in ends_with(main, tmp_path) and not updates
+
+
+def test_a_loop_past_run_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is registered, but no step is counted: nothing would be saved."""
+    said: list[str] = []
+    monkeypatch.setattr("trainer.observe.progress.say", said.append)
+
+    def main(run: Run) -> None:
+        parts = Parts(run)
+        for (x,) in DataLoader(DATA, 4):
+            parts.backward(x)
+            parts.update()
+
+    assert "returned without a step of run.steps(...)" in ends_with(main, tmp_path)
+    assert len([line for line in said if "WARNING: an optimizer's step() before the loop" in line]) == 1
+
+
+def test_a_loop_that_draws_its_own_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the numbers of its steps. The speed is in samples only where their number is known."""
+    said: list[str] = []
+    monkeypatch.setattr("trainer.observe.progress.say", said.append)
+
+    def main(run: Run) -> None:
+        parts, batches = Parts(run), own_batches(run)
+        for epoch in run.epochs(2):
+            for step in run.steps(count=4, samples=4 * epoch):
+                assert step == run.step
+                run.log(loss=parts.backward(next(batches)))
+                parts.update()
+
+    run = run_function(main, tmp_path, "own")
+    steps = [line for line in read_lines(run.metrics) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 9)) and len({line["loss"] for line in steps}) == 8
+    assert [("steps/s" in line, "samples/s" in line) for line in said if "step " in line and " left" in line] == [
+        (True, False),
+        (True, False),
+        (False, True),
+        (False, True),
+    ]
+    assert "run.steps() needs a loader" in ends_with(lambda run: run.steps(), tmp_path)

@@ -1,0 +1,92 @@
+"""Compares the registered state over the ranks before a save, in which each rank writes its stripe of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.loops.registered import State
+from trainer.world.group import Group
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+MOST_NAMES = 3
+
+
+def same_on_all_ranks(state: State, group: Group) -> bool:
+    """Whether this state is the same on every rank. A collective, of 8 bytes per rank."""
+    own = _checksum(state, group.device)
+    return bool((torch.stack(group.gather(own)) == own).all())
+
+
+def describe_difference(state: State, group: Group) -> str:
+    """Which values of the state differ between ranks. Runs over the store; every rank calls it, once per attempt."""
+    own = {name: _digest(leaf) for name, leaf in _leaves(state)}
+    group.store.set(f"state/{group.world.rank}", json.dumps(own))
+    texts = group.store.multi_get([f"state/{rank}" for rank in range(group.world.size)])
+    first, *others = (json.loads(text) for text in texts)
+    names = [name for name in first if any(other.get(name) != first[name] for other in others)]
+    names += [name for other in others for name in other if name not in first and name not in names]
+    ranks = [str(rank) for rank, other in enumerate(others, 1) if other != first or list(other) != list(first)]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    what = ", ".join(names[:MOST_NAMES]) + more if names else "the order of its names"
+    return f"{what} (rank {', '.join(ranks)} against rank 0)"
+
+
+def _checksum(state: State, device: torch.device) -> Tensor:
+    """A number for the state, on this rank's device: nothing waits for it here."""
+    plain = hashlib.blake2b(digest_size=7)
+    hashes: dict[torch.device, list[Tensor]] = {}  # Adam's `step` may be on the CPU
+    for name, leaf in _leaves(state):
+        if isinstance(leaf, Tensor) and _can_hash(leaf):
+            plain.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
+            hashes.setdefault(leaf.device, []).append(_hash(leaf))
+        else:
+            plain.update(f"{name} {_digest(leaf)}\n".encode())
+    total = torch.tensor([int.from_bytes(plain.digest(), "little")], device=device)
+    for same in hashes.values():
+        stacked = torch.stack(same)
+        weights = torch.arange(1, 2 * len(same), 2, device=stacked.device)  # else two tensors could change places
+        total += (stacked * weights).sum().to(device)
+    return total
+
+
+def _digest(leaf: Any) -> str:
+    """A text that differs where values differ. Of objects that are not plain only the type counts."""
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)} {int(_hash(leaf)) if _can_hash(leaf) else ''}"
+    if isinstance(leaf, PLAIN):
+        return f"{type(leaf).__name__} {leaf!r}"
+    return type(leaf).__name__
+
+
+def _can_hash(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _hash(tensor: Tensor) -> Tensor:
+    """Torch's hash of a tensor's bits, as a scalar on its device."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    elif tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.view(torch.uint8)
+    return torch.hash_tensor(tensor).view(torch.int64)
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in a nested state, each with its path, such as model.0.weight."""
+    items: Any
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{name}.{key}" if name else str(key))
