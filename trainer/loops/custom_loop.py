@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from trainer.config.errors import ConfigError
 from trainer.data.loader import StepLoader, end_workers
 from trainer.data.order import nth_seed, seed_generators, seed_of
-from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, Phase
+from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, Framework, Phase
 from trainer.loops.logged import as_numbers
 from trainer.loops.loop import AttemptContext
 from trainer.loops.user_loaders import UserLoaders
@@ -30,15 +30,16 @@ class CustomLoop(CustomSteps):
         self._steps_seed = seed_of("steps", self.config.seed, self.rank)
         self.group.connect_alone()
 
-    def register(self, objects: Mapping[str, Any]) -> None:
-        """Hold the state of these objects from now on, and load what the checkpoint has of them."""
+    def register(self, objects: Mapping[str, Any], framework: Framework | None = None) -> None:
+        """Hold the state of these objects from now on, and load what the checkpoint has of them. With `framework`, have
+        that save and load the rest of the state."""
         if self.phase is not Phase.SETUP:
-            raise self._misuse("run.restore(...) twice; register everything at once")
+            raise self._misuse("run.restore(...) or run.checkpoint(...) twice; register everything at once")
         self.startup.done("data and model")
         self.watch.enter("restoring")
-        registered = self._held.register(objects)
+        registered = self._held.register(objects, opaque=framework is not None)
         self._move(Event.RESTORE)
-        if self.size > 1 and not registered.parallel:
+        if self.size > 1 and not registered.parallel and framework is None:
             self.progress.say(
                 "WARNING: run.restore(...) has no DistributedDataParallel; register that, not the module inside it, or "
                 "the last bits of a resumed run may differ"
@@ -46,6 +47,8 @@ class CustomLoop(CustomSteps):
         for optimizer in registered.optimizers:
             optimizer.register_step_pre_hook(self._before_update)
         self._held.restore()
+        if framework is not None:
+            self._restore_framework(framework)
         self._finish_restore()
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -94,7 +97,7 @@ class CustomLoop(CustomSteps):
             for number, batch in enumerate(batches):
                 # Within a step, or when the state has changed since the epoch's steps, a run could not resume from
                 # here. Then the ranks stop at the next place where it can.
-                if not self.stop.begin_tick() and self._held.steps_over and self._held.unchanged():
+                if not self.stop.begin_tick() and self._can_leave_validation():
                     self._leave()
                 self._seed("validate", self.position.step, number)
                 yield batch
