@@ -126,7 +126,7 @@ def fingerprint(run: RunDir) -> dict[str, Any]:
     clock = ("time", "samples_per_s")
     checkpoint = inspect(run)[-1]
     return {
-        "weights": checkpoint["weights_sha256"],
+        "weights": checkpoint["weights_sha256"] or checkpoint["files_sha256"],
         "step": checkpoint["step"],
         "metrics": [{k: v for k, v in line.items() if k not in clock} for line in read_lines(run.metrics)],
     }

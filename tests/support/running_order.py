@@ -46,6 +46,7 @@ SLOW = (
     "loops/test_exact",
     "loops/test_extend",
     "loops/test_learner.py::test_activation_checkpointing_changes_nothing",
+    "loops/test_opaque",
     "loops/test_sizes",
     "loops/test_weights",
     "observe/test_report.py::test_a_million_steps",

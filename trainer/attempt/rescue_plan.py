@@ -35,6 +35,7 @@ class Holding:
     place: Place
     bytes: int
     saved: bool  # whether there is a checkpoint of it
+    savable: bool = True  # whether a rank alone has all of it
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Plan:
     generation: str
     actor: int  # the rank that commits and records the end; the lowest of those that write
     place: Place | None  # of the state to save; None: nobody has one
-    parts: tuple[Part, ...] = ()  # in the order of their bytes; empty if the state is saved already
+    parts: tuple[Part, ...] = ()  # in the order of their bytes; empty if the state is saved already, or cannot be saved
     act: bool = False  # everything is written, and nobody is waited for: the actor acts
     written: dict[str, Any] = field(default_factory=dict)  # with `act`: the manifest's entry of each part, by file
     present: tuple[int, ...] = ()  # with `act`: the ranks that signed in
@@ -227,7 +228,7 @@ def _begin(roll: Roll, new_generation: Callable[[], str]) -> Plan | None:
     first = holders[0]
     assert first.holding is not None
     plan = Plan(new_generation(), first.rank, first.holding.place)
-    if any(one.holding and one.holding.saved for one in holders):
+    if any(one.holding and (one.holding.saved or not one.holding.savable) for one in holders):
         return plan
     return replace(plan, parts=tuple(_shared(Stripe(0, 1), first.holding.bytes, holders)))
 

@@ -45,11 +45,12 @@ class Rescuer:
             if loop is None or not loop.freeze(timeout_s):
                 return None
             step = loop.position.step
-            if loop.saves.saving is not None and loop.saves.saving.step == step:
+            if loop.saves.saving is not None and (loop.saves.saving.step == step or not loop.rescuable):
                 with contextlib.suppress(RuntimeError):
                     loop.saves.wait(COMMIT_S)  # all ranks may be alive, and about to commit it
             with loop.frozen() as frozen:
-                return Holding(loop.position.place, frozen.bytes, saved=loop.saves.saved.step == step)
+                saved = loop.saves.saved.step == step
+                return Holding(loop.position.place, frozen.bytes, saved, loop.rescuable)
         except Exception:  # such as a CUDA error, which every later call repeats
             say(f"WARNING: this rank cannot save its state:\n{traceback.format_exc()}")
             return None
@@ -85,8 +86,11 @@ class Rescuer:
         end_step = saved_step = max(state.start_step, loop.saves.saved.step if loop else 0)
         if loop is not None and plan.parts and not self._commit(plan, loop):
             return  # another rank may do better
-        if plan.place is not None:
-            saved_step = plan.place[0]
+        if plan.place is not None and loop is not None:
+            if loop.rescuable:
+                saved_step = plan.place[0]
+            elif plan.place[0] > saved_step:
+                say(f"only all ranks together can save this run's state: step {saved_step} is the last saved")
         self._record(plan, max(plan.done_step, end_step), saved_step)
         self._rescue.report_acted(plan)
 

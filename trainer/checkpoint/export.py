@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.store import MANIFEST, CheckpointError, CheckpointGone, CheckpointStore, Manifest
+from trainer.checkpoint.store import MANIFEST, OPAQUE, CheckpointError, CheckpointGone, CheckpointStore, Manifest
 from trainer.config.errors import ConfigError, first_line
 from trainer.rundir import RunDir
 
@@ -183,6 +183,11 @@ def _read(store: CheckpointStore, step: int, raw: bool) -> Weights:
 
     with store.reading(step):
         manifest = store.verify(step)
+        if manifest.opaque:
+            raise ConfigError(
+                f"{store.path(step) / OPAQUE}: the weights are in the format of the framework that run.checkpoint(...) "
+                "called; export them with that"
+            )
         has_average, tensors = load(store.path(step), manifest, lambda s: (is_averaged(s), plain_weights(s, raw)))
     if not tensors:
         raise ConfigError(f"{store.path(step)}: holds no model; register one with run.restore(model=...)")

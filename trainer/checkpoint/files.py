@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint and compares them with the hashes in its manifest."""
+"""Reads the files of a checkpoint, hashes them and compares them with its manifest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypedDict
@@ -33,8 +33,23 @@ class FileEntry(TypedDict):
 def verify_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     """Read these files and compare them with their hashes. Raises CheckpointError."""
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        for _ in pool.map(lambda name: _verify(folder / name, entries[name]), entries):
+        for _ in pool.map(lambda name: _verify(folder, name, entries[name]), entries):
             pass
+
+
+def damaged_files(folder: Path, entries: Mapping[str, FileEntry], advance: Callable[[], None]) -> dict[str, str]:
+    """Read these files and compare them with their hashes; returns why a file is not as it should be, by its name.
+    Calls `advance` like `read_files`."""
+    with ThreadPoolExecutor(HASHING_THREADS) as hashers:
+        return _errors({name: hashers.submit(_verify, folder, name, entries[name], advance) for name in entries})
+
+
+def hash_files(folder: Path, names: Iterable[str], after_read: Callable[[], None]) -> dict[str, FileEntry]:
+    """The manifest's entries of files that are already written, each of them read and fsynced. What `after_read`, which
+    follows each read, raises ends the work. Raises OSError."""
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        hashed = {name: pool.submit(_hash, folder / name, after_read, sync=True) for name in names}
+        return {name: future.result() for name, future in hashed.items()}
 
 
 def read_files(
@@ -47,14 +62,17 @@ def read_files(
             name: hashers.submit(_read, folder / name, entry, memory[name], readers, advance)
             for name, entry in entries.items()
         }
-        # Not in concurrent.futures: the watchdog names the line of ours that a rank is stuck in.
-        while not all(future.done() for future in read.values()):
-            time.sleep(POLL_S)
-        return {name: str(error) for name, future in read.items() if (error := _error_of(future)) is not None}
+        return _errors(read)
+
+
+def files_sha256(entries: Mapping[str, FileEntry]) -> str:
+    """One SHA-256 for several files: over the name, size and SHA-256 of each, in name order."""
+    lines = (f"{name!a} {entries[name]['bytes']} {entries[name]['sha256']}\n" for name in sorted(entries))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def reading_steps(entries: Mapping[str, FileEntry]) -> int:
-    """How often `read_files` calls `advance` for these files."""
+    """How often `read_files` and `damaged_files` call `advance` for these files."""
     return sum(-(-entry["bytes"] // READ_BYTES) for entry in entries.values())
 
 
@@ -69,13 +87,23 @@ def disk_errors_explained(name: str) -> Iterator[None]:
         raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
 
 
-def _verify(path: Path, entry: FileEntry) -> None:
-    digest = hashlib.sha256()
-    with disk_errors_explained(path.name), path.open("rb", buffering=0) as file:
+def _verify(folder: Path, name: str, entry: FileEntry, advance: Callable[[], None] = lambda: None) -> None:
+    with disk_errors_explained(name):
+        found = _hash(folder / name, advance)
+    _check(name, entry, found["sha256"])
+
+
+def _hash(path: Path, after_read: Callable[[], None], sync: bool = False) -> FileEntry:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(min(READ_BYTES, 1 + os.fstat(file.fileno()).st_size)))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
-    _check(path, entry, digest.hexdigest())
+            size += count
+            after_read()
+        if sync:
+            os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def _read(
@@ -97,7 +125,7 @@ def _read(
             for piece in pieces:
                 piece.cancel()
             wait(pieces)
-    _check(path, entry, digest.hexdigest())
+    _check(path.name, entry, digest.hexdigest())
 
 
 def _fill(descriptor: int, start: int, piece: memoryview) -> memoryview:
@@ -111,9 +139,17 @@ def _fill(descriptor: int, start: int, piece: memoryview) -> memoryview:
     return piece
 
 
-def _check(path: Path, entry: FileEntry, sha256: str) -> None:
+def _check(name: str, entry: FileEntry, sha256: str) -> None:
     if sha256 != entry["sha256"]:
-        raise CheckpointError(f"{path.name} differs from its SHA-256 in the manifest")
+        raise CheckpointError(f"{name} differs from its SHA-256 in the manifest")
+
+
+def _errors(work: Mapping[str, Future[None]]) -> dict[str, str]:
+    """Why files are damaged or cannot be read, by their names, once all this work is done."""
+    # Not in concurrent.futures: the watchdog names the line of ours that a rank is stuck in.
+    while not all(future.done() for future in work.values()):
+        time.sleep(POLL_S)
+    return {name: str(error) for name, future in work.items() if (error := _error_of(future)) is not None}
 
 
 def _error_of(read: Future[None]) -> CheckpointError | None:

@@ -1,7 +1,8 @@
 """CheckpointManager: decides when a run saves, and follows each save to its end.
 
 Training continues while a save is written. If the disk refuses a save, training continues too: the failure costs a
-warning, and the save is retried after a minute. All ranks call these methods together.
+warning, and the save is retried after a minute. All ranks call these methods together. A framework that writes files of
+its own (`trainer.checkpoint.opaque`) does so while training waits; the rest of the save is as ever.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import copy
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.interval import AutoInterval
+from trainer.checkpoint.opaque import OpaqueFiles
 from trainer.checkpoint.position import Position
 from trainer.checkpoint.store import CheckpointError, CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
@@ -48,7 +51,8 @@ class CheckpointManager:
         self.saving: Position | None = None  # the position that the save in progress will have committed
         self.due = False  # whether to save after the current step
         self.last = False  # whether saving is all that is left for this attempt to do
-        self._settings = settings
+        self._settings, self._group = settings, group
+        self._opaque: OpaqueFiles | None = None
         self._writer = CheckpointWriter(store, group.store, group.world.rank, group.world.size, group.device)
         self._metrics = metrics
         self._progress = progress
@@ -64,20 +68,29 @@ class CheckpointManager:
         self._began = time.monotonic()  # the last save, or this attempt
         self._failed = 0  # saves in a row
 
+    def add_opaque(self, write: Callable[[Path], object]) -> None:
+        """From now on have a framework write into the folder of each checkpoint, see `OpaqueFiles`."""
+
+        def note_activity() -> None:
+            self._watch.activity += 1
+
+        self._opaque = OpaqueFiles(write, self._group, self._check_alive, note_activity)
+
     def start_save(self, position: Position, info: CheckpointInfo, state: dict[str, Any]) -> None:
         """Start to save `state` in the background, unless there is a checkpoint of this position already.
 
         Waits for the previous save first. Raises CheckpointError when `MAX_FAILED` saves in a row have failed, PeerLost
-        when a rank died during the previous one.
+        when a rank died during the previous one, and what `OpaqueFiles.save` raises.
         """
         self.due = False
         began = time.perf_counter()
         self.wait()
         if not self.saved.same_place(position):
-            self.saving = copy.copy(position)
             self._began = time.monotonic()
+            opaque = self._opaque.save(self._writer.next_folder(info.step)) if self._opaque else None
+            self.saving = copy.copy(position)
             keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
-            self._writer.start(info, state, self._metrics.sync, keep_last, keep_best)
+            self._writer.start(info, state, self._metrics.sync, keep_last, keep_best, opaque)
             if not self._settings.asynchronous:
                 self.wait()
             if self._auto:
@@ -87,10 +100,13 @@ class CheckpointManager:
         """Wait for the save in progress, if any, for at most `timeout_s`. Raises like `start_save`."""
         until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while self.saving is not None and not self._writer.wait(0.5) and time.monotonic() < until:
-            missing = self._writer.missing_ranks
-            if dead := [rank for rank in missing if self._watch.is_dead(rank, in_a_hurry=self._stopping())]:
-                raise PeerLost(f"rank {', '.join(map(str, dead))} gave no sign of life during a save")
+            self._check_alive(self._writer.missing_ranks)
         self.poll()
+
+    def _check_alive(self, missing: list[int]) -> None:
+        """Raise PeerLost if one of the ranks that a save waits for is dead."""
+        if dead := [rank for rank in missing if self._watch.is_dead(rank, in_a_hurry=self._stopping())]:
+            raise PeerLost(f"rank {', '.join(map(str, dead))} gave no sign of life during a save")
 
     def poll(self) -> None:
         """Take note of the result of the save in progress, if it has ended. Raises CheckpointError after too many

@@ -13,7 +13,7 @@ share is as large as the buffer of the first save (`trainer.checkpoint.writer`),
 rank needs two pieces of PIECE_BYTES: in its host's memory, or under NCCL in its device's.
 
 A file has one hash, so one rank reads all of it: where a checkpoint has fewer files than there are ranks, some read
-none.
+none. The files of a framework (`trainer.checkpoint.opaque`) are hashed only: the framework reads them itself, later.
 
 The ranks communicate through their key-value store, with these keys under "restore/", where <n> counts candidates:
 
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpoint.buffers import HostMemory
-from trainer.checkpoint.files import CheckpointError, read_files, reading_steps
+from trainer.checkpoint.files import CheckpointError, damaged_files, read_files, reading_steps
 from trainer.checkpoint.pack import Layout, Scatter, empty_like, is_laid_out_as
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, skipped
 from trainer.world.group import Group
@@ -209,15 +209,17 @@ class _Reading:
         return {"damage": None, "read_by_rank_0": list(doubtful)}
 
     def _read(self, names: list[str]) -> dict[str, str]:
-        entries = {name: self.manifest.files[name] for name in names}
+        opaque = {name: entry for name, entry in self.manifest.opaque.items() if name in names}
+        entries = {name: self.manifest.files[name] for name in names if name not in opaque}
         try:
             memory = {name: HostMemory(entry["bytes"]) for name, entry in entries.items()}
         except OSError as error:  # the checkpoint is intact
             raise CheckpointError(f"step {self.manifest.step}: no memory to read it into: {error.strerror}") from error
         views = {name: each.tensor.numpy().data for name, each in memory.items()}
-        errors = read_files(self._store.path(self.manifest.step), entries, views, lambda: self._advance(1))
+        folder, advance = self._store.path(self.manifest.step), lambda: self._advance(1)
+        errors = read_files(folder, entries, views, advance)
         self.memory |= {name: each for name, each in memory.items() if name not in errors}
-        return errors
+        return errors | damaged_files(folder, opaque, advance)
 
     def _steps(self, rank: int) -> int:
         return reading_steps({n: self.manifest.files[n] for n, owner in self.owners.items() if owner == rank})
@@ -226,8 +228,9 @@ class _Reading:
 def shares(manifest: Manifest, size: int) -> dict[str, int]:
     """The rank that reads each file: neighbouring shards and about as many bytes for each; rank 0 the structure."""
     owners, done = {STRUCTURE: 0}, 0
-    total = sum(manifest.files[name]["bytes"] for name in manifest.shards)
-    for name in manifest.shards:
+    names = [*manifest.shards, *manifest.opaque]
+    total = sum(manifest.files[name]["bytes"] for name in names)
+    for name in names:
         count = manifest.files[name]["bytes"]
         owners[name] = min((2 * done + count) * size // max(2 * total, 1), size - 1)  # by the middle of the file
         done += count

@@ -2,6 +2,7 @@
 
     checkpoints/step_000001234/shard_0000-of-0002.bin   the bytes of all tensors, split into one file per writing rank
     checkpoints/step_000001234/structure.pt             how to rebuild the state from them: `trainer.checkpoint.pack`
+    checkpoints/step_000001234/opaque/                  what a framework has written: `trainer.checkpoint.opaque`
     checkpoints/step_000001234/manifest.json            step, epoch, ..., and the size and SHA-256 of each file
 
 The commit protocol. A crash, a kill or a power cut at any moment leaves the old checkpoint or the new one:
@@ -42,6 +43,7 @@ from trainer.checkpoint.files import disk_errors_explained, verify_files
 FORMAT = 2
 MANIFEST = "manifest.json"
 STRUCTURE = "structure.pt"
+OPAQUE = "opaque"
 
 
 class CheckpointGone(CheckpointError):
@@ -75,8 +77,13 @@ class Manifest:
     @property
     def shards(self) -> list[str]:
         """Names of the shard files, in the order of their bytes."""
-        size = len(self.files) - 1
+        size = len(self.files) - len(self.opaque) - 1
         return [shard_name(rank, size) for rank in range(size)]
+
+    @property
+    def opaque(self) -> dict[str, FileEntry]:
+        """The files that a framework has written in its own format; empty in any other checkpoint."""
+        return {name: entry for name, entry in self.files.items() if name.startswith(f"{OPAQUE}/")}
 
 
 class CheckpointStore:
@@ -271,7 +278,8 @@ class CheckpointStore:
         described = isinstance(manifest.files, dict) and all(
             isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in manifest.files.values()
         )
-        complete = described and manifest.shards and manifest.files.keys() == {STRUCTURE, *manifest.shards}
+        ours = manifest.files.keys() - manifest.opaque.keys() if described else set()
+        complete = described and manifest.shards and ours == {STRUCTURE, *manifest.shards}
         if manifest.step != step or not complete:
             raise CheckpointError(f"manifest.json does not describe step {step}")
         return manifest

@@ -7,6 +7,7 @@ All ranks hold the same state, so each writes one stripe of it; of a small state
        buffer that is used again by every save. Training waits for nothing else.
     2. A thread in every rank writes the stripe into its shard file, hashes it on the way, fsyncs it, and reports the
        file's size and SHA-256, or an error.
+       Files that a framework has written into the folder are hashed likewise (`trainer.checkpoint.opaque`).
     3. Rank 0's thread waits for all reports and reads them in one round trip. If no rank failed it writes the manifest
        and commits (`trainer.checkpoint.store`), otherwise it discards what was written.
     4. Rank 0's thread publishes the result and every rank's thread reads it, so all ranks agree whether the save
@@ -42,6 +43,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint.buffers import reusable_buffer
+from trainer.checkpoint.opaque import Share
 from trainer.checkpoint.pack import Packed, serialized_structure
 from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, Manifest, fsync, shard_name
 from trainer.checkpoint.stripes import Stripe, own_stripe
@@ -83,6 +85,7 @@ class _SaveJob:
     structure: Any  # of the state, see `trainer.checkpoint.pack`
     stripe: Stripe | None  # this rank's, if it writes one
     data: memoryview  # the bytes of the state that it covers
+    opaque: Share | None  # of the files that a framework has written
     before_commit: Callable[[], None]
     keep_last: int
     keep_best: int
@@ -111,14 +114,27 @@ class CheckpointWriter:
 
     # In the training loop's thread
 
+    def next_folder(self, step: int) -> Path:
+        """The folder of the checkpoint of `step` that the next `start` will begin to write: another may write there
+        first. Waits for the previous save. Raises OSError."""
+        self._idle.wait()  # from here on the thread does not use the keys
+        self._token = self._token or self._await_key("token")
+        return self._store.create_writing_folder(step, f"{self._token}-{self._number + 1}")
+
     def start(
-        self, info: CheckpointInfo, state: Any, before_commit: Callable[[], None], keep_last: int, keep_best: int
+        self,
+        info: CheckpointInfo,
+        state: Any,
+        before_commit: Callable[[], None],
+        keep_last: int,
+        keep_best: int,
+        opaque: Share | None = None,
     ) -> None:
         """Start to save `state`, which may change as soon as this returns. Waits for the previous save first.
 
         All ranks call this at the same step with the same state. `before_commit` runs on rank 0, in the writer's
         thread; if it raises, the save fails. After the commit older checkpoints are pruned, see
-        `CheckpointStore.prune`.
+        `CheckpointStore.prune`. `opaque` is this rank's share of the files in `next_folder`.
         """
         self._idle.wait()
         # In a separate method, so that no tensor used for copying remains here, to be freed once the writer's thread
@@ -126,7 +142,7 @@ class CheckpointWriter:
         structure, stripe, data = self._copy_stripe(state)
         self._number += 1
         info = replace(info, metrics=dict(info.metrics))
-        job = _SaveJob(self._number, info, structure, stripe, data, before_commit, keep_last, keep_best)
+        job = _SaveJob(self._number, info, structure, stripe, data, opaque, before_commit, keep_last, keep_best)
         self._idle.clear()
         self._jobs.put(job)
 
@@ -190,6 +206,8 @@ class CheckpointWriter:
             if job.stripe is not None:
                 name = shard_name(*job.stripe)
                 report["files"][name] = write_file(writing / name, self._chunks(job.data))
+            if job.opaque is not None:
+                report["files"] |= job.opaque.entries(writing, self._check_open)
         except Exception as error:  # of any kind: rank 0 waits for this report
             report = {"files": {}, "error": reason_of(error)}
         self._keys.set(f"{job.number}/{self._rank}", json.dumps(report))
@@ -257,9 +275,12 @@ class CheckpointWriter:
 
     def _chunks(self, stripe: memoryview) -> Iterator[memoryview]:
         for start in range(0, len(stripe), WRITE_BYTES):
-            if self._closed.is_set():
-                raise _WriterClosed("the attempt is ending")
+            self._check_open()
             yield stripe[start : start + WRITE_BYTES]
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise _WriterClosed("the attempt is ending")
 
 
 class _WriterClosed(OSError):

@@ -71,7 +71,7 @@ def copy_state(source: RunDir, run: RunDir) -> int:
             with store.reading(found.step):
                 shutil.copytree(store.path(found.step), copies.path(found.step))
             copies.verify(found.step)
-            for path in (*copies.path(found.step).iterdir(), copies.path(found.step), copies.folder):
+            for path in (*copies.path(found.step).rglob("*"), copies.path(found.step), copies.folder):
                 fsync(path)
         except CheckpointGone:
             shutil.rmtree(run.checkpoints, ignore_errors=True)

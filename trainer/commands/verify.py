@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.files import files_sha256
 from trainer.checkpoint.store import CheckpointError, CheckpointGone, CheckpointStore, Manifest
 from trainer.cluster import run_folders
 from trainer.commands.parsers import Parser, add_run
@@ -32,15 +33,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{'step':>9}  {'epoch':>5}  {'ranks':>5}  {'MB':>8}  state")
         for c in found:
-            state = f"intact, weights {c['weights_sha256'][:16]}" if c["ok"] else f"DAMAGED: {c['error']}"
+            state = f"intact, {_fingerprint(c)}" if c["ok"] else f"DAMAGED: {c['error']}"
             size = "?" if c["bytes"] is None else f"{c['bytes'] / 1e6:.1f}"
             print(f"{c['step']:>9}  {c['epoch'] or '?':>5}  {c['world_size'] or '?':>5}  {size:>8}  {state}")
     return 0 if all(c["ok"] for c in found) else 1
 
 
 def inspect(run: RunDir) -> list[dict[str, Any]]:
-    """One record per checkpoint, oldest first: step, epoch, world_size, bytes, ok, error, weights_sha256.
+    """One record per checkpoint, oldest first: step, epoch, world_size, bytes, ok, error, weights_sha256, files_sha256.
 
+    Of a checkpoint that run.checkpoint(...) has written, the files of the framework are known, but not the weights in
+    them: then `weights_sha256` is None. Of any other, `files_sha256` is None.
     One that the run deletes meanwhile, since it keeps only the newest and best, is left out.
     """
     store = CheckpointStore(run.checkpoints)
@@ -55,17 +58,26 @@ def inspect(run: RunDir) -> list[dict[str, Any]]:
 
 def _inspect(store: CheckpointStore, step: int) -> dict[str, Any]:
     record: dict[str, Any] = {"step": step, "epoch": None, "world_size": None, "bytes": None}
-    outcome: dict[str, Any] = {"ok": False, "error": None, "weights_sha256": None}
+    outcome: dict[str, Any] = {"ok": False, "error": None, "weights_sha256": None, "files_sha256": None}
     try:
         manifest = store.verify(step)
         record |= {"epoch": manifest.epoch, "world_size": manifest.world_size, "bytes": manifest.bytes}
-        with store.reading(step):
-            outcome |= {"ok": True, "weights_sha256": _weights(store.path(step), manifest)}
+        outcome["ok"] = True
+        if manifest.opaque:
+            outcome["files_sha256"] = files_sha256(manifest.opaque)
+        else:
+            with store.reading(step):
+                outcome["weights_sha256"] = _weights(store.path(step), manifest)
     except CheckpointGone:
         raise
     except CheckpointError as error:
-        outcome["error"] = str(error)
+        outcome |= {"ok": False, "error": str(error)}
     return record | outcome
+
+
+def _fingerprint(record: dict[str, Any]) -> str:
+    kind = "weights" if record["weights_sha256"] else "files"
+    return f"{kind} {record[f'{kind}_sha256'][:16]}"
 
 
 def _weights(folder: Path, manifest: Manifest) -> str:

@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainer.data.loader import StepLoader, StepNumbers, end_workers
 from trainer.data.order import nth_seed, seed_generators, seed_of
-from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, Phase
+from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, Framework, Phase
 from trainer.loops.logged import as_numbers
 from trainer.loops.loop import AttemptContext
 from trainer.loops.rehearsal import rehearse
@@ -42,19 +42,22 @@ class CustomLoop(CustomSteps):
         self._steps_seed = seed_of("steps", self.config.seed, self.rank)
         self.group.connect_alone()
 
-    def register(self, objects: Mapping[str, Any], averages_gradients: bool = False) -> None:
-        """Hold the state of these objects from now on, and load what the checkpoint has of them.
+    def register(
+        self, objects: Mapping[str, Any], averages_gradients: bool = False, framework: Framework | None = None
+    ) -> None:
+        """Hold the state of these objects from now on, and load what the checkpoint has of them. With `framework`, have
+        that save and load the rest of the state.
 
         `averages_gradients`: the function does so itself, without DistributedDataParallel.
         """
         if self.phase is not Phase.SETUP:
-            raise self._misuse("run.restore(...) twice; register everything at once")
+            raise self._misuse("run.restore(...) or run.checkpoint(...) twice; register everything at once")
         self.startup.done("data and model")
         self.watch.enter("restoring")
-        registered = self._held.register(objects)
+        registered = self._held.register(objects, opaque=framework is not None)
         self._too_early.remove()
         self._move(Event.RESTORE)
-        if self.size > 1 and not averages_gradients and (unaveraged := registered.unaveraged()):
+        if self.size > 1 and not (averages_gradients or framework) and (unaveraged := registered.unaveraged()):
             raise self._misuse(
                 f"run.restore({unaveraged[0]}=...): updates parameters of no registered DistributedDataParallel, so "
                 f"nothing averages their gradients over the {self.size} ranks. Register the DistributedDataParallel "
@@ -68,6 +71,8 @@ class CustomLoop(CustomSteps):
             optimizer.register_step_pre_hook(self._before_update)
         self._checks = TurnChecks(registered)
         self._held.restore()
+        if framework is not None:
+            self._restore_framework(framework)
         self._finish_restore()
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -118,7 +123,7 @@ class CustomLoop(CustomSteps):
             for number, batch in enumerate(batches):
                 # Within a step, or when the state has changed since the epoch's steps, a run could not resume from
                 # here. Then the ranks stop at the next place where it can.
-                if not self.stop.begin_tick() and self._held.steps_over and self._held.unchanged():
+                if not self.stop.begin_tick() and self._can_leave_validation():
                     self._leave()
                 self._seed("validate", self.position.step, number)
                 yield batch

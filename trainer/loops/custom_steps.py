@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.restore import SharedCheckpoint
+from trainer.checkpoint.store import OPAQUE
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.order import seed_generators, seed_of
@@ -68,6 +71,14 @@ IN_UPDATE = {Phase.UPDATING, Phase.BROKEN_OFF_UPDATING}  # the state is not whol
 STEP_OPEN = {*IN_BODY, *IN_UPDATE, Phase.BROKEN_OFF}
 
 
+@dataclass(frozen=True)
+class Framework:
+    """A framework that saves and loads its state by itself, in a folder: the two functions of run.checkpoint(...)."""
+
+    save: Callable[[Path], object]
+    load: Callable[[Path], object]
+
+
 class CustomSteps(Loop):
     """Follows a function through its steps, so that its state can be saved and rescued.
 
@@ -121,8 +132,33 @@ class CustomSteps(Loop):
             )
 
     def _unchanged(self) -> bool:
-        """Also False when what follows the steps of an epoch has changed the state."""
+        """Also False when what follows the steps of an epoch has changed the state. Of no interest where it cannot be
+        saved anyway."""
+        if not self.rescuable:
+            return True
         return super()._unchanged() and (self.ring.held is not None or self._held.unchanged())
+
+    def _can_leave_validation(self) -> bool:
+        """Whether a run could resume from here. The answer is the same on every rank; may wait for a save."""
+        if not self._held.steps_over or not self._held.unchanged():
+            return False
+        if self.rescuable:
+            return True
+        self.saves.wait()  # nobody knows whether the framework's state is still that of the steps
+        return self.saves.saved.same_place(self.position)
+
+    def _restore_framework(self, framework: Framework) -> None:
+        """Have the framework load what it has saved, if it has, and save from now on."""
+        if self._held.checkpoint is not None:
+            self.watch.enter("starting")  # there is no telling how long it takes
+            framework.load(self.store.path(self.position.step).absolute() / OPAQUE)
+            self.watch.enter("restoring")
+        self.saves.add_opaque(framework.save)
+        self.rescuable = False
+        self.progress.say(
+            "run.checkpoint(...): only all ranks together can save this state; a rank that dies costs the steps since "
+            "the newest checkpoint"
+        )
 
     def _move(self, event: Event) -> None:
         self.phase = NEXT[self.phase, event]
@@ -135,7 +171,7 @@ class CustomSteps(Loop):
             return
         registered = self._held.registered
         assert registered is not None
-        if self.phase not in IN_UPDATE:
+        if self.phase not in IN_UPDATE and registered.optimizers:
             self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
         registered.sync_buffers()  # before the update begins: it waits for ranks that may be dead
         if self.phase not in IN_UPDATE:
@@ -167,14 +203,15 @@ class CustomSteps(Loop):
         """The steps of this epoch are over, if it has begun any."""
         if self.phase in (Phase.SETUP, Phase.READY, Phase.AFTER_STEPS):
             return
-        if self.phase in STEP_OPEN:  # a break
+        if broken_off := self.phase in STEP_OPEN:
             self._end_step(ends_epoch=True)
         self._held.end_steps()
         self.position.over = True
         self._move(Event.STEPS_END)
-        self._seed("after", self.position.epoch)
-        if self.saves.due:
+        # After a break the function may have done more than its steps already, and only registered state is held.
+        if self.saves.due and (self.rescuable or not broken_off):
             self.save()
+        self._seed("after", self.position.epoch)  # after the save, in which a framework may draw random numbers
 
     def _write_epoch(self, record: dict[str, Any]) -> None:
         super()._write_epoch(record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,13 +30,14 @@ TORCH_TYPES = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 class Registered:
     """The registered objects, by name. Each has state_dict() and load_state_dict(), or is a dict."""
 
-    def __init__(self, objects: Mapping[str, Any], group: Group, row: Tensor) -> None:
-        """`row` is one more tensor to broadcast with the buffers. Raises ConfigError for what cannot be registered."""
-        self._objects = objects
+    def __init__(self, objects: Mapping[str, Any], group: Group, row: Tensor, opaque: bool = False) -> None:
+        """`row` is one more tensor to broadcast with the buffers. With `opaque` a framework holds the rest of the
+        state. Raises ConfigError for what cannot be registered."""
+        self._objects, self._opaque = objects, opaque
         for name, registered in objects.items():
             _check(name, registered)
         self.optimizers = [registered for registered in objects.values() if isinstance(registered, Optimizer)]
-        if not self.optimizers:
+        if not self.optimizers and not opaque:
             raise ConfigError("run.restore(): register the optimizer too, as in restore(model=..., optimizer=...)")
         modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
         self.modules = modules
@@ -97,10 +98,13 @@ class Registered:
     def restore(self, checkpoint: SharedCheckpoint, advance: Callable[[], None], last: bool) -> None:
         """Load what `state` returned, see `SharedCheckpoint.load`. A collective. Raises ConfigError when it does not
         fit."""
+        if bool(checkpoint.manifest.opaque) != self._opaque:
+            here, there = ("checkpoint", "restore") if self._opaque else ("restore", "checkpoint")
+            raise ConfigError(f"run.{here}(): this run's checkpoints were written by run.{there}(...); call that")
         if set(checkpoint.names) != self._objects.keys():
             raise ConfigError(
-                f"run.restore(): this run's checkpoints hold {', '.join(checkpoint.names)}; register these, "
-                f"not {', '.join(self._objects)}"
+                f"run.restore(): this run's checkpoints hold {_list(checkpoint.names)}; register these, "
+                f"not {_list(self._objects)}"
             )
         now = self.state()
         live = {name: now[name] for name, each in self._objects.items() if _is_live(each)}
@@ -207,6 +211,10 @@ def _unwrapped(module: Any) -> Any:
     while isinstance(module, DistributedDataParallel) or compat.compiled_original(module) is not None:
         module = module.module if isinstance(module, DistributedDataParallel) else compat.compiled_original(module)
     return module
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names) or "no objects"
 
 
 def _state_of(registered: Any) -> Any:

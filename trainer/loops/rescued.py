@@ -56,6 +56,7 @@ class Rescued(ABC):
         self._frozen: Position | None = None
         self._host_buffer = self.queue.host_buffer(WRITE_BYTES)
         self.restored = False  # whether there is a state worth saving
+        self.rescuable = True  # whether a rank alone has all of the state
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.data.loader import LoaderFactory, StepLoader, StepNumbers
 from trainer.data.order import Order
 from trainer.loops.custom_loop import CustomLoop
+from trainer.loops.custom_steps import Framework
 from trainer.loops.loop import AttemptContext
 from trainer.loops.user_args import user_args
 
@@ -110,6 +112,21 @@ class Run:
         the objects, and where nothing averages the gradients of several ranks (see `averages_gradients`).
         """
         self._loop.register(objects, self.averages_gradients)
+
+    def checkpoint(self, save: Callable[[Path], object], load: Callable[[Path], object], **objects: Any) -> None:
+        """Call this instead of `restore` where a framework holds state that cannot be registered, such as sharded
+        weights: it saves and loads that itself. `objects` are registered besides, as in `restore`.
+
+        `save(folder)` is called on all ranks together, between two steps and after the function has returned. It writes
+        into that empty folder, which all ranks share, and is done when it returns. The folder becomes part of the
+        checkpoint, and is renamed. If `save` raises, the attempt ends. `load(folder)` is called here, at once, if there
+        is a checkpoint: its files are those that were saved, compared with their hashes. It must not change them.
+
+        Surviving ranks cannot save such state: a rank that dies costs the steps since the newest checkpoint. Nor can
+        the ranks stop within a validation, unless the steps before it have been saved. Before the first step of an
+        attempt, and after a break out of the steps until the next validation or epoch, nothing may change this state.
+        """
+        self._loop.register(objects, Framework(save, load))
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs, from 0, that are left of `count`. The first of them may be half done."""

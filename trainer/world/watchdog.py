@@ -65,6 +65,7 @@ class Beat:
     busy_s: float  # spent so far on its own work, not on waiting for others
     process: str = ""  # see `trainer.world.process.identity`
     device: int = 0  # how far its device has come; the CPU may be ahead of it
+    activity: int = 0  # changes while its work gets on in ways that do not say how far it has come
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Watchdog:
         self.phase = "starting"
         self._phases = 0  # entered so far, and the progress within them
         self._compiling, self._where = False, ""
+        self.activity = 0  # any thread may add to it, to show that work gets on: a file grows
         self._probes = probes
         self._timeout_s, self._on_fault = hang_timeout_s, on_fault
         self._busy_s: Callable[[], float] = lambda: 0.0
@@ -246,9 +248,8 @@ class Watchdog:
         self._where = where
         progress = self._phases + self._probes.ticks()
         host = world.host_of(world.rank)
-        return Beat(
-            host, self._round, progress, self.phase, where, in_torch, self._busy_s(), self._process, self._device
-        )
+        busy_s, device, activity = self._busy_s(), self._device, self.activity
+        return Beat(host, self._round, progress, self.phase, where, in_torch, busy_s, self._process, device, activity)
 
     def _compare(self, beats: list[Beat]) -> None:
         """On rank 0: look for silent and stuck ranks in everyone's latest heartbeat."""
@@ -259,7 +260,7 @@ class Watchdog:
             self._silent_s[rank] = self._silent_s[rank] + BEAT_S if new.round == old.round else 0.0
             if new.host == beats[0].host and self._neighbours.has_ended(new.process):
                 self._ended.add(rank)
-        moved = any((new.progress, new.device) != (old.progress, old.device) for old, new in zip(before, beats))
+        moved = any(_work_of(old) != _work_of(new) for old, new in zip(before, beats))
         untimed = any(beat.phase in self.UNTIMED_PHASES for beat in beats)
         self._still_s = 0.0 if moved or untimed else self._still_s + BEAT_S
         silent = [rank for rank, seconds in enumerate(self._silent_s) if self._is_too_long(seconds)]
@@ -277,6 +278,11 @@ class Watchdog:
             if slow := straggler(before, beats, seconds):
                 say(slow)
             self._window = (time.monotonic(), beats)
+
+
+def _work_of(beat: Beat) -> tuple[int, int, int]:
+    """What changes as long as the rank gets anything done."""
+    return beat.progress, beat.device, beat.activity
 
 
 def name_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
