@@ -126,7 +126,7 @@ class Run:
         the ranks stop within a validation, unless the steps before it have been saved. Before the first step of an
         attempt, and after a break out of the steps until the next validation or epoch, nothing may change this state.
         """
-        self._loop.register(objects, Framework(save, load))
+        self._loop.register(objects, framework=Framework(save, load))
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs, from 0, that are left of `count`. The first of them may be half done."""
