@@ -23,6 +23,7 @@ LAYERS = [
     {"task"},
     {"tasks"},
     {"loops"},
+    {"frameworks"},
     {"attempt"},
     {"trainer"},
     {"cluster"},

@@ -32,6 +32,7 @@ SLOW = (
     "commands/test_tensorboard.py::test_runs_have_their_names",
     "doctor/test_hello",
     "faults/test_faults",
+    "frameworks/test_frameworks",
     "gpu/",
     "loops/test_behind_a_device",
     "loops/test_custom_loop",

@@ -30,13 +30,14 @@ class CustomLoop(CustomSteps):
         self._steps_seed = seed_of("steps", self.config.seed, self.rank)
         self.group.connect_alone()
 
-    def register(self, objects: Mapping[str, Any]) -> None:
-        """Hold the state of these objects from now on, and load what the checkpoint has of them."""
+    def register(self, objects: Mapping[str, Any], rehearse: bool = True) -> None:
+        """Hold the state of these objects from now on, and load what the checkpoint has of them. `rehearse`: the first
+        forward pass, see `rehearsal`."""
         if self.phase is not Phase.SETUP:
             raise self._misuse("run.restore(...) twice; register everything at once")
         self.startup.done("data and model")
         self.watch.enter("restoring")
-        registered = self._held.register(objects)
+        registered = self._held.register(objects, rehearse)
         self._move(Event.RESTORE)
         if self.size > 1 and not registered.parallel:
             self.progress.say(
@@ -44,7 +45,7 @@ class CustomLoop(CustomSteps):
                 "the last bits of a resumed run may differ"
             )
         for optimizer in registered.optimizers:
-            optimizer.register_step_pre_hook(self._before_update)
+            optimizer.register_step_pre_hook(self._before_optimizer)
         self._held.restore()
         self._finish_restore()
 
@@ -74,7 +75,7 @@ class CustomLoop(CustomSteps):
                     self._samples = loader.order.count(position.step)
                     self._move(Event.BATCH)
                     yield batch
-                    self._end_step(ends_epoch=number == count)
+                    self.end_step(ends_epoch=number == count)
             except GeneratorExit:  # by a break, whose step `_end_steps` closes, or by an error on its way out
                 if self.phase is Phase.UPDATING:
                     self._held.break_off()
@@ -82,6 +83,16 @@ class CustomLoop(CustomSteps):
             finally:
                 if self.phase in IN_BODY:
                     self._move(Event.BROKEN_OFF)
+        self._end_steps()
+
+    def end_step(self, ends_epoch: bool = False) -> None:
+        """Close the step in whose body the function is, if it is in one. A framework does that itself, before it asks
+        for the next batch: between the two it may wait for the other ranks."""
+        if self.phase in IN_BODY:
+            self._end_step(ends_epoch)
+
+    def end_steps(self) -> None:
+        """The epoch has no more steps: close the open one."""
         self._end_steps()
 
     def validation(self, loader: Iterable[Any]) -> Iterator[Any]:

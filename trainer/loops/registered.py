@@ -31,8 +31,9 @@ TORCH_TYPES = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 class Registered:
     """The registered objects, by name. Each has state_dict() and load_state_dict(), or is a dict."""
 
-    def __init__(self, objects: Mapping[str, Any], group: Group, row: Tensor) -> None:
-        """`row` is one more tensor to broadcast with the buffers. Raises ConfigError for what cannot be registered."""
+    def __init__(self, objects: Mapping[str, Any], group: Group, row: Tensor, rehearses: bool = True) -> None:
+        """`row` is one more tensor to broadcast with the buffers; `rehearses`: each model's first forward pass. Raises
+        ConfigError for what cannot be registered."""
         self._objects = objects
         for name, registered in objects.items():
             _check(name, registered)
@@ -45,7 +46,8 @@ class Registered:
         parallel = [(module, ddp) for module in modules if (ddp := _ddp_of(module))]
         for module, ddp in parallel:
             ddp.broadcast_buffers = False  # `sync_buffers` does it, at the end of a step instead of its beginning
-            rehearse(module, ddp, group.device)
+            if rehearses:
+                rehearse(module, ddp, group.device)
         self.parallel = bool(parallel)  # whether DistributedDataParallel averages the gradients
         self._buffers = Buffers(nn.ModuleList(map(_unwrapped, modules)), group, row)
         self.snapshot()

@@ -120,6 +120,11 @@ class Run:
         self._loop.log(values)
 
 
+def loop_of(run: Run) -> CustomLoop:
+    """The loop behind a Run, for the adapters of trainer.frameworks."""
+    return run._loop
+
+
 def make_custom_loop(function: Callable[[Run], Any], context: AttemptContext) -> CustomLoop:
     """The loop around a function that has its own training loop."""
     return CustomLoop(lambda loop: function(Run(loop)), context)
