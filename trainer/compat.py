@@ -198,8 +198,8 @@ def on_compiling(note: Callable[[bool], None]) -> None:
 
 
 def compiled_original(module: Any) -> Any:
-    """The module inside one that torch.compile returned; None for any other."""
-    return getattr(module, "_orig_mod", None)
+    """The module inside one that torch.compile, or Fabric's setup, returned; None for any other."""
+    return getattr(module, "_forward_module" if type(module).__name__ == "_FabricModule" else "_orig_mod", None)
 
 
 def checkpoint_activations(

@@ -30,6 +30,8 @@ def config(root: Path, name: str, task: str) -> Config:
     [
         ("lightning", "lightning", 4),  # which begins each attempt with two batches of a validation
         ("transformers", "transformers", 2),
+        ("accelerate", "accelerate", 2),
+        ("fabric", "lightning", 2),
     ],
 )
 def test_resumes_exactly(root: Path, task: str, package: str, validation: int) -> None:

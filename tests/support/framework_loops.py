@@ -92,3 +92,63 @@ def transformers(run: Run) -> None:
     )
     samples = [{"input_ids": line, "labels": line} for line in text]
     train(run, Struck_Trainer(model=model, args=args, train_dataset=samples, eval_dataset=samples))
+
+
+def accelerate(run: Run) -> None:
+    """A loop on Accelerate, whose schedule steps once per rank."""
+    from accelerate import Accelerator
+
+    environment(run)
+    struck, accelerator = Struck(run), Accelerator(cpu=True)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 6, gamma=0.5)
+    model, optimizer, scheduler, tests = accelerator.prepare(model, optimizer, scheduler, DataLoader(data(), BATCH))
+    run.restore(model=model, optimizer=optimizer.optimizer, scheduler=scheduler.scheduler)
+    loader = run.loader(data(), BATCH)
+    for _ in run.epochs(EPOCHS):
+        model.train()
+        for x, y in run.steps(loader):
+            loss = nn.functional.mse_loss(model(x), y)
+            struck.strike("step")
+            accelerator.backward(loss)
+            run.log(loss=loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            losses = []
+            for x, y in run.validation(tests):
+                struck.strike("validation")
+                losses.append(accelerator.gather_for_metrics((model(x) - y).square()))
+        run.log(val_loss=torch.cat(losses).mean(), samples=len(torch.cat(losses)))
+
+
+def fabric(run: Run) -> None:
+    """A loop on Fabric."""
+    from trainer.frameworks.fabric import Fabric
+
+    struck, fabric = Struck(run), Fabric(run)
+    fabric.launch()
+    model = network()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    tests = fabric.setup_dataloaders(DataLoader(data(), BATCH))
+    run.restore(model=model, optimizer=optimizer.optimizer)
+    loader = run.loader(data(), BATCH)
+    for _ in run.epochs(EPOCHS):
+        model.train()
+        for x, y in run.steps(loader):
+            loss = nn.functional.mse_loss(model(x), y)
+            struck.strike("step")
+            fabric.backward(loss)
+            run.log(loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            losses = []
+            for x, y in run.validation(tests):
+                struck.strike("validation")
+                losses.append(nn.functional.mse_loss(model(x), y))
+        run.log(val_loss=fabric.all_reduce(torch.stack(losses).mean()))

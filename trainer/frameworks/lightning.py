@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from trainer import compat
 from trainer.config.errors import ConfigError
 from trainer.frameworks import missing
+from trainer.frameworks.fabric import ddp_options
 from trainer.frameworks.steps import FrameworkSteps, FrameworkValidation
 from trainer.loops.custom_loop import LeaveFunction
 from trainer.loops.rehearsal import rehearse_without_forward
@@ -26,7 +27,6 @@ from trainer.loops.run import Run, loop_of
 
 try:
     from lightning import pytorch
-    from lightning.fabric.plugins.environments import ClusterEnvironment
     from lightning.pytorch.callbacks import Callback, Checkpoint
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
@@ -44,15 +44,9 @@ class Trainer(pytorch.Trainer):
 
     def __init__(self, run: Run, **arguments: Any) -> None:
         _refuse(arguments)
-        world = loop_of(run).group.world
         unused = DDP[arguments.pop("strategy", "auto")]
-        arguments["strategy"] = _Strategy(
-            run,
-            parallel_devices=[run.device] * world.local_size,
-            cluster_environment=_Ranks(run),
-            **({} if unused is None else {"find_unused_parameters": unused}),
-        )
-        arguments.setdefault("num_nodes", world.nodes)
+        options = ddp_options(run) | ({} if unused is None else {"find_unused_parameters": unused})
+        arguments.update(strategy=_Strategy(run, **options), num_nodes=loop_of(run).group.world.nodes, devices="auto")
         arguments.setdefault("enable_progress_bar", sys.stdout.isatty())
         callbacks = arguments.pop("callbacks", None) or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
@@ -93,40 +87,6 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
         raise ConfigError("Trainer(enable_checkpointing=True): remove it; `checkpoint` in the configuration saves")
     if arguments.get("max_epochs") == -1 and arguments.get("max_steps", -1) == -1:
         raise ConfigError("Trainer(max_epochs=-1): a run needs an end; give max_epochs or max_steps")
-
-
-class _Ranks(ClusterEnvironment):
-    """The ranks as Laststep started them. Because it is not Lightning's environment for Slurm, Lightning requeues
-    nothing."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self._world = loop_of(run).group.world
-
-    creates_processes_externally = True
-    main_address, main_port = "", 0  # the process group is initialised already
-
-    @staticmethod
-    def detect() -> bool:
-        return True
-
-    def world_size(self) -> int:
-        return self._world.size
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return self._world.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return self._world.local_rank
-
-    def node_rank(self) -> int:
-        return self._world.node
 
 
 class _Strategy(DDPStrategy):

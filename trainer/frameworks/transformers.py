@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from trainer import compat
 from trainer.config.errors import ConfigError
 from trainer.frameworks import missing
@@ -102,6 +104,9 @@ class _Follower(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self._trainer
+        if self._run.size > 1 and not isinstance(trainer.model_wrapped, DistributedDataParallel):
+            hint = "; on CPUs, set TrainingArguments(use_cpu=True)" if self._run.device.type == "cpu" else ""
+            raise ConfigError(f"transformers.Trainer does not train with DistributedDataParallel{hint}")
         objects = {"model": trainer.model_wrapped, "optimizer": trainer.optimizer.optimizer}
         objects |= {"scheduler": trainer.lr_scheduler, "transformers": _Progress(trainer)}
         if trainer.accelerator.scaler is not None:
