@@ -1,5 +1,5 @@
-"""Another trainer's loop is as preemption-proof as our own: stopped and killed in the middle of an epoch and of its
-validation, it ends with the weights and metrics of an undisturbed run."""
+"""The scripts of examples/ports, each on another framework, are as preemption-proof as our own loop: stopped and killed
+in the middle of an epoch and of its validation, they end with the weights and metrics of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ def config(root: Path, name: str, task: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("task", "package", "validation"),
+    ("task", "package", "third", "last"),
     [
-        ("lightning", "lightning", 4),  # which begins each attempt with two batches of a validation
-        ("transformers", "transformers", 2),
-        ("accelerate", "accelerate", 2),
-        ("fabric", "lightning", 2),
+        ("ddp", "torch", 3, "step 2"),
+        ("gpt", "torch", 5, "step 3"),
+        ("accelerate", "accelerate", 3, "validation 2"),
+        ("fabric", "lightning", 3, "validation 2"),
+        ("lightning", "lightning", 3, "validation 4"),  # which begins each attempt with two batches of a validation
+        ("transformers", "transformers", 3, "validation 2"),
     ],
 )
-def test_resumes_exactly(root: Path, task: str, package: str, validation: int) -> None:
-    """The framework's own loop counts steps, epochs, schedule and early stopping as if it had never ended."""
+def test_resumes_exactly(root: Path, task: str, package: str, third: int, last: str) -> None:
+    """The framework's own loop counts steps, epochs, schedule and early stopping as if it had never ended. `third`: the
+    first backward pass of the third step; `last`: a place after which step 7 is done."""
     require_package(package)
     disturbed = config(root, "disturbed", task)
     for place, codes in [
-        ("SIGTERM step 3 rank 1", [STOPPED, STOPPED]),
-        ("SIGKILL step 3 rank 0", [KILLED, 1]),
-        (f"SIGTERM validation {validation} rank 1", [STOPPED, STOPPED]),
+        (f"SIGTERM step {third} rank 1", [STOPPED, STOPPED]),
+        (f"SIGKILL step {third} rank 0", [KILLED, 1]),
+        (f"SIGTERM {last} rank 1", [STOPPED, STOPPED]),
     ]:
         attempt = Attempt(disturbed, {"LASTSTEP_TEST_SIGNAL": place})
         assert attempt.wait() == codes, attempt.output()

@@ -27,10 +27,10 @@ class Fabric(fabric.Fabric):
 def ddp_options(run: Run) -> dict[str, Any]:
     """The arguments of a DDPStrategy of Fabric or Lightning for the ranks of a run."""
     local_size = loop_of(run).group.world.local_size
-    return {"parallel_devices": [run.device] * local_size, "cluster_environment": Ranks(run)}
+    return {"parallel_devices": [run.device] * local_size, "cluster_environment": _Ranks(run)}
 
 
-class Ranks(ClusterEnvironment):
+class _Ranks(ClusterEnvironment):
     """The ranks as Laststep started them. Because it is not Lightning's environment for Slurm, Lightning requeues
     nothing."""
 
