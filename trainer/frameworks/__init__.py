@@ -5,10 +5,20 @@ from __future__ import annotations
 
 from trainer.config.errors import ConfigError
 
-VERSIONS = {"lightning": ">=2.5,<3", "transformers": ">=5,<6", "accelerate": ">=1.1,<2"}
+# What each adapter needs, and the versions that are tested at both ends.
+PACKAGES = {
+    "trainer.frameworks.fabric": "lightning",
+    "trainer.frameworks.lightning": "lightning",
+    "trainer.frameworks.transformers": "transformers",
+}
+VERSIONS = {"lightning": "lightning>=2.5,<3", "transformers": "transformers[torch]>=5,<6"}
 
 
-def missing(package: str, error: ImportError) -> ConfigError:
-    """What to raise when a framework cannot be imported."""
-    module = f"trainer.frameworks.{package}"
-    return ConfigError(f"{module} cannot import {package} ({error}): pip install '{package}{VERSIONS[package]}'")
+def missing(source: str, adapter: str, package: str) -> ConfigError:
+    """What to raise when an adapter's framework cannot be imported; `source` says for whom."""
+    return ConfigError(f"{source}: {adapter} needs {package}: pip install '{VERSIONS[package]}'")
+
+
+def unusable(adapter: str, error: ImportError) -> ConfigError:
+    """What an adapter raises when its framework cannot be imported."""
+    return missing(f"{type(error).__name__}: {error}", adapter, PACKAGES[adapter])

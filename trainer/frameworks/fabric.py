@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.frameworks import missing
+from trainer.frameworks import unusable
 from trainer.loops.run import Run, loop_of
 
 try:
@@ -12,7 +12,7 @@ try:
     from lightning.fabric.plugins.environments import ClusterEnvironment
     from lightning.fabric.strategies import DDPStrategy
 except ImportError as error:
-    raise missing("lightning", error) from error
+    raise unusable(__name__, error) from error
 
 
 class Fabric(fabric.Fabric):

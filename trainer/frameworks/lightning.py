@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer import compat
 from trainer.config.errors import ConfigError
-from trainer.frameworks import missing
+from trainer.frameworks import unusable
 from trainer.frameworks.fabric import ddp_options
 from trainer.frameworks.steps import FrameworkSteps, FrameworkValidation
 from trainer.loops.custom_loop import LeaveFunction
@@ -30,7 +30,7 @@ try:
     from lightning.pytorch.callbacks import Callback, Checkpoint
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
-    raise missing("lightning", error) from error
+    raise unusable(__name__, error) from error
 
 DDP = {"auto": None, "ddp": None, "ddp_find_unused_parameters_false": False, "ddp_find_unused_parameters_true": True}
 

@@ -9,6 +9,7 @@ step that a checkpoint of theirs would name. The steps of that epoch that are do
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer import compat
 from trainer.config.errors import ConfigError
-from trainer.frameworks import missing
+from trainer.frameworks import unusable
 from trainer.frameworks.steps import FrameworkSteps, FrameworkValidation
 from trainer.loops.run import Run, loop_of
 
@@ -26,7 +27,7 @@ try:
     from transformers import TrainerCallback, TrainerState
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
-    raise missing("transformers", error) from error
+    raise unusable(__name__, error) from error
 
 STATE = ("global_step", "epoch", "total_flos", "num_input_tokens_seen", "best_metric", "best_global_step")
 NOT_LOGGED = ("epoch", "_runtime", "_per_second", "_preparation_time")  # of an evaluation: what the clock says
@@ -66,7 +67,8 @@ def train(run: Run, trainer: Any) -> Any:
         # The step before the last of an epoch whose steps are over: its evaluation is still to come.
         done = min(position.step, (position.epoch + 1) * len(steps) - 1)
         state = TrainerState(global_step=done, train_batch_size=args.train_batch_size)
-        state.compute_steps(args, trainer.set_initial_training_values(args, steps)[-1])
+        total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * len(steps))
+        state.compute_steps(args, total)
         state.save_to_json(str(Path(folder, "trainer_state.json")))
         return trainer.train(resume_from_checkpoint=folder)
 
