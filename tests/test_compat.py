@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import inspect
 import io
 import re
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from tests.support.editable import install_finder
+from tests.support.needs import require_package
 from tests.support.project import PROJECT
 from trainer import compat
 from trainer.cluster.sbatch import run_executor
@@ -256,3 +258,29 @@ def test_collating() -> None:
     compat.collate_as_list(Sample)
     samples: list[Any] = [Sample(), Sample()]
     assert default_collate(samples) == samples
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("lightning/pytorch/trainer/trainer.py", "self._signal_connector.register_signal_handlers()"),
+        ("lightning/pytorch/loops/fit_loop.py", "self._data_fetcher: Optional[_DataFetcher] = None"),
+        ("lightning/pytorch/loops/fit_loop.py", "iter(self._data_fetcher)"),
+        ("lightning/pytorch/loops/fetchers.py", "self.done = self.fetched >= self.length"),
+        ("lightning/pytorch/loops/training_epoch_loop.py", "self._batches_that_stepped: int = 0"),
+        ("lightning/pytorch/loops/training_epoch_loop.py", "self.on_advance_end(data_fetcher)"),
+        ("lightning/fabric/wrappers.py", "class _FabricModule("),
+        ("lightning/fabric/wrappers.py", "self._forward_module = forward_module"),
+        ("transformers/trainer.py", "def _load_from_checkpoint("),
+        ("transformers/trainer.py", "def _load_optimizer_and_scheduler("),
+        ("transformers/trainer.py", "def _load_scaler("),
+        ("transformers/trainer.py", "def _load_rng_state("),
+    ],
+)
+def test_frameworks(file: str, code: str) -> None:
+    """The adapters set and read these. Read as text: to import the frameworks takes seconds."""
+    package, _, inner = file.partition("/")
+    require_package(package)
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    assert code in Path(spec.origin).with_name(inner.partition("/")[0]).parent.joinpath(inner).read_text()

@@ -54,6 +54,16 @@ def test_what_a_custom_loop_changes(page: str) -> None:
     assert sum(line.startswith("+") for line in difference) <= 20
 
 
+@pytest.mark.parametrize("port", ["ddp", "gpt", "lightning", "transformers", "accelerate", "fabric"])
+def test_what_a_port_changes(port: str) -> None:
+    """The page promises that at most ten lines of a script are written anew, and shows all of the difference."""
+    scripts = (PROJECT / "examples" / "ports" / f"{port}{ending}.py" for ending in ("_before", ""))
+    before, after = (script.read_text().splitlines() for script in scripts)
+    _, _, *difference = difflib.unified_diff(before, after, lineterm="", n=0)
+    assert "\n".join(difference) in (PROJECT / "docs" / "frameworks.md").read_text()
+    assert sum(line.startswith("+") for line in difference) <= 10
+
+
 def test_the_same_task_everywhere() -> None:
     """README's example of a Task is tested, so the page about tasks must show that one and no other."""
     example = re.compile(r"```python\n# my_task.py\n.*?```", re.DOTALL)

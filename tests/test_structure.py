@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ LAYERS = [
     {"task"},
     {"tasks"},
     {"loops"},
+    {"frameworks"},
     {"attempt"},
     {"trainer"},
     {"cluster"},
@@ -72,6 +74,15 @@ def test_imports_run_one_way(path: Path) -> None:
         imported = part_of(module)
         same_package = importer == imported
         assert same_package or LAYER_OF[imported] < LAYER_OF[importer], f"{module_of(path)} imports {module}"
+
+
+def test_frameworks_are_imported_by_name_only() -> None:
+    """Whoever uses none of them must not wait for their imports, nor need them installed."""
+    packages = re.compile(r"^ *(?:import|from) (?:lightning|transformers|accelerate)\b", re.MULTILINE)
+    for path in SOURCES:
+        if part_of(module_of(path)) != "frameworks":
+            assert not packages.search(path.read_text()), path
+            assert not any(name.startswith("trainer.frameworks.") for name in imports_of(path)), path
 
 
 def test_no_cycles() -> None:

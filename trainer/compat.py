@@ -225,8 +225,8 @@ def on_compiling(note: Callable[[bool], None]) -> None:
 
 
 def compiled_original(module: Any) -> Any:
-    """The module inside one that torch.compile returned; None for any other."""
-    return getattr(module, "_orig_mod", None)
+    """The module inside one that torch.compile, or Fabric's setup, returned; None for any other."""
+    return getattr(module, "_forward_module" if type(module).__name__ == "_FabricModule" else "_orig_mod", None)
 
 
 def checkpoint_activations(
@@ -300,3 +300,36 @@ def collate_as_list(kind: type) -> None:
     from torch.utils.data._utils.collate import default_collate_fn_map
 
     default_collate_fn_map[kind] = lambda batch, **_: list(batch)
+
+
+# --- Lightning
+
+
+def leave_signals_alone(trainer: Any) -> None:
+    """Keep Lightning's Trainer from handling signals: its handler for SIGTERM starts a collective wherever the main
+    thread is."""
+    trainer._signal_connector.register_signal_handlers = lambda: None
+
+
+def lightning_fetcher(trainer: Any) -> Any:
+    """What fetches the training batches, and counts them in `fetched`; None until Lightning's loop has begun."""
+    return trainer.fit_loop._data_fetcher
+
+
+def get_lightning_steps(trainer: Any) -> int:
+    """How many steps Lightning's loggers have been given."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def set_lightning_steps(trainer: Any, steps: int) -> None:
+    """Set what `get_lightning_steps` returns."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
+
+
+# --- transformers
+
+
+def load_no_transformers_checkpoint(trainer: Any) -> None:
+    """Keep the Trainer of transformers from loading anything but its counters from the folder it resumes from."""
+    for part in ("from_checkpoint", "optimizer_and_scheduler", "scaler", "rng_state"):
+        setattr(trainer, f"_load_{part}", lambda *_: None)

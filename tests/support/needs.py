@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 
@@ -25,3 +26,8 @@ def require_program(name: str, install: str, path: str | None = None) -> None:
 def require_root(reason: str) -> None:
     """Require that the tests run as root."""
     require(None if os.geteuid() == 0 else f"needs root: {reason}")
+
+
+def require_package(name: str) -> None:
+    """Require an optional package."""
+    require(None if importlib.util.find_spec(name) else f"no {name} in this environment: pip install -e .[dev]")

@@ -40,6 +40,7 @@ SLOW = (
     "doctor/test_doctor.py::test_roll_call",
     "doctor/test_hello",
     "faults/test_faults",
+    "frameworks/test_frameworks",
     "gpu/",
     "loops/test_behind_a_device",
     "loops/test_custom_loop",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainer.cluster.namesake import check_namesake, imported
 from trainer.config.errors import ConfigError, nearest
+from trainer.frameworks import PACKAGES, missing
 
 MOST_CANDIDATES = 5
 HOOKS = {"datasets", "model", "step"}  # methods by which a class shows that it is a Task
@@ -38,7 +39,9 @@ def check_task(path: str, search: Sequence[Path] = ()) -> None:
     if spec.origin is None or not spec.origin.endswith(".py"):
         return  # a package without source, or a compiled module: the rank finds out
     tree = _parse(path, spec)
-    check_namesake(path, imported(tree))
+    names_used = list(imported(tree))
+    check_namesake(path, names_used)
+    _check_frameworks(path, names_used, search)
     names = _check_definition(path, name, tree)
     if name not in names and "*" not in names:
         if spec.submodule_search_locations is not None:
@@ -86,6 +89,15 @@ def _parse(path: str, spec: ModuleSpec) -> ast.Module:
         raise ConfigError(f"task={path}: {spec.origin}, line {error.lineno}: {error.msg}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"task={path}: {spec.origin} cannot be read: {error}") from None
+
+
+def _check_frameworks(path: str, names: Sequence[str], search: Sequence[Path]) -> None:
+    """Raise ConfigError if the module imports the adapter of a framework that is not installed."""
+    for name in names:
+        adapter = ".".join(name.split(".")[:3])
+        package = PACKAGES.get(adapter)
+        if package is not None and find_spec(package, search) is None:
+            raise missing(f"task={path}", adapter, package)
 
 
 def _check_definition(path: str, name: str, tree: ast.Module) -> set[str]:

@@ -43,12 +43,17 @@ class CustomLoop(CustomSteps):
         self.group.connect_alone()
 
     def register(
-        self, objects: Mapping[str, Any], averages_gradients: bool = False, framework: Framework | None = None
+        self,
+        objects: Mapping[str, Any],
+        averages_gradients: bool = False,
+        framework: Framework | None = None,
+        rehearses: bool = True,
     ) -> None:
         """Hold the state of these objects from now on, and load what the checkpoint has of them. With `framework`, have
         that save and load the rest of the state.
 
-        `averages_gradients`: the function does so itself, without DistributedDataParallel.
+        `averages_gradients`: the function does so itself, without DistributedDataParallel. `rehearses`: the first
+        forward pass, see `rehearsal`.
         """
         if self.phase is not Phase.SETUP:
             raise self._misuse("run.restore(...) or run.checkpoint(...) twice; register everything at once")
@@ -64,11 +69,11 @@ class CustomLoop(CustomSteps):
                 "itself, not the module inside it; or, if the loop averages them, set run.averages_gradients = True "
                 "before run.restore(...)"
             )
-        if self.size > 2 and self.config.train.rehearsal:  # a sum of two is the same in either order
+        if rehearses and self.size > 2 and self.config.train.rehearsal:  # a sum of two is the same in either order
             for module, ddp in registered.parallel:
                 rehearse(module, ddp, self.group.device)
         for optimizer in registered.optimizers:
-            optimizer.register_step_pre_hook(self._before_update)
+            optimizer.register_step_pre_hook(self._before_optimizer)
         self._checks = TurnChecks(registered)
         self._held.restore()
         if framework is not None:
@@ -102,8 +107,7 @@ class CustomLoop(CustomSteps):
                     self._samples = loader.samples(position.step)
                     self._move(Event.BATCH)
                     yield batch
-                    self._checks.end(position.step)
-                    self._end_step(ends_epoch=number == count)
+                    self.end_step(ends_epoch=number == count)
             except GeneratorExit:  # by a break, whose step `_end_steps` closes, or by an error on its way out
                 if self.phase is Phase.UPDATING:
                     self._held.break_off()
@@ -111,6 +115,17 @@ class CustomLoop(CustomSteps):
             finally:
                 if self.phase in IN_BODY:
                     self._move(Event.BROKEN_OFF)
+        self._end_steps()
+
+    def end_step(self, ends_epoch: bool = False) -> None:
+        """Close the step in whose body the function is, if it is in one. A framework does that itself, before it asks
+        for the next batch: between the two it may wait for the other ranks."""
+        if self.phase in IN_BODY:
+            self._checks.end(self.position.step)
+            self._end_step(ends_epoch)
+
+    def end_steps(self) -> None:
+        """The epoch has no more steps: close the open one."""
         self._end_steps()
 
     def validation(self, loader: Iterable[Any]) -> Iterator[Any]:

@@ -12,6 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
 from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.checkpoint.store import OPAQUE
 from trainer.config.config import Config
@@ -162,6 +164,25 @@ class CustomSteps(Loop):
 
     def _move(self, event: Event) -> None:
         self.phase = NEXT[self.phase, event]
+
+    def _before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook: an optimiser's step() begins. The optimisers of torch call a closure, which computes the gradients,
+        before they change anything: the update begins when it returns. Another optimiser may change the state first."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
+            self._before_update()
+            return None
+        begun = False
+
+        def compute() -> Any:
+            nonlocal begun
+            loss = closure()
+            if not begun:  # LBFGS calls it again in the midst of its update
+                self._before_update()
+            begun = True
+            return loss
+
+        return args[:1], {**kwargs, "closure": compute}
 
     def _before_update(self, *_: Any) -> None:
         """An optimiser is about to change the state: until the end of the step it is not consistent."""

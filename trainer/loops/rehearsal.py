@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +42,22 @@ def rehearse(module: nn.Module, ddp: DistributedDataParallel, device: torch.devi
                 raise RuntimeError(FAILED) from error
 
     hook = module.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def rehearse_without_forward(ddp: DistributedDataParallel) -> None:
+    """Fix the layout of the buckets now, without the model's own forward pass: for a framework whose model may not be
+    called twice. The layout is that of parameters which are used in the order of their registration."""
+    if dist.get_world_size() <= 2:
+        return
+    module, parameters = ddp.module, [each for each in ddp.parameters() if each.requires_grad]
+    module.forward = lambda: sum(each.flatten()[:0].sum().float() for each in parameters)
+    try:
+        for _ in range(2):  # DDP changes the layout at the beginning of its second forward pass
+            ddp().backward()
+    finally:
+        del module.forward
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _rehearse(

@@ -165,6 +165,11 @@ class Run:
         self._loop.log(values)
 
 
+def loop_of(run: Run) -> CustomLoop:
+    """The loop behind a Run, for the adapters of trainer.frameworks."""
+    return run._loop
+
+
 def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> CustomLoop:
     """The loop around a function that has its own training loop. Raises ConfigError for args that do not fit it."""
     args, takes_args = user_args(function, context.config.args)

@@ -1,0 +1,1 @@
+"""Scripts as people write them, each beside its port to Laststep: NAME_before.py and NAME.py."""

@@ -1,0 +1,42 @@
+"""A loop on Accelerate: accelerate launch --num-processes 2 -m examples.ports.accelerate_before"""
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+from examples.ports.data import digits
+
+EPOCHS, BATCH_SIZE = 5, 32
+
+
+def main() -> None:
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    model = nn.Sequential(nn.Linear(784, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    loader = DataLoader(digits(train=True), batch_size=BATCH_SIZE, shuffle=True)
+    val_loader = DataLoader(digits(train=False), batch_size=BATCH_SIZE)
+    model, optimizer, scheduler, loader, val_loader = accelerator.prepare(
+        model, optimizer, scheduler, loader, val_loader
+    )
+
+    for epoch in range(EPOCHS):
+        model.train()
+        for images, labels in loader:
+            loss = nn.functional.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        model.eval()
+        right = []
+        with torch.no_grad():
+            for images, labels in val_loader:
+                right.append(accelerator.gather_for_metrics(model(images).argmax(1) == labels))
+        accelerator.print(f"epoch {epoch}: accuracy {torch.cat(right).float().mean():.3f}")
+        accelerator.save_state("state")
+
+
+if __name__ == "__main__":
+    main()

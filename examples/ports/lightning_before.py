@@ -1,0 +1,48 @@
+"""A LightningModule and its Trainer: python -m examples.ports.lightning_before"""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from examples.ports.data import digits
+
+EPOCHS, BATCH_SIZE = 5, 32
+
+
+class Digits(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(784, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout())
+        self.classify = nn.Linear(128, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classify(self.layers(images))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def main() -> None:
+    loader = DataLoader(digits(train=True), batch_size=BATCH_SIZE, shuffle=True)
+    val_loader = DataLoader(digits(train=False), batch_size=BATCH_SIZE)
+    callbacks = [EarlyStopping("val_loss", patience=3), ModelCheckpoint(monitor="val_loss")]
+    trainer = Trainer(max_epochs=EPOCHS, strategy="ddp", devices=2, callbacks=callbacks)
+    trainer.fit(Digits(), loader, val_loader)
+
+
+if __name__ == "__main__":
+    main()

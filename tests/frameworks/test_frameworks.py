@@ -1,0 +1,55 @@
+"""The scripts of examples/ports, each on another framework, are as preemption-proof as our own loop: stopped and killed
+in the middle of an epoch and of its validation, they end with the weights and metrics of an undisturbed run."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.needs import require_package
+from tests.support.ranks import Attempt, fingerprint, train
+from tests.support.undisturbed import undisturbed_run
+from trainer.config.config import Config
+from trainer.records.metrics import read_lines
+
+STOPPED, KILLED = 128 + signal.SIGTERM, -signal.SIGKILL
+
+
+def config(root: Path, name: str, task: str) -> Config:
+    """A run of a function in tests/support/framework_loops.py on two ranks, which saves at stops and rescues alone."""
+    place = [f"launch.root={root}", f"launch.name={name}", "launch.tasks_per_node=2"]
+    options = ["device=cpu", "train.log_every=3", "launch.max_failures=9", "launch.hang_timeout_s=20"]
+    options += [f"checkpoint.every_{what}=null" for what in ("epochs", "minutes")]
+    return Config.load(None, [f"task=tests.support.framework_loops.{task}", *options, *place])
+
+
+@pytest.mark.parametrize(
+    ("task", "package", "third", "last"),
+    [
+        ("ddp", "torch", 3, "step 2"),
+        ("gpt", "torch", 5, "step 3"),
+        ("accelerate", "accelerate", 3, "validation 2"),
+        ("fabric", "lightning", 3, "validation 2"),
+        ("lightning", "lightning", 3, "validation 4"),  # which begins each attempt with two batches of a validation
+        ("transformers", "transformers", 3, "validation 2"),
+    ],
+)
+def test_resumes_exactly(root: Path, task: str, package: str, third: int, last: str) -> None:
+    """The framework's own loop counts steps, epochs, schedule and early stopping as if it had never ended. `third`: the
+    first backward pass of the third step; `last`: a place after which step 7 is done."""
+    require_package(package)
+    disturbed = config(root, "disturbed", task)
+    for place, codes in [
+        (f"SIGTERM step {third} rank 1", [STOPPED, STOPPED]),
+        (f"SIGKILL step {third} rank 0", [KILLED, 1]),
+        (f"SIGTERM {last} rank 1", [STOPPED, STOPPED]),
+    ]:
+        attempt = Attempt(disturbed, {"LASTSTEP_TEST_SIGNAL": place})
+        assert attempt.wait() == codes, attempt.output()
+    run = train(disturbed)
+    assert fingerprint(run) == undisturbed_run(config(root, "unused", task))
+    records = read_lines(run.attempts)
+    assert [record["start_step"] for record in records] == [0, 3, 5, 7]
+    assert [record["lost_steps"] for record in records] == [0, 0, 0, 0]

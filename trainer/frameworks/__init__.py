@@ -1,0 +1,24 @@
+"""Other trainers, resumed exactly: an adapter for each, which a user's script imports by name. Nothing else imports
+them, and they alone import the framework. Not here: the loop around the user's function, which is in `loops`."""
+
+from __future__ import annotations
+
+from trainer.config.errors import ConfigError
+
+# What each adapter needs, and the versions that are tested at both ends.
+PACKAGES = {
+    "trainer.frameworks.fabric": "lightning",
+    "trainer.frameworks.lightning": "lightning",
+    "trainer.frameworks.transformers": "transformers",
+}
+VERSIONS = {"lightning": "lightning>=2.5,<3", "transformers": "transformers[torch]>=5,<6"}
+
+
+def missing(source: str, adapter: str, package: str) -> ConfigError:
+    """What to raise when an adapter's framework cannot be imported; `source` says for whom."""
+    return ConfigError(f"{source}: {adapter} needs {package}: pip install '{VERSIONS[package]}'")
+
+
+def unusable(adapter: str, error: ImportError) -> ConfigError:
+    """What an adapter raises when its framework cannot be imported."""
+    return missing(f"{type(error).__name__}: {error}", adapter, PACKAGES[adapter])
