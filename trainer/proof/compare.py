@@ -1,0 +1,81 @@
+"""Where two runs part first, by what their ranks noted of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainer.records.probes import Probed, ProbedStep
+
+# In the order of events within a step, and after it.
+What = Literal["missing", "batch", "inputs", "metrics", "state", "epoch"]
+ORDER: tuple[What, ...] = ("missing", "batch", "inputs", "metrics", "state", "epoch")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place at which a run has other bits than the run it is compared with."""
+
+    attempt: int
+    step: int
+    what: What
+    rank: int  # the lowest that differs
+    names: tuple[str, ...] = ()  # of the values that differ: metrics, or parts of the state
+
+
+def first_difference(expected: Probed, found: Probed, so_far: bool = False) -> Difference | None:
+    """None when every step of every attempt has the same bits, and both runs have the same steps. With `so_far` the
+    second run has not ended yet."""
+    differences = [*_steps(expected, found), *_metrics(expected, found)]
+    if not so_far and (expected.last_step != found.last_step or len(expected.metrics) != len(found.metrics)):
+        step = min(expected.last_step, found.last_step) + 1
+        differences.append(Difference(found.steps[0][-1]["attempt"] if found.steps[0] else 0, step, "missing", 0))
+    return min(differences, key=lambda one: (one.attempt, one.step, ORDER.index(one.what), one.rank), default=None)
+
+
+def differs_by_rank(probed: Probed) -> Difference | None:
+    """The first step after which registered state differs between the ranks."""
+    for line in probed.steps[0]:
+        for rank in range(1, len(probed.steps)):
+            other = probed.at(rank, line["step"])
+            if other is not None and (names := _differing(line["state"], other["state"])):
+                return Difference(line["attempt"], line["step"], "state", rank, names)
+    return None
+
+
+def _steps(expected: Probed, found: Probed) -> Iterator[Difference]:
+    """The first difference that each rank noted itself."""
+    for rank, lines in enumerate(found.steps):
+        before = {line["step"]: line for line in expected.steps[rank]}
+        for line in lines:
+            if line["step"] in before and (difference := _compare(before[line["step"]], line, rank)):
+                yield difference
+                break
+
+
+def _compare(expected: ProbedStep, found: ProbedStep, rank: int) -> Difference | None:
+    attempt, step = found["attempt"], found["step"]
+    if expected["batch"] != found["batch"]:
+        return Difference(attempt, step, "batch", rank)
+    if expected["inputs"] != found["inputs"]:
+        return Difference(attempt, step, "inputs", rank)
+    if names := _differing(expected["state"], found["state"]):
+        return Difference(attempt, step, "state", rank, names)
+    return None
+
+
+def _metrics(expected: Probed, found: Probed) -> Iterator[Difference]:
+    """The first line of metrics.jsonl that differs."""
+    for (of_step, one), (_, other) in zip(expected.metrics, found.metrics):
+        if names := _differing(one, other):
+            at = found.at(0, one.get("step", 0))
+            yield Difference(
+                at["attempt"] if at else 0, one.get("step", 0), "metrics" if of_step else "epoch", 0, names
+            )
+            return
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    missing = object()
+    return tuple(name for name in {**one, **other} if one.get(name, missing) != other.get(name, missing))
