@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import refusal
+from tests.support.commands import begin, end, launch, refusal
+from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
 from tests.support.runs import SMALL
+from tests.support.waiting import wait_until
 from trainer.commands import prove
 from trainer.commands.main import main
 from trainer.config.config import Config
@@ -19,7 +23,7 @@ HERE = ["device=cpu", "launch.hang_timeout_s=60"]
 LOOPS = "tests.support.broken_loops."
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Attempts on forked ranks, in a folder of the test's own."""
 
@@ -41,6 +45,7 @@ def proven(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return status, " ".join(text.split())
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     "words",
     [
@@ -61,6 +66,7 @@ def test_exact(words: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Pa
     assert not list(tmp_path.glob("laststep-*"))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("loop", "said"),
     [
@@ -84,6 +90,7 @@ def test_broken_rules(loop: str, said: list[str], capfd: pytest.CaptureFixture[s
         assert words in text, f"{words!r} is missing:\n{text}"
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_script_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     """Its error is not taken for an inexact resume: the line of the user's code is printed."""
     status, text = proven(capfd, f"task={LOOPS}fails")
@@ -92,12 +99,36 @@ def test_a_script_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     assert "broken_loops.py" in text and " EXACT" not in text
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_json(capfd: pytest.CaptureFixture[str]) -> None:
     """For a CI job: the verdict, the first difference and the rule, on stdout alone."""
     assert main(["prove", *HERE, f"task={LOOPS}differs_by_rank", "--steps", "4", "--json"]) == 1
     found = json.loads(capfd.readouterr().out)
     assert (found["verdict"], found["rule"], found["steps"], found["ranks"]) == ("not exact", "rank", 4, 2)
     assert found["first_difference"]["state"] == ["meter.loss"]
+
+
+def test_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the ranks of --local, of which there are two unless the command says otherwise."""
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = launch("prove", *HERE, f"task={LOOPS}differs_by_rank", "--steps", "4")
+    assert done.returncode == 1, done.stderr
+    assert "ranks  2 on this machine" in done.stdout and "\nNOT EXACT\n" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C, or the end of a CI job, leaves neither files nor ranks behind."""
+    words = ["prove", *HERE, f"task={LOOPS}exact"]
+    proving = begin(PROJECT, [sys.executable, "launch.py", *words], {"TMPDIR": str(tmp_path)})
+    wait_until(lambda: list(tmp_path.glob("*/undisturbed/logs/*_1_log.out")), "no rank has started")
+    proving.send_signal(number)
+    end(proving, status=128 + number)
+    assert not list(tmp_path.iterdir())
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [command for command in commands if str(tmp_path).encode() in command]
 
 
 def test_wrong_input(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

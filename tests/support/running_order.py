@@ -43,6 +43,7 @@ SLOW = (
     "observe/test_report.py::test_in_a_browser",
     "observe/test_tensorboard.py::test_attempts_that_ended_in_different_ways",
     "observe/test_troubleshooting",
+    "proof/test_prove",
     "slurm/",
     "test_docs",
     "test_packaging",

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         config = _prepare(config, folder)
         ranks = config.launch.world_size
         say(f"task   {config.task}")
-        say(f"ranks  {ranks} on this machine")
+        say(f"ranks  {ranks} on this machine; seed={config.seed} chooses where they are disturbed")
         say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks")
         say(f"folder {folder}, removed at the end")
         prover = Prover(config, args.steps, _train, lambda attempt: say(report.line_of(attempt)))

@@ -83,6 +83,8 @@ class Probe:
             self._stop.await_agreement()
 
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():  # the model is compiled: leave this out of it
+            return
         if self._begun is not None and module.training and torch.is_grad_enabled():
             found, inputs = digest((args, kwargs)), self._begun["inputs"]
             if inputs[-1:] != [found]:  # in the first step of an attempt the rehearsal runs the same batch before it

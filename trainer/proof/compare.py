@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,10 +24,14 @@ class Difference:
     names: tuple[str, ...] = ()  # of the values that differ: metrics, or parts of the state
 
 
-def first_difference(expected: Probed, found: Probed, so_far: bool = False) -> Difference | None:
-    """None when every step of every attempt has the same bits, and both runs have the same steps. With `so_far` the
-    second run has not ended yet."""
-    differences = [*_steps(expected, found), *_metrics(expected, found)]
+def first_difference(
+    expected: Probed, found: Probed, ignored: Collection[str] = (), so_far: bool = False
+) -> Difference | None:
+    """None when every step of every attempt has the same bits, and both runs have the same steps.
+
+    Metrics of the names `ignored` do not count. With `so_far` the second run has not ended yet.
+    """
+    differences = [*_steps(expected, found), *_metrics(expected, found, ignored)]
     if not so_far and (expected.last_step != found.last_step or len(expected.metrics) != len(found.metrics)):
         step = min(expected.last_step, found.last_step) + 1
         differences.append(Difference(found.steps[0][-1]["attempt"] if found.steps[0] else 0, step, "missing", 0))
@@ -65,10 +69,17 @@ def _compare(expected: ProbedStep, found: ProbedStep, rank: int) -> Difference |
     return None
 
 
-def _metrics(expected: Probed, found: Probed) -> Iterator[Difference]:
+def unsteady_metrics(one: Probed, other: Probed) -> set[str]:
+    """The metrics that differ between two runs whose steps are the same, as those do that hold seconds."""
+    if any(_steps(one, other)):
+        return set()
+    return {name for (_, a), (_, b) in zip(one.metrics, other.metrics) for name in _differing(a, b)} - {"step", "epoch"}
+
+
+def _metrics(expected: Probed, found: Probed, ignored: Collection[str]) -> Iterator[Difference]:
     """The first line of metrics.jsonl that differs."""
     for (of_step, one), (_, other) in zip(expected.metrics, found.metrics):
-        if names := _differing(one, other):
+        if names := tuple(name for name in _differing(one, other) if name not in ignored):
             at = found.at(0, one.get("step", 0))
             yield Difference(
                 at["attempt"] if at else 0, one.get("step", 0), "metrics" if of_step else "epoch", 0, names

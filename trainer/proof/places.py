@@ -25,24 +25,24 @@ class Place(NamedTuple):
 def choose_places(undisturbed: Probed, ranks: int, seed: int) -> list[Place]:
     """The strikes of a disturbed run, in order, at most one per attempt. The same seed chooses the same ones.
 
-    A stop within an epoch, at a step that no count of 2 to 6 divides, so that it parts any updates that span several
-    turns; a stop in the last step of an epoch, in a validation, and in the first step of an epoch, as far as the run
-    has them; and a killed rank. The step after each of them is done by the attempt that resumes.
+    A stop within an epoch; stops in the last step of an epoch, in a validation, and in the first step of an epoch, as
+    far as the run has them; and a killed rank. The first stop is followed by steps in the same epoch, which show
+    whether a difference passes. No count of 2 to 6 divides its step, so that it parts updates that span several turns.
     """
-    draw = random.Random(seed)
+    draw, last = random.Random(seed), undisturbed.last_step - 1  # the last attempt has a step to do
     lines = undisturbed.steps[0]
-    last = undisturbed.last_step - 1  # a resumed attempt must have a step to do
     firsts = [after["step"] for before, after in pairwise(lines) if after["epoch"] != before["epoch"]]
     edges = {step for first in firsts for step in (first - 1, first)}
-    inner = [line["step"] for line in lines if line["step"] <= last and line["step"] not in edges]
+    inner = [line["step"] for line in lines if 1 < line["step"] <= last and line["step"] not in edges]
+    early = [step for step in inner if step < min(firsts, default=last + 2) - 3] or inner
     chosen: dict[tuple[int, int], Place] = {}  # by step, and batch of the validation after it
 
     def add(signal: str, step: int, kind: str, batch: int | None = None) -> None:
+        strike = Strike(signal, draw.randrange(ranks), step, batch)
         if 0 < step <= last:
-            strike = Strike(signal, draw.randrange(ranks), step, batch)
             chosen.setdefault((step, batch or 0), Place(strike, kind))
 
-    if stop := _pick(draw, [s for s in inner if math.gcd(s, 30) == 1 and s > 1], inner):
+    if stop := _pick(draw, [step for step in early if math.gcd(step, 30) == 1], early):
         add(STOP, stop, WITHIN)
     if firsts:
         add(STOP, firsts[0] - 1, AT_AN_END[0])
@@ -50,8 +50,8 @@ def choose_places(undisturbed: Probed, ranks: int, seed: int) -> list[Place]:
     if batches := [line for line in undisturbed.batches if line["after"] <= last]:
         batch = draw.choice([line for line in batches if line["after"] == batches[0]["after"]])
         add(STOP, batch["after"], AT_AN_END[1], batch["validation_batch"])
-    apart = [s for s in inner if all(abs(s - step) > 1 for step, _ in chosen)]
-    if killed := _pick(draw, apart, [s for s in range(1, last + 1) if (s, 0) not in chosen]):
+    apart = [step for step in inner if all(abs(step - other) > 1 for other, _ in chosen)]
+    if killed := _pick(draw, apart, [step for step in range(2, last + 1) if (step, 0) not in chosen]):
         add(KILL, killed, WITHIN)
     return [chosen[key] for key in sorted(chosen)]
 

@@ -44,8 +44,7 @@ def _strike(place: Place) -> str:
 def summary(proof: Proof) -> list[str]:
     """The verdict, what was compared, and where the runs part."""
     if proof.verdict == "failed":
-        disturbed = any(attempt.run == DISTURBED for attempt in proof.attempts)
-        when = "when it is resumed" if disturbed else "undisturbed"
+        when = "when it is resumed" if DISTURBED in proof.runs else "undisturbed"
         return [f"FAILED: the script ends with an error {when}", "", *(proof.error or "").rstrip().splitlines()]
     if proof.difference is None:
         return ["EXACT", *_compared(proof)]
@@ -62,13 +61,16 @@ def _compared(proof: Proof) -> Iterator[str]:
         f"{counted(len(places) - kills, 'stop')}, {counted(kills, 'killed rank')}, "
         f"{counted(len(places), 'restart')}; {counted(proof.done_again, 'step')} done again",
     )
-    lines = expected.steps[0]
+    values = counted(len(expected.steps[0][-1]["state"]), "value")
     yield from _field(
         "the same",
-        f"weights and all other registered state ({counted(len(lines[-1]['state']), 'value')}), the batch and the "
-        f"model's inputs, after each of {counted(expected.last_step, 'step')} on each of {counted(ranks, 'rank')}; "
+        f"all registered state ({values}, {proof.checkpoint_bytes / 1e6:.1f} MB), the batch and the model's inputs "
+        f"in each of {counted(expected.last_step, 'step')} on each of {counted(ranks, 'rank')}; "
         f"{counted(len(expected.metrics), 'line')} of metrics",
     )
+    if proof.ignored:
+        names = _listed(sorted(proof.ignored))
+        yield from _field("left out", f"metrics that differ even between the undisturbed runs: {names}")
     if missing := missing_kinds(places):
         yield from _field(
             "not tried", f"a stop in {_joined(missing, 'or')}: the run did not get there; --steps N trains longer"
@@ -161,6 +163,8 @@ def as_json(proof: Proof, ranks: int, seed: int) -> dict[str, Any]:
             "variables": _variables(proof, difference),
         },
         "rule": proof.rule,
+        "metrics_left_out": sorted(proof.ignored),
+        "checkpoint_bytes": proof.checkpoint_bytes,
         "error": proof.error,
     }
 

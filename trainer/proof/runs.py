@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from trainer.checkpoint.store import CheckpointStore
 from trainer.cluster import run_folders
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
-from trainer.proof.compare import Difference, differs_by_rank, first_difference
+from trainer.proof.compare import Difference, differs_by_rank, first_difference, unsteady_metrics
 from trainer.proof.places import KILL, Place, choose_places
 from trainer.proof.rules import RuleName, rule_of
 from trainer.records.attempt_record import read_ended_attempts
@@ -29,12 +30,13 @@ UNDISTURBED, AGAIN, DISTURBED = "undisturbed", "again", "disturbed"
 
 class Attempt(NamedTuple):
     """One attempt: its run, the place where it was struck (None: nowhere), the steps that rank 0 has finished (None:
-    no step), and how long it took."""
+    no step), whether it has finished the run, and how long it took."""
 
     run: str
     place: Place | None
     first_step: int | None
     last_step: int | None
+    finished: bool
     seconds: float
 
 
@@ -48,6 +50,8 @@ class Proof:
     difference: Difference | None = None
     rule: RuleName | None = None
     error: str | None = None  # the script's own
+    ignored: set[str] = field(default_factory=set)  # metrics that differ between undisturbed runs of the same bits
+    checkpoint_bytes: int = 0
 
     @property
     def done_again(self) -> int:
@@ -78,6 +82,7 @@ class Prover:
                 raise ConfigError(f"the run has {undisturbed.last_step} steps; a proof needs at least {LEAST_STEPS}")
             if proof.difference is None:
                 self._steps = undisturbed.last_step
+                proof.checkpoint_bytes = self._checkpoint_bytes()
                 again = self._undisturbed(AGAIN)
             if proof.difference is None:
                 self._disturbed(undisturbed, again)
@@ -90,18 +95,26 @@ class Prover:
         probed = self._attempt(name, None)
         if difference := differs_by_rank(probed):
             self._found("not exact", difference, "rank")
-        elif name == AGAIN and (difference := first_difference(self.proof.runs[UNDISTURBED], probed)):
-            self._found("not deterministic", difference, "not deterministic")
+        elif name == AGAIN:
+            self.proof.ignored = unsteady_metrics(self.proof.runs[UNDISTURBED], probed)
+            if difference := first_difference(self.proof.runs[UNDISTURBED], probed, self.proof.ignored):
+                self._found("not deterministic", difference, "not deterministic")
         return probed
 
     def _disturbed(self, undisturbed: Probed, again: Probed) -> None:
         """Train with a strike per attempt, up to the first difference."""
         for place in (*choose_places(undisturbed, self._ranks, self._config.seed), None):
             found = self._attempt(DISTURBED, place)
-            if difference := first_difference(undisturbed, found, so_far=place is not None):
+            over = place is None or self.proof.attempts[-1].finished
+            if difference := first_difference(undisturbed, found, self.proof.ignored, so_far=not over):
                 rule = rule_of(difference, undisturbed, again, found)
                 self._found("not deterministic" if rule == "not deterministic" else "not exact", difference, rule)
+            if difference or over:
                 return
+
+    def _checkpoint_bytes(self) -> int:
+        store = CheckpointStore(RunDir(f"{self._config.launch.root}/{UNDISTURBED}").checkpoints)
+        return max((store.manifest(step).bytes for step in store.steps()), default=0)
 
     def _found(self, verdict: Verdict, difference: Difference, rule: RuleName) -> None:
         self.proof.verdict, self.proof.difference, self.proof.rule = verdict, difference, rule
@@ -128,7 +141,8 @@ class Prover:
         if not probed.steps[0]:
             raise _ScriptFailed("it ended without a step")
         steps = [line["step"] for line in probed.of(0, sum(one.run == name for one in self.proof.attempts))]
-        attempt = Attempt(name, place, min(steps, default=None), max(steps, default=None), seconds)
+        finished = bool(records) and records[-1]["reason"] == "finished"
+        attempt = Attempt(name, place, min(steps, default=None), max(steps, default=None), finished, seconds)
         self.proof.attempts.append(attempt)
         self._report(attempt)
         return probed
