@@ -118,6 +118,18 @@ def test_a_step_that_was_done_again() -> None:
     assert difference is not None and (difference.attempt, difference.step) == (1, 2)
 
 
+def test_an_epoch_that_differs() -> None:
+    """A validation that is repeated after a stop belongs to the attempt that repeats it, not to the one that did the
+    steps before it: else the script would look as if it were not deterministic."""
+    expected, found = undisturbed(EPOCH), undisturbed(EPOCH)
+    found.batches.append({"attempt": 1, "after": EPOCH, "validation_batch": 1})
+    for run, loss in ((expected, 0.5), (found, 0.6)):
+        run.metrics.append((False, {"epoch": 1, "step": EPOCH, "val_loss": loss}))
+    difference = first_difference(expected, found)
+    assert difference is not None and (difference.attempt, difference.what) == (1, "epoch")
+    assert rule_of(difference, expected, expected, found) == "unregistered"
+
+
 def test_missing_steps() -> None:
     """A run that ends early is not exact, even if all that it did is the same."""
     found = probed(*map(a_step, (1, 2, 3)))

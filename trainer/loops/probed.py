@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from typing import Any
 
-from trainer.data.loader import StepLoader
 from trainer.loops.custom_loop import CustomLoop
 from trainer.loops.loop import AttemptContext
 from trainer.loops.probe import Probe
@@ -63,23 +62,23 @@ class ProbedCustomLoop(CustomLoop):
         super().__init__(function, context)
         self.probe = Probe(context, plan, self._state)
 
-    def register(self, objects: Mapping[str, Any]) -> None:
+    def register(self, objects: Mapping[str, Any], *words: Any, **more: Any) -> None:
         """Watch the registered objects, too."""
-        super().register(objects)
+        super().register(objects, *words, **more)
         for registered in objects.values():
             self.probe.watch(registered)
 
-    def steps(self, loader: StepLoader, count: int | None) -> Iterator[Any]:
+    def steps(self, *words: Any, **more: Any) -> Iterator[Any]:
         """The batches of the steps, each of which the probe follows."""
-        with closing(super().steps(loader, count)) as batches:  # type: ignore[type-var]
+        with closing(super().steps(*words, **more)) as batches:  # type: ignore[type-var]
             for batch in batches:
                 position, variables = self.position, self.probe.variables.of_callers()
                 self.probe.begin_step(position.step + 1, position.epoch + 1, position.batches + 1, batch, variables)
                 yield batch
 
-    def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def validation(self, *words: Any, **more: Any) -> Iterator[Any]:
         """The batches of a validation, each of which the probe follows."""
-        with closing(super().validation(loader)) as batches:  # type: ignore[type-var]
+        with closing(super().validation(*words, **more)) as batches:  # type: ignore[type-var]
             for batch in batches:
                 self.probe.begin_validation_batch(self.position.step)
                 yield batch

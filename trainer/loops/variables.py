@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 import sysconfig
@@ -69,7 +70,11 @@ class Variables:
                 self._walk(name, of_module[name], 0)
 
     def _walk(self, name: str, value: Any, depth: int) -> None:
-        """Note a value, or what it is made of."""
+        """Note a value, or what it is made of; nothing of an object that does not bear it."""
+        with contextlib.suppress(Exception):
+            self._walk_value(name, value, depth)
+
+    def _walk_value(self, name: str, value: Any, depth: int) -> None:
         if id(value) in self._known or depth > MOST_DEPTH or len(self._found) > 2000:
             return
         if isinstance(value, PLAIN):

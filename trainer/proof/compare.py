@@ -34,7 +34,7 @@ def first_difference(
     differences = [*_steps(expected, found), *_metrics(expected, found, ignored)]
     if not so_far and (expected.last_step != found.last_step or len(expected.metrics) != len(found.metrics)):
         step = min(expected.last_step, found.last_step) + 1
-        differences.append(Difference(found.steps[0][-1]["attempt"] if found.steps[0] else 0, step, "missing", 0))
+        differences.append(Difference(found.last_attempt, step, "missing", 0))
     return min(differences, key=lambda one: (one.attempt, one.step, ORDER.index(one.what), one.rank), default=None)
 
 
@@ -80,10 +80,11 @@ def _metrics(expected: Probed, found: Probed, ignored: Collection[str]) -> Itera
     """The first line of metrics.jsonl that differs."""
     for (of_step, one), (_, other) in zip(expected.metrics, found.metrics):
         if names := tuple(name for name in _differing(one, other) if name not in ignored):
-            at = found.at(0, one.get("step", 0))
-            yield Difference(
-                at["attempt"] if at else 0, one.get("step", 0), "metrics" if of_step else "epoch", 0, names
-            )
+            step = int(one.get("step", 0))
+            # An epoch's line is written by the attempt that does the step after it.
+            written = found.at(0, step if of_step else step + 1)
+            attempt = written["attempt"] if written else found.last_attempt
+            yield Difference(attempt, step, "metrics" if of_step else "epoch", 0, names)
             return
 
 

@@ -43,8 +43,7 @@ RULES: dict[RuleName, Rule] = {
         "in each turn, from run.step.",
     ),
     "unregistered": Rule(
-        "The step began with the same registered state and the same batch, so it depends on something that is not "
-        "registered",
+        "Batch and registered state were the same before, so the result depends on something that is not registered",
         "Register it: run.restore(..., NAME=...), any object with state_dict and load_state_dict, or a dict.",
     ),
     "data set": Rule(

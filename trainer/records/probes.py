@@ -124,6 +124,11 @@ class Probed:
         """The last step done; 0 if there is none."""
         return max((line["step"] for line in self.steps[0]), default=0)
 
+    @property
+    def last_attempt(self) -> int:
+        """The last attempt that has begun a step or a validation."""
+        return max((line["attempt"] for line in (*self.steps[0], *self.batches)), default=0)
+
     def of(self, rank: int, attempt: int) -> list[ProbedStep]:
         """The steps that a rank did in an attempt, in order."""
         return [line for line in self.steps[rank] if line["attempt"] == attempt]
