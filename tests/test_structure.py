@@ -28,7 +28,7 @@ LAYERS = [
     {"attempt"},
     {"trainer"},
     {"cluster"},
-    {"doctor"},
+    {"doctor", "proof"},
     {"commands"},
     {"__main__", "__init__", "launch", "laststep"},
 ]

@@ -132,6 +132,11 @@ class RunDir:
         return self.path / "rescue"
 
     @property
+    def probes(self) -> Path:
+        """Folder of what the ranks note for `prove`: one file per rank, see trainer.records.probes."""
+        return self.path / "probes"
+
+    @property
     def sweep_folder(self) -> RunDir | None:
         """The folder of the sweep that this run is part of, which has the logs of all its runs; None without one."""
         return RunDir(self.logs.resolve().parent) if self.logs.is_symlink() else None

@@ -59,6 +59,7 @@ SLOW = (
     "observe/test_troubleshooting",
     "records/test_attempts.py::test_many_ranks_end_the_attempt_at_once",
     "records/test_metrics.py::test_each_step_once",
+    "proof/test_prove",
     "slurm/",
     "test_compat.py::test_compiled_modules",
     "test_compat.py::test_the_compiler_says_when_it_works",

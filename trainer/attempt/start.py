@@ -19,6 +19,7 @@ from trainer.loops.run import make_custom_loop
 from trainer.loops.task_loop import TaskLoop
 from trainer.observe.startup import StartupTimer
 from trainer.records.attempts import lower_start_step
+from trainer.records.probes import ProbePlan
 from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.task import find_task
@@ -91,6 +92,11 @@ def create_loop(
     task = find_task(state.config)
     if group.world.rank == 0 and group.world.launcher == "submitit-slurm":
         check_origin(state.config.task, state.config.task.rpartition(".")[0] or task.__module__, state.run_dir)
+    if plan := ProbePlan.of(os.environ):
+        from trainer.loops.probed import make_probed_loop
+
+        state.loop = make_probed_loop(task, context, plan)
+        return state.loop
     state.loop = TaskLoop(task, context) if isinstance(task, type) else make_custom_loop(task, context)
     return state.loop
 

@@ -71,6 +71,11 @@ class LocalRanks:
             return 2
         return 1 if any(map(_failed, codes)) else max(codes)
 
+    def refusal(self) -> str:
+        """What the ranks that refused the configuration have printed."""
+        lines = [line for log in self.logs for line in log.read_text(errors="replace").splitlines()]
+        return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "refused")
+
 
 def run_local(config: Config, run: RunDir) -> int:
     """Run all ranks here, with rank 0's output on the terminal and each rank's in `logs/`; returns the exit status.

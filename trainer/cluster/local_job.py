@@ -70,7 +70,7 @@ class LocalJob:
             time.sleep(POLL_S)
         status = self._ranks.status()
         if status == 2:
-            refusal = self._refusal()
+            refusal = self._ranks.refusal()
             if not self.run.checkpoints.exists():
                 run_folders.remove(self.run)
             raise ConfigError(refusal)
@@ -78,8 +78,3 @@ class LocalJob:
             how = "stopped" if status > 128 else "failed"
             raise RuntimeError(f"{self.run.name} {how} before its end; the ranks' logs are in {self.run.logs}")
         return next((line for line in reversed(last_lines(self.run.metrics)) if not is_step(line)), {})
-
-    def _refusal(self) -> str:
-        """What the ranks that refused the configuration have printed."""
-        lines = [line for log in self._ranks.logs for line in log.read_text(errors="replace").splitlines()]
-        return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "refused")

@@ -87,6 +87,7 @@ VERBS = {
         Verb("logs", "logs RUN", "print the logs of all ranks, merged by time"),
         Verb("cancel", "cancel RUN", "stop a run after its current step, keeping every step"),
         Verb("drill", "drill RUN", "preempt a run on purpose and check that it comes back"),
+        Verb("prove", "prove", "check that a script resumes exactly, by runs on this machine"),
         Verb("verify", "verify RUN", "check every checkpoint of a run for damage"),
         Verb("export", "export RUN OUT", "write a run's weights to a .safetensors or .pt file"),
         Verb("evaluate", "evaluate RUN", "validate a checkpoint again, on the same or on other data"),

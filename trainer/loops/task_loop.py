@@ -174,7 +174,7 @@ class TaskLoop(Loop):
     def _validate(self) -> bool:
         """Validate the model and end the epoch. False when the ranks agreed to stop: a resumed run validates again."""
         position = self.position
-        means = self.validation.measure(self.learner, position.step, self.stop.begin_tick)
+        means = self.validation.measure(self.learner, position.step, self._begin_validation_batch)
         if means is None:
             return False
         train_loss = position.loss_sum / position.loss_samples if position.loss_samples else math.nan
@@ -186,6 +186,10 @@ class TaskLoop(Loop):
         }
         self._end_epoch(record)
         return True
+
+    def _begin_validation_batch(self) -> bool:
+        """False if the ranks agreed to stop before it."""
+        return self.stop.begin_tick()
 
     def _batches(self) -> TrainBatchKeys:
         steps = range(self.position.step, self.total_steps)

@@ -59,6 +59,10 @@ class Stop:
         self.tick += 1
         return self.tick <= self._last_tick or self._wait()
 
+    def await_agreement(self) -> None:
+        """Wait until the ranks have agreed on the last tick: what is signalled here stops here."""
+        self._agreed.wait()
+
     def close(self) -> None:
         """End the thread. Call once all ranks have left the loop: then no tick is left to agree on."""
         with contextlib.suppress(dist.DistError):

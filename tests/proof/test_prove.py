@@ -1,0 +1,137 @@
+"""`prove` says "exact" of a script that is, and names the step and the rule of one that is not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import begin, end, launch, refusal
+from tests.support.project import PROJECT
+from tests.support.ranks import Attempt
+from tests.support.runs import SMALL
+from tests.support.waiting import wait_until
+from trainer.commands import prove
+from trainer.commands.main import main
+from trainer.config.config import Config
+from trainer.rundir import RunDir
+
+HERE = ["device=cpu", "launch.hang_timeout_s=60"]
+LOOPS = "tests.support.broken_loops."
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Attempts on forked ranks, in a folder of the test's own."""
+
+    def train(config: Config, run: RunDir) -> str | None:
+        Attempt(config, config.launch.env).wait()
+        return None
+
+    monkeypatch.setattr(prove, "_train", train)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def proven(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """The exit status of `prove`, and what it prints."""
+    status = main(["prove", *HERE, *words])
+    text = capfd.readouterr().out
+    print(text)
+    assert all(len(line) <= 80 for line in text.splitlines() if not line.startswith("folder")), text
+    return status, " ".join(text.split())
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"task={LOOPS}exact", "--steps", "14"],
+        ["task=tests.support.custom_loops.example", "--steps", "10"],
+        [*SMALL, "task=classification", "--steps", "10", "model.args.width=8", "train.accumulate=2"],
+    ],
+    ids=["loop", "example", "task"],
+)
+def test_exact(words: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The example and a Task pass, struck in every kind of place; and so does a loop with a clock, an iterator and a
+    generator that change nothing: a proof that cries wolf is not believed. Nothing is left behind."""
+    status, text = proven(capfd, *words)
+    assert status == 0 and " EXACT " in text, text
+    for place in ("the last step of an epoch", "of the validation after", "the first step of an epoch"):
+        assert f" {place}" in text, f"no stop in {place}:\n{text}"
+    assert "4 stops, 1 killed rank, 5 restarts" in text
+    assert not list(tmp_path.glob("laststep-*"))
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        ("prefetches", ["first after a resume: another input of the model", "one that was taken in the turn before"]),
+        ("accumulates", ["The step before the stop made no update"]),
+        (
+            "cycles",
+            ["a loader or an iterator that begins again", "not registered: second "],
+        ),
+        ("differs_by_rank", ["step 1: the registered state on rank 1 differs from that on rank 0", "meter.loss"]),
+        ("draws", ["from a generator of the script's own", "not registered: noise "]),
+        ("draws_anew", ["NOT DETERMINISTIC", "step 1: another input", "Two undisturbed runs differ"]),
+        ("forgets", ["something that is not registered", "not registered: average "]),
+    ],
+)
+def test_broken_rules(loop: str, said: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Each of these loops used to end with other weights and no word. The step and the rule are what a user needs."""
+    status, text = proven(capfd, f"task={LOOPS}{loop}", "--steps", "14")
+    assert status == 1 and " first step " in text, text
+    for words in said:
+        assert words in text, f"{words!r} is missing:\n{text}"
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_script_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its error is not taken for an inexact resume: the line of the user's code is printed."""
+    status, text = proven(capfd, f"task={LOOPS}fails")
+    assert status == 1
+    assert "FAILED: the script ends with an error undisturbed" in text and "ValueError: a bug of the user's" in text
+    assert "broken_loops.py" in text and " EXACT" not in text
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_json(capfd: pytest.CaptureFixture[str]) -> None:
+    """For a CI job: the verdict, the first difference and the rule, on stdout alone."""
+    assert main(["prove", *HERE, f"task={LOOPS}differs_by_rank", "--steps", "4", "--json"]) == 1
+    found = json.loads(capfd.readouterr().out)
+    assert (found["verdict"], found["rule"], found["steps"], found["ranks"]) == ("not exact", "rank", 4, 2)
+    assert found["first_difference"]["state"] == ["meter.loss"]
+
+
+def test_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the ranks of --local, of which there are two unless the command says otherwise."""
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = launch("prove", *HERE, f"task={LOOPS}differs_by_rank", "--steps", "4")
+    assert done.returncode == 1, done.stderr
+    assert "ranks  2 on this machine" in done.stdout and "\nNOT EXACT\n" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C, or the end of a CI job, leaves neither files nor ranks behind."""
+    words = ["prove", *HERE, f"task={LOOPS}exact"]
+    proving = begin(PROJECT, [sys.executable, "launch.py", *words], {"TMPDIR": str(tmp_path)})
+    wait_until(lambda: list(tmp_path.glob("*/undisturbed/logs/*_1_log.out")), "no rank has started")
+    proving.send_signal(number)
+    end(proving, status=128 + number)
+    assert not list(tmp_path.iterdir())
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [command for command in commands if str(tmp_path).encode() in command]
+
+
+def test_wrong_input(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As for submit: one line, exit status 2, nothing left behind."""
+    assert "--steps 3: must be at least 4" in refusal(["prove", "--steps", "3"], capfd, tmp_path)
+    assert "task=nowhere.main" in refusal(["prove", "task=nowhere.main"], capfd, tmp_path)

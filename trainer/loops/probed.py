@@ -1,0 +1,88 @@
+"""The two loops as `prove` runs them: each with a probe, for which no other run pays anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+from trainer.loops.custom_loop import CustomLoop
+from trainer.loops.loop import AttemptContext
+from trainer.loops.probe import Probe
+from trainer.loops.run import Run
+from trainer.loops.task_loop import TaskLoop
+from trainer.records.probes import ProbePlan
+from trainer.task import Task
+
+
+def make_probed_loop(
+    task: type[Task] | Callable[[Run], Any], context: AttemptContext, plan: ProbePlan
+) -> TaskLoop | CustomLoop:
+    """The loop around a Task or a function, with a probe that follows `plan`."""
+    if isinstance(task, type):
+        return ProbedTaskLoop(task, context, plan)
+    return ProbedCustomLoop(lambda loop: task(Run(loop)), context, plan)
+
+
+class ProbedTaskLoop(TaskLoop):
+    """The loop around a Task, with a probe."""
+
+    def __init__(self, task: type[Task], context: AttemptContext, plan: ProbePlan) -> None:
+        super().__init__(task, context)
+        self.probe = Probe(context, plan, self._state)
+        self.probe.variables.leave_out(self.learner.model)
+        if not self.config.train.compile:  # the probe would be compiled too
+            self.probe.watch(self.learner.parallel)
+        self.probe.watch(self.learner.optimizer)
+
+    def _step(self, batches: Iterator[Any]) -> None:
+        step = self.position.step
+        micro_batches = list(islice(batches, self.config.train.accumulate))
+        of_epoch = step % self.order.steps_per_epoch
+        variables = self.probe.variables.of_object("self", self.task)
+        self.probe.begin_step(step + 1, self.order.epoch(step) + 1, of_epoch + 1, micro_batches, variables)
+        super()._step(iter(micro_batches))
+
+    def _step_done(self, samples: int, ends_epoch: bool) -> None:
+        super()._step_done(samples, ends_epoch)
+        self.probe.end_step()
+
+    def _begin_validation_batch(self) -> bool:
+        begins = super()._begin_validation_batch()
+        if begins:
+            self.probe.begin_validation_batch(self.position.step)
+        return begins
+
+
+class ProbedCustomLoop(CustomLoop):
+    """The loop around a user's function, with a probe."""
+
+    def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext, plan: ProbePlan) -> None:
+        super().__init__(function, context)
+        self.probe = Probe(context, plan, self._state)
+
+    def register(self, objects: Mapping[str, Any], *words: Any, **more: Any) -> None:
+        """Watch the registered objects, too."""
+        super().register(objects, *words, **more)
+        for registered in objects.values():
+            self.probe.watch(registered)
+
+    def steps(self, *words: Any, **more: Any) -> Iterator[Any]:
+        """The batches of the steps, each of which the probe follows."""
+        with closing(super().steps(*words, **more)) as batches:  # type: ignore[type-var]
+            for batch in batches:
+                position, variables = self.position, self.probe.variables.of_callers()
+                self.probe.begin_step(position.step + 1, position.epoch + 1, position.batches + 1, batch, variables)
+                yield batch
+
+    def validation(self, *words: Any, **more: Any) -> Iterator[Any]:
+        """The batches of a validation, each of which the probe follows."""
+        with closing(super().validation(*words, **more)) as batches:  # type: ignore[type-var]
+            for batch in batches:
+                self.probe.begin_validation_batch(self.position.step)
+                yield batch
+
+    def _step_done(self, samples: int, ends_epoch: bool) -> None:
+        super()._step_done(samples, ends_epoch)
+        self.probe.end_step()
