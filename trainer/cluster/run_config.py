@@ -35,6 +35,7 @@ from trainer.say import command
 LATER_KEYS = (
     *("model.weights", "optim.decay_norms_and_biases", "optim.args", "train.nonfinite", "checkpoint.asynchronous"),
     *("launch.grace_s", "launch.max_failures", "launch.init_method", "launch.backend", "launch.python", "launch.srun"),
+    "launch.max_restarts",
 )
 PLACE = ("launch.root", "launch.name")  # a run's folder may be moved
 Change = tuple[Any, Any]  # a key's value before and after

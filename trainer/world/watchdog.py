@@ -50,6 +50,7 @@ class Fault:
     text: str  # what happened and where: one line, or an error with its traceback
     cause: bool = True  # False for a mere consequence of another rank's fault
     retry: Retry = "yes"
+    silent: bool = False  # a rank gives no sign of life: its node may be cut off from the others, and from srun
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,8 @@ class Watchdog:
                 self._unanswered_s += BEAT_S
                 if self._is_too_long(self._unanswered_s):
                     host = self._probes.world().host_of(0)
-                    self._handle(Fault("hung", f"rank 0 on {host} has not answered for {self._unanswered_s:.0f} s"))
+                    waited = f"{self._unanswered_s:.0f} s"
+                    self._handle(Fault("hung", f"rank 0 on {host} has not answered for {waited}", silent=True))
 
     def _is_too_long(self, silence_s: float) -> bool:
         """Whether to stop waiting for a silent rank.
@@ -235,8 +237,8 @@ class Watchdog:
                 self._unanswered_s = 0.0
                 self._closed.wait(BEAT_S)
         except Exception as error:  # any error of the store: it no longer connects the ranks
-            host = self._probes.world().host_of(0)
-            self._handle(Fault("failed", f"rank 0 on {host} is gone ({error})", cause=False))
+            rank_0 = f"rank 0 on {self._probes.world().host_of(0)}"
+            self._handle(Fault("failed", f"{rank_0} is gone ({error})", cause=False))
 
     def _own_beat(self) -> Beat:
         world = self._probes.world()
@@ -245,10 +247,8 @@ class Watchdog:
             self.advance()
         self._where = where
         progress = self._phases + self._probes.ticks()
-        host = world.host_of(world.rank)
-        return Beat(
-            host, self._round, progress, self.phase, where, in_torch, self._busy_s(), self._process, self._device
-        )
+        own = (world.host_of(world.rank), self._round, progress, self.phase, where, in_torch)
+        return Beat(*own, self._busy_s(), self._process, self._device)
 
     def _compare(self, beats: list[Beat]) -> None:
         """On rank 0: look for silent and stuck ranks in everyone's latest heartbeat."""
@@ -265,7 +265,7 @@ class Watchdog:
         silent = [rank for rank, seconds in enumerate(self._silent_s) if self._is_too_long(seconds)]
         if silent or self._still_s > self._timeout_s:
             waited_s = min((self._silent_s[rank] for rank in silent), default=self._still_s)
-            self.report(Fault("hung", f"{name_stuck(beats, silent)}, for {waited_s:.0f} s"))
+            self.report(Fault("hung", f"{name_stuck(beats, silent)}, for {waited_s:.0f} s", silent=bool(silent)))
         self._name_straggler(beats)
 
     def _name_straggler(self, beats: list[Beat]) -> None:
