@@ -28,6 +28,7 @@ class _Attempt(TypedDict):
     step_s: float | None  # mean seconds of a step, None when none was done
     requeue: bool  # whether the run continues by itself: its ranks, or its job, are started again
     error: str | None
+    blamed: list[str]  # the hosts whose fault the end seems to be
 
 
 class OpenAttempt(_Attempt):
@@ -48,7 +49,14 @@ class EndedAttempt(_Attempt):
 AttemptRecord = OpenAttempt | EndedAttempt
 
 # Fields that a run of an older version does not have.
-_DEFAULTS: dict[str, Any] = {"step_id": None, "lost_s": 0.0, "step_s": None, "requeue": False, "error": None}
+_DEFAULTS: dict[str, Any] = {
+    "step_id": None,
+    "lost_s": 0.0,
+    "step_s": None,
+    "requeue": False,
+    "error": None,
+    "blamed": [],
+}
 _REQUIRED = OpenAttempt.__required_keys__ - _DEFAULTS.keys()
 
 

@@ -57,6 +57,7 @@ def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
         "step_s": None,
         "requeue": False,
         "error": None,
+        "blamed": [],
     }
     _write_temporary(run.attempt_now, json.dumps(record)).replace(run.attempt_now)
     return record
@@ -105,12 +106,13 @@ def end_attempt(
     step_s: float | None = None,
     error: str | None = None,
     retry: Retry = "yes",
+    blamed: Iterable[str] = (),
 ) -> EndedAttempt | None:
     """Record how the attempt ended. Any rank may; returns the record, or None when another rank was first.
 
     `end_step` is the last step done, `kept_step` that of the newest checkpoint. `lost_s` is the time that the steps
     between them took, by default that which metrics.jsonl shows; `step_s` is the mean time of a step, None when none
-    was done. `retry`: whether the error may be gone at the next attempt.
+    was done. `retry`: whether the error may be gone at the next attempt. `blamed`: hosts whose fault it seems to be.
     Raises OSError when the disk refuses: another rank may try, or the next attempt records this one as lost.
     """
     open_record = next(iter(read_attempts(run.attempt_now)), None)
@@ -129,6 +131,7 @@ def end_attempt(
         "lost_s": _lost_seconds(run, open_record["start"], kept_step) if lost_s is None else lost_s,
         "step_s": step_s,
         "error": error,
+        "blamed": list(blamed),
     }
     if world.on_slurm or world.supervised:  # nothing else starts a run again by itself
         ended, submissions = [*read_ended_attempts(run.attempts), record], read_submissions(run.submissions)
