@@ -202,7 +202,7 @@ def ends(*reasons: str) -> list[EndedAttempt]:
         steps = {"start_step": 10, "end_step": 14 + int(kept or 0), "lost_steps": 4}
         if reason == "idle":
             reason, steps = "failed", {"start_step": 10, "end_step": 10, "lost_steps": 0}
-        records.append({"job_id": job or "7", "restart": restart, "reason": reason, **steps})
+        records.append({"job_id": job or "7", "restart": restart, "reason": reason, "blamed": [], **steps})
     return records
 
 
@@ -299,6 +299,26 @@ def test_an_error_before_the_first_step(records: list[EndedAttempt], retried: bo
     work must not be started again and again."""
     assert (decide(records, LAUNCH, "if_trained", SUBMITTED).what is not Next.END) == retried
     assert decide(records, LAUNCH, "no", SUBMITTED).what is Next.END
+
+
+@pytest.mark.parametrize(
+    ("record", "blamed", "follows"),
+    [
+        ("lost", [], Next.RESTART),
+        ("hung", [], Next.RESTART),
+        ("failed", ["n1"], Next.RESTART),
+        ("failed", [], Next.END),
+    ],
+)
+def test_without_a_queue(record: str, blamed: list[str], follows: Next) -> None:
+    """Under --local a killed rank must not end a run over night; the user's own error must end it at once, as the user
+    waits for it."""
+    records = ends(record, f"here {record}")
+    for one in records:
+        one["blamed"] = blamed
+    launch = replace(LAUNCH, max_restarts=2)
+    assert decide(records, launch, local=True).what is follows
+    assert decide(records, replace(launch, max_restarts=1), local=True).what is Next.END, "there are no other nodes"
 
 
 def test_a_record_of_an_older_version(tmp_path: Path) -> None:

@@ -245,12 +245,15 @@ def _not_on_slurm(
     """State and reason of a run whose ranks another launcher started, such as --local."""
     if at_work := run_lock.current_holder(run.lock):
         return "running", f"on {at_work.rpartition(' on ')[2]}"
+    pid = job_id.rpartition("-")[2]
+    is_here = newest is not None and newest.get("host") == socket.gethostname()
+    launcher_lives = is_here and pid.isdecimal() and os.path.exists(f"/proc/{pid}")
+    if last and last["reason"] and last["requeue"] and launcher_lives:
+        return "restarting", f"its ranks have ended ({last['reason']})"
     if last:
         return _without_job(last)
-    if newest and newest["time"] > time.time() - JUST_STARTED_S and newest.get("host") == socket.gethostname():
-        pid = job_id.rpartition("-")[2]
-        if pid.isdecimal() and os.path.exists(f"/proc/{pid}"):
-            return "starting", "its ranks are not up yet"
+    if newest and newest["time"] > time.time() - JUST_STARTED_S and launcher_lives:
+        return "starting", "its ranks are not up yet"
     return "stopped", "ended before its ranks were up"
 
 

@@ -135,8 +135,8 @@ def end_attempt(
     }
     if world.on_slurm or world.supervised:  # nothing else starts a run again by itself
         ended, submissions = [*read_ended_attempts(run.attempts), record], read_submissions(run.submissions)
-        what = decide(ended, launch, retry, submissions).what
-        record["requeue"] = what is Next.RESTART or (what is Next.REQUEUE and world.on_slurm)
+        follows = decide(ended, launch, retry, submissions, local=not world.on_slurm).what
+        record["requeue"] = follows is not Next.END
     complete = _write_temporary(run.attempt_ended, json.dumps(record))
     try:
         run.attempt_now.rename(run.attempt_ended)

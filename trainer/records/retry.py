@@ -14,7 +14,8 @@ After a failed, hung or lost attempt the run continues by a restart: the ranks s
 without a place in the queue. After launch.max_restarts restarts in a row that kept no new step, the allocation is given
 back: the job is requeued, as after a preemption or a time limit. launch.max_failures counts allocations, so however
 often the ranks fail in one of them without a new step, that counts once. Whether the allocation can be kept at all,
-trainer/cluster/after_ranks.py asks Slurm.
+trainer/cluster/after_ranks.py asks Slurm. Under --local there is no queue: what is not restarted ends. There an error
+of the user's code is not retried either, as the user is there to read it.
 
 An error before the first step (a wrong configuration, no GPU, data that cannot be read) would repeat if the run has
 never trained as it is configured now. Once it has, a node is to blame: it lacks a GPU or a mount. `launch.py resume`
@@ -60,9 +61,12 @@ def decide(
     launch: Launch,
     retry: Retry = "yes",
     submissions: Sequence[SubmissionRecord] = (),
+    local: bool = False,
 ) -> Decision:
     """What follows the last of the `ended` attempts, whose error allows this `retry`."""
     last = ended[-1]
+    if local and not (last["reason"] in ("hung", "lost") or last["blamed"]):
+        return Decision(Next.END, "under --local an error of the run itself is not retried")
     of_job = [record for record in ended if record["job_id"] == last["job_id"]]
     if last["reason"] == "preempted":
         return Decision(Next.REQUEUE)
@@ -78,8 +82,11 @@ def decide(
             if (decision := _within_budget(len(idle), "max_failures", launch.max_failures)).what is Next.END:
                 return decision
         allocation = [record for record in of_job if record["restart"] == last["restart"]]
-        is_kept = _restarts_in_a_row(allocation) < launch.max_restarts
-        return Decision(Next.RESTART if is_kept else Next.REQUEUE)
+        if _restarts_in_a_row(allocation) < launch.max_restarts:
+            return Decision(Next.RESTART)
+        if local:
+            return Decision(Next.END, f"retry budget used up (launch.max_restarts={launch.max_restarts})")
+        return Decision(Next.REQUEUE)
     return Decision(Next.END, f"the run is {last['reason']}")
 
 
