@@ -14,7 +14,7 @@ from submitit.helpers import DelayedSubmission
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.records.attempt_record import read_ended_attempts
-from trainer.records.retry import decide
+from trainer.records.retry import Next, decide
 from trainer.rundir import RunDir
 from trainer.say import command, say
 from trainer.world.launchers import WORKING_FOLDER, detect_world
@@ -76,7 +76,7 @@ class Trainer:
         """
         # Not the record's `requeue`, which is False off Slurm: submitit's LocalExecutor starts its jobs again, too.
         decision = decide(read_ended_attempts(self.run.attempts), self.config.launch)
-        if not decision.requeue:
+        if decision.what is Next.END:
             resume = command(f"resume {shlex.quote(str(self.run.path))}")
             say(f"not requeued: {decision.why}; `{resume}` continues the run")
             return None

@@ -27,7 +27,7 @@ from trainer.world.watchdog import Retry
 from trainer.world.world import World
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n2"), local_size=1, nodes=2)
-LAUNCH = Launch(max_failures=1)
+LAUNCH = Launch(max_failures=1, max_restarts=0)
 KILLED = 137
 
 
@@ -36,6 +36,7 @@ class Slurm:
 
     def __init__(self) -> None:
         self.job: dict[str, Any] | None = {"JobState": "RUNNING", "Restarts": 0}
+        self.node_state = "MIXED"
         self.refuses = self.missing = False
         self.requeues = 0
         self.cancelled: list[str] = []
@@ -51,7 +52,8 @@ class Slurm:
         if words[1] == "requeue":
             self.requeues += not self.refuses
             return subprocess.CompletedProcess(words, int(self.refuses), "", "Operation disabled\n" * self.refuses)
-        return subprocess.CompletedProcess(words, 0, " ".join(f"{k}={v}" for k, v in self.job.items()), "")
+        shown = self.job if words[2] == "job" else {"NodeName": "n1", "State": self.node_state}
+        return subprocess.CompletedProcess(words, 0, " ".join(f"{k}={v}" for k, v in shown.items()), "")
 
 
 @pytest.fixture
@@ -88,6 +90,88 @@ def test_all_ranks_were_killed(run: RunDir, slurm: Slurm, capsys: pytest.Capture
     assert slurm.requeues == 1 and ends(run) == [("lost", True), ("lost", False)]
     said = capsys.readouterr().out
     assert "not requeued: the attempt ended (lost): retry budget used up (launch.max_failures=1); `python " in said
+
+
+RESTARTS = replace(LAUNCH, max_restarts=2)
+
+
+def restarts(run: RunDir, done: int, world: World = WORLD, status: int = KILLED) -> bool:
+    """The shell has started the ranks again this often; returns whether it is to do so once more."""
+    return after_ranks(run, world, RESTARTS, status, restarts=done, can_restart=True)
+
+
+def test_restarted_in_the_allocation(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """A killed rank must not cost a place at the end of the queue. Restarts that get nowhere give the nodes back, and
+    the next allocation has as many again."""
+    for done in range(2):
+        assert restarts(run, done, begin(run)) and slurm.requeues == 0
+    said = capsys.readouterr().out
+    assert said.count("restarting the ranks in job 7: the attempt ended (lost), the run continues") == 2
+    assert not restarts(run, 2, begin(run)) and slurm.requeues == 1
+    assert ends(run) == [("lost", True)] * 3 and not run.attempt_now.exists()
+    slurm.job = {"JobState": "RUNNING", "Restarts": 1}
+    assert not restarts(run, 0, begin(run, restart=1)), "launch.max_failures=1 allocation"
+    assert ends(run)[3:] == [("lost", False)] and slurm.requeues == 1
+
+
+def test_a_restart_that_began_no_attempt(run: RunDir, slurm: Slurm) -> None:
+    """The record of the attempt before must not be taken for its own: it counts, or it would be repeated forever."""
+    end_attempt(run, begin(run), RESTARTS, "failed", 5, 5)
+    assert restarts(run, 0) and restarts(run, 1) and restarts(run, 2) is False
+    assert ends(run) == [("failed", True)] * 3 and slurm.requeues == 1
+    assert [end["end_step"] for end in read_ended_attempts(run.attempts)] == [5, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("job", "node", "follows"),
+    [
+        ({"JobState": "RUNNING"}, "ALLOCATED", "restart"),
+        ({"JobState": "RUNNING"}, "MIXED+CLOUD", "restart"),
+        ({"JobState": "RUNNING"}, "ALLOCATED+DRAIN", "requeue"),
+        ({"JobState": "RUNNING"}, "MIXED*", "requeue"),
+        ({"JobState": "RUNNING"}, "DOWN*+NOT_RESPONDING", "requeue"),
+        ({"JobState": "RUNNING", "PreemptTime": "2026-11-22T05:17:24"}, "MIXED", "requeue"),
+        ({"JobState": "COMPLETING", "Restarts": 1}, "MIXED", "Slurm requeues"),
+        ({"JobState": "COMPLETING"}, "MIXED", "end"),  # scancel
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit"}, "MIXED", "requeue"),
+    ],
+)
+def test_the_allocation_must_last(run: RunDir, slurm: Slurm, job: dict[str, Any], node: str, follows: str) -> None:
+    """Ranks that start on a bad node, or in a job that Slurm is about to end, would die again."""
+    slurm.job, slurm.node_state = {"Restarts": 0, "NodeList": "n1", **job}, node
+    assert restarts(run, 0, begin(run)) == (follows == "restart")
+    assert slurm.requeues == (follows == "requeue")
+    assert ends(run) == [("lost", follows != "end")]
+
+
+@pytest.mark.parametrize(("left_s", "restarted"), [(3600, True), (140, False)])
+def test_shortly_before_the_time_limit(run: RunDir, slurm: Slurm, left_s: int, restarted: bool) -> None:
+    """Slurm sends its warning once, up to 60 s early: ranks that start after it would never receive it."""
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + left_s))
+    slurm.job = {"JobState": "RUNNING", "Restarts": 0, "EndTime": end}
+    assert restarts(run, 0, begin(run)) is restarted
+    assert slurm.requeues == (not restarted) and ends(run) == [("lost", True)]
+
+
+def test_the_shell_cannot_restart(run: RunDir, slurm: Slurm) -> None:
+    """It has received a signal, or it is a user's own script that only asks for a requeue: the job is requeued."""
+    end_attempt(run, begin(run), RESTARTS, "failed", 5, 5)
+    assert not after_ranks(run, WORLD, RESTARTS, KILLED)
+    assert slurm.requeues == 1 and ends(run) == [("failed", True)]
+
+
+def test_a_signal_while_it_decides(run: RunDir, slurm: Slurm) -> None:
+    """The shell asks twice about the same attempt: first it is to restart, then a signal comes, and it asks again."""
+    assert restarts(run, 0, begin(run))
+    assert not after_ranks(run, WORLD, RESTARTS, KILLED, restarts=0, can_restart=False)
+    assert slurm.requeues == 1 and ends(run) == [("lost", True)]
+
+
+@pytest.mark.parametrize("reason", ["preempted", "timeout"])
+def test_a_stopped_attempt_is_not_restarted(run: RunDir, slurm: Slurm, reason: Reason) -> None:
+    """Its nodes are wanted by another job, or its time is up."""
+    end_attempt(run, begin(run), RESTARTS, reason, 5, 5)
+    assert not restarts(run, 0) and slurm.requeues == 1
 
 
 def lost_with_two_checkpoints(run: RunDir) -> World:
@@ -271,7 +355,7 @@ def locked(run: RunDir) -> Iterator[Path]:
 def test_only_srun_was_killed(run: RunDir, slurm: Slurm, locked: Path) -> None:
     """The ranks live on. The requeue stops them in an orderly way, and they record the end themselves."""
     locked.write_text("job 7, restart 0, on n1")
-    after_ranks(run, begin(run), LAUNCH, KILLED)
+    assert not restarts(run, 0, begin(run)), "two attempts at once would tear the run apart"
     assert slurm.requeues == 1 and ends(run) == [] and run.attempt_now.exists()
 
 

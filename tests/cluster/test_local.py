@@ -175,9 +175,27 @@ def test_nohup(plain: Terminal) -> None:
     assert launcher.returncode == 0, said.decode()
 
 
+def test_a_killed_rank_is_started_again(terminal: Terminal) -> None:
+    """A rank is killed in the fifth step of every attempt: all ranks start again, in the same logs, until the run is
+    complete, and no step is lost."""
+    words = (*TINY, "train.epochs=3", "task=tests.support.tasks.Faulty", "launch.max_restarts=1")
+    fault = "launch.env.LASTSTEP_TEST_FAULT=kill step 5 rank 1"
+    said = terminal.types("--local", "--tasks-per-node", "2", "--name", "again", *words, fault)
+    assert said.count("restarting the ranks after a fault") == 2 and said.count("finished: epoch 3  step 12") == 1
+    attempts = read_lines(terminal.run("again").attempts)
+    assert [(end["reason"], end["step_id"], end["requeue"]) for end in attempts] == [
+        ("failed", 0, True), ("failed", 1, True), ("finished", 2, False)
+    ]  # fmt: skip
+    assert len({end["job_id"] for end in attempts}) == 1 and sum(end["lost_steps"] for end in attempts) == 0
+    assert attempts[0]["blamed"] == attempts[0]["hosts"], "the host of the rank that was killed"
+    assert len(list(terminal.run("again").logs.glob("*_log.out"))) == 2
+    steps = [line["step"] for line in read_lines(terminal.run("again").metrics) if "loss" in line]
+    assert steps == list(range(1, 13))
+
+
 def test_a_killed_rank_ends_the_run(plain: Terminal) -> None:
     """When one rank is killed (out of memory) the others and the command end too, with status 1 and the rank's name."""
-    launcher = plain.starts("--local", "--tasks-per-node", "2", "--name", "oom", *LONG)
+    launcher = plain.starts("--local", "--tasks-per-node", "2", "launch.max_restarts=0", "--name", "oom", *LONG)
     plain.waits_for_step("oom")
     os.kill(ranks_of(launcher)[1], signal.SIGKILL)
     said, _ = launcher.communicate(timeout=DEADLINE_S)

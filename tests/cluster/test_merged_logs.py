@@ -76,13 +76,15 @@ def test_read_on_and_on(run: RunDir) -> None:
     assert texts(logs) == [(1, "half")]
 
 
-def test_one_rank_one_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """A requeued job appends to the same files; submitit's first line of a start belongs to the new attempt."""
+@pytest.mark.parametrize("in_place", [False, True])
+def test_one_rank_one_attempt(run: RunDir, in_place: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """A requeued job appends to the same files, and so do ranks that start again in the same allocation; submitit's
+    first line of a start belongs to the new attempt."""
     for restart in range(2):
         for rank in range(2):
             says(run, rank, f"submitit INFO (2026-11-21 1{restart}:00:00,1) - Starting with x")
             says(run, rank, HEAD.format(at=f"1{restart}:00:01", rank=rank, restart=restart), f"says {rank} {restart}")
-    records = [ended_attempt(attempt=4 + n, restart=n, reason="preempted") for n in range(2)]
+    records = [ended_attempt(attempt=4 + n, restart=n * (not in_place), reason="failed") for n in range(2)]
     run.attempts.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert main(["logs", str(run.path), "--rank", "1", "--attempt", "5", "--all"]) == 0
     first, _, last = capsys.readouterr().out.splitlines()

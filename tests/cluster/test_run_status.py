@@ -67,6 +67,14 @@ def run(tmp_path: Path) -> RunDir:
         (queued("RUNNING", "", NOW - 5), [attempt(0, "preempted", end=NOW - 60)], None, "starting", NOT_UP),
         # The batch shell is still at work, or the job is the user's own.
         (queued("RUNNING", "", NOW - 90), [attempt(0, "lost")], None, "stopping", "its ranks have ended (lost)"),
+        (
+            *(queued("RUNNING", "", NOW - 90), [attempt(0, "hung", requeue=True)], None),
+            *("restarting", "its ranks have ended (hung)"),
+        ),
+        (
+            *(queued("RUNNING", "", NOW - 90), [attempt(0, "preempted", requeue=True)], None),
+            *("stopping", "its ranks have ended (preempted)"),
+        ),
         (queued("RUNNING"), [attempt(0, "preempted")], attempt(1), "running", ""),
         (queued("PENDING", "BeginTime"), [attempt(0, "preempted")], None, "requeued", "BeginTime"),
         (queued("PENDING", "BeginTime"), [], attempt(), "requeued", "BeginTime"),  # its ranks were all killed

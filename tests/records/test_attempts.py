@@ -17,13 +17,13 @@ from trainer.config.schema import Launch
 from trainer.records import attempts
 from trainer.records.attempt_record import EndedAttempt, Reason, read_attempts, read_ended_attempts
 from trainer.records.attempts import begin_attempt, end_attempt, find_record, lower_start_step
-from trainer.records.retry import FAILURES, SAME_FAILURE, Decision, decide, why_not_requeued
+from trainer.records.retry import FAILURES, SAME_FAILURE, Decision, Next, decide, why_not_requeued
 from trainer.records.submissions import SubmissionRecord
 from trainer.rundir import RunDir
 from trainer.world.world import World
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n1"))
-LAUNCH = Launch(max_timeouts=1, max_failures=1)
+LAUNCH = Launch(max_timeouts=1, max_failures=1, max_restarts=0)
 
 
 def restarted(times: int) -> World:
@@ -48,6 +48,8 @@ def test_one_line_per_attempt(tmp_path: Path) -> None:
         (1, 10, 20, "finished", False),
     ]
     assert set(records[0]) == {
+        "step_id",
+        "blamed",
         "attempt", "job_id", "restart", "hosts", "world_size", "start", "end", "start_step", "end_step", "reason",
         "lost_steps", "lost_s", "step_s", "requeue", "error",
     }  # fmt: skip
@@ -190,15 +192,17 @@ def test_a_damaged_record_of_an_earlier_attempt(tmp_path: Path) -> None:
 
 def ends(*reasons: str) -> list[EndedAttempt]:
     """Records of one job. "failed" kept no step, "failed+3" kept 3, "idle" failed before it did one; "8:" before it is
-    another job."""
+    another job. Each is in an allocation of its own, unless "here " before it puts it into that of the one before."""
     records: list[Any] = []
+    restart = 0
     for word in reasons:
-        job, _, reason = word.rpartition(":")
+        job, _, reason = word.removeprefix("here ").rpartition(":")
         reason, _, kept = reason.partition("+")
+        restart += not word.startswith("here ")
         steps = {"start_step": 10, "end_step": 14 + int(kept or 0), "lost_steps": 4}
         if reason == "idle":
             reason, steps = "failed", {"start_step": 10, "end_step": 10, "lost_steps": 0}
-        records.append({"job_id": job or "7", "reason": reason, **steps})
+        records.append({"job_id": job or "7", "restart": restart, "reason": reason, "blamed": [], **steps})
     return records
 
 
@@ -230,14 +234,43 @@ FAILURES_USED_UP = "retry budget used up (launch.max_failures=1)"
 def test_the_retry_policy(records: list[EndedAttempt], why_not: str) -> None:
     """Per job, one timeout and one failure without progress are allowed here. If the policy is too strict, a run waits
     all night for its user; if too lax, a bug wastes cluster hours all weekend. The reason names the budget used up."""
-    assert decide(records, LAUNCH) == Decision(not why_not, why_not)
+    assert decide(records, LAUNCH) == Decision(Next.END if why_not else Next.REQUEUE, why_not)
+
+
+@pytest.mark.parametrize(
+    ("records", "follows"),
+    [
+        (ends("failed+1"), Next.RESTART),
+        (ends("hung"), Next.RESTART),
+        (ends("lost"), Next.RESTART),
+        (ends("preempted"), Next.REQUEUE),  # the nodes are wanted by somebody else
+        (ends("timeout"), Next.REQUEUE),
+        (ends("finished"), Next.END),
+        (ends("failed", "here failed"), Next.RESTART),
+        (ends("failed", "here failed", "here failed"), Next.REQUEUE),  # two restarts got nowhere
+        (ends("failed+1", "here failed", "here failed"), Next.REQUEUE),
+        (ends("failed", "here failed+1", "here failed"), Next.RESTART),  # counted anew since that step
+        (ends("failed", "here failed", "here failed+1"), Next.RESTART),
+        (ends("failed+1", *["here failed+1"] * 50), Next.RESTART),
+        (ends("failed", "here failed", "here failed", "failed"), Next.END),  # launch.max_failures=1 allocation
+        (ends("failed+1", "here failed", "here failed", "failed+1"), Next.RESTART),  # other nodes
+        (ends("8:failed", "8:failed", "7:failed"), Next.RESTART),
+    ],
+    ids=lambda value: ",".join(record["reason"] for record in value) if isinstance(value, list) else "",
+)
+def test_restart_or_requeue(records: list[EndedAttempt], follows: Next) -> None:
+    """The allocation is kept as long as restarts get somewhere; launch.max_restarts=2 here. A requeue too early costs
+    hours in the queue; one too late, hours on a bad node."""
+    launch = replace(LAUNCH, max_restarts=2)
+    assert decide(records, launch).what is follows
+    assert decide(records, launch, retry="no").what is not Next.RESTART, "the same error would follow"
 
 
 @pytest.mark.parametrize("reason", FAILURES)
 def test_an_error_that_would_only_repeat(reason: str) -> None:
     """A configuration that cannot work is not retried, even if earlier attempts made progress."""
     records = ends(f"{reason}+5")
-    assert decide(records, LAUNCH, retry="no") == Decision(False, SAME_FAILURE)
+    assert decide(records, LAUNCH, retry="no") == Decision(Next.END, SAME_FAILURE)
     assert why_not_requeued(records, LAUNCH) == SAME_FAILURE, "the only reason that the records do not have"
 
 
@@ -264,8 +297,28 @@ SUBMITTED: list[SubmissionRecord] = [
 def test_an_error_before_the_first_step(records: list[EndedAttempt], retried: bool) -> None:
     """A node without its GPU or its mount must not end a run that has trained for weeks. A configuration that cannot
     work must not be started again and again."""
-    assert decide(records, LAUNCH, "if_trained", SUBMITTED).requeue is retried
-    assert decide(records, LAUNCH, "no", SUBMITTED).requeue is False
+    assert (decide(records, LAUNCH, "if_trained", SUBMITTED).what is not Next.END) == retried
+    assert decide(records, LAUNCH, "no", SUBMITTED).what is Next.END
+
+
+@pytest.mark.parametrize(
+    ("record", "blamed", "follows"),
+    [
+        ("lost", [], Next.RESTART),
+        ("hung", [], Next.RESTART),
+        ("failed", ["n1"], Next.RESTART),
+        ("failed", [], Next.END),
+    ],
+)
+def test_without_a_queue(record: str, blamed: list[str], follows: Next) -> None:
+    """Under --local a killed rank must not end a run over night; the user's own error must end it at once, as the user
+    waits for it."""
+    records = ends(record, f"here {record}")
+    for one in records:
+        one["blamed"] = blamed
+    launch = replace(LAUNCH, max_restarts=2)
+    assert decide(records, launch, local=True).what is follows
+    assert decide(records, replace(launch, max_restarts=1), local=True).what is Next.END, "there are no other nodes"
 
 
 def test_a_record_of_an_older_version(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def comes_back(user: User, name: str, words: Sequence[str] = UNHURRIED) -> dict[
 
 def test_every_rank_is_killed(plain: User) -> None:
     """After SIGKILL of all ranks only the batch shell is left to record the end and to request a requeue."""
-    following = plain.begins(*TWO_RANKS, "--name", "killed", "--follow")
+    following = plain.begins(*TWO_RANKS, "--name", "killed", "--follow", "launch.max_restarts=0")
     metrics = plain.run("killed").metrics
     wait_until(lambda: any(line["step"] >= 45 for line in read_lines(metrics)), "step 45 is not in metrics.jsonl")
     plain.kills("killed", 0, 1)
@@ -86,7 +86,7 @@ def test_a_rank_fails_once(user: User) -> None:
 
 def test_a_rank_fails_always_at_the_same_place(user: User) -> None:
     """After launch.max_failures attempts that kept no step, the run ends and says why: it has a bug."""
-    options = ("--name", "bug", "task=tests.support.tasks.Broken", "launch.max_failures=1")
+    options = ("--name", "bug", "task=tests.support.tasks.Broken", "launch.max_failures=1", "launch.max_restarts=0")
     following = user.begins(*TWO_RANKS, "--follow", *options)
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 1 and "the run ended: failed" in said
@@ -109,7 +109,7 @@ def test_the_controller_is_away(fragile: User) -> None:
     """No job can be requeued while slurmctld restarts. The run must survive that."""
     # slurmctld saves its state every 5 s. It would not know a younger job, start it a second time, and drain the node
     # where it finds the first one: a fault of Slurm's own, which is not tested here.
-    fragile.types(*TWO_RANKS, "--name", "away", "launch.setup=['sleep 6']")
+    fragile.types(*TWO_RANKS, "--name", "away", "launch.setup=['sleep 6']", "launch.max_restarts=0")
     fragile.waits_for("away", IN_EPOCH_2)
     fragile.cluster.stop_daemon("slurmctld", signal.SIGKILL)
     fragile.kills("away", 0, 1)

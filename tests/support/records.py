@@ -23,6 +23,7 @@ def ended_attempt(**fields: Any) -> EndedAttempt:
         "attempt": 0,
         "job_id": "7",
         "restart": 0,
+        "step_id": None,
         "hosts": ["n1"],
         "world_size": 1,
         "start": 1.0,
@@ -35,6 +36,7 @@ def ended_attempt(**fields: Any) -> EndedAttempt:
         "step_s": 0.1,
         "requeue": False,
         "error": None,
+        "blamed": [],
     }
     assert fields.keys() <= record.keys()
     return cast("EndedAttempt", record | fields)

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from trainer.config.errors import ConfigError
+from trainer.world import run_lock
 from trainer.world.launchers import detect_world
 from trainer.world.world import World
 
@@ -104,8 +105,8 @@ def detect(monkeypatch: pytest.MonkeyPatch, *environments: str) -> World:
         (TORCHRUN_PER_NODE, "3/4 local 1/2 node 1/2", "? ? ? n2", "16-0-torchrun-16-0"),
         (MPIRUN, "1/2 local 1/2 node 0/1", "? here", "mpirun-2112749569-0"),
         (MPIRUN_IN_SBATCH, "2/4 local 0/2 node 1/2", "? ? n2 ?", "10-0-mpirun-2105802753-0"),
-        (SUBMITIT, "2/4 local 0/2 node 1/2", "n1 n1 n2 n2", "10-0"),
-        (f"{SUBMITIT} {ARRAY}", "2/4 local 0/2 node 1/2", "n1 n1 n2 n2", "11_3-2"),
+        (SUBMITIT, "2/4 local 0/2 node 1/2", "n1 n1 n2 n2", "10-0-0"),
+        (f"{SUBMITIT} {ARRAY}", "2/4 local 0/2 node 1/2", "n1 n1 n2 n2", "11_3-2-0"),
         (LOCAL, "1/2 local 1/2 node 0/1", "here here", "13755-0"),
         (DEBUG, "0/1 local 0/1 node 0/1", "here", "DEBUG_139-0"),
         (SPAWN, "1/3 local 1/3 node 0/1", "here here here", "spawn-20261121-160000-77-0"),
@@ -124,6 +125,19 @@ def test_place(monkeypatch: pytest.MonkeyPatch, environment: str, place: str, ho
     world = detect(monkeypatch, environment)
     found = f"{world.rank}/{world.size} local {world.local_rank}/{world.local_size} node {world.node}/{world.nodes}"
     assert (found, " ".join(host or "?" for host in world.hosts), world.attempt) == (place, hosts, attempt)
+
+
+@pytest.mark.parametrize(
+    "launcher", [SRUN, SUBMITIT, TORCHRUN_PER_NODE, MPIRUN_IN_SBATCH, f"{LOCAL} LASTSTEP_RESTARTS=0"]
+)
+def test_starts_in_one_allocation(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    """Every file that the ranks meet by is named after the attempt: two starts in the same job must not share one."""
+    first = detect(monkeypatch, launcher)
+    again = detect(monkeypatch, launcher, "LASTSTEP_RESTARTS=3", "SLURM_STEP_ID=3" if "SLURM" in launcher else "")
+    assert (again.job_id, again.restart, again.step_id) == (first.job_id, first.restart, 3)
+    assert again.supervised and again.attempt != first.attempt
+    assert run_lock.signature(again) != run_lock.signature(first)
+    assert run_lock.belongs_to_job(run_lock.signature(first), again)
 
 
 def test_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from trainer.attempt.signal_cause import Ending, ending
@@ -28,6 +28,7 @@ def record_end(
     lost_s: float | None = None,
     error: str | None = None,
     retry: Retry = "yes",
+    blamed: Sequence[str] = (),
 ) -> AttemptRecord | None:
     """Record how this attempt ended, see `end_attempt`; None if another rank was first."""
     step_s = state.loop.progress.step_s() if state.loop else None
@@ -42,6 +43,7 @@ def record_end(
         step_s=step_s,
         error=error,
         retry=retry,
+        blamed=blamed,
     )
 
 

@@ -321,6 +321,15 @@ def _key(path: Path) -> str:
     return f"rescue/{path.name}"
 
 
+def blamed_hosts(fault: Fault, plan: Plan, missing: list[int], world: World) -> list[str]:
+    """The hosts whose fault it seems to be: of ranks that are stuck, or gone without an error of their own. A rank that
+    raised an error blames no host: it may be a bug."""
+    if fault.blames:
+        return fault.blames.split(",")
+    known = fault.cause or plan.failures
+    return [] if known else list(dict.fromkeys(filter(None, (world.hosts[rank] for rank in missing))))
+
+
 def explain(fault: Fault, plan: Plan, missing: list[int], world: World) -> str:
     """The root cause: the error of a rank that failed by itself; else the ranks that are gone, which are printed."""
     if fault.cause:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainer.attempt.ending import EndReason, ending_by_signal, print_hint, record_end, requeue
-from trainer.attempt.rescue import Rescue, Superseded, explain
+from trainer.attempt.rescue import Rescue, Superseded, blamed_hosts, explain
 from trainer.attempt.rescue_plan import Holding, Part, Plan
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.frozen import StateChanged
@@ -120,22 +120,24 @@ class Rescuer:
     def _record(self, plan: Plan, end_step: int, saved_step: int) -> None:
         """Record the end, and requeue the job where nobody else does."""
         state, fault = self._state, self._fault
-        error: str | None = explain(fault, plan, self._rescue.missing(plan), state.world)
+        missing = self._rescue.missing(plan)
+        error: str | None = explain(fault, plan, missing, state.world)
+        blamed = blamed_hosts(fault, plan, missing, state.world)
         reason: EndReason
         if fault.reason == "signal":
             reason, wants_requeue, error = ending_by_signal(state)
         else:
             reason, wants_requeue = fault.reason, True
         retry = least_hopeful([fault.retry, *(failure.retry for failure in plan.failures)])
-        record = record_end(state, reason, end_step, saved_step, error=error, retry=retry)
+        record = record_end(state, reason, end_step, saved_step, error=error, retry=retry, blamed=blamed)
         if record is not None:
             lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"
             say(f"attempt ended ({reason}) after step {end_step}, {lost}")
             print_hint(state, error or "")
-            # Submitit's batch shell requeues once srun has ended. But after a hang srun may never end: it waits forever
-            # for a rank that ended on a node which it could not reach at that moment. After a signal torchrun does not
-            # restart anything.
-            by_shell = state.world.by_submitit and fault.reason != "hung"
+            # The batch shell restarts or requeues once srun has ended. But where a rank is silent, srun may never end:
+            # it waits forever for a rank that ended on a node which it could not reach at that moment. After a signal
+            # torchrun does not restart anything.
+            by_shell = (state.world.by_submitit or state.world.supervised) and not fault.silent
             by_torchrun = state.world.launcher_restarts and fault.reason != "signal"
             if wants_requeue and record["requeue"] and not (by_shell or by_torchrun):
                 requeue(state, record)

@@ -1,12 +1,18 @@
-"""What the batch shell of a job runs after srun has failed: it requeues the job if the run should continue.
+"""What the batch shell of a job runs after srun has failed: it decides whether the run continues, and how.
+
+    restart   the shell starts the ranks again, in the same allocation
+    requeue   Slurm starts the job again, from the queue
+    end       the job ends
 
 A rank that can still act records in attempts.jsonl how the attempt ended, and at a stop rank 0 requeues the job. But
 all ranks may have been killed, and srun with them, or Slurm did not answer. The batch shell outlives them all.
 
 `python -m trainer.cluster.after_ranks FOLDER STATUS [LINE]` gets the folder of the run (or of a sweep, of which this
-job trains one run) and the exit status of srun, or that of a line of launch.setup and its number. It asks Slurm only if
-the answer matters, and does not import torch. If it fails, the job ends as it would have without it. A user's own batch
-script can end with it, too: see examples/srun.sbatch.
+job trains one run) and the exit status of srun, or that of a line of launch.setup and its number. It exits with 0 if
+the shell is to start the ranks again, else with STATUS. It asks for a restart only where LASTSTEP_RESTARTS says how
+often the shell has done that in this allocation, and not once LASTSTEP_SIGNALLED says that the shell has received a
+signal. It asks Slurm only if the answer matters, and does not import torch. If it fails, the job ends as it would have
+without it. A user's own batch script can call it, too: see examples/srun.sbatch.
 """
 
 from __future__ import annotations
@@ -18,12 +24,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from trainer.attempt.finished import finish_of
-from trainer.attempt.signal_cause import comes_back, judge
+from trainer.attempt.signal_cause import EARLY_S, comes_back, judge
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cluster import run_config, trust
 from trainer.config.schema import Launch
@@ -36,17 +44,27 @@ from trainer.records.attempts import (
     ended_attempts,
     record_abandoned_attempts,
 )
-from trainer.records.retry import FAILURES, decide, why_not_requeued
+from trainer.records.retry import FAILURES, Next, decide, why_not_requeued
 from trainer.rundir import RunDir
 from trainer.say import command, say
 from trainer.trainer import Trainer
 from trainer.world import run_lock
-from trainer.world.launchers import detect_world
+from trainer.world.launchers import detect_world, restarts_in_place
 from trainer.world.signals import STOP_SIGNALS
-from trainer.world.slurm import REPLACED, Job, SlurmError, has_scontrol, requeue_job, show_job
+from trainer.world.slurm import (
+    REPLACED,
+    Job,
+    SlurmError,
+    has_scontrol,
+    requeue_job,
+    show_job,
+    unfit_nodes,
+    unix_time,
+)
 from trainer.world.slurm import command as slurm_command
 from trainer.world.world import World
 
+SIGNALLED = "LASTSTEP_SIGNALLED"  # set by a batch shell that has received a signal
 # How long to wait for a slurmctld that restarts, or for its backup to take over. The nodes are idle meanwhile.
 SLURMCTLD_WAIT_S = 180.0
 POLL_S = 2.0
@@ -55,66 +73,108 @@ POLL_S = 2.0
 REFUSED = 2
 
 
-def after_ranks(run: RunDir, world: World, launch: Launch, status: int, setup_line: int | None = None) -> None:
-    """Requeue the job if its run should continue and nothing else starts the job again; record a lost attempt.
+def after_ranks(
+    run: RunDir,
+    world: World,
+    launch: Launch,
+    status: int,
+    setup_line: int | None = None,
+    restarts: int = 0,
+    can_restart: bool = False,
+) -> bool:
+    """Returns whether the shell is to start the ranks again. Else requeues the job if its run should continue and
+    nothing else starts the job again. Records a lost attempt.
 
-    `status` is that of srun, or of the line of launch.setup with this number, from 1.
+    `status` is that of srun, or of the line of launch.setup with this number, from 1. The shell has started the ranks
+    again `restarts` times in this allocation, and says whether it `can_restart` them once more.
     """
     lock_holder = run_lock.current_holder(run.lock)
     if lock_holder and not run_lock.belongs_to_job(lock_holder, world):
-        return say(f"not requeued: another attempt is at work on this run ({lock_holder})")
+        say(f"not requeued: another attempt is at work on this run ({lock_holder})")
+        return False
     rank_0_lives = bool(lock_holder)  # only srun was killed, or the node of rank 0 is cut off
     kept_step = cache(lambda: _newest_step(run))
     failed_start = _why_not_started(run, world, launch, status, setup_line)
-    starts_again = _requeue_if_needed(run, world, launch, failed_start, rank_0_lives, kept_step)
+    of_allocation = [record for record in ended_attempts(run, kept_step) if belongs_to(record, world)]
+    # Each start of the ranks has one record. So if there are no more records than earlier starts, the last has none.
+    end = of_allocation[-1] if len(of_allocation) > restarts else None
+    situation = _Situation(end, rank_0_lives, can_restart and not rank_0_lives, failed_start)
+    follows = _continue(run, world, launch, situation, kept_step)
     if rank_0_lives:  # it records the end itself
-        return
-    record_abandoned_attempts(run, kept_step, requeued_job=world.job_id if starts_again else None)
-    if not starts_again:  # else the next attempt reads the checkpoints, and corrects the record
+        return False
+    record_abandoned_attempts(run, kept_step, continued_job=None if follows is Next.END else world.job_id)
+    if follows is Next.END:  # else the next attempt reads the checkpoints, and corrects the record
         correct_lost_attempt(run, lambda: _newest_intact_step(run))
+    return follows is Next.RESTART
 
 
-def _requeue_if_needed(
-    run: RunDir, world: World, launch: Launch, failed_start: str, rank_0_lives: bool, kept_step: Callable[[], int]
-) -> bool:
-    """Returns whether Slurm starts the job again, because of this call or in any case."""
+class _Situation(NamedTuple):
+    """What the shell knows when srun has ended."""
+
+    end: EndedAttempt | None  # of the attempt, if it began
+    rank_0_lives: bool
+    can_restart: bool  # this shell can start the ranks again
+    failed_start: str  # why the attempt did not begin, if it did not
+
+
+def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, kept_step: Callable[[], int]) -> Next:
+    """Returns what follows; requeues the job if that is it, unless Slurm does so in any case."""
     ended = ended_attempts(run, kept_step)
-    end = next((record for record in reversed(ended) if belongs_to(record, world)), None)
-    if end is not None and not _should_requeue(ended, end, launch):
+    end, rank_0_lives, can_restart, failed_start = situation
+    if end is not None and not _should_continue(ended, end, launch):
         if end["reason"] in FAILURES:
             _say_not_requeued(run, end, why_not_requeued(ended, launch))
         elif end["reason"] == "cancelled" and _is_submitted(run, world):
             _end_as_cancelled(world)
-        return False
+        return Next.END
     job = _ask_slurm(world)
     if job is None:
         watch = command(f"resume {shlex.quote(str(run.path))} --watch")
         say(f"not requeued: Slurm does not answer on this node; where it does, `{watch}` continues the run")
-        return False
+        return Next.END
     cause = judge(signal.SIGTERM, job, world.restart, 0, 0)
     if not cause.requeue:
         returns = comes_back(job, world.restart)
         if end is None and not rank_0_lives and not returns:
             _record_without_ranks(run, world, launch, cause.reason, cause.error, kept_step())
-        return returns
+        return Next.REQUEUE if returns else Next.END
     if end is None and not rank_0_lives:
         # Unless Slurm ended it, it counts as a failure: else a job that cannot start would be requeued without end.
         end = _record_without_ranks(run, world, launch, cause.reason, failed_start, kept_step())
+        ended = [*ended, end]
         if not end["requeue"]:
-            _say_not_requeued(run, end, why_not_requeued([*ended, end], launch))
-            return False
+            _say_not_requeued(run, end, why_not_requeued(ended, launch))
+            return Next.END
+    if can_restart and cause.reason == "failed" and decide(ended, launch).what is Next.RESTART:
+        assert end is not None, "rank 0 has ended"
+        if not (obstacle := _why_not_here(job, launch)):
+            say(f"restarting the ranks in job {world.job_id}: the attempt ended ({end['reason']}), the run continues")
+            return Next.RESTART
+        say(f"no restart in this allocation: {obstacle}")
     say(f"requeueing job {world.job_id}: the attempt ended ({end['reason'] if end else 'srun'}), the run continues")
     try:
         requeue_job(world.job_id)
     except SlurmError as error:
         say(f"not requeued: {error}")
-        return False
-    return True
+        return Next.END
+    return Next.REQUEUE
 
 
-def _should_requeue(ended: Sequence[EndedAttempt], end: EndedAttempt, launch: Launch) -> bool:
+def _why_not_here(job: Job, launch: Launch) -> str:
+    """Why the ranks cannot start again in the job's allocation; empty if they can."""
+    if job.get("JobState") != "RUNNING":
+        return f"the job is {job.get('JobState')}"
+    left_s = unix_time(job.get("EndTime", "")) - time.time()
+    if left_s <= launch.signal_delay_s + EARLY_S:  # the ranks that received its warning have ended
+        return "its time limit is near"
+    if unfit := unfit_nodes(job.get("NodeList", "")):
+        return f"{unfit}"
+    return ""
+
+
+def _should_continue(ended: Sequence[EndedAttempt], end: EndedAttempt, launch: Launch) -> bool:
     """What was decided when the attempt ended. For a lost attempt there was no rank left to decide."""
-    return end["requeue"] or (end["reason"] == "lost" and decide(ended, launch).requeue)
+    return end["requeue"] or (end["reason"] == "lost" and decide(ended, launch).what is not Next.END)
 
 
 def _ask_slurm(world: World) -> Job | None:
@@ -201,7 +261,8 @@ def _trainer_of_job(run: RunDir, world: World) -> Trainer:
 
 
 def main(folder: str, status: int, setup_line: int | None = None) -> int:
-    """Call `after_ranks` for the run that this job trains; returns `status`, with which the job ends."""
+    """Call `after_ranks` for the run that this job trains; returns 0 for a restart, else `status`, with which the job
+    ends."""
     for number in STOP_SIGNALS:  # the requeue itself sends SIGTERM
         signal.signal(number, signal.SIG_IGN)
     os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # for any launcher: look at the job as its batch shell does
@@ -209,13 +270,17 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
     if not run.path.exists():
         return status
     try:
-        world = detect_world()
+        world = replace(detect_world(), step_id=None)  # of the job, even where this shell is a step of it
         if status == REFUSED and not _is_submitted(run, world):
             return status
         trainer = _trainer_of_job(run, world)
         if finish_of(trainer.run, trainer.config):
             return status
-        after_ranks(trainer.run, world, trainer.config.launch, status, setup_line)
+        restarts = restarts_in_place(os.environ)
+        can_restart = restarts is not None and SIGNALLED not in os.environ
+        launch = trainer.config.launch
+        if after_ranks(trainer.run, world, launch, status, setup_line, restarts or 0, can_restart):
+            return 0
     except Exception as error:  # e.g. of the node or its disk: one line in the log must say so
         say(f"not requeued: {type(error).__name__}: {error}")
     return status

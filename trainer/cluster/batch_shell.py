@@ -11,27 +11,49 @@ from trainer.cluster import code_origin, run_folders, trust
 from trainer.config.config import Config
 from trainer.config.schema import Launch
 from trainer.rundir import RunDir
-from trainer.world.launchers import WORKING_FOLDER
+from trainer.world.launchers import RESTARTS, WORKING_FOLDER
 
 
 def after_ranks(run: RunDir) -> list[str]:
     """Lines that run trainer.cluster.after_ranks once all ranks have ended: outside any container image, because
-    Slurm's commands are there, and therefore with the Python that submits."""
+    Slurm's commands are there, and therefore with the Python that submits. `start_again` belongs to them."""
     python, folder, copy = (shlex.quote(str(word)) for word in (sys.executable, run.path, run.code))
     return [
         *trust.shell_check(run),
-        "# This shell outlives all ranks. If they fail or are killed, it decides whether to requeue the job.",
-        "afterwards() {",
-        "    status=$?",
-        "    trap '' TERM USR1 USR2",
-        "    trap - DEBUG",
-        "    [ $status != 0 ] && trusted || return $status",
-        f"    cd {copy}",
-        f"    timeout -s KILL 300 {python} -m trainer.cluster.after_ranks {folder} $status ${{setup_line-}}",
+        "# This shell outlives all ranks. If they fail or are killed, it decides what follows: a restart (status 0), a",
+        "# requeue, or the end.",
+        "after_ranks() {",
+        "    trusted || return 1",
+        "    (",
+        "        trap '' TERM USR1 USR2",
+        f"        cd {copy}",
+        f"        timeout -s KILL 300 {python} -m trainer.cluster.after_ranks {folder} $1 ${{setup_line-}}",
+        "    )",
         "}",
-        "trap afterwards EXIT",
-        "trap : TERM USR1 USR2",
+        "at_exit() {",
+        "    status=$?",
+        "    trap - DEBUG",
+        "    export LASTSTEP_SIGNALLED=1  # too late for a restart",
+        "    [ $status = 0 ] || after_ranks $status",
+        "}",
+        "trap at_exit EXIT",
+        "trap 'export LASTSTEP_SIGNALLED=1' TERM USR1 USR2",
         "trusted || { trap - EXIT; exit 2; }",
+    ]
+
+
+def start_again() -> list[str]:
+    """Lines behind the user's setup: from here on `srun` starts the ranks, and starts them again after a fault."""
+    return [
+        "srun() {",
+        f"    export {RESTARTS}=0",
+        '    until command srun "$@"; do',
+        "        status=$?",
+        "        after_ranks $status || { trap - EXIT; exit $status; }",
+        '        [ -z "${LASTSTEP_SIGNALLED-}" ] || exit $status  # a signal came meanwhile: a requeue instead',
+        f"        {RESTARTS}=$(({RESTARTS} + 1))",
+        "    done",
+        "}",
     ]
 
 

@@ -10,27 +10,34 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer import say
 from trainer.attempt import user_error
+from trainer.checkpoint.store import CheckpointStore
 from trainer.cluster import code_origin, run_folders
 from trainer.cluster.live_log import LiveLog
 from trainer.cluster.spawn import GRACE_S, REFUSED_S
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
+from trainer.records.attempts import ended_attempts, record_abandoned_attempts
+from trainer.records.retry import Next, decide
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
-from trainer.world.launchers import detect_world
+from trainer.world.launchers import RESTARTS, detect_world
 from trainer.world.signals import STOP_SIGNALS
 
 POLL_S = 0.05
 
 
 class LocalRanks:
-    """The ranks of one attempt on this machine. They write their logs themselves, so they survive this process."""
+    """The ranks of a run on this machine; after a fault they start again, as in a job's allocation.
+
+    They write their logs themselves, so they survive this process.
+    """
 
     def __init__(self, config: Config, run: RunDir) -> None:
         self._config, self._run = config, run
@@ -38,27 +45,68 @@ class LocalRanks:
         self.logs = [run.logs / f"{self.job_id}_{rank}_log.out" for rank in range(config.launch.world_size)]
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._ended, self._ended_at = 0, 0.0
+        self._restarts = 0
+        self._signalled = False
+        self._starting = threading.Lock()  # a signal is for the ranks before a restart, or for those after it
 
     def start(self) -> None:
-        """Start them; the thread that does so must outlive them, see `die_with_parent`."""
-        folder = run_folders.working_folder(self._run)
-        commit = code_origin.look_up(self._config.task, folder).commit
+        """Start them; the thread that does so, and calls `alive`, must outlive them, see `die_with_parent`."""
+        commit = code_origin.look_up(self._config.task, self._folder).commit
         run_folders.record_submission(self._run, self.job_id, commit=commit)
-        self._ranks = _start(self._config, self._run, self.job_id, self.logs, folder)
+        self._start()
+
+    @property
+    def _folder(self) -> Path:
+        return run_folders.working_folder(self._run)
+
+    def _start(self) -> None:
+        self._ranks = _start(self._config, self._run, self.job_id, self.logs, self._folder, self._restarts)
 
     def alive(self) -> bool:
-        """Whether any of them is; kills those that outlive the others for too long."""
+        """Whether any of them is; kills those that outlive the others for too long, and starts all again after a
+        fault."""
+        return self._runs() or self._start_again()
+
+    def _runs(self) -> bool:
         ended = sum(rank.poll() is not None for rank in self._ranks)
         if ended != self._ended:
             self._ended, self._ended_at = ended, time.monotonic()
         grace_s = REFUSED_S if any(rank.returncode == 2 for rank in self._ranks) else GRACE_S
         if ended and time.monotonic() > self._ended_at + grace_s:
-            self.send(signal.SIGKILL)
+            _send(self._ranks, signal.SIGKILL)
         return ended < len(self._ranks)
 
+    def _start_again(self) -> bool:
+        """Start all ranks again if that is to follow the end of their attempt; returns whether it is."""
+        with self._starting:
+            if self._signalled or self.status() != 1 or not self._is_restart_next():
+                return False
+            self._restarts += 1
+            _say("restarting the ranks after a fault; press Ctrl-C to stop")
+            self._start()
+        return True
+
+    def _is_restart_next(self) -> bool:
+        """Whether the retry policy has the ranks start again after their last attempt; records that one if it was
+        lost."""
+
+        def kept_step() -> int:
+            newest = next(CheckpointStore(self._run.checkpoints).candidates(warn=_say), None)
+            return newest.step if newest else 0
+
+        ended = ended_attempts(self._run, kept_step)
+        of_job = [record for record in ended if record["job_id"] == self.job_id]
+        if len(of_job) <= self._restarts:  # these ranks have ended before their attempt began
+            return False
+        follows = decide(ended, self._config.launch, local=True).what is Next.RESTART
+        record_abandoned_attempts(self._run, kept_step, continued_job=self.job_id if follows else None)
+        return follows
+
     def send(self, number: signal.Signals) -> None:
-        """Signal each of them that is alive."""
-        _send(self._ranks, number)
+        """Signal each of them that is alive; they do not start again after that."""
+        with self._starting:
+            self._signalled = True
+            _send(self._ranks, number)
 
     def codes(self) -> list[int]:
         """Their exit statuses, once they have ended."""
@@ -126,7 +174,7 @@ def run_debug(config: Config) -> int:
 
 
 def _start(
-    config: Config, run: RunDir, job_id: str, logs: Sequence[Path], folder: Path
+    config: Config, run: RunDir, job_id: str, logs: Sequence[Path], folder: Path, restarts: int
 ) -> list[subprocess.Popen[bytes]]:
     """Start one process per rank, each in its own session, so that it gets a Ctrl-C at the terminal only once.
 
@@ -143,6 +191,7 @@ def _start(
         "SUBMITIT_LOCAL_NTASKS": str(launch.world_size),
         "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
         "SUBMITIT_LOCAL_NODEID": "0",
+        RESTARTS: str(restarts),
     }
     # By its path: with `-m trainer`, a module of that name in the current folder would be started instead.
     command = [sys.executable, "-u", str(run_folders.PROJECT / "trainer"), str(run.path)]

@@ -19,7 +19,7 @@ from trainer.records.attempt_record import AttemptRecord
 from trainer.rundir import RunDir
 
 OURS = re.compile(rb"\[laststep (\d\d):(\d\d):(\d\d)\] ")
-BEGINS = re.compile(rb"\[laststep [\d:]+\] attempt begins on (\d+)-(\d\d)-(\d\d): rank .*, job (\S+), restart (\d+)\)")
+BEGINS = re.compile(rb"\[laststep [\d:]+\] attempt begins on (\d+)-(\d\d)-(\d\d): rank ")
 SUBMITITS = re.compile(rb"submitit \w+ \((\d+)-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d),(\d+)\) - ")
 STARTS = re.compile(SUBMITITS.pattern + rb"Starting with ")
 DAY_S = 86400.0
@@ -31,7 +31,8 @@ LONGEST_LINE = 1 << 18  # bytes; a longer one, such as a progress bar without li
 
 @dataclass(frozen=True)
 class Line:
-    """One line of one rank's log. `at` is in Unix seconds, `attempt` is (job id, restart)."""
+    """One line of one rank's log. `at` is in Unix seconds, `attempt` is (job id, how often the job's ranks had started
+    before)."""
 
     at: float
     rank: int
@@ -46,8 +47,9 @@ class _RankLog:
         self._path, self._rank = path, rank
         self._offset = 0
         self._at = 0.0
+        self._job_id = job_id
         self._starts = 0
-        self._attempt = (job_id, 0)
+        self._starting = False  # submitit has said that this rank starts, and no attempt has begun since
 
     def skip(self, size: int) -> bool:
         """Leave out all but about the last `size` bytes, and with them the number of the attempt; returns whether there
@@ -82,20 +84,22 @@ class _RankLog:
         return data
 
     def _line(self, raw: bytes) -> Line:
-        if STARTS.match(raw):  # once per start of the job, before any line of ours
-            self._attempt = (self._attempt[0], self._starts)
-            self._starts += 1
         self._clock(raw)
-        return Line(self._at, self._rank, self._attempt, raw.rstrip(b"\r").decode(errors="replace"))
+        attempt = (self._job_id, max(0, self._starts - 1))
+        return Line(self._at, self._rank, attempt, raw.rstrip(b"\r").decode(errors="replace"))
 
     def _clock(self, raw: bytes) -> None:
         if found := SUBMITITS.match(raw):
             *moment, ms = map(int, found.groups())
             self._at = _unix(*moment) + ms / 1000
+            if STARTS.match(raw):  # once per start, before any line of ours
+                self._starts, self._starting = self._starts + 1, True
         elif found := BEGINS.match(raw):
-            year, month, day, job_id, restart = found.groups()
-            self._attempt = (job_id.decode(), int(restart))
-            self._at = _unix(int(year), int(month), int(day), 0, 0, 0)
+            if not self._starting:  # without submitit, as under --local
+                self._starts += 1
+            self._starting = False
+            year, month, day = map(int, found.groups())
+            self._at = _unix(year, month, day, 0, 0, 0)
         if found := OURS.match(raw):
             hour, minute, second = map(int, found.groups())
             today = time.localtime(self._at)
@@ -149,8 +153,11 @@ class MergedLogs:
 
 
 def attempt_numbers(records: list[AttemptRecord]) -> dict[tuple[str, int], int]:
-    """(job id, restart) of each attempt -> its number in attempts.jsonl."""
-    return {(record["job_id"], record["restart"]): record["attempt"] for record in records}
+    """For each attempt its job, and how many of that job's were before it -> its number in attempts.jsonl."""
+    of_job: dict[str, list[int]] = {}
+    for record in records:
+        of_job.setdefault(record["job_id"], []).append(record["attempt"])
+    return {(job, count): number for job, numbers in of_job.items() for count, number in enumerate(numbers)}
 
 
 def _first_time(text: bytes, written_at: float) -> float:

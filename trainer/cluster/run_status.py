@@ -22,6 +22,7 @@ from trainer.config.errors import ConfigError
 from trainer.records.attempt_record import AttemptRecord, Reason, read_attempts, reason_in
 from trainer.records.metrics import StepLine, is_step, last_lines
 from trainer.records.plan import read_plan
+from trainer.records.retry import FAILURES
 from trainer.records.submissions import SubmissionRecord, read_submissions
 from trainer.rundir import RunDir
 from trainer.say import command
@@ -31,7 +32,7 @@ from trainer.world.slurm import is_job_id
 READ_THREADS = 16  # on a network file system each waits for its run's files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
 JUST_STARTED_S = 120.0  # the most that a rank on this machine takes to import torch
-ALIVE = ("queued", "requeued", "starting", "running", "stopping", "unknown")
+ALIVE = ("queued", "requeued", "starting", "running", "restarting", "stopping", "unknown")
 # The state of a run without a job, by the reason of its last attempt in attempts.jsonl.
 FINAL_STATE: dict[Reason, str] = {
     "finished": "finished",
@@ -49,9 +50,10 @@ STATES = tuple(dict.fromkeys((*ALIVE, *FINAL_STATE.values())))
 class RunStatus:
     """The status of a run.
 
-    `state` is queued, requeued, starting (its job runs, its ranks do not yet), running, stopping, finished, failed,
-    lost, cancelled, stopped, or unknown where Slurm does not say. `why` explains it, e.g. what a queued job is waiting
-    for. Times are in seconds. `goodput` is the share of the allocated time that was spent on steps that were kept.
+    `state` is queued, requeued, starting (its job runs, its ranks do not yet), running, restarting (after a fault),
+    stopping, finished, failed, lost, cancelled, stopped, or unknown where Slurm does not say. `why` explains it, e.g.
+    what a queued job is waiting for. Times are in seconds. `goodput` is the share of the allocated time that was spent
+    on steps that were kept.
     """
 
     run: str
@@ -243,12 +245,15 @@ def _not_on_slurm(
     """State and reason of a run whose ranks another launcher started, such as --local."""
     if at_work := run_lock.current_holder(run.lock):
         return "running", f"on {at_work.rpartition(' on ')[2]}"
+    pid = job_id.rpartition("-")[2]
+    is_here = newest is not None and newest.get("host") == socket.gethostname()
+    launcher_lives = is_here and pid.isdecimal() and os.path.exists(f"/proc/{pid}")
+    if last and last["reason"] and last["requeue"] and launcher_lives:
+        return "restarting", f"its ranks have ended ({last['reason']})"
     if last:
         return _without_job(last)
-    if newest and newest["time"] > time.time() - JUST_STARTED_S and newest.get("host") == socket.gethostname():
-        pid = job_id.rpartition("-")[2]
-        if pid.isdecimal() and os.path.exists(f"/proc/{pid}"):
-            return "starting", "its ranks are not up yet"
+    if newest and newest["time"] > time.time() - JUST_STARTED_S and launcher_lives:
+        return "starting", "its ranks are not up yet"
     return "stopped", "ended before its ranks were up"
 
 
@@ -263,7 +268,8 @@ def _in_queue(job: Job, of_job: Sequence[AttemptRecord]) -> tuple[str, str]:
     if last and not last["reason"] and last["start"] >= started_at - CLOCKS_S:
         return "running", why
     if last and last["reason"] and last["end"] >= started_at > 0:
-        return "stopping", f"its ranks have ended ({last['reason']})"
+        restarts = last["requeue"] and last["reason"] in FAILURES
+        return "restarting" if restarts else "stopping", f"its ranks have ended ({last['reason']})"
     return "starting", why or "its ranks are not up yet"
 
 

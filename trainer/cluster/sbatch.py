@@ -36,7 +36,8 @@ def run_executor(config: Config, run: RunDir, tag: str = "") -> SbatchExecutor:
     """The executor for the ranks of a run. `tag` is for the job's comment, by which the run knows its job."""
     # A rank that fails ends the others, even if they are stuck; at a stop every rank but 0 exits 0, see Stopped.
     srun_args, options = ["--kill-on-bad-exit=1"], {"requeue": True}
-    return job_executor(config, run, batch_shell.after_ranks(run), srun_args, options, tag)
+    first, last = batch_shell.after_ranks(run), batch_shell.start_again()
+    return job_executor(config, run, first, srun_args, options, tag, last)
 
 
 def job_executor(
@@ -46,10 +47,12 @@ def job_executor(
     srun_args: Sequence[str],
     options: Mapping[str, Any],
     tag: str = "",
+    last: Sequence[str] = (),
 ) -> SbatchExecutor:
     """The executor for any job that runs the code in `run.code`.
 
-    `setup` holds the first lines of its batch shell, `options` further options of sbatch.
+    `setup` holds the first lines of its batch shell, `last` the last ones before srun, `options` further options of
+    sbatch.
     """
     launch = config.launch
     executor = SbatchExecutor(folder=run.logs, max_num_timeout=NO_LIMIT, python=launch.python)
@@ -83,7 +86,7 @@ def job_executor(
         cpus_per_task=launch.cpus_per_task,
         time=launch.time_min,
         signal_delay_s=launch.signal_delay_s,
-        setup=[*setup, *batch_shell.environment(config, run), *batch_shell.user_setup(launch)],
+        setup=[*setup, *batch_shell.environment(config, run), *batch_shell.user_setup(launch), *last],
         # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). --chdir: `python -m` searches
         # the current folder first, see Trainer.
         srun_args=[f"--cpus-per-task={launch.cpus_per_task}", *srun_args, f"--chdir={run.code}", *launch.srun],

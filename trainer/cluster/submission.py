@@ -29,6 +29,7 @@ from trainer.world.slurm import new_tag
 LAUNCHER_VARIABLES = (
     *("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_"),
     *("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_JOB", "LASTSTEP_WORKING_FOLDER", "LASTSTEP_EXPORTED"),
+    *("LASTSTEP_RESTARTS", "LASTSTEP_SIGNALLED"),
 )
 # Prefixes of the variables that any launcher may set for torch.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_")

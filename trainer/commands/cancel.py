@@ -107,7 +107,7 @@ class _Stop:
             )
         if status.state == "unknown":
             raise SlurmError(status.why)
-        if status.state in ("queued", "requeued", "starting"):  # every finished step is on disk
+        if status.state in ("queued", "requeued", "starting", "restarting"):  # every finished step is on disk
             self._scancel(status)
         elif status.state == "running":
             self._signal(status)

@@ -26,6 +26,7 @@ from trainer.world.slurm import is_job_id
 COLOURS = {
     "running": "green",
     "starting": "yellow",
+    "restarting": "yellow",
     "stopping": "yellow",
     "requeued": "yellow",
     "queued": "cyan",
@@ -144,7 +145,9 @@ def _attempts(records: Sequence[AttemptRecord], state: str, width: int | None) -
     """A row per attempt, and below it the reason if it failed. `state` is the run's, and that of an attempt without an
     end."""
     lasted = [(record["end"] or time.time()) - record["start"] for record in records]
-    jobs = [_job(r["job_id"]) + f" (restart {r['restart']})" * bool(r["restart"]) for r in records]
+    # A step as sacct writes it.
+    ids = [_job(r["job_id"]) + f".{r['step_id']}" * bool(r["step_id"]) for r in records]
+    jobs = [job + f" (restart {r['restart']})" * bool(r["restart"]) for job, r in zip(ids, records)]
     steps = [f"{r['start_step']} to {r['end_step']}" if r["reason"] else f"from {r['start_step']}" for r in records]
     table = FittedTable(
         [

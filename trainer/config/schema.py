@@ -208,9 +208,16 @@ class Launch:
     max_timeouts: int = setting(
         100, "attempts of a job that may end at the time limit before it is no longer requeued", least=0
     )
+    max_restarts: int = setting(
+        3,
+        "times that the ranks are started again in the same allocation after a crash, a hang or a loss, before the job "
+        "is requeued; counted anew once a new step is kept",
+        least=0,
+    )
     max_failures: int = setting(
         3,
-        "attempts of a job that may crash, hang or be lost without keeping a new step before it is no longer requeued",
+        "allocations of a job in which attempts may crash, hang or be lost without keeping a new step before it is no "
+        "longer requeued",
         least=0,
     )
     hang_timeout_s: int = setting(600, "seconds that a rank waits for its peers before it ends the attempt", least=1)

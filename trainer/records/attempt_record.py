@@ -17,6 +17,7 @@ class _Attempt(TypedDict):
     attempt: int  # 0 for the first of the run
     job_id: str
     restart: int  # how often Slurm had requeued the job
+    step_id: int | None  # which start of the ranks within the allocation, see World; None where that is not known
     hosts: list[str]
     world_size: int
     start: float
@@ -25,8 +26,9 @@ class _Attempt(TypedDict):
     lost_steps: int  # done, but in no checkpoint
     lost_s: float  # seconds that these steps took
     step_s: float | None  # mean seconds of a step, None when none was done
-    requeue: bool  # whether Slurm is to start the job again
+    requeue: bool  # whether the run continues by itself: its ranks, or its job, are started again
     error: str | None
+    blamed: list[str]  # the hosts whose fault the end seems to be
 
 
 class OpenAttempt(_Attempt):
@@ -47,7 +49,14 @@ class EndedAttempt(_Attempt):
 AttemptRecord = OpenAttempt | EndedAttempt
 
 # Fields that a run of an older version does not have.
-_DEFAULTS: dict[str, Any] = {"lost_s": 0.0, "step_s": None, "requeue": False, "error": None}
+_DEFAULTS: dict[str, Any] = {
+    "step_id": None,
+    "lost_s": 0.0,
+    "step_s": None,
+    "requeue": False,
+    "error": None,
+    "blamed": [],
+}
 _REQUIRED = OpenAttempt.__required_keys__ - _DEFAULTS.keys()
 
 

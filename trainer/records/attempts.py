@@ -25,7 +25,7 @@ from pathlib import Path
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import EndedAttempt, OpenAttempt, Reason, read_attempts, read_ended_attempts
 from trainer.records.metrics import is_step, read_lines
-from trainer.records.retry import decide
+from trainer.records.retry import Next, decide
 from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir
 from trainer.world.watchdog import Retry
@@ -37,13 +37,14 @@ def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
 
     Only rank 0 calls this, and before it rewinds metrics.jsonl, which still shows how far a lost attempt came.
     """
-    record_abandoned_attempts(run, lambda: start_step, requeued_job=world.job_id)
+    record_abandoned_attempts(run, lambda: start_step, continued_job=world.job_id)
     # Not the count of the records: a damaged one is skipped, and a number must not be used twice.
     number = 1 + max((record["attempt"] for record in read_attempts(run.attempts)), default=-1)
     record: OpenAttempt = {
         "attempt": number,
         "job_id": world.job_id,
         "restart": world.restart,
+        "step_id": world.step_id,
         "hosts": _unique_names(world.hosts),
         "world_size": world.size,
         "start": time.time(),
@@ -56,6 +57,7 @@ def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
         "step_s": None,
         "requeue": False,
         "error": None,
+        "blamed": [],
     }
     _write_temporary(run.attempt_now, json.dumps(record)).replace(run.attempt_now)
     return record
@@ -104,12 +106,13 @@ def end_attempt(
     step_s: float | None = None,
     error: str | None = None,
     retry: Retry = "yes",
+    blamed: Iterable[str] = (),
 ) -> EndedAttempt | None:
     """Record how the attempt ended. Any rank may; returns the record, or None when another rank was first.
 
     `end_step` is the last step done, `kept_step` that of the newest checkpoint. `lost_s` is the time that the steps
     between them took, by default that which metrics.jsonl shows; `step_s` is the mean time of a step, None when none
-    was done. `retry`: whether the error may be gone at the next attempt.
+    was done. `retry`: whether the error may be gone at the next attempt. `blamed`: hosts whose fault it seems to be.
     Raises OSError when the disk refuses: another rank may try, or the next attempt records this one as lost.
     """
     open_record = next(iter(read_attempts(run.attempt_now)), None)
@@ -128,10 +131,12 @@ def end_attempt(
         "lost_s": _lost_seconds(run, open_record["start"], kept_step) if lost_s is None else lost_s,
         "step_s": step_s,
         "error": error,
+        "blamed": list(blamed),
     }
-    if world.on_slurm:  # nothing else starts a run again by itself
+    if world.on_slurm or world.supervised:  # nothing else starts a run again by itself
         ended, submissions = [*read_ended_attempts(run.attempts), record], read_submissions(run.submissions)
-        record["requeue"] = decide(ended, launch, retry, submissions).requeue
+        follows = decide(ended, launch, retry, submissions, local=not world.on_slurm).what
+        record["requeue"] = follows is not Next.END
     complete = _write_temporary(run.attempt_ended, json.dumps(record))
     try:
         run.attempt_now.rename(run.attempt_ended)
@@ -144,25 +149,25 @@ def end_attempt(
     return record
 
 
-def ended_attempts(run: RunDir, kept_step: Callable[[], int], requeued_job: str | None = None) -> list[EndedAttempt]:
+def ended_attempts(run: RunDir, kept_step: Callable[[], int], continued_job: str | None = None) -> list[EndedAttempt]:
     """Every ended attempt, oldest first, with an abandoned one as `record_abandoned_attempts` would record it."""
     ended = read_ended_attempts(run.attempts)
     for file in (run.attempt_ended, run.attempt_now):
         for record in read_attempts(file):
             if record["attempt"] not in {other["attempt"] for other in ended}:
                 if not record["reason"]:
-                    record = _lost_record(run, file, record, kept_step(), record["job_id"] == requeued_job)
+                    record = _lost_record(run, file, record, kept_step(), record["job_id"] == continued_job)
                 ended.append(record)
     return ended
 
 
-def record_abandoned_attempts(run: RunDir, kept_step: Callable[[], int], requeued_job: str | None = None) -> None:
+def record_abandoned_attempts(run: RunDir, kept_step: Callable[[], int], continued_job: str | None = None) -> None:
     """Record the end of an attempt that could not record it itself, or not completely.
 
-    `kept_step` finds the step of the newest checkpoint; it is called only if that is needed. `requeued_job` is the job
-    that Slurm starts again, if any.
+    `kept_step` finds the step of the newest checkpoint; it is called only if that is needed. `continued_job` is the
+    job in which the run continues, if any.
     """
-    for record in ended_attempts(run, kept_step, requeued_job):
+    for record in ended_attempts(run, kept_step, continued_job):
         _add_record(run, record)
     run.attempt_ended.unlink(missing_ok=True)
     run.attempt_now.unlink(missing_ok=True)
@@ -175,10 +180,12 @@ def find_record(run: RunDir, world: World) -> EndedAttempt | None:
 
 
 def belongs_to(record: OpenAttempt | EndedAttempt, world: World) -> bool:
-    """Whether the record is that of this attempt."""
+    """Whether the record is that of this attempt; for the batch shell, which knows no step, of any in this start of the
+    job."""
     if world.number is not None:
         return record["attempt"] == world.number
-    return (record["job_id"], record["restart"]) == (world.job_id, world.restart)
+    same_step = world.step_id in (None, record["step_id"])
+    return same_step and (record["job_id"], record["restart"]) == (world.job_id, world.restart)
 
 
 def _unique_names(hosts: Iterable[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """The retry policy: whether a run continues by itself after an attempt has ended. It is decided here and nowhere else.
 
-    reason of the end                   counts against         requeued
+    reason of the end                   counts against         continues
     finished, cancelled                 nothing                no
     preempted                           nothing                yes
     timeout                             launch.max_timeouts    while the budget lasts
@@ -10,16 +10,25 @@
         the attempt kept a new step     nothing                yes: the run makes progress
         it kept no new step             launch.max_failures    while the budget lasts
 
+After a failed, hung or lost attempt the run continues by a restart: the ranks start again in the same allocation,
+without a place in the queue. After launch.max_restarts restarts in a row that kept no new step, the allocation is given
+back: the job is requeued, as after a preemption or a time limit. launch.max_failures counts allocations, so however
+often the ranks fail in one of them without a new step, that counts once. Whether the allocation can be kept at all,
+trainer/cluster/after_ranks.py asks Slurm. Under --local there is no queue: what is not restarted ends. There an error
+of the user's code is not retried either, as the user is there to read it.
+
 An error before the first step (a wrong configuration, no GPU, data that cannot be read) would repeat if the run has
 never trained as it is configured now. Once it has, a node is to blame: it lacks a GPU or a mount. `launch.py resume`
 may change the configuration: then it has to prove itself again.
 
-Budgets are per job, so `launch.py resume`, which submits a new job, starts with full ones. The answer is written down
-as `requeue` in the record of the attempt, where the ranks, the batch shell and `launch.py status` read it.
+Budgets are per job, so `launch.py resume`, which submits a new job, starts with full ones. Whether the run continues is
+written down as `requeue` in the record of the attempt, where the ranks, the batch shell and `launch.py status` read it.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -32,10 +41,18 @@ FAILURES = ("failed", "hung", "lost")
 SAME_FAILURE = "a retry would fail the same way"
 
 
-class Decision(NamedTuple):
-    """Whether the run continues by itself, and if not, `why` not, in plain words."""
+class Next(enum.Enum):
+    """What follows the end of an attempt."""
 
-    requeue: bool
+    RESTART = "restart"  # the ranks start again in the same allocation
+    REQUEUE = "requeue"  # the job goes back to the queue
+    END = "end"  # the run does not continue by itself
+
+
+class Decision(NamedTuple):
+    """What follows, and if that is the end, `why`, in plain words."""
+
+    what: Next
     why: str = ""
 
 
@@ -44,23 +61,33 @@ def decide(
     launch: Launch,
     retry: Retry = "yes",
     submissions: Sequence[SubmissionRecord] = (),
+    local: bool = False,
 ) -> Decision:
-    """Whether the run continues by itself after the last of the `ended` attempts, whose error allows this `retry`."""
+    """What follows the last of the `ended` attempts, whose error allows this `retry`."""
     last = ended[-1]
+    if local and not (last["reason"] in ("hung", "lost") or last["blamed"]):
+        return Decision(Next.END, "under --local an error of the run itself is not retried")
     of_job = [record for record in ended if record["job_id"] == last["job_id"]]
     if last["reason"] == "preempted":
-        return Decision(True)
+        return Decision(Next.REQUEUE)
     if last["reason"] == "timeout":
         timeouts = sum(record["reason"] == "timeout" for record in of_job)
         return _within_budget(timeouts, "max_timeouts", launch.max_timeouts)
     if last["reason"] in FAILURES:
         if retry == "no" or (retry == "if_trained" and not has_trained(ended, submissions)):
-            return Decision(False, SAME_FAILURE)
-        if _made_progress(last):
-            return Decision(True)
-        without_progress = sum(record["reason"] in FAILURES and not _made_progress(record) for record in of_job)
-        return _within_budget(without_progress, "max_failures", launch.max_failures)
-    return Decision(False, f"the run is {last['reason']}")
+            return Decision(Next.END, SAME_FAILURE)
+        if not _made_progress(last):
+            failed = (record for record in of_job if record["reason"] in FAILURES)
+            idle = {record["restart"] for record in failed if not _made_progress(record)}
+            if (decision := _within_budget(len(idle), "max_failures", launch.max_failures)).what is Next.END:
+                return decision
+        allocation = [record for record in of_job if record["restart"] == last["restart"]]
+        if _restarts_in_a_row(allocation) < launch.max_restarts:
+            return Decision(Next.RESTART)
+        if local:
+            return Decision(Next.END, f"retry budget used up (launch.max_restarts={launch.max_restarts})")
+        return Decision(Next.REQUEUE)
+    return Decision(Next.END, f"the run is {last['reason']}")
 
 
 def why_not_requeued(ended: Sequence[EndedAttempt], launch: Launch) -> str:
@@ -84,7 +111,15 @@ def has_trained(ended: Sequence[EndedAttempt], submissions: Sequence[SubmissionR
 
 
 def _within_budget(used: int, name: str, budget: int) -> Decision:
-    return Decision(True) if used <= budget else Decision(False, f"retry budget used up (launch.{name}={budget})")
+    if used <= budget:
+        return Decision(Next.REQUEUE)
+    return Decision(Next.END, f"retry budget used up (launch.{name}={budget})")
+
+
+def _restarts_in_a_row(allocation: Sequence[EndedAttempt]) -> int:
+    """How often the ranks were started again in this allocation since an attempt in it made progress."""
+    restarted = reversed(allocation[1:])
+    return sum(1 for _ in itertools.takewhile(lambda record: not _made_progress(record), restarted))
 
 
 def _made_progress(record: EndedAttempt) -> bool:

@@ -17,13 +17,22 @@ from submitit import JobEnvironment
 
 from trainer.config.errors import ConfigError
 from trainer.world.exported import forget_exported
-from trainer.world.slurm_environment import Env, read_int, slurm_job, step_task_hosts, step_tasks_per_node
+from trainer.world.slurm_environment import (
+    Env,
+    read_int,
+    slurm_job,
+    slurm_step,
+    step_task_hosts,
+    step_tasks_per_node,
+)
 from trainer.world.world import World, hostname
 
 STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the process id, a name that is unique to this process
 
 # Set in a job that runs a copy of the code: the folder in which its ranks work.
 WORKING_FOLDER = "LASTSTEP_WORKING_FOLDER"
+# Set by a launcher that outlives the ranks and may start them again: how often it has done so in this allocation.
+RESTARTS = "LASTSTEP_RESTARTS"
 
 
 class Launcher(ABC):
@@ -64,6 +73,9 @@ class Launcher(ABC):
         on_slurm = "SLURM_JOB_ID" in env
         if on_slurm:
             job, restart = slurm_job(env)
+        step_id = restarts_in_place(env)
+        if step_id:  # a launcher may give all its starts in one allocation the same name
+            launch = f"{launch}-{step_id}"
         return World(
             rank=rank,
             size=size,
@@ -77,6 +89,8 @@ class Launcher(ABC):
             attempt=f"{job}-{restart}-{launch}" if on_slurm else launch,
             launcher=cls.name,
             on_slurm=on_slurm,
+            step_id=step_id,
+            supervised=RESTARTS in env,
             variables=cls.variables,
         )
 
@@ -162,6 +176,8 @@ class Submitit(Launcher):
         except ValueError as error:
             raise ConfigError(f"submitit-{job.name()} set a variable that should be a number: {error}") from None
         per_node, hosts = -(-size // nodes), job.hostnames
+        step_id = slurm_step(env) if on_slurm else restarts_in_place(env)
+        step = "" if step_id is None else f"-{step_id}"
         return World(
             rank=rank,
             size=size,
@@ -172,9 +188,11 @@ class Submitit(Launcher):
             hosts=tuple(hosts[min(other // per_node, len(hosts) - 1)] for other in range(size)),
             job_id=job.job_id,
             restart=restart,
-            attempt=f"{job.job_id}-{restart}",
+            attempt=f"{job.job_id}-{restart}{step}",
             launcher=f"submitit-{job.name()}",
             on_slurm=on_slurm,
+            step_id=step_id,
+            supervised=RESTARTS in env,
         )
 
 
@@ -195,9 +213,10 @@ class Srun(Launcher):
             text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
             raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text}: srun should have set it for each node")
         hosts = step_task_hosts(env, tasks_per_node)
-        return cls._build_world(
+        world = cls._build_world(
             env, f"step{env['SLURM_STEP_ID']}", tasks_per_node[node], node, len(tasks_per_node), hosts
         )
+        return replace(world, step_id=slurm_step(env))
 
 
 class TorchVariables(Launcher):
@@ -237,6 +256,11 @@ class PlainPython(Launcher):
 
 # The innermost first: each of these may itself have been started by any that follows it.
 LAUNCHERS: tuple[type[Launcher], ...] = (Spawn, Torchrun, Mpirun, Submitit, Srun, TorchVariables, PlainPython)
+
+
+def restarts_in_place(env: Env) -> int | None:
+    """How often the ranks were started again in this allocation; None where nothing would start them again."""
+    return read_int(env, RESTARTS) if RESTARTS in env else None
 
 
 def detect_world() -> World:

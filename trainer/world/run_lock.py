@@ -56,7 +56,7 @@ def still_ours(path: Path, world: World) -> bool:
 
 def signature(world: World) -> str:
     """The text that the attempt that holds the lock writes into it."""
-    return f"job {world.job_id}, restart {world.restart}, on {world.hosts[0]}"
+    return f"{world.start}, on {world.hosts[0]}"
 
 
 def belongs_to_job(signed: str, world: World) -> bool:

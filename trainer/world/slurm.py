@@ -18,6 +18,8 @@ Job = Mapping[str, str]  # the fields of `scontrol show job`
 # tag, which submissions.jsonl records, and which this variable gives to the job's own processes.
 TAG = re.compile(r"\blaststep:[0-9a-f]{12}\b")
 TAG_VARIABLE = "LASTSTEP_JOB_TAG"
+# States of a node on which no ranks are to start. "*": it does not respond.
+UNFIT = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|\*")
 REPLACED = "REPLACED"  # our own JobState: this process's job id is that of another job now
 Partition = Mapping[str, str]  # the fields of `scontrol show partition`
 
@@ -47,6 +49,15 @@ def show_job(job_id: str) -> Job | None:
             return {"JobState": REPLACED}
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
     return None
+
+
+def unfit_nodes(names: str) -> str:
+    """Those of these nodes (`n[1-4]`) that cannot start ranks, or should not, and their states: down, drained, silent.
+    Empty if there are none, or if Slurm does not answer."""
+    with contextlib.suppress(SlurmError):
+        nodes = parse_records(scontrol("show", "node", "--oneliner", names))
+        return ", ".join(f"{node['NodeName']} is {node['State']}" for node in nodes if UNFIT.search(node["State"]))
+    return ""
 
 
 def requeue_job(job_id: str) -> None:

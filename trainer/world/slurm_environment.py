@@ -30,6 +30,11 @@ def slurm_job(env: Env) -> tuple[str, int]:
     return job_id, read_int({"SLURM_RESTART_COUNT": "0", **env}, "SLURM_RESTART_COUNT")
 
 
+def slurm_step(env: Env) -> int | None:
+    """The number of the step that this process is a task of; None in the shell of a batch script."""
+    return int(env["SLURM_STEP_ID"]) if env.get("SLURM_STEP_ID", "").isdecimal() else None
+
+
 def step_tasks_per_node(env: Env) -> list[int]:
     """The number of tasks on each node of the step: [2, 2, 2, 1] for SLURM_STEP_TASKS_PER_NODE=2(x3),1."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))

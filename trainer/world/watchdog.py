@@ -50,6 +50,8 @@ class Fault:
     text: str  # what happened and where: one line, or an error with its traceback
     cause: bool = True  # False for a mere consequence of another rank's fault
     retry: Retry = "yes"
+    silent: bool = False  # a rank gives no sign of life: its node may be cut off from the others, and from srun
+    blames: str = ""  # the hosts of the ranks that the others wait for, separated by commas
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,9 @@ class Watchdog:
             if self._store is not None:
                 self._unanswered_s += BEAT_S
                 if self._is_too_long(self._unanswered_s):
-                    host = self._probes.world().host_of(0)
-                    self._handle(Fault("hung", f"rank 0 on {host} has not answered for {self._unanswered_s:.0f} s"))
+                    host, waited = self._probes.world().host_of(0), f"{self._unanswered_s:.0f} s"
+                    text = f"rank 0 on {host} has not answered for {waited}"
+                    self._handle(Fault("hung", text, silent=True, blames=host))
 
     def _is_too_long(self, silence_s: float) -> bool:
         """Whether to stop waiting for a silent rank.
@@ -237,8 +240,8 @@ class Watchdog:
                 self._unanswered_s = 0.0
                 self._closed.wait(BEAT_S)
         except Exception as error:  # any error of the store: it no longer connects the ranks
-            host = self._probes.world().host_of(0)
-            self._handle(Fault("failed", f"rank 0 on {host} is gone ({error})", cause=False))
+            rank_0 = f"rank 0 on {self._probes.world().host_of(0)}"
+            self._handle(Fault("failed", f"{rank_0} is gone ({error})", cause=False))
 
     def _own_beat(self) -> Beat:
         world = self._probes.world()
@@ -247,9 +250,8 @@ class Watchdog:
             self.advance()
         self._where = where
         progress = self._phases + self._probes.ticks()
-        host = world.host_of(world.rank)
-        busy_s, device, activity = self._busy_s(), self._device, self.activity
-        return Beat(host, self._round, progress, self.phase, where, in_torch, busy_s, self._process, device, activity)
+        own = (world.host_of(world.rank), self._round, progress, self.phase, where, in_torch)
+        return Beat(*own, self._busy_s(), self._process, self._device, self.activity)
 
     def _compare(self, beats: list[Beat]) -> None:
         """On rank 0: look for silent and stuck ranks in everyone's latest heartbeat."""
@@ -266,7 +268,8 @@ class Watchdog:
         silent = [rank for rank, seconds in enumerate(self._silent_s) if self._is_too_long(seconds)]
         if silent or self._still_s > self._timeout_s:
             waited_s = min((self._silent_s[rank] for rank in silent), default=self._still_s)
-            self.report(Fault("hung", f"{name_stuck(beats, silent)}, for {waited_s:.0f} s"))
+            text = f"{name_stuck(beats, silent)}, for {waited_s:.0f} s"
+            self.report(Fault("hung", text, silent=bool(silent), blames=hosts_of_stuck(beats, silent)))
         self._name_straggler(beats)
 
     def _name_straggler(self, beats: list[Beat]) -> None:
@@ -285,17 +288,25 @@ def _work_of(beat: Beat) -> tuple[int, int, int]:
     return beat.progress, beat.device, beat.activity
 
 
-def name_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
+def find_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> Sequence[int]:
     """The ranks that the others wait for: the silent ones; else, of those with the least progress, the ones whose main
     thread is not in torch's own code."""
-    stuck = list(silent)
-    symptom = "gives no sign of life, last seen in"
-    if not stuck:
-        symptom = "is stuck in"
-        done = [beat.progress + beat.device for beat in beats]
-        stuck = [rank for rank, count in enumerate(done) if count == min(done)]
-        stuck = [rank for rank in stuck if not beats[rank].in_torch] or stuck
-    return "; ".join(f"rank {rank} on {beats[rank].host} {symptom} {beats[rank].where}" for rank in stuck)
+    done = [beat.progress + beat.device for beat in beats]
+    behind = [rank for rank, count in enumerate(done) if count == min(done)]
+    return silent or [rank for rank in behind if not beats[rank].in_torch] or behind
+
+
+def name_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
+    """These ranks, with their hosts and what they do."""
+    symptom = "gives no sign of life, last seen in" if silent else "is stuck in"
+    stuck = [(rank, beats[rank]) for rank in find_stuck(beats, silent)]
+    return "; ".join(f"rank {rank} on {beat.host} {symptom} {beat.where}" for rank, beat in stuck)
+
+
+def hosts_of_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
+    """Their hosts, for `Fault.blames`; empty if all ranks are behind alike, which is nobody's fault."""
+    stuck = find_stuck(beats, silent)
+    return ",".join(dict.fromkeys(beats[rank].host for rank in stuck)) if len(stuck) < len(beats) else ""
 
 
 def straggler(before: Sequence[Beat], after: Sequence[Beat], seconds: float) -> str | None:

@@ -26,9 +26,18 @@ class World:
     attempt: str
     launcher: str
     on_slurm: bool  # in a Slurm job: it can be requeued, and Slurm knows when it ends
+    # Which start of the ranks within this allocation: Slurm's step, else counted by what starts them. None: not known.
+    step_id: int | None = None
+    supervised: bool = False  # what started the ranks outlives them, and may start them again, see `RESTARTS`
     launcher_restarts: bool = False  # the launcher itself starts all ranks again when one fails
     variables: tuple[str, ...] = ()  # the environment variables that rank, size and local_rank come from
     number: int | None = None  # the attempt's number in its run; None until rank 0 has broadcast it
+
+    @property
+    def start(self) -> str:
+        """This start of the ranks, for messages: "job 12, restart 0, step 1"."""
+        step = "" if self.step_id is None else f", step {self.step_id}"
+        return f"job {self.job_id}, restart {self.restart}{step}"
 
     def host_of(self, rank: int) -> str:
         """The node of a rank, for messages."""
@@ -45,7 +54,7 @@ class World:
         return self.launcher in ("python", "submitit-debug")
 
     def __str__(self) -> str:
-        job = f"slurm job {self.job_id}, restart {self.restart}" if self.on_slurm else self.job_id
+        job = f"slurm {self.start}" if self.on_slurm else self.job_id
         source = f"{self.launcher}, by {' and '.join(self.variables)}" if self.variables else self.launcher
         return f"rank {self.rank} of {self.size} on {self.host_of(self.rank)} ({job}; {source})"
 

@@ -12,13 +12,14 @@ from trainer.observe.progress import duration
 from trainer.observe.report.scale import TimeAxis, clock
 from trainer.records.attempt_record import AttemptRecord
 
-Kind = Literal["running", "saving", "lost", "queued", "stopped"]
+Kind = Literal["running", "saving", "lost", "restarting", "queued", "stopped"]
 Family = Literal["good", "orderly", "fault"]  # the colours of page.css
 # The kinds of time spans, with their words in the legend.
 KINDS: dict[Kind, str] = {
     "running": "running",
     "saving": "saving: from the last step to the end of the attempt",
     "lost": "steps that were lost",
+    "restarting": "after a fault, until the ranks started again in the same allocation",
     "queued": "in the queue, to continue by itself",
     "stopped": "stopped, until it was resumed",
 }
@@ -44,6 +45,7 @@ class ShownAttempt:
     number: int
     job_id: str
     restart: int  # how often Slurm had requeued the job
+    step_id: int | None  # which start of the ranks within the allocation
     hosts: Sequence[str]
     start: float
     end: float
@@ -73,6 +75,7 @@ class ShownAttempt:
             number=record["attempt"],
             job_id=str(record["job_id"]),
             restart=record["restart"],
+            step_id=record.get("step_id"),
             hosts=record["hosts"],
             start=record["start"],
             end=end,
@@ -135,7 +138,9 @@ class Timeline:
         previous: ShownAttempt | None = None
         for attempt in self.attempts:
             if previous and previous.end < attempt.start:
-                found.append(Span("queued" if previous.requeue else "stopped", previous.end, attempt.start))
+                in_place = (previous.job_id, previous.restart) == (attempt.job_id, attempt.restart)
+                kind: Kind = ("restarting" if in_place else "queued") if previous.requeue else "stopped"
+                found.append(Span(kind, previous.end, attempt.start))
             found += attempt.spans(done_at)
             previous = attempt
         return found
@@ -232,7 +237,8 @@ def _word_follows(x: float) -> bool:
 
 
 def _row(attempt: ShownAttempt) -> str:
-    job = f"{attempt.job_id} (restart {attempt.restart})" if attempt.restart else attempt.job_id
+    step = f".{attempt.step_id}" if attempt.step_id else ""  # as sacct writes it
+    job = f"{attempt.job_id}{step}" + (f" (restart {attempt.restart})" if attempt.restart else "")
     first = f"{attempt.start_step:,}"
     sign = f'<svg class="sign {attempt.family}"><use href="{attempt.sign}"/></svg>'
     error_lines = attempt.error.strip().splitlines()

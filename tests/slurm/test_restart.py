@@ -1,0 +1,120 @@
+"""A fault on a real Slurm does not cost the allocation: the ranks start again in the same job, without a requeue."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
+from tests.slurm.user import User
+from tests.support.ranks import fingerprint
+from tests.support.undisturbed import undisturbed_run
+from tests.support.waiting import DEADLINE_S
+from trainer.config.config import Config
+
+# 14 steps. A fault may strike in a given step of each attempt, see tests.support.faulty_tasks.Faulty.
+FAULTY = (*SMALL, "train.epochs=2", "task=tests.support.tasks.Faulty")
+# A stand-in for `timeout`, with which the batch shell starts what decides: it holds back the first decision.
+HOLDS_BACK = """\
+#!/bin/bash
+{timeout} "$@"
+status=$?
+if mkdir {folder}/decided 2>/dev/null; then
+    until [ -e {folder}/go ]; do sleep 0.1; done
+fi
+exit $status
+"""
+
+
+def undisturbed(ranks: int, *words: str) -> dict[str, Any]:
+    """The fingerprint of an undisturbed run, on one host."""
+    return undisturbed_run(Config.load("mnist", [*words, f"launch.tasks_per_node={ranks}"]))
+
+
+def requeues(user: User, name: str) -> int:
+    """How often Slurm has requeued the run's job; it remembers an ended job for minutes."""
+    shown = user.cluster.run("scontrol", "show", "job", "--oneliner", user.job_of(name))
+    return int(dict(word.split("=", 1) for word in shown.split() if "=" in word)["Restarts"])
+
+
+def starts(user: User, name: str) -> list[tuple[str, int, int | None]]:
+    """How each attempt ended, the requeues before it, and its step in Slurm."""
+    return [(end["reason"], end["restart"], end["step_id"]) for end in user.attempts(name)]
+
+
+def test_a_killed_rank(user: User) -> None:
+    """As when a node runs out of memory. The job never leaves its nodes: no queue, no lost step, the same bits."""
+    following = user.begins("--nodes", "2", "--tasks-per-node", "2", "--name", "kept", "--follow", *UNHURRIED)
+    user.waits_for("kept", IN_EPOCH_2)
+    user.kills("kept", 3)
+    said, _ = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 0, said
+    assert "resuming after step" in said, "--follow streams through the restart"
+    assert starts(user, "kept") == [("failed", 0, 0), ("finished", 0, 1)]
+    assert requeues(user, "kept") == 0
+    first, second = user.attempts("kept")
+    assert (first["job_id"], first["hosts"]) == (second["job_id"], second["hosts"])
+    assert first["lost_steps"] == 0 and second["start_step"] == first["end_step"] >= 50
+    assert fingerprint(user.run("kept")) == undisturbed(4, *UNHURRIED)
+
+
+@pytest.mark.parametrize("fault", ["kill", "sleep"])
+def test_as_long_as_it_makes_progress(user: User, fault: str) -> None:
+    """A rank is killed, or hangs, in the fifth step of every attempt. Each attempt keeps four steps, so the budget of
+    one restart lasts for the whole run."""
+    options = ("launch.max_restarts=1", "launch.max_failures=0", "launch.hang_timeout_s=5")
+    words = (*FAULTY, *options, f"launch.env.LASTSTEP_TEST_FAULT={fault} step 5 rank 1")
+    user.types("--nodes", "2", "--name", fault, "--follow", *words)
+    reason = "hung" if fault == "sleep" else "failed"
+    assert starts(user, fault) == [*[(reason, 0, step) for step in range(3)], ("finished", 0, 3)]
+    assert requeues(user, fault) == 0 and sum(end["lost_steps"] for end in user.attempts(fault)) == 0
+    assert fingerprint(user.run(fault)) == undisturbed(2, *SMALL, "train.epochs=2")
+
+
+def test_restarts_that_get_nowhere(user: User) -> None:
+    """The allocation is given back, since its nodes may be bad; with those of the next one it is the same: a bug."""
+    options = ("launch.max_restarts=1", "launch.max_failures=1")
+    words = (*FAULTY, *options, "launch.env.LASTSTEP_TEST_FAULT=kill step 1 rank 1")
+    following = user.begins("--nodes", "2", "--name", "nowhere", "--follow", *words)
+    said, _ = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 1 and "the run ended: failed" in said
+    assert starts(user, "nowhere") == [("failed", 0, 0), ("failed", 0, 1), ("failed", 1, 0)]
+    user.waits_for("nowhere", "retry budget used up (launch.max_failures=1)")
+
+
+@pytest.mark.parametrize(
+    ("name", "signal", "end"),
+    [
+        ("usr2", ("--batch", "--signal=USR2"), ("finished", 1, 0)),
+        ("term", ("--batch", "--signal=TERM"), ("finished", 1, 0)),
+        ("scancel", (), None),
+    ],
+)
+def test_a_signal_between_two_starts(
+    user: User, tmp_path: Path, name: str, signal: tuple[str, ...], end: tuple[str, int, int] | None
+) -> None:
+    """It comes at the worst moment: a restart is decided, and no rank lives that could receive it. The job is requeued
+    or stays cancelled, as if the signal had come a moment earlier."""
+    stand_in = tmp_path / "timeout"
+    stand_in.write_text(HOLDS_BACK.format(timeout=shutil.which("timeout"), folder=tmp_path))
+    stand_in.chmod(0o755)
+    words = (*FAULTY, "launch.env.LASTSTEP_TEST_FAULT=kill step 8 rank 1", f"launch.setup=['PATH={tmp_path}:$PATH']")
+    user.types("--tasks-per-node", "2", "--name", name, *words)  # on two nodes, the setup would be step 0
+    user.cluster.wait_for((tmp_path / "decided").exists, DEADLINE_S, "the shell has decided nothing")
+    user.waits_for(name, "restarting the ranks in job")
+    user.cluster.run("scancel", *signal, user.job_of(name))
+    (tmp_path / "go").touch()
+    if end is not None:
+        user.waits_for_end(name, "finished")
+    user.waits_until_gone(user.job_of(name))
+    first, *more = starts(user, name)
+    assert first == ("failed", 0, 0)
+    if end is not None:
+        assert more == [end]
+    else:  # srun may be a moment faster than the SIGTERM of scancel: then Slurm refuses it, and no rank starts
+        assert more in ([], [("cancelled", 0, None)])
+    state = user.cluster.run("scontrol", "show", "job", user.job_of(name))
+    assert ("JobState=CANCELLED" in state) == (end is None)
