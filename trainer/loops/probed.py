@@ -10,19 +10,19 @@ from typing import Any
 from trainer.loops.custom_loop import CustomLoop
 from trainer.loops.loop import AttemptContext
 from trainer.loops.probe import Probe
-from trainer.loops.run import Run
+from trainer.loops.run import called_with_run
 from trainer.loops.task_loop import TaskLoop
 from trainer.records.probes import ProbePlan
 from trainer.task import Task
 
 
 def make_probed_loop(
-    task: type[Task] | Callable[[Run], Any], context: AttemptContext, plan: ProbePlan
+    task: type[Task] | Callable[..., Any], context: AttemptContext, plan: ProbePlan
 ) -> TaskLoop | CustomLoop:
     """The loop around a Task or a function, with a probe that follows `plan`."""
     if isinstance(task, type):
         return ProbedTaskLoop(task, context, plan)
-    return ProbedCustomLoop(lambda loop: task(Run(loop)), context, plan)
+    return ProbedCustomLoop(called_with_run(task, context.config), context, plan)
 
 
 class ProbedTaskLoop(TaskLoop):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.loader import LoaderFactory, StepLoader, StepNumbers
 from trainer.data.order import Order
@@ -170,7 +171,13 @@ def loop_of(run: Run) -> CustomLoop:
     return run._loop
 
 
+def called_with_run(function: Callable[..., Any], config: Config) -> Callable[[CustomLoop], Any]:
+    """The function, called with a Run and, if it takes them, with the args. Raises ConfigError for args that do not fit
+    it."""
+    args, takes_args = user_args(function, config.args)
+    return lambda loop: function(Run(loop, args), *([args] if takes_args else []))
+
+
 def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> CustomLoop:
-    """The loop around a function that has its own training loop. Raises ConfigError for args that do not fit it."""
-    args, takes_args = user_args(function, context.config.args)
-    return CustomLoop(lambda loop: function(Run(loop, args), *([args] if takes_args else [])), context)
+    """The loop around a function that has its own training loop. Raises ConfigError as `called_with_run` does."""
+    return CustomLoop(called_with_run(function, context.config), context)
