@@ -29,6 +29,7 @@ cp /etc/apt/apt.conf.d/* "$root/etc/apt/apt.conf.d/"
 printf '#!/bin/sh\nexit 101\n' >"$root/usr/sbin/policy-rc.d"  # apt starts no daemons here
 chmod +x "$root/usr/sbin/policy-rc.d"
 
+mount --bind "$root" "$root"  # `ip netns` wants / to be the root of a mount
 mount -t proc proc "$root/proc"
 mount --rbind /sys "$root/sys"
 mount --rbind /dev "$root/dev"
