@@ -119,6 +119,7 @@ class Cluster:
         self.nodes = [host.name for host in hosts] if hosts else nodes
         self.hosts = hosts
         self.template = slurm_conf
+        self.accounting = True
         self.conf = self.folder / "slurm.conf"
         self.logs = self.folder / "logs"
         self._children: dict[str, subprocess.Popen[bytes]] = {}  # by the name of its log
@@ -170,6 +171,7 @@ class Cluster:
         (run / "owner").write_text(f"{owner}\n{self.folder}")
         run.chmod(0o755)  # munged requires that every user can reach its socket
         ports = _free_ports(2 + len(self.nodes))
+        self.accounting = accounting
         self._write_configuration(run, ports, waits, accounting)
         if owner != 1:
             words = ("-c", KEEPER, str(owner), str(self.folder))

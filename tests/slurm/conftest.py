@@ -16,9 +16,10 @@ from tests.support.needs import require, require_program
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A real Slurm."""
+    """A real Slurm; with LASTSTEP_ACCOUNTING=0 it has no accounting."""
     require(missing())
-    started = Cluster.start(tmp_path_factory.mktemp("slurm"), owner=os.getpid())
+    accounting = os.environ.get("LASTSTEP_ACCOUNTING") != "0"
+    started = Cluster.start(tmp_path_factory.mktemp("slurm"), accounting=accounting, owner=os.getpid())
     yield started
     started.stop()
 

@@ -29,17 +29,27 @@ cp /etc/apt/apt.conf.d/* "$root/etc/apt/apt.conf.d/"
 printf '#!/bin/sh\nexit 101\n' >"$root/usr/sbin/policy-rc.d"  # apt starts no daemons here
 chmod +x "$root/usr/sbin/policy-rc.d"
 
+mount --bind "$root" "$root"
 mount -t proc proc "$root/proc"
 mount --rbind /sys "$root/sys"
 mount --rbind /dev "$root/dev"
 mkdir -p "$root$PWD"
 mount --bind "$PWD" "$root$PWD"
 
+accounting=1
+[ "$release" != sid ] || accounting=0  # its slurmdbd fails with its libmariadb: "maxmimum allowed number of columns (=0)"
+
+# Not just chroot: a process that enters the namespace of another would leave a chroot.
+mkdir -p "$root/.outside"
+repository=$PWD
+cd "$root"
+pivot_root . .outside
 # shellcheck disable=SC2016,SC2086
-exec chroot "$root" env -i HOME=/root LANG=C.UTF-8 PATH=/opt/laststep/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    DEBIAN_FRONTEND=noninteractive LASTSTEP_REQUIRE_ALL=1 REPOSITORY="$PWD" PACKAGES="$(echo $packages)" \
-    RELEASE="$release" WORKERS="${WORKERS:-4}" \
+exec chroot . env -i HOME=/root LANG=C.UTF-8 PATH=/opt/laststep/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    DEBIAN_FRONTEND=noninteractive LASTSTEP_REQUIRE_ALL=1 REPOSITORY="$repository" PACKAGES="$(echo $packages)" \
+    RELEASE="$release" WORKERS="${WORKERS:-4}" LASTSTEP_ACCOUNTING="$accounting" \
     bash -euc '
+        umount -l /.outside
         dpkg -s $PACKAGES >/dev/null 2>&1 || {
             apt-get update -qq
             apt-get install -y -qq --no-install-recommends $PACKAGES >/dev/null

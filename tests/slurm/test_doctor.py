@@ -16,7 +16,7 @@ def test_dangers(user: User) -> None:
     assert problems.count("\n") == 2
     assert "KillWait=15 s" in problems and "PreemptMode=CANCEL (partition cancel)" in problems
     assert re.search(r"^  grace +4 +UNLIMITED +1 +REQUEUE +15$", said, re.MULTILINE)
-    assert "waits 5 s" in said and "sacct: answers" in said
+    assert "waits 5 s" in said and ("sacct: answers" in said) == user.cluster.accounting
     assert "CANCEL" not in user.types("doctor", "--partition", "high", status=1)
     assert "did you mean cancel?" in user.types("doctor", "--partition", "cancl", status=2)
 

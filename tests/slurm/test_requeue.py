@@ -155,5 +155,6 @@ def test_one_rank_is_killed(user: User) -> None:
     hints = [line for line in user.types("logs", "oom").splitlines() if "hint: " in line]
     ask = f"sacct -j {user.job_of('oom')} --format=JobID,State"
     assert len(hints) == 1 and f"(`{ask}` shows it): set launch.mem_gb, " in hints[0]
-    assert user.cluster.run(*ask.split()).split()[:2] == ["JobID", "State"], "a command that Slurm has"
+    if user.cluster.accounting:
+        assert user.cluster.run(*ask.split()).split()[:2] == ["JobID", "State"], "a command that Slurm has"
     assert fingerprint(user.run("oom")) == undisturbed(4, *UNHURRIED)

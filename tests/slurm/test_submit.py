@@ -30,7 +30,7 @@ def test_sbatch_accepts_the_dry_run(user: User, tmp_path: Path) -> None:
 def test_submit_from_python_gives_the_result(user: User, tmp_path: Path) -> None:
     """The two lines in docs/python.md give a submitit Job. Its result is the final metrics, also for several ranks."""
     program = tmp_path / "mine.py"
-    words = [*TINY, "launch.name=python", "launch.tasks_per_node=2", f"launch.root={user.root}"]
+    words = [*TINY, "launch.name=from-python", "launch.tasks_per_node=2", f"launch.root={user.root}"]
     program.write_text(
         "from trainer import Config, submit\n"
         f"job = submit(Config.load('mnist', {words!r}))\n"
