@@ -37,6 +37,7 @@ SLOW = (
     "loops/test_custom_loop",
     "loops/test_exact",
     "loops/test_extend",
+    "loops/test_script_loops",
     "loops/test_sizes",
     "loops/test_weights",
     "observe/test_report.py::test_a_million_steps",
