@@ -68,10 +68,10 @@ def test_a_submission_is_recorded(mine: Path, slurm: Path) -> None:
     assert (line["folder"], line["commit"], line["version"]) == (str(mine), None, sys.modules["trainer"].__version__)
 
 
-def test_a_place_for_data_that_is_no_folder(here: Path, slurm: Path) -> None:
+def test_a_place_for_data_that_is_no_folder(mine: Path, slurm: Path) -> None:
     """A task of the user's own may read from anywhere."""
-    assert main(["--name", "first", "task=examples.custom_loop.main", "data.root=s3://bucket/images"]) == 0
-    assert Config.load(here / "runs" / "first" / "config.yaml").data.root == "s3://bucket/images"
+    assert main(["--name", "first", "task=own_task.Mine", "data.root=s3://bucket/images"]) == 0
+    assert Config.load(mine / "runs" / "first" / "config.yaml").data.root == "s3://bucket/images"
 
 
 def test_a_rank_moves_there(

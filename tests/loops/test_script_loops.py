@@ -87,3 +87,11 @@ def test_no_rehearsal(root: Path, ranks: int, option: str) -> None:
     """Two ranks need none, as a sum of two is the same in either order; more can do without."""
     ended = attempt(root, "opaque", ranks, f"launch.name=none-{ranks}", option)
     assert steps(ended) == 2 and 'result {"passes": 2' in ended.output()
+
+
+def test_settings_of_its_own(root: Path) -> None:
+    """The function gets them; one that its dataclass lacks ends the run before it trains."""
+    ended = attempt(root, "with_settings", 1, "args.lr=0.5")
+    assert steps(ended) == 6 and 'result {"lr": 0.5}' in ended.output()
+    (record,) = read_lines(attempt(root, "with_settings", 2, "args.rl=0.5").run.attempts)
+    assert "args.rl: Settings has no such field; did you mean lr?" in record["error"] and record["requeue"] is False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,19 @@ def opaque(run: Run) -> dict[str, float]:
         model(x).logits.mean().backward()
         optimizer.step()
     return {"passes": Opaque.passes}
+
+
+@dataclass
+class Settings:
+    """Settings of the script's own."""
+
+    lr: float = 0.1
+
+
+def with_settings(run: Run, args: Settings) -> dict[str, float]:
+    """A script with settings; returns one."""
+    train(run, DistributedDataParallel(nn.Linear(2, 1)))
+    return {"lr": args.lr}
 
 
 def unwrapped(run: Run) -> None:

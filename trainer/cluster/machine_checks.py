@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cluster.task_check import check_task, may_make_optimizer
+from trainer.cluster.task_check import check_task, definition, may_make_optimizer
+from trainer.config.checks import check_batch
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Data, Launch
@@ -25,6 +27,8 @@ def check_names(config: Config, search: Sequence[Path] = ()) -> None:
     may make its own; for the ready-made task, the model and the data set too. Raises ConfigError."""
     if config.task != "classification":
         check_task(config.task, search)
+        if isinstance(definition(config.task, search)[1], ast.ClassDef):
+            check_batch(config.train.batch_size, config.launch.world_sizes, config.train.accumulate)
         if not may_make_optimizer(config.task, search):
             check_optimizer(config.optim)
         return

@@ -14,6 +14,7 @@ from trainer.config.errors import ConfigError, nearest
 from trainer.frameworks import PACKAGES, missing
 
 MOST_CANDIDATES = 5
+Definition = ast.ClassDef | ast.FunctionDef
 HOOKS = {"datasets", "model", "step"}  # methods by which a class shows that it is a Task
 
 
@@ -49,18 +50,25 @@ def check_task(path: str, search: Sequence[Path] = ()) -> None:
         raise ConfigError(f"task={path}: {module} has no {name}; {nearest(name, sorted(names))}")
 
 
+def definition(path: str, search: Sequence[Path] = ()) -> tuple[ast.Module | None, Definition | None]:
+    """The parsed module of a user's task, and the class or function there; None for what its source does not show."""
+    module, _, name = path.rpartition(".")
+    spec = _find(path, module, search) if module else None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None, None
+    tree = _parse(path, spec)
+    found = (node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name)
+    return tree, next(found, None)
+
+
 def may_make_optimizer(path: str, search: Sequence[Path] = ()) -> bool:
     """Whether a user's task may have an optimiser of its own: then `optim` is for the task to read. False for a class
     that its source shows to be a plain Task without the method."""
-    module, _, name = path.rpartition(".")
-    spec = _find(path, module, search)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+    _, node = definition(path, search)
+    if not isinstance(node, ast.ClassDef):
         return True
-    for node in _parse(path, spec).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            plain = all(ast.unparse(base).rpartition(".")[2] in ("Task", "Classification") for base in node.bases)
-            return not plain or any(getattr(part, "name", None) == "optimizer" for part in node.body)
-    return True
+    plain = all(ast.unparse(base).rpartition(".")[2] in ("Task", "Classification") for base in node.bases)
+    return not plain or any(getattr(part, "name", None) == "optimizer" for part in node.body)
 
 
 def find_spec(module: str, search: Sequence[Path]) -> ModuleSpec | None:

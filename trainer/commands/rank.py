@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer.attempt import user_error
 from trainer.attempt.finished import finish_of
 from trainer.cluster import run_config, run_folders
+from trainer.cluster.loop_keys import check_keys
 from trainer.cluster.prepare import Way, prepare
 from trainer.cluster.spawn import spawn
 from trainer.cluster.trust import only_owner_writes
@@ -87,6 +88,7 @@ def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
         named = dataclasses.replace(config.launch, name=f"{stem}-{world.job_id}")
         config = dataclasses.replace(config, launch=named)
     config = prepare(config, Way.RANK, stem)
+    check_keys(config, overrides, source)
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     new = not run.config.exists()
     if new and world.rank == 0:

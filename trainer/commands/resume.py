@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.watch:
         return _watch(args)
     from trainer.cluster import code_origin, machine_checks, run_config, run_end, run_folders, trust
+    from trainer.cluster.loop_keys import check_keys
     from trainer.cluster.prepare import Way, prepare
     from trainer.cluster.run_status import jobs_in_queue
     from trainer.commands import start
@@ -92,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
         cancel = command(f"cancel {run_folders.typed(folder)}")
         raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
     runs_copy = way not in (Way.LOCAL, Way.DEBUG)
-    config = prepare(config, way, search=code_origin.search_path(folder, config, runs_copy))
+    search = code_origin.search_path(folder, config, runs_copy)
+    config = prepare(config, way, search=search)
+    check_keys(config, overrides, search=search)
     if extended:
         schedule = "" if config.optim.schedule == "constant" else f" (optim.schedule={config.optim.schedule})"
         print(f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}")

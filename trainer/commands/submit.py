@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Start a new run; returns the exit status."""
     from trainer.checkpoint.store import CheckpointStore
     from trainer.cluster import branch, run_folders
+    from trainer.cluster.loop_keys import check_keys
     from trainer.cluster.prepare import Way, prepare_new
     from trainer.commands import start
     from trainer.config.config import Config, find_config
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         source = branch.find_source(args.source, overrides)
         config, stem = branch.configure(source, overrides), source.name
     config = prepare_new(config, way, stem)
+    check_keys(config, overrides, args.config if source is None else None)
     if way is Way.DRY_RUN:
         return start.dry_run(config)
     with run_folders.created(config) as folder:

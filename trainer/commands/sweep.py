@@ -30,6 +30,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Submit the missing runs of a sweep; returns the exit status."""
     from trainer.cluster import run_folders, sweep
+    from trainer.cluster.loop_keys import check_keys
     from trainer.cluster.prepare import Way, prepare
     from trainer.cluster.weights_source import check_weights
     from trainer.commands.start import root_hint
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     changes = sweep.combinations(varied)
     config = run_folders.with_absolute_data(prepare(config, Way.SLURM, stem=find_config(args.config).stem))
     check_weights(config)
+    check_keys(config, overrides, args.config)
     job_id, submitted, total = sweep.submit_missing(config, changes, args.parallel)
     print(f"sweep  {config.launch.name}: {counted(total, 'run')}")
     if job_id is None:

@@ -20,7 +20,8 @@ LARGEST_BATCH = 10**9
 def validate(config: Settings) -> None:
     """Raise ConfigError for values that cannot work anywhere; `trainer.cluster.machine_checks` looks at the machine."""
     check_values(config)
-    check_batch(config.train.batch_size, config.launch.world_sizes, config.train.accumulate)
+    if config.task == "classification":  # a task of the user's own may be a custom loop, which has a batch of its own
+        check_batch(config.train.batch_size, config.launch.world_sizes, config.train.accumulate)
 
 
 def check_values(config: Settings) -> None:

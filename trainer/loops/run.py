@@ -41,8 +41,9 @@ class Run:
     The function returns the run's result, a dict of numbers. If it returns nothing, the result is what the last epoch
     has logged. docs/custom-loops.md lists the rules that such a loop must follow.
 
-    torch.distributed is initialised, and RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    are set as torchrun sets them: `init_process_group()` and `destroy_process_group()` of your script do nothing.
+    A script written for torchrun need not change its first and last lines: RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set under every launcher, `init_process_group()` joins the process
+    group that exists, `destroy_process_group()` leaves it alone, and `sys.exit(0)` is a return.
 
     Settings of your own are `args.NAME=VALUE` in the configuration and on the command line, and `run.args.NAME` here.
     With a second parameter named `args`, annotated with a dataclass of yours, they are checked against its fields:
@@ -54,10 +55,11 @@ class Run:
         def main(run, args: Args):
             ...
 
+    With several ranks every optimizer must update the parameters of a registered DistributedDataParallel. If the loop
+    averages the gradients itself, set `run.averages_gradients = True` before `run.restore(...)`.
+
     Attributes: `rank`, `size` (number of ranks), `local_rank`, `local_size` (number of ranks on this node), `device`
-    (this rank's torch.device), `config`, `args`, `name` and `folder` (the run's name, and the path of its folder). One
-    is for you to set: with several ranks, DistributedDataParallel must be among the registered objects. Set
-    `run.averages_gradients = True` before `run.restore(...)` if the loop averages the gradients itself.
+    (this rank's torch.device), `config`, `args`, `name` and `folder` (the run's name, and the path of its folder).
     """
 
     averages_gradients = False
