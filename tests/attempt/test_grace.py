@@ -6,7 +6,7 @@ from signal import SIGTERM, SIGUSR2, Signals
 
 import pytest
 
-from trainer.attempt.grace import LAST_MOMENT_S, GracePeriod
+from trainer.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod
 from trainer.config.schema import Launch
 
 
@@ -18,6 +18,9 @@ def test_deadlines(number: Signals, seconds: float) -> None:
     grace = GracePeriod(Launch(grace_s=20, signal_delay_s=90))
     assert grace.seconds(number) == seconds
     assert not grace.gives_up_step(number, seconds / 2) and grace.gives_up_step(number, seconds / 2 + 0.1)
+    unsaved = max(seconds / 2, seconds - UNSAVED_END_S)
+    assert not grace.gives_up_step(number, unsaved, saves=False), "to give it up early would only lose it"
+    assert grace.gives_up_step(number, unsaved + 0.1, saves=False)
     last = seconds - LAST_MOMENT_S
     assert not grace.is_over(number, last) and grace.is_over(number, last + 0.1)
 

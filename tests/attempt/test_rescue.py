@@ -259,7 +259,7 @@ def a_rank(root: Path, name: str, rank: int) -> AttemptState:
     state = AttemptState(small, run, a_world(rank=rank, size=2), cast(Signals, SimpleNamespace(first=None)))
     state.loop = loop = Mock(name="loop")
     loop.position.step, loop.saves.saved.step, loop.saves.saving = 5, 3, None
-    loop.position.place = (5, 0, False, False)
+    loop.position.place, loop.rescuable = (5, 0, False, False), True
     loop.progress.step_s.return_value = 0.1
     begin_attempt(run, state.world, 0)
     return state

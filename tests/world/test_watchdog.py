@@ -137,6 +137,25 @@ def test_a_device_that_works_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None
     assert watch._faulted.locked(), "the same, and nothing moves"
 
 
+def test_a_rank_that_shows_activity_does_not_hang() -> None:
+    """A framework writes for longer than the timeout, in one call. That its files grow says nothing about which rank is
+    behind."""
+    handled: list[Fault] = []
+    watch = Watchdog(Probes(world=lambda: a_world(size=2)), hang_timeout_s=1.0, on_fault=handled.append)
+    try:
+        watch.phase = "training"
+        for sign in range(10):
+            zero, one = (replace(beat, round=sign) for beat in beats((6, LOADS), (6, WAITS)))
+            watch._compare([replace(zero, activity=sign), one])
+        assert not handled
+        for number in range(4):
+            watch._compare([replace(beat, activity=9, round=10 + number) for beat in beats((6, LOADS), (6, WAITS))])
+    finally:
+        watch.close()
+    assert watch._faulted.locked(), "nothing grows any more"
+    assert name_stuck([replace(zero, activity=9), one], silent=[]).startswith("rank 0 on n0")
+
+
 def test_the_probes_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog gets all it needs when it is made; a fault that is found in every round is handled once, and another
     rank reads it in the store."""

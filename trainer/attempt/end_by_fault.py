@@ -116,8 +116,10 @@ class EndByFault:
         passed_s = time.monotonic() - signalled_at
         if self._grace.is_over(number, passed_s):
             self._exit_at_last_moment()
-        in_last_save = self._state.loop is not None and self._state.loop.saves.last
-        if self._grace.gives_up_step(number, passed_s) and not in_last_save:
+        loop = self._state.loop
+        in_last_save = loop is not None and loop.saves.last
+        saves = loop is None or loop.rescuable
+        if self._grace.gives_up_step(number, passed_s, saves) and not in_last_save:
             return Fault("signal", f"the step has not finished {passed_s:.0f} s after the signal; giving it up")
         return None
 

@@ -10,6 +10,8 @@ from trainer.world.slurm import DEFAULT_KILL_WAIT_S
 
 # This close to SIGKILL the attempt stops waiting for anything, and uses the time left to record how it ended.
 LAST_MOMENT_S = 3.0
+# An end by fault in which nothing is saved is over within this time.
+UNSAVED_END_S = 10.0
 
 
 class GracePeriod:
@@ -27,9 +29,11 @@ class GracePeriod:
             return self._signal_delay_s
         return self.kill_wait_s or DEFAULT_KILL_WAIT_S
 
-    def gives_up_step(self, number: signal.Signals, passed_s: float) -> bool:
-        """Whether a step still running must be given up now, to leave time for saving the one before."""
-        return passed_s > self.seconds(number) / 2
+    def gives_up_step(self, number: signal.Signals, passed_s: float, saves: bool = True) -> bool:
+        """Whether a step still running must be given up now, to leave time for saving the one before. Where nothing
+        can be saved then, it has more time: only the end is to be recorded."""
+        half_s = self.seconds(number) / 2
+        return passed_s > (half_s if saves else max(half_s, self.seconds(number) - UNSAVED_END_S))
 
     def is_over(self, number: signal.Signals, passed_s: float) -> bool:
         """Whether it is too late to save anything."""

@@ -129,6 +129,11 @@ class Run:
         the ranks stop within a validation, unless the steps before it have been saved. Before the first step of an
         attempt, and after a break out of the steps until the next validation or epoch, nothing may change this state.
         """
+        functions: dict[str, Any] = {"save": save, "load": load}
+        for name, given in functions.items():
+            if not callable(given):
+                kind = type(given).__name__
+                raise ConfigError(f"run.checkpoint({name}=...): must be a function of a folder, not a {kind}")
         self._loop.register(objects, framework=Framework(save, load))
 
     def epochs(self, count: int) -> Iterator[int]:
