@@ -140,7 +140,7 @@ class _Follower(Callback):
         if scaler is not None:
             objects["scaler"] = scaler
         rehearse_without_forward(trainer.strategy.model)
-        loop_of(self._run).register(objects, rehearse=False)
+        loop_of(self._run).register(objects, rehearses=False)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         self._run.log(loss=loss)

@@ -11,6 +11,7 @@ from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, Phase
 from trainer.loops.logged import as_numbers
 from trainer.loops.loop import AttemptContext
+from trainer.loops.rehearsal import rehearse
 from trainer.loops.user_loaders import UserLoaders
 from trainer.say import counted
 
@@ -30,20 +31,23 @@ class CustomLoop(CustomSteps):
         self._steps_seed = seed_of("steps", self.config.seed, self.rank)
         self.group.connect_alone()
 
-    def register(self, objects: Mapping[str, Any], rehearse: bool = True) -> None:
-        """Hold the state of these objects from now on, and load what the checkpoint has of them. `rehearse`: the first
-        forward pass, see `rehearsal`."""
+    def register(self, objects: Mapping[str, Any], rehearses: bool = True) -> None:
+        """Hold the state of these objects from now on, and load what the checkpoint has of them. `rehearses`: the first
+        forward pass, see `rehearse`."""
         if self.phase is not Phase.SETUP:
             raise self._misuse("run.restore(...) twice; register everything at once")
         self.startup.done("data and model")
         self.watch.enter("restoring")
-        registered = self._held.register(objects, rehearse)
+        registered = self._held.register(objects)
         self._move(Event.RESTORE)
         if self.size > 1 and not registered.parallel:
             self.progress.say(
                 "WARNING: run.restore(...) has no DistributedDataParallel; register that, not the module inside it, or "
                 "the last bits of a resumed run may differ"
             )
+        if rehearses:
+            for module, ddp in registered.parallel:
+                rehearse(module, ddp, self.group.device)
         for optimizer in registered.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
         self._held.restore()

@@ -40,9 +40,9 @@ class CustomState:
         self._after_steps: FingerprintedState | None = None  # at the end of the epoch's steps
         self._at_break: FingerprintedState | None = None  # the same, where a break has ended them
 
-    def register(self, objects: Mapping[str, Any], rehearse: bool = True) -> Registered:
+    def register(self, objects: Mapping[str, Any]) -> Registered:
         """Hold the state of these objects from now on. Raises ConfigError."""
-        self.registered = Registered(objects, self._group, self._row, rehearse)
+        self.registered = Registered(objects, self._group, self._row)
         return self.registered
 
     def restore(self) -> None:

@@ -18,7 +18,6 @@ from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.config.errors import ConfigError
 from trainer.loops.buffers import Buffers, Committed
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
-from trainer.loops.rehearsal import rehearse
 from trainer.optim.build import load_optimizer, loads_in_place
 from trainer.world.group import Group
 
@@ -31,9 +30,8 @@ TORCH_TYPES = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 class Registered:
     """The registered objects, by name. Each has state_dict() and load_state_dict(), or is a dict."""
 
-    def __init__(self, objects: Mapping[str, Any], group: Group, row: Tensor, rehearses: bool = True) -> None:
-        """`row` is one more tensor to broadcast with the buffers; `rehearses`: each model's first forward pass. Raises
-        ConfigError for what cannot be registered."""
+    def __init__(self, objects: Mapping[str, Any], group: Group, row: Tensor) -> None:
+        """`row` is one more tensor to broadcast with the buffers. Raises ConfigError for what cannot be registered."""
         self._objects = objects
         for name, registered in objects.items():
             _check(name, registered)
@@ -43,12 +41,9 @@ class Registered:
         modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
         self._copied = [name for name, registered in objects.items() if not isinstance(registered, TORCH_TYPES)]
         self._copies: State = {}
-        parallel = [(module, ddp) for module in modules if (ddp := _ddp_of(module))]
-        for module, ddp in parallel:
+        self.parallel = [(module, ddp) for module in modules if (ddp := _ddp_of(module))]
+        for _, ddp in self.parallel:
             ddp.broadcast_buffers = False  # `sync_buffers` does it, at the end of a step instead of its beginning
-            if rehearses:
-                rehearse(module, ddp, group.device)
-        self.parallel = bool(parallel)  # whether DistributedDataParallel averages the gradients
         self._buffers = Buffers(nn.ModuleList(map(_unwrapped, modules)), group, row)
         self.snapshot()
 
