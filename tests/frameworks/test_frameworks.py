@@ -40,7 +40,7 @@ def test_resumes_exactly(root: Path, task: str, package: str, third: int, last: 
     """The framework's own loop counts steps, epochs, schedule and early stopping as if it had never ended. `third`: the
     first backward pass of the third step; `last`: a place after which step 7 is done."""
     require_package(package)
-    disturbed = config(root, "disturbed", task)
+    disturbed = config(root, task, task)
     for place, codes in [
         (f"SIGTERM step {third} rank 1", [STOPPED, STOPPED]),
         (f"SIGKILL step {third} rank 0", [KILLED, 1]),

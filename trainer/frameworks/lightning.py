@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -110,6 +111,7 @@ class _Follower(Callback):
     def __init__(self, run: Run) -> None:
         self._run = run
         self._metrics: dict[str, Any] = {}  # before a validation
+        self._validated: dict[str, float] = {}  # what validations have found, by rank 0
 
     def follow(self, trainer: Any, loader: Any) -> None:
         """Follow the loop of this trainer over what `run.loader` gave. Raises ConfigError."""
@@ -129,7 +131,7 @@ class _Follower(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         _warn_of_own_state(self._run, trainer, pl_module)
-        objects = {"model": trainer.strategy.model, "lightning": _Progress(trainer)}
+        objects = {"model": trainer.strategy.model, "lightning": _Progress(trainer, self._validated)}
         optimizers, configs = trainer.optimizers, trainer.lr_scheduler_configs
         objects |= {_numbered("optimizer", n, optimizers): optimizer for n, optimizer in enumerate(optimizers)}
         for number, config in enumerate(configs):
@@ -149,9 +151,14 @@ class _Follower(Callback):
         self._metrics = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if not trainer.sanity_checking:
-            found = trainer.callback_metrics.items()
-            self._run.log(**{name: value for name, value in found if value is not self._metrics.get(name)})
+        if trainer.sanity_checking:
+            return
+        found = trainer.callback_metrics.items()
+        new = {name: value for name, value in found if value is not self._metrics.get(name)}
+        self._run.log(**new)
+        values = torch.tensor([float(new[name]) for name in sorted(new)], device=self._run.device, dtype=torch.float64)
+        loop_of(self._run).group.broadcast([values])
+        self._validated.update(zip(sorted(new), values.tolist()))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.steps.end_epoch()
@@ -162,10 +169,10 @@ class _Follower(Callback):
 
 
 class _Progress:
-    """Where Lightning's loop is, and the state of its callbacks."""
+    """Where Lightning's loop is, the state of its callbacks, and the validations' metrics, which these may ask for."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, validated: dict[str, float]) -> None:
+        self._trainer, self._validated = trainer, validated
 
     def _counters(self) -> dict[str, Any]:
         fit, steps = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
@@ -182,6 +189,7 @@ class _Progress:
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
         callbacks = {each.state_key: each.state_dict() for each in self._trainer.callbacks}
         state["callbacks"] = {name: kept for name, kept in callbacks.items() if kept}
+        state["validated"] = dict(self._validated)
         return {**state, "stepped": compat.get_lightning_steps(self._trainer)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -191,6 +199,10 @@ class _Progress:
         for callback in self._trainer.callbacks:
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
+        self._validated.update(state["validated"])
+        device = self._trainer.strategy.root_device
+        metrics = {name: torch.tensor(value, device=device) for name, value in self._validated.items()}
+        self._trainer.callback_metrics.update(metrics)
         fetcher = compat.lightning_fetcher(self._trainer)
         if fetcher is None:  # Lightning's loop has not begun: let it begin the epoch
             epochs = self._trainer.fit_loop.epoch_progress

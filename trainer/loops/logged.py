@@ -75,9 +75,10 @@ class LoggedValues:
         self._ended_epoch, self._epoch = self._epoch, {}
 
     def epoch_values(self, include_open: bool) -> dict[str, Any]:
-        """The values of the epoch that has ended. With `include_open` also those logged since: the function may have
-        left its loop over epochs by a break."""
-        return as_numbers("run.log", {**self._ended_epoch, **(self._epoch if include_open else {})})
+        """Take the values of the epoch that has ended. With `include_open` also those logged since: the function may
+        have left its loop over epochs by a break."""
+        values, self._ended_epoch = {**self._ended_epoch, **(self._epoch if include_open else {})}, {}
+        return as_numbers("run.log", values)
 
 
 def as_numbers(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
