@@ -49,11 +49,11 @@ def proven(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "words",
     [
-        [f"task={LOOPS}exact", "--steps", "14"],
+        [f"task={LOOPS}exact", "--steps", "14", "--tasks-per-node", "1"],
         ["task=tests.support.custom_loops.example", "--steps", "10"],
         [*SMALL, "task=classification", "--steps", "10", "model.args.width=8", "train.accumulate=2"],
     ],
-    ids=["loop", "example", "task"],
+    ids=["one-rank", "example", "task"],
 )
 def test_exact(words: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The example and a Task pass, struck in every kind of place; and so does a loop with a clock, an iterator and a
@@ -63,6 +63,7 @@ def test_exact(words: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Pa
     for place in ("the last step of an epoch", "of the validation after", "the first step of an epoch"):
         assert f" {place}" in text, f"no stop in {place}:\n{text}"
     assert "4 stops, 1 killed rank, 5 restarts" in text
+    assert ("; 0 steps done again" in text) == ("--tasks-per-node" not in words), "two ranks rescue every step"
     assert not list(tmp_path.glob("laststep-*"))
 
 
@@ -80,11 +81,13 @@ def test_exact(words: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Pa
         ("draws", ["from a generator of the script's own", "not registered: noise "]),
         ("draws_anew", ["NOT DETERMINISTIC", "step 1: another input", "Two undisturbed runs differ"]),
         ("forgets", ["something that is not registered", "not registered: average "]),
+        ("Forgetful", ["something that is not registered", "not registered: self.average "]),
     ],
 )
 def test_broken_rules(loop: str, said: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     """Each of these loops used to end with other weights and no word. The step and the rule are what a user needs."""
-    status, text = proven(capfd, f"task={LOOPS}{loop}", "--steps", "14")
+    of_task = ["train.batch_size=4", "optim.lr=0.001"] if loop == "Forgetful" else []
+    status, text = proven(capfd, f"task={LOOPS}{loop}", "--steps", "14", *of_task)
     assert status == 1 and " first step " in text, text
     for words in said:
         assert words in text, f"{words!r} is missing:\n{text}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer import Run
+from trainer import Config, Run, Task
 
 EPOCHS = 3
 
@@ -131,6 +131,25 @@ def forgets(run: Run) -> None:
         loss = parts.backward(x, y * average)
         average = 0.9 * average + 0.1 * float(loss)
         parts.update()
+
+
+class Forgetful(Task):
+    """A Task that does the same."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.average = 1.0
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 1)
+
+    def datasets(self) -> Any:
+        return samples(), samples()
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1] * self.average)
+        self.average = 0.9 * self.average + 0.1 * float(loss)
+        return {"loss": loss}
 
 
 def fails(run: Run) -> None:
