@@ -20,18 +20,22 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, order=True)
 class Attempt:
-    """One start of a job: its id and restart count."""
+    """One start of the ranks: the job's id and restart count, and Slurm's step."""
 
     job_id: str
     restart: int
+    step: int = 0
 
     @classmethod
     def of(cls, record: Record) -> Attempt:
         """The attempt that a line of attempts.jsonl is about."""
-        return cls(str(record["job_id"]), int(record["restart"]))
+        step = record.get("step_id", 0)
+        if step is None:  # it ended before it began
+            step = -1 - record["attempt"]
+        return cls(str(record["job_id"]), int(record["restart"]), step)
 
     def __str__(self) -> str:
-        return f"{self.job_id}-{self.restart}"
+        return f"{self.job_id}-{self.restart}-{self.step}"
 
 
 @dataclass(frozen=True)

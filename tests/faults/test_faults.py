@@ -153,14 +153,14 @@ def test_a_damaged_checkpoint_is_found(folder: Folder) -> None:
 def test_an_attempt_without_a_record_is_found(folder: Folder) -> None:
     """An attempt that trained, according to the harness's trace, must have a line in attempts.jsonl."""
     folder.begun[Attempt("8", 0)] = 1
-    assert folder.wrong() == "attempts.jsonl has no record of 8-0, which trained"
+    assert folder.wrong() == "attempts.jsonl has no record of 8-0-0, which trained"
 
 
 def test_attempts_that_do_not_join_are_found(folder: Folder) -> None:
     """Each attempt must start where the record of the one before ends: otherwise steps were lost without a record."""
     folder.attempts[1]["start_step"] = folder.resumed[1] = 5
     folder.begun[SECOND] = 5
-    assert folder.wrong() == "attempt 7-0 kept step 6 by its record, but the next started at 5"
+    assert folder.wrong() == "attempt 7-0-0 kept step 6 by its record, but the next started at 5"
     folder.set_back = {FIRST}
     assert folder.wrong() == "", "the harness damaged what it had kept"
 
@@ -168,7 +168,7 @@ def test_attempts_that_do_not_join_are_found(folder: Folder) -> None:
 def test_a_record_that_hides_what_was_done_is_found(folder: Folder) -> None:
     """The harness counts steps itself, and so finds a run that hides lost ones."""
     folder.begun[FIRST] = 9
-    assert folder.wrong() == "attempt 7-0 is recorded with 6 steps, but began 9"
+    assert folder.wrong() == "attempt 7-0-0 is recorded with 6 steps, but began 9"
     assert folder.wrong(log_every=5) == "", "of an attempt without a record of its own, metrics.jsonl shows the rest"
     folder.unwritten = {FIRST}
     assert folder.wrong(), "a full disk excuses a missing record, not a wrong one"

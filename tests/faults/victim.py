@@ -52,7 +52,8 @@ class Process:
     @property
     def attempt(self) -> Attempt:
         """The attempt that it belongs to."""
-        return Attempt(self.env.get("SLURM_JOB_ID", "none"), int(self.env.get("SLURM_RESTART_COUNT", 0)))
+        restart, step = (int(self.env.get(name, 0)) for name in ("SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
+        return Attempt(self.env.get("SLURM_JOB_ID", "none"), restart, step)
 
     @property
     def trains(self) -> bool:
@@ -218,8 +219,8 @@ class Victim:
         """The number of training batches that each attempt has begun on any rank, without the warm-up."""
         begun: dict[Attempt, int] = {}
         for path in self.aside.glob("*.trace"):
-            job_id, _, restart = path.name.split(".")[0].rpartition("-")
-            attempt = Attempt(job_id, int(restart))
+            job_id, restart, step = path.name.split(".")[0].rsplit("-", 2)
+            attempt = Attempt(job_id, int(restart), int(step))
             begun[attempt] = max(begun.get(attempt, 0), path.read_bytes().count(TRAINED) - 1)
         return begun
 

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.slurm.desk import Desk
 from tests.slurm.launchers import ONE_CPU, SMALL, undisturbed
 from tests.slurm.processes import parent, processes
@@ -68,8 +70,8 @@ def test_torchrun_starts_again_within_a_job(desk: Desk) -> None:
 
 
 def test_every_rank_and_srun_are_killed(plain_desk: Desk) -> None:
-    """Only the batch shell is left: the last line of the script requeues the job."""
-    plain_desk.types("killed", SRUN, words=TWO_EPOCHS)
+    """Only the batch shell is left: the end of the script requeues the job."""
+    plain_desk.types("killed", SRUN, words=(*TWO_EPOCHS, "launch.max_restarts=0"))
     plain_desk.waits_for("killed", "holds in its step 8", times=2)
     saved = CheckpointStore(plain_desk.run("killed").checkpoints).steps
     plain_desk.cluster.wait_for(lambda: 7 in saved(), DEADLINE_S, "the epoch's end is not saved")
@@ -84,6 +86,20 @@ def test_every_rank_and_srun_are_killed(plain_desk: Desk) -> None:
     first, second = finishes(plain_desk, "killed", attempts=2)
     assert (first["reason"], first["end_step"], first["lost_steps"]) == ("lost", 7, 0)
     assert (first["job_id"], second["job_id"], second["restart"]) == (job, job, 1)
+
+
+@pytest.mark.parametrize("script", ["srun.sbatch", "torchrun.sbatch"])
+def test_a_users_script_restarts_the_ranks(desk: Desk, script: str) -> None:
+    """After a fault the loop in the script starts the ranks again, in the same job, and no rank requeues it."""
+    name = script.partition(".")[0]
+    fault = "--export=ALL,LASTSTEP_TEST_FAULT=kill step 10 rank 1"
+    words = (*SMALL, "task=tests.support.tasks.Faulty", "train.epochs=2")
+    desk.types(name, ("sbatch", *ONE_CPU, fault, "--job-name={run}", f"{{examples}}/{script}"), words=words)
+    first, second = finishes(desk, name, attempts=2)
+    assert (first["reason"], first["end_step"], first["lost_steps"]) == ("failed", 9, 0)
+    assert (first["job_id"], first["restart"]) == (second["job_id"], second["restart"])
+    assert (first["step_id"], second["step_id"]) == (0, 1)
+    assert "restarting the ranks in job" in desk.log(name)
 
 
 def test_the_grace_is_the_clusters(desk: Desk) -> None:

@@ -111,7 +111,7 @@ def after_ranks(
 class _Situation(NamedTuple):
     """What the shell knows when srun has ended."""
 
-    end: EndedAttempt | None  # of the attempt, if it began
+    end: EndedAttempt | None  # of the attempt, if it began; one that did not would hardly begin on these nodes
     rank_0_lives: bool
     can_restart: bool  # this shell can start the ranks again
     failed_start: str  # why the attempt did not begin, if it did not
@@ -141,12 +141,10 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
     if end is None and not rank_0_lives:
         # Unless Slurm ended it, it counts as a failure: else a job that cannot start would be requeued without end.
         end = _record_without_ranks(run, world, launch, cause.reason, failed_start, kept_step())
-        ended = [*ended, end]
         if not end["requeue"]:
-            _say_not_requeued(run, end, why_not_requeued(ended, launch))
+            _say_not_requeued(run, end, why_not_requeued([*ended, end], launch))
             return Next.END
-    if can_restart and cause.reason == "failed" and decide(ended, launch).what is Next.RESTART:
-        assert end is not None, "rank 0 has ended"
+    elif end and can_restart and cause.reason == "failed" and decide(ended, launch).what is Next.RESTART:
         if not (obstacle := _why_not_here(job, launch)):
             say(f"restarting the ranks in job {world.job_id}: the attempt ended ({end['reason']}), the run continues")
             return Next.RESTART
@@ -167,9 +165,7 @@ def _why_not_here(job: Job, launch: Launch) -> str:
     left_s = unix_time(job.get("EndTime", "")) - time.time()
     if left_s <= launch.signal_delay_s + EARLY_S:  # the ranks that received its warning have ended
         return "its time limit is near"
-    if unfit := unfit_nodes(job.get("NodeList", "")):
-        return f"{unfit}"
-    return ""
+    return unfit_nodes(job.get("NodeList", ""))
 
 
 def _should_continue(ended: Sequence[EndedAttempt], end: EndedAttempt, launch: Launch) -> bool:
