@@ -19,6 +19,7 @@ from trainer.records.attempt_record import read_ended_attempts
 from trainer.records.probes import Probed, ProbePlan
 from trainer.records.retry import FAILURES
 from trainer.rundir import RunDir
+from trainer.say import counted
 
 # Trains one attempt of the run in this folder to its end. Returns why its ranks refused to begin or to continue, if
 # they did.
@@ -78,10 +79,11 @@ class Prover:
         proof = self.proof
         try:
             undisturbed = self._undisturbed(UNDISTURBED)
-            if undisturbed.last_step < LEAST_STEPS:
-                raise ConfigError(f"the run has {undisturbed.last_step} steps; a proof needs at least {LEAST_STEPS}")
             if proof.difference is None:
-                self._steps = undisturbed.last_step
+                if (steps := undisturbed.last_step) < LEAST_STEPS:
+                    raise ConfigError(f"the run has {counted(steps, 'step')}; a proof needs at least {LEAST_STEPS}")
+                # A run that has finished by itself is not stopped in its last step: a validation may follow.
+                self._steps = steps + 1 if proof.attempts[0].finished else steps
                 proof.checkpoint_bytes = self._checkpoint_bytes()
                 again = self._undisturbed(AGAIN)
             if proof.difference is None:
