@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.support.worlds import a_world
 from trainer.loops.same_state import describe_difference, same_on_all_ranks
 from trainer.world.group import Group
+from trainer.world.seal import Seal
 
 STATE: dict[str, Any] = {
     "model": {"weight": torch.randn(3, 4), "count": torch.tensor(3), "mask": torch.tensor([True, False])},
@@ -32,12 +33,12 @@ STATE: dict[str, Any] = {
 
 def compared(*states: Any) -> list[Any]:
     """What each of these ranks finds: True, or the difference."""
-    store, found = dist.HashStore(), [None] * len(states)
+    store, seal, found = dist.HashStore(), Seal(), [None] * len(states)
     gathered: list[Any] = [None] * len(states)
     barrier = threading.Barrier(len(states))
 
     def rank(number: int) -> None:
-        group = Group(a_world(number, len(states)), store, torch.device("cpu"), "gloo")
+        group = Group(a_world(number, len(states)), store, torch.device("cpu"), "gloo", seal=seal)
 
         def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
             gathered[number] = tensor

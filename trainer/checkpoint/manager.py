@@ -6,16 +6,18 @@ warning, and the save is retried after a minute. All ranks call these methods to
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.checkpoint.interval import AutoInterval
 from trainer.checkpoint.position import Position
-from trainer.checkpoint.store import CheckpointError, CheckpointStore
+from trainer.checkpoint.store import CheckpointError, CheckpointStore, ranked
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from trainer.config.ranking import Ranking
 from trainer.config.schema import Checkpoint
 from trainer.observe.progress import Progress
 from trainer.records.attempt_record import read_ended_attempts
@@ -49,6 +51,8 @@ class CheckpointManager:
         self.due = False  # whether to save after the current step
         self.last = False  # whether saving is all that is left for this attempt to do
         self._settings = settings
+        self._ranking = Ranking.parse(settings.best_by)
+        self._store = store
         self._writer = CheckpointWriter(store, group.store, group.world.rank, group.world.size, group.device)
         self._metrics = metrics
         self._progress = progress
@@ -77,7 +81,7 @@ class CheckpointManager:
             self.saving = copy.copy(position)
             self._began = time.monotonic()
             keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
-            self._writer.start(info, state, self._metrics.sync, keep_last, keep_best)
+            self._writer.start(info, state, self._metrics.sync, keep_last, keep_best, self._ranking)
             if not self._settings.asynchronous:
                 self.wait()
             if self._auto:
@@ -112,6 +116,18 @@ class CheckpointManager:
             self._failed >= MAX_FAILED and not self._stopping()
         ):  # at a stop it is retried for as long as the grace lasts
             raise CheckpointError(f"{self._failed} saves in a row failed, the last with: {self._writer.error}")
+
+    def would_be_best(self, metrics: Mapping[str, float | None]) -> bool:
+        """Whether a checkpoint with these metrics would be one of the best. Reads the manifests of the others."""
+        badness = self._ranking.badness(metrics)
+        if math.isnan(badness):
+            return False
+        kept = {}
+        for step in self._store.steps():
+            with contextlib.suppress(CheckpointError):
+                kept[step] = self._store.manifest(step)
+        better = [step for step in ranked(kept, self._ranking) if self._ranking.badness(kept[step].metrics) <= badness]
+        return len(better) < self._settings.keep_best
 
     def due_in_s(self) -> float:
         """Seconds until the next save, or the retry of a failed one, is due by the clock. Each rank has its own clock,
