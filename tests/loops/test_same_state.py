@@ -21,12 +21,8 @@ STATE: dict[str, Any] = {
         "state": {0: {"step": torch.tensor(2.0), "half": torch.ones(2, dtype=torch.bfloat16)}},
         "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}],
     },
-    "best": {
-        "loss": float("nan"),
-        "name": "a",
-        "small": torch.ones(2).to(torch.float8_e4m3fn),
-        "z": torch.ones(1) * 1j,
-    },
+    "best": {"loss": float("nan"), "name": "a"},
+    "odd": {"small": torch.ones(2).to(torch.float8_e4m3fn), "complex": torch.ones(1) * 1j},
     "empty": torch.empty(0),
 }
 
