@@ -243,6 +243,13 @@ def test_open_iterations() -> None:
     assert compat.open_iterations([going, ended, loader, 1]) == [(going, loader.dataset, 1)]
 
 
+def test_hooks_of_optimizers() -> None:
+    """An optimizer that has never been set up as one is told from any other."""
+    assert compat.takes_hooks(torch.optim.SGD([torch.ones(1)])) and not compat.takes_hooks(
+        object.__new__(torch.optim.SGD)
+    )
+
+
 def test_views() -> None:
     """A slice of a batch is known as part of that batch."""
     batch = torch.ones(3)

@@ -161,6 +161,11 @@ def reads_found_inf(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+def takes_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be registered on the optimizer. A wrapper may be an Optimizer by its type alone."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def version_of(tensor: Tensor) -> int:
     """How often torch has seen the tensor change in place."""
     return tensor._version

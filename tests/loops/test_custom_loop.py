@@ -91,9 +91,17 @@ def test_an_awkward_loop(root: Path, ranks: int, place: str, step: int) -> None:
     stop_and_resume(root, ranks, "awkward", f"SIGTERM {place}", step)
 
 
+@pytest.mark.parametrize(("place", "step"), [("step 3 rank 1", 3), ("step 6 rank 0", 6), ("validation 3 rank 0", 4)])
+def test_own_batches_a_second_loader_and_validations_within_epochs(root: Path, place: str, step: int) -> None:
+    """A resumed run draws the batches that the undisturbed run drew. A validation within a step belongs to it: the
+    ranks stop after it, and its line is in metrics.jsonl once."""
+    stop_and_resume(root, 2, "mixed", f"SIGTERM {place}", step)
+
+
 @pytest.mark.parametrize(
     ("ranks", "task", "place", "step"),
     [
+        (2, "mixed", "step 9 rank 0", 8),
         (2, "example", "step 10 rank 1", 9),
         (2, "example", "step 10 rank 0", 9),
         (4, "example", "step 5 rank 0,2,3", 4),

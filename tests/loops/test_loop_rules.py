@@ -3,6 +3,7 @@ train on, and a resume would silently end with other weights."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.support.loops import run_function
 from trainer import Run
@@ -145,6 +146,7 @@ def test_what_stays_from_turn_to_turn_by_right(tmp_path: Path) -> None:
     def main(run: Run) -> None:
         hidden: dict[str, Tensor] = {"h": torch.zeros(4, 2)}
         parts, ones = Parts(run, hidden=hidden), torch.ones(4, 2)
+        copy.deepcopy(parts.model)(ones)
         mask: Tensor | None = None
         for step in run.steps(count=5):
             mask = torch.ones(4, 2) if mask is None else mask
@@ -225,3 +227,104 @@ def test_a_loop_that_draws_its_own_batches(tmp_path: Path, monkeypatch: pytest.M
         (False, True),
     ]
     assert "run.steps() needs a loader" in ends_with(lambda run: run.steps(), tmp_path)
+
+
+class Wrapper(Optimizer):
+    """An optimizer around an optimizer, like Accelerate's: it is one by its type alone."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def step(self) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+class Lookahead(Wrapper):
+    """A wrapper with a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.optimizer.state_dict(), "slow": [torch.ones(2)]}
+
+
+def test_wrapped_optimizers(tmp_path: Path) -> None:
+    """A wrapper is registered as what is in it, so that its updates are seen. One with a state of its own is not."""
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    wrapper = Wrapper(Wrapper(optimizer))
+
+    def main(run: Run) -> None:
+        loader = run.loader(DATA, 4)
+        run.restore(model=model, optimizer=wrapper)
+        for (x,) in run.steps(loader):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            wrapper.step()
+
+    assert [line["lr"] for line in read_lines(run_function(main, tmp_path, "right").metrics) if "lr" in line] == [
+        0.1
+    ] * 5
+
+    def slow(run: Run) -> None:
+        run.restore(model=model, optimizer=Lookahead(SGD(model.parameters(), lr=0.1)))
+
+    assert "of a wrapper with a state of its own, also the optimizer in it" in ends_with(slow, tmp_path)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_second_loader(workers: int, tmp_path: Path) -> None:
+    """Its batches follow from the step, however many of them a turn draws and whatever loads them, and drawing them
+    changes no other random number. It cycles."""
+    drawn: dict[str, list[list[float]]] = {}
+
+    class Samples(Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> Tensor:
+            return index + torch.rand(()) / 2
+
+    def main(run: Run, name: str, skips: bool) -> None:
+        more = run.batches(run.loader(Samples(), 4, workers, persistent_workers=False), per_step=2)
+        parts = Parts(run)
+        for (x,) in run.steps(parts.loader):
+            run.log(noise=torch.rand(()))
+            taken = [next(more).tolist() for _ in range(run.step % 3 if skips else 2)]
+            drawn.setdefault(name, []).extend(taken + [[]] * (2 - len(taken)))
+            run.log(loss=parts.backward(x), later=torch.rand(()))
+            parts.update()
+
+    runs = {name: run_function(lambda run: main(run, name, name == "few"), tmp_path, name) for name in ("all", "few")}  # noqa: B023
+    assert [few or every for few, every in zip(drawn["few"], drawn["all"])] == drawn["all"]
+    assert sorted(int(x) for batch in drawn["all"][:2] for x in batch) == list(range(6)), "once over the data"
+    noise = [[line.get("later") for line in read_lines(run.metrics)] for run in runs.values()]
+    assert noise[0] == noise[1]
+
+
+def test_a_second_loader_out_of_its_turn(tmp_path: Path) -> None:
+    """Before the first turn, or once more than its number per step: the next turn's batch would be another."""
+
+    def early(run: Run) -> None:
+        next(run.batches(Parts(run).loader))
+
+    def much(run: Run) -> None:
+        parts = Parts(run)
+        more = run.batches(parts.loader)
+        for _ in run.steps(count=2):
+            next(more), next(more)
+
+    assert "outside the turns of run.steps(...)" in ends_with(early, tmp_path)
+    assert "write run.batches(loader, per_step=2)" in ends_with(much, tmp_path)
+
+
+def test_data_that_cannot_start_in_the_middle(tmp_path: Path) -> None:
+    """A stream has no order that could be continued; the message names what a loop can do instead."""
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    assert "run.steps(count=N)" in ends_with(lambda run: run.loader(Stream(), 2), tmp_path)
+    assert "there are only 20 samples" in ends_with(lambda run: run.loader(DATA, 32, drop_last=True), tmp_path)

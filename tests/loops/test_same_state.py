@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.support.worlds import a_world
 from trainer.loops.same_state import describe_difference, same_on_all_ranks
 from trainer.world.group import Group
+from trainer.world.seal import Seal
 
 STATE: dict[str, Any] = {
     "model": {"weight": torch.randn(3, 4), "count": torch.tensor(3), "mask": torch.tensor([True, False])},
@@ -20,24 +21,20 @@ STATE: dict[str, Any] = {
         "state": {0: {"step": torch.tensor(2.0), "half": torch.ones(2, dtype=torch.bfloat16)}},
         "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}],
     },
-    "best": {
-        "loss": float("nan"),
-        "name": "a",
-        "small": torch.ones(2).to(torch.float8_e4m3fn),
-        "z": torch.ones(1) * 1j,
-    },
+    "best": {"loss": float("nan"), "name": "a"},
+    "odd": {"small": torch.ones(2).to(torch.float8_e4m3fn), "complex": torch.ones(1) * 1j},
     "empty": torch.empty(0),
 }
 
 
 def compared(*states: Any) -> list[Any]:
     """What each of these ranks finds: True, or the difference."""
-    store, found = dist.HashStore(), [None] * len(states)
+    store, seal, found = dist.HashStore(), Seal(), [None] * len(states)
     gathered: list[Any] = [None] * len(states)
     barrier = threading.Barrier(len(states))
 
     def rank(number: int) -> None:
-        group = Group(a_world(number, len(states)), store, torch.device("cpu"), "gloo")
+        group = Group(a_world(number, len(states)), store, torch.device("cpu"), "gloo", seal=seal)
 
         def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
             gathered[number] = tensor

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torchvision import datasets
 
 from examples import custom_loop
@@ -150,6 +157,38 @@ def awkward(run: Run) -> dict[str, float]:
         best["loss"] = min(best["loss"], float(sums))
         run.log(val_loss=sums, noise=torch.randn(()), epochs=best["epochs"])
     return {"best": best["loss"], "epochs": best["epochs"], "rate": first.param_groups[0]["lr"]}
+
+
+def mixed(run: Run) -> None:
+    """Batches that the loop draws itself, others from a second loader with a sampler, and validations within epochs."""
+    struck = Struck(run)
+    x = torch.randn(64, 12, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True).tanh())
+    tests = DataLoader(data, 16, sampler=DistributedSampler(data, shuffle=False))
+    sampler = WeightedRandomSampler(torch.arange(64.0).tolist(), 25)
+    more = run.batches(run.loader(data, 4, sampler=sampler, drop_last=True), per_step=2)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(12, 8), nn.Dropout(), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    run.restore(model=model, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for step in run.steps(count=5):
+            rows = torch.randint(64, (4,))
+            inputs, labels = (torch.cat(parts) for parts in zip(data[rows], next(more), next(more)))
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), labels)
+            struck.strike("step")
+            loss.backward()
+            run.log(loss=loss)
+            optimizer.step()
+            if step % 2:
+                sums = torch.zeros(())
+                with torch.no_grad():
+                    for inputs, labels in run.validation(tests):
+                        struck.strike("validation")
+                        sums += nn.functional.mse_loss(model.module(inputs), labels)
+                dist.all_reduce(sums)
+                run.log(val_loss=sums, noise=torch.randn(()))
+        run.log(drawn=torch.rand(()))
 
 
 def careless(run: Run) -> Any:

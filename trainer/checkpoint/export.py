@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
 import warnings
@@ -12,14 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.store import MANIFEST, OPAQUE, CheckpointError, CheckpointGone, CheckpointStore, Manifest
+from trainer.checkpoint.store import (
+    BY_LOSS,
+    MANIFEST,
+    OPAQUE,
+    CheckpointError,
+    CheckpointGone,
+    CheckpointStore,
+    Manifest,
+    ranked,
+)
+from trainer.config.config import Config
 from trainer.config.errors import ConfigError, first_line
+from trainer.config.ranking import Ranking
 from trainer.rundir import RunDir
 
 SAFETENSORS, TORCH = ".safetensors", ".pt"
 READABLE = (SAFETENSORS, TORCH, ".pth", ".bin", ".ckpt")  # all but the first are what torch.save writes
 NESTED = ("state_dict", "model")  # where training scripts keep the weights in what they save
-BEST_BY = "val_loss"
 TRIES = 5  # a run that is training may delete the checkpoint that is being read
 
 
@@ -35,7 +44,7 @@ class Weights:
 
 
 def read_run(run: RunDir, step: int | None = None, best: bool = False, raw: bool = False) -> Weights:
-    """The weights in a run's newest checkpoint, in that of `step`, or in that with the lowest validation loss.
+    """The weights in a run's newest checkpoint, in that of `step`, or in the best, see checkpoint.best_by.
 
     Every file is compared with its hash. A damaged checkpoint is refused, and none is taken in its place. Raises
     ConfigError.
@@ -165,14 +174,16 @@ def _choose(store: CheckpointStore, name: str, step: int | None, best: bool) -> 
         return step
     if not best:
         return steps[-1]
-    losses: dict[int, float] = {}
+    manifests: dict[int, Manifest] = {}
     for each in steps:
         with contextlib.suppress(CheckpointError):
-            losses[each] = store.manifest(each).metrics.get(BEST_BY, math.nan)
-    measured = [each for each in losses if math.isfinite(losses[each])]
-    if not measured:
-        raise ConfigError(f"{name}: no checkpoint has a {BEST_BY}; name one by --step: {kept}")
-    return min(measured, key=lambda each: (losses[each], each))
+            manifests[each] = store.manifest(each)
+    configs = [manifest.config for manifest in manifests.values() if manifest.config]  # the newest is last
+    ranking = Ranking.parse(Config.parse(configs[-1]).checkpoint.best_by) if configs else BY_LOSS
+    best_first = ranked(manifests, ranking)
+    if not best_first:
+        raise ConfigError(f"{name}: no checkpoint has a {ranking.metric}; name one by --step: {kept}")
+    return best_first[0]
 
 
 def _read(store: CheckpointStore, step: int, raw: bool) -> Weights:

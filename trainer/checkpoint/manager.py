@@ -7,18 +7,20 @@ its own (`trainer.checkpoint.opaque`) does so while training waits; the rest of 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.interval import AutoInterval
 from trainer.checkpoint.opaque import OpaqueFiles
 from trainer.checkpoint.position import Position
-from trainer.checkpoint.store import CheckpointError, CheckpointStore
+from trainer.checkpoint.store import CheckpointError, CheckpointStore, ranked
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from trainer.config.ranking import Ranking
 from trainer.config.schema import Checkpoint
 from trainer.observe.progress import Progress
 from trainer.records.attempt_record import read_ended_attempts
@@ -52,6 +54,8 @@ class CheckpointManager:
         self.due = False  # whether to save after the current step
         self.last = False  # whether saving is all that is left for this attempt to do
         self._settings, self._group = settings, group
+        self._ranking = Ranking.parse(settings.best_by)
+        self._store = store
         self._opaque: OpaqueFiles | None = None
         self._writer = CheckpointWriter(store, group.store, group.world.rank, group.world.size, group.device)
         self._metrics = metrics
@@ -90,7 +94,7 @@ class CheckpointManager:
             opaque = self._opaque.save(self._writer.next_folder(info.step)) if self._opaque else None
             self.saving = copy.copy(position)
             keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
-            self._writer.start(info, state, self._metrics.sync, keep_last, keep_best, opaque)
+            self._writer.start(info, state, self._metrics.sync, keep_last, keep_best, self._ranking, opaque)
             if not self._settings.asynchronous:
                 self.wait()
             if self._auto:
@@ -128,6 +132,18 @@ class CheckpointManager:
             self._failed >= MAX_FAILED and not self._stopping()
         ):  # at a stop it is retried for as long as the grace lasts
             raise CheckpointError(f"{self._failed} saves in a row failed, the last with: {self._writer.error}")
+
+    def would_be_best(self, metrics: Mapping[str, float | None]) -> bool:
+        """Whether a checkpoint with these metrics would be one of the best. Reads the manifests of the others."""
+        badness = self._ranking.badness(metrics)
+        if math.isnan(badness):
+            return False
+        kept = {}
+        for step in self._store.steps():
+            with contextlib.suppress(CheckpointError):
+                kept[step] = self._store.manifest(step)
+        better = [step for step in ranked(kept, self._ranking) if self._ranking.badness(kept[step].metrics) <= badness]
+        return len(better) < self._settings.keep_best
 
     def due_in_s(self) -> float:
         """Seconds until the next save, or the retry of a failed one, is due by the clock. Each rank has its own clock,

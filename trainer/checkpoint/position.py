@@ -25,6 +25,7 @@ class Position:
     # Of a custom training loop:
     batches: int = 0  # steps done in the current epoch
     over: bool = False  # all steps of the current epoch are done, the code that follows them in the epoch is not
+    measured: int = 0  # the step of the newest validation within an epoch
     finished: bool = False  # the loop has returned; `metrics` is its result
 
     def end_epoch(self, record: dict[str, Any]) -> None:

@@ -32,18 +32,20 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.checkpoint.files import CheckpointError as CheckpointError
 from trainer.checkpoint.files import FileEntry as FileEntry
 from trainer.checkpoint.files import disk_errors_explained, verify_files
+from trainer.config.ranking import Ranking
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 STRUCTURE = "structure.pt"
 OPAQUE = "opaque"
+BY_LOSS = Ranking("val_loss", lower_is_better=True)
 
 
 class CheckpointGone(CheckpointError):
@@ -172,8 +174,8 @@ class CheckpointStore:
         """The error to raise when the checkpoint of `step` could not be written."""
         return CheckpointError(f"{self.path(step)}: could not be written: {reason}")
 
-    def prune(self, step: int, keep_last: int, keep_best: int, best_by: str = "val_loss") -> None:
-        """Delete all checkpoints but the newest `keep_last` and the `keep_best` with the lowest metric `best_by`.
+    def prune(self, step: int, keep_last: int, keep_best: int, ranking: Ranking = BY_LOSS) -> None:
+        """Delete all checkpoints but the newest `keep_last` and the `keep_best` that rank best.
 
         `step` is the checkpoint just committed. Newer ones do not count as kept: the resume of this attempt skipped
         them as damaged. Checkpoints without a readable manifest do not count either; they are deleted once there are
@@ -187,8 +189,7 @@ class CheckpointStore:
         newest = sorted(readable)[-keep_last:]
         if len(newest) < keep_last:
             return
-        measured = [s for s in readable if math.isfinite(readable[s].metrics.get(best_by, math.nan))]
-        best = sorted(measured, key=lambda s: (readable[s].metrics[best_by], s))[:keep_best]
+        best = ranked(readable, ranking)[:keep_best]
         for old in self.steps():
             if old < newest[0] and old not in best:
                 self._delete(old)
@@ -283,6 +284,12 @@ class CheckpointStore:
         if manifest.step != step or not complete:
             raise CheckpointError(f"manifest.json does not describe step {step}")
         return manifest
+
+
+def ranked(manifests: Mapping[int, Manifest], ranking: Ranking) -> list[int]:
+    """The steps whose checkpoints can be ranked, the best first; of equals the earlier."""
+    badness = {step: ranking.badness(manifest.metrics) for step, manifest in manifests.items()}
+    return sorted((step for step in badness if not math.isnan(badness[step])), key=lambda step: (badness[step], step))
 
 
 def folder_name(step: int) -> str:

@@ -45,8 +45,18 @@ import torch.distributed as dist
 from trainer.checkpoint.buffers import reusable_buffer
 from trainer.checkpoint.opaque import Share
 from trainer.checkpoint.pack import Packed, serialized_structure
-from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, Manifest, fsync, shard_name
+from trainer.checkpoint.store import (
+    BY_LOSS,
+    STRUCTURE,
+    CheckpointError,
+    CheckpointStore,
+    FileEntry,
+    Manifest,
+    fsync,
+    shard_name,
+)
 from trainer.checkpoint.stripes import Stripe, own_stripe
+from trainer.config.ranking import Ranking
 from trainer.world.sealed_store import with_prefix
 
 # Bytes hashed and written at a time. `close` can interrupt a write after each of them, and a `FrozenState` needs a
@@ -89,6 +99,7 @@ class _SaveJob:
     before_commit: Callable[[], None]
     keep_last: int
     keep_best: int
+    ranking: Ranking
 
 
 class CheckpointWriter:
@@ -128,6 +139,7 @@ class CheckpointWriter:
         before_commit: Callable[[], None],
         keep_last: int,
         keep_best: int,
+        ranking: Ranking = BY_LOSS,
         opaque: Share | None = None,
     ) -> None:
         """Start to save `state`, which may change as soon as this returns. Waits for the previous save first.
@@ -142,7 +154,9 @@ class CheckpointWriter:
         structure, stripe, data = self._copy_stripe(state)
         self._number += 1
         info = replace(info, metrics=dict(info.metrics))
-        job = _SaveJob(self._number, info, structure, stripe, data, opaque, before_commit, keep_last, keep_best)
+        job = _SaveJob(
+            self._number, info, structure, stripe, data, opaque, before_commit, keep_last, keep_best, ranking
+        )
         self._idle.clear()
         self._jobs.put(job)
 
@@ -234,7 +248,7 @@ class CheckpointWriter:
         except CheckpointError as error:
             return str(error)
         with suppress(OSError):  # what could not be deleted now is deleted after the next save
-            self._store.prune(step, job.keep_last, job.keep_best)
+            self._store.prune(step, job.keep_last, job.keep_best, job.ranking)
         return ""
 
     def _await_reports(self, number: int) -> list[_PartReport]:

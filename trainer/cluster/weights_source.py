@@ -25,7 +25,7 @@ def load_weights(
     """The weights of a trained model, ready for `model.load_state_dict`.
 
     `run_or_path` is a run's name or folder, the folder of one of its checkpoints, or a .safetensors or .pt file. Of a
-    run, the newest checkpoint is read, or that of `step`, or with `best` the one with the lowest validation loss. They
+    run, the newest checkpoint is read, or that of `step`, or with `best` the best one. They
     are the averaged weights where train.ema_decay is set, or with `raw` the weights themselves. The names are those of
     the plain model, without the prefixes of DistributedDataParallel or torch.compile; the names in a file stay as they
     are. The tensors are on the CPU.

@@ -114,7 +114,7 @@ def add_checkpoint(parser: Parser) -> None:
     """Which of a run's checkpoints a verb is about, and which of its weights."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
-    which.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
+    which.add_argument("--best", action="store_true", help="the best checkpoint, see checkpoint.best_by")
     parser.add_argument("--raw", action="store_true", help="the weights as trained, not averaged")
 
 

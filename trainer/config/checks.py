@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
+from trainer.config.ranking import Ranking
 from trainer.config.schema import RESERVED_SBATCH_OPTIONS, Launch, Settings
 from trainer.say import counted
 
@@ -76,6 +77,7 @@ def _check_single_keys(config: Settings) -> None:
             raise ConfigError(f"{key}=0: must be above 0; write {key}=null to turn it off")
     if config.train.precision == "tf32" and config.device == "cpu":
         raise ConfigError("train.precision=tf32: only GPUs have TF32, but device=cpu; use fp32 or bf16")
+    Ranking.parse(config.checkpoint.best_by)
     minutes = config.checkpoint.every_minutes
     if isinstance(minutes, str) and minutes != "auto":
         raise ConfigError(f"checkpoint.every_minutes={minutes}: must be of type {FLOAT_OR_AUTO} or null, in minutes")

@@ -166,7 +166,12 @@ class Checkpoint:
         True, "write checkpoints while training continues; false: wait until each one is on the disk"
     )
     keep_last: int = setting(2, "number of newest checkpoints to keep", least=1)
-    keep_best: int = setting(1, "number of checkpoints with the lowest validation loss to keep as well", least=0)
+    keep_best: int = setting(1, "number of best checkpoints to keep as well, see checkpoint.best_by", least=0)
+    best_by: str = setting(
+        "val_loss",
+        "the validation metric that ranks checkpoints, with :min or :max for which values are better, e.g. "
+        "val_accuracy:max; of a name with loss in it, the lowest",
+    )
 
 
 @dataclass

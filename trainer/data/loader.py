@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy
@@ -39,6 +40,8 @@ class LoaderFactory:
     workers: int
     device: torch.device
     timeout_s: float
+    pin_memory: bool = True
+    persistent_workers: bool = True  # keep them from epoch to epoch
 
     def loader(self, dataset: Dataset[Any], seed: int, keys: Iterable[BatchKey]) -> DeviceLoader:
         """A loader of the batches with these keys."""
@@ -71,11 +74,11 @@ class LoaderFactory:
             collate_fn=_identity,
             num_workers=self.workers,
             timeout=self.timeout_s if self.workers else 0,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=self.pin_memory and self.device.type == "cuda",
             worker_init_fn=set_up_worker,
             # Not the global generator: the loader draws a seed for its workers, which would shift the model's draws.
             generator=torch.Generator().manual_seed(seed_of("loader", seed)),
-            persistent_workers=self.workers > 0,
+            persistent_workers=self.persistent_workers and self.workers > 0,
             multiprocessing_context="fork" if self.workers else None,
         )
 
@@ -89,10 +92,15 @@ class DeviceLoader:
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            if isinstance(batch, ConfigError):
-                raise batch
-            yield batch if self._copying is None else self._to_device(batch, self._copying)
+        batches = iter(self.batches)
+        try:
+            for batch in batches:
+                if isinstance(batch, ConfigError):
+                    raise batch
+                yield batch if self._copying is None else self._to_device(batch, self._copying)
+        finally:
+            if compat.kept_iterator(self.batches) is None:
+                end_workers(batches)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -235,8 +243,18 @@ class StepLoader:
 
     def __init__(self, factory: LoaderFactory, dataset: Dataset[Any], order: Order, rank: int, size: int) -> None:
         self.order = order
+        self._parts = factory, dataset, rank, size
         self._keys = TrainBatchKeys(order, range(0), rank, size, 1)
-        self._loader = factory.loader(dataset, order.seed, self._keys)
+
+    @cached_property
+    def _loader(self) -> DeviceLoader:
+        factory, dataset, _, _ = self._parts
+        return factory.loader(dataset, self.order.seed, self._keys)
+
+    def reseeded(self, seed: int) -> StepLoader:
+        """A loader of the same samples in another order."""
+        factory, dataset, rank, size = self._parts
+        return StepLoader(factory, dataset, replace(self.order, seed=seed), rank, size)
 
     def __len__(self) -> int:
         """Steps per epoch."""
@@ -265,7 +283,8 @@ class StepLoader:
 
     def close(self) -> None:
         """End the worker processes."""
-        self._loader.close()
+        if "_loader" in vars(self):
+            self._loader.close()
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -45,6 +47,18 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
+@contextlib.contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Put the generators of Python, NumPy and torch on the CPU back, after a block, to where they were before it."""
+    before = random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
+        torch.default_generator.set_state(before[2])
+
+
 @dataclass(frozen=True)
 class Order:
     """Which samples each step of a run uses, and which of them each rank.
@@ -58,11 +72,16 @@ class Order:
     samples: int
     batch_size: int
     seed: int
+    drop_last: bool = False  # leave out a short last batch
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches per epoch, including a short last one."""
-        return -(-self.samples // self.batch_size)
+        """Global batches per epoch, including a short last one unless `drop_last`."""
+        return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
+
+    def indices(self, epoch: int) -> Indices:
+        """All samples of an epoch, in order."""
+        return _permutation(self.samples, self.seed, epoch)
 
     def epoch(self, step: int) -> int:
         """The epoch of `step`, from 0."""
@@ -71,7 +90,7 @@ class Order:
     def batch(self, step: int) -> Indices:
         """The sample indices of the global batch of `step`: a view, not to be written to."""
         start = step % self.steps_per_epoch * self.batch_size
-        return _permutation(self.samples, self.seed, self.epoch(step))[start : start + self.batch_size]
+        return self.indices(self.epoch(step))[start : start + self.batch_size]
 
     def count(self, step: int) -> int:
         """The number of samples in the global batch of `step`."""

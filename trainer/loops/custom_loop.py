@@ -13,6 +13,7 @@ from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, F
 from trainer.loops.logged import as_numbers
 from trainer.loops.loop import AttemptContext
 from trainer.loops.rehearsal import rehearse
+from trainer.loops.side_batches import SideBatches
 from trainer.loops.turn_checks import TurnChecks
 from trainer.loops.user_loaders import UserLoaders
 from trainer.say import counted
@@ -39,6 +40,7 @@ class CustomLoop(CustomSteps):
         self.function, self.run_dir = function, context.run
         self.loaders = UserLoaders(self.group, self.config.task)
         self._function_epoch, self._epochs = 0, 1  # the epoch the function is in (from 0), and their number
+        self._side_loaders = 0
         self._steps_seed = seed_of("steps", self.config.seed, self.rank)
         self.group.connect_alone()
 
@@ -128,9 +130,21 @@ class CustomLoop(CustomSteps):
         """The epoch has no more steps: close the open one."""
         self._end_steps()
 
+    def batches(self, loader: StepLoader, per_step: int) -> SideBatches:
+        """The batches of a second loader, `per_step` for each step."""
+        if not isinstance(loader, StepLoader):
+            raise self._misuse(f"run.batches(...) takes what run.loader(...) gave, not a {type(loader).__name__}")
+        self._side_loaders += 1
+        own = loader.reseeded(seed_of("batches", self.config.seed, self._side_loaders))
+        self.loaders.check_order(own)
+        self.loaders.add(own)
+        return SideBatches(own, per_step, lambda: self.position.step if self.phase in IN_BODY else None)
+
     def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a loader. The ranks can stop before each of them."""
-        if self.phase not in IN_BODY:
+        if self.phase in IN_BODY:
+            self._logged.begin_validation(self.position.step + (self.phase is Phase.UPDATING))
+        else:
             self._end_steps()
         self.loaders.prepare(loader)
         batches = iter(loader)
@@ -187,6 +201,8 @@ class CustomLoop(CustomSteps):
                 raise self._misuse(TWICE)
             self._end_epoch(self._epoch_record(include_open=False))
         position.epoch = self._function_epoch
+        if isinstance(loader, StepLoader):
+            self.loaders.check_order(loader)
         count = len(loader) if count is None else count
         self._announce(count, loader.batch_size)
         self._held.restore_for_first_step()

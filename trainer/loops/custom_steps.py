@@ -18,6 +18,7 @@ from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.checkpoint.store import OPAQUE
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
+from trainer.config.ranking import Ranking
 from trainer.data.order import seed_generators, seed_of
 from trainer.loops.custom_state import CustomState
 from trainer.loops.held import HeldState
@@ -95,7 +96,8 @@ class CustomSteps(Loop):
     def __init__(self, context: AttemptContext) -> None:
         super().__init__(context)
         self.phase = Phase.SETUP
-        self._logged = LoggedValues(self.group)
+        self._logged = LoggedValues(self.group, Ranking.parse(self.config.checkpoint.best_by).metric)
+        self._validations: dict[int, dict[str, Any]] = {}  # lines of validations within a step, by that step (from 1)
         self._held = CustomState(self.group, self._logged.row, self.ring.update, self.watch.advance)
         self._samples = 0  # of the open step, over all ranks
         self._checks: TurnChecks  # from run.restore(...) on
@@ -208,9 +210,35 @@ class CustomSteps(Loop):
             self._checks.no_update(self.position.step)
             self._before_update()
         registered.snapshot()
+        validation = self._take_validation()
         self._end_update(self._logged.end_step(), self._samples, batches=1)
         self._move(Event.STEP_ENDS)
         self._step_done(self._samples, ends_epoch)
+        if validation is not None:
+            self._validation_done(validation)
+
+    def _take_validation(self) -> dict[str, Any] | None:
+        """The line of the validation within the open step, if there was one. It is written with the step's own line: no
+        step is rescued without it."""
+        values, position = self._logged.end_validation(), self.position
+        if values is None:
+            return None
+        line = self._validations[position.step + 1] = {"epoch": position.epoch + 1, **values}
+        if line["step"] > position.step:
+            position.metrics, position.measured = line, line["step"]
+        return line
+
+    def _validation_done(self, line: dict[str, Any]) -> None:
+        """Write the line now, and save if these are the best weights. A collective."""
+        self.flush()
+        self.progress.print_epoch(line)
+        if line["step"] == self.position.step:
+            best = self.rank == 0 and self.saves.would_be_best(line)
+            self.saves.due |= self.group.broadcast_bool(best)
+
+    def _with_validation(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        validation = self._validations.pop(record["step"], None)
+        return [record] if validation is None else sorted([record, validation], key=lambda line: line["step"])
 
     def _warn_of_update_before_steps(self) -> None:
         if not self._warned:
@@ -235,7 +263,9 @@ class CustomSteps(Loop):
         self._seed("after", self.position.epoch)  # after the save, in which a framework may draw random numbers
 
     def _write_epoch(self, record: dict[str, Any]) -> None:
+        earlier = self.position.metrics if self.position.measured == self.position.step else {}
         super()._write_epoch(record)
+        self.position.metrics = {**earlier, **record}
         self._held.end_epoch()
 
     def _sync_measured(self) -> None:

@@ -22,18 +22,23 @@ class LoggedValues:
     before the step's update with that update, and the rest before metrics.jsonl is written.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, best_by: str) -> None:
         self._group = group
         self.row = torch.zeros(MAX_NAMES, dtype=torch.float64, device=group.device)  # of the step under way
         self._places = {"lr": 0}
         self._names: list[str] = []  # that this step has logged
         self._rows: list[Tensor] = []  # of finished steps, not synced yet
+        self._best_by = best_by
+        self._validation: dict[str, Any] | None = None  # of a validation within this step, which begins with its step
         self._epoch: dict[str, Any] = {}
         self._ended_epoch: dict[str, Any] = {}  # of the epoch that has just ended
 
     def log_step(self, values: Mapping[str, Any]) -> None:
         """Log values of this step, numbers or tensors of one element. Raises ConfigError."""
         for name, value in values.items():
+            if self._validation is not None and (name.startswith("val_") or name == self._best_by):
+                self._validation[name] = value
+                continue
             place = self._places.setdefault(name, len(self._places))
             if place >= MAX_NAMES:
                 raise ConfigError(f"run.log({name}=...): a run logs at most {MAX_NAMES} different values per step")
@@ -42,6 +47,16 @@ class LoggedValues:
             except (TypeError, ValueError, RuntimeError):
                 raise ConfigError(f"run.log({name}=...): must be a number, or a tensor of one element") from None
             self._names.append(name)
+
+    def begin_validation(self, step: int) -> None:
+        """A validation of the state after `step` begins within this step. Its values are those named val_ and that by
+        which checkpoints are ranked."""
+        self._validation = {"step": step}
+
+    def end_validation(self) -> dict[str, Any] | None:
+        """The step that has been validated within this step, and the values, as numbers; None if there was none."""
+        values, self._validation = self._validation, None
+        return None if values is None else as_numbers("run.log", values)
 
     def log_learning_rate(self, lr: float | Tensor) -> None:
         """Log the learning rate of this step, unless the function has logged one itself."""

@@ -190,7 +190,7 @@ class Loop(Rescued):
 
     def _checkpoint_info(self) -> CheckpointInfo:
         position = self.position
-        current = position.validated == position.step
+        current = position.step in (position.validated, position.measured)
         metrics = {name: value for name, value in position.metrics.items() if current and value is not None}
         return CheckpointInfo(position.step, self._epoch(), position.samples, metrics, self.numerics, self._yaml)
 
@@ -217,8 +217,12 @@ class Loop(Rescued):
         ]
         self.readback.remove(len(measured))
         if records:
-            self.metrics.append(records)
+            self.metrics.append([line for record in records for line in self._with_validation(record)])
             self.progress.print_step(records[-1])
+
+    def _with_validation(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """Hook: the line of a step, and that of a validation within the step if there was one."""
+        return [record]
 
 
 def _is_due(count: int, every: int | None) -> bool:

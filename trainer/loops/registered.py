@@ -33,12 +33,17 @@ class Registered:
     def __init__(self, objects: Mapping[str, Any], group: Group, row: Tensor, opaque: bool = False) -> None:
         """`row` is one more tensor to broadcast with the buffers. With `opaque` a framework holds the rest of the
         state. Raises ConfigError for what cannot be registered."""
+        objects = {name: _without_wrapper(each) for name, each in objects.items()}
         self._objects, self._opaque = objects, opaque
         for name, registered in objects.items():
             _check(name, registered)
-        self.optimizers = [registered for registered in objects.values() if isinstance(registered, Optimizer)]
+        optimizers = [registered for registered in objects.values() if isinstance(registered, Optimizer)]
+        self.optimizers = [optimizer for optimizer in optimizers if compat.takes_hooks(optimizer)]
         if not self.optimizers and not opaque:
-            raise ConfigError("run.restore(): register the optimizer too, as in restore(model=..., optimizer=...)")
+            raise ConfigError(
+                "run.restore(): register the optimizer too, as in restore(model=..., optimizer=...); of a wrapper with "
+                "a state of its own, also the optimizer in it"
+            )
         modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
         self.modules = modules
         self._scalers = [registered for registered in objects.values() if isinstance(registered, torch.amp.GradScaler)]
@@ -204,6 +209,15 @@ def _ddp_of(module: nn.Module) -> DistributedDataParallel | None:
             return None
         module = inner
     return module
+
+
+def _without_wrapper(registered: Any) -> Any:
+    """The optimizer or schedule in a wrapper that has no state of its own, such as Accelerate's and Lightning's."""
+    inner = getattr(registered, "optimizer" if hasattr(registered, "zero_grad") else "scheduler", None)
+    if not isinstance(inner, (Optimizer, LRScheduler)) or not hasattr(registered, "state_dict"):
+        return registered
+    has_own = registered.state_dict().keys() != inner.state_dict().keys()
+    return registered if has_own else _without_wrapper(inner)
 
 
 def _unwrapped(module: Any) -> Any:

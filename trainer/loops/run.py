@@ -10,6 +10,7 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.loader import LoaderFactory, StepLoader, StepNumbers
 from trainer.data.order import Order
+from trainer.data.sampled_order import order_of
 from trainer.loops.custom_loop import CustomLoop
 from trainer.loops.custom_steps import Framework
 from trainer.loops.loop import AttemptContext
@@ -85,6 +86,11 @@ class Run:
         batch_size: int,
         num_workers: int = 0,
         collate_fn: Callable[[Any], Any] | None = None,
+        *,
+        sampler: Any = None,
+        drop_last: bool = False,
+        pin_memory: bool = True,
+        persistent_workers: bool = True,
     ) -> StepLoader:
         """Make a loader for `steps`: it gives this rank its share of each batch, on the device.
 
@@ -93,15 +99,35 @@ class Run:
         sample may draw random numbers, since generators are seeded from (seed, epoch, sample index) before it is made.
 
         `num_workers` processes load samples, 0: this process. `collate_fn` makes a batch from a list of samples, None:
-        torch's default_collate. Raises ConfigError when the data set is empty, or `batch_size` is not divisible by the
-        number of ranks.
+        torch's default_collate.
+
+        `sampler` chooses the samples and their order instead: a sequence of indices, or a torch Sampler that is the
+        same on every rank and has no generator of its own (not a DistributedSampler: each batch is shared out here). It
+        is iterated once per epoch, after `set_epoch(epoch)` if it has that, with all generators seeded by (seed,
+        epoch). `drop_last` leaves out a short last batch. `pin_memory` (on GPUs) and `persistent_workers` are torch's.
+
+        Raises ConfigError when the data set is empty or has no length, `batch_size` is not divisible by the number of
+        ranks, or the order of the sampler could not be repeated.
         """
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"run.loader(): a {type(dataset).__name__} has no length or no __getitem__, so it cannot start in the "
+                "middle; draw the batches yourself in a loop over run.steps(count=N)"
+            )
         if not len(dataset):
             raise ConfigError("run.loader(): the data set is empty")
         if batch_size % self.size:
             raise ConfigError(f"run.loader(batch_size={batch_size}): not divisible by {self.size} ranks")
-        loading = LoaderFactory(collate_fn, num_workers, self.device, self.config.launch.hang_timeout_s)
-        order = Order(len(dataset), batch_size, self.config.seed)
+        timeout_s = self.config.launch.hang_timeout_s
+        loading = LoaderFactory(collate_fn, num_workers, self.device, timeout_s, pin_memory, persistent_workers)
+        seed, samples = self.config.seed, len(dataset)
+        order = Order(samples, batch_size, seed, drop_last)
+        if sampler is not None:
+            order = order_of(sampler, samples, batch_size, seed, drop_last)
+        if not order.steps_per_epoch:
+            raise ConfigError(
+                f"run.loader(batch_size={batch_size}, drop_last=True): there are only {order.samples} samples"
+            )
         loader = StepLoader(loading, dataset, order, self.rank, self.size)
         self._loop.loaders.add(loader)
         return loader
@@ -154,6 +180,16 @@ class Run:
         if loader is None and count is None:
             raise ConfigError("run.steps() needs a loader that run.loader(...) gave, or count=N for N steps")
         return self._loop.steps(StepNumbers(count or 0, samples) if loader is None else loader, count)
+
+    def batches(self, loader: StepLoader, per_step: int = 1) -> Iterator[Any]:
+        """The batches of a second loader, for `next(...)` in the turns of `steps`: `per_step` for each step, over and
+        over. Which ones follows from the number of the step, so a resumed run draws the same.
+
+            more = run.batches(run.loader(unlabelled, 256))
+            for x, y in run.steps(loader):
+                (u,) = next(more)
+        """
+        return self._loop.batches(loader, per_step)
 
     def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a loader, any iterable with the same number of batches on every rank.

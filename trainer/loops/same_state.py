@@ -14,6 +14,7 @@ from trainer.loops.registered import State
 from trainer.world.group import Group
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 MOST_NAMES = 3
 
 
@@ -69,13 +70,11 @@ def _can_hash(tensor: Tensor) -> bool:
 
 
 def _hash(tensor: Tensor) -> Tensor:
-    """Torch's hash of a tensor's bits, as a scalar on its device."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    elif tensor.is_floating_point() and tensor.itemsize == 1:
-        tensor = tensor.view(torch.uint8)
-    return torch.hash_tensor(tensor).view(torch.int64)
+    """A hash of a tensor's bits, as a scalar on its device. Integers, so that no order of the elements matters. Torch's
+    hash alone, an exclusive or, is 0 for any two equal elements."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    bits = tensor.detach().view(INTEGERS[tensor.itemsize])
+    return bits.sum(dtype=torch.int64) + 0x9E3779B97F4A7C1 * torch.hash_tensor(bits).view(torch.int64)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

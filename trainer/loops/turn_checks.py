@@ -37,8 +37,14 @@ class TurnChecks:
         self._given: dict[int, int] = {}  # the batches that each iteration over a DataLoader had given by then, by id
         self._used: list[weakref.ref[Tensor]] = []  # the inputs of the first turn
         self._earlier: dict[int, weakref.ref[Tensor]] = {}  # the tensors that the first turn has made and left, by id
+
+        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """Not a method: a copy of the module has this hook too, and would copy all that a method belongs to."""
+            if self._turn < 3 and module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self._check_inputs(compat.tree_leaves((args, kwargs)))
+
         self._hooks = [
-            module.register_forward_pre_hook(self._before_forward, with_kwargs=True) for module in registered.modules
+            module.register_forward_pre_hook(before_forward, with_kwargs=True) for module in registered.modules
         ]
 
     def begin(self, step: int) -> None:
@@ -84,11 +90,9 @@ class TurnChecks:
     def _keep_gradients(self, step: int) -> None:
         self._gradients, self._gradients_of = _Gradients(self._registered.parameters()), step
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A registered module is called. Raises ConfigError."""
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
-            return
-        for argument in compat.tree_leaves((args, kwargs)):
+    def _check_inputs(self, arguments: list[Any]) -> None:
+        """A registered module is called with these. Raises ConfigError."""
+        for argument in arguments:
             if not isinstance(argument, Tensor):
                 continue
             for tensor in (argument, compat.viewed(argument)):

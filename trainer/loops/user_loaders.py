@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 from trainer import compat
 from trainer.config.errors import ConfigError
 from trainer.data.loader import StepLoader, end_workers, set_up_workers
+from trainer.data.sampled_order import SampledOrder
 from trainer.world.group import Group
 
 
@@ -21,10 +23,24 @@ class UserLoaders:
         self._group = group
         self._task = task
         self._loaders: list[StepLoader | DataLoader[Any]] = []
+        self._checked: list[StepLoader] = []
 
     def add(self, loader: StepLoader) -> None:
         """Remember a loader that run.loader(...) made."""
         self._loaders.append(loader)
+
+    def check_order(self, loader: StepLoader) -> None:
+        """Raise ConfigError if ranks have different orders of samples. A collective, at the first use of a sampler."""
+        if not isinstance(loader.order, SampledOrder) or loader in self._checked:
+            return
+        self._checked.append(loader)
+        digest = hashlib.blake2b(loader.order.indices(0).tobytes(), digest_size=7).digest()
+        mine = torch.tensor(int.from_bytes(digest, "little"), device=self._group.device)
+        if len({int(each) for each in self._group.gather(mine)}) > 1:
+            raise ConfigError(
+                f"task={self._task}: run.loader(sampler=...): its order differs between ranks; it must be that of the "
+                "global batches, of which run.loader(...) gives each rank its share"
+            )
 
     def prepare(self, loader: Any) -> None:
         """Check and remember a DataLoader at its first use; its workers shall leave stop signals to the rank. Raises

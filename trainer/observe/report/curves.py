@@ -93,6 +93,8 @@ class Curves:
     loss: Curve = field(default_factory=Curve)  # by step
     throughput: Curve = field(default_factory=Curve)  # samples/s, by step
     validation: dict[str, Curve] = field(default_factory=dict)  # by name, e.g. val_loss; by epoch
+    validation_by_step: dict[str, Curve] = field(default_factory=dict)  # the same
+    validated_within_epochs: bool = False  # more than once in an epoch
     final: Mapping[str, Any] = field(default_factory=dict)  # the line of the newest epoch
     newest: Mapping[str, Any] = field(default_factory=dict)  # the line of the newest step
     done_at: dict[int, float] = field(default_factory=dict)  # step -> Unix seconds, for the requested steps
@@ -139,4 +141,6 @@ def _add_epoch(curves: Curves, line: Mapping[str, Any]) -> None:
     for name, value in line.items():
         if name.startswith("val_"):
             curves.validation.setdefault(name, Curve()).add(line["epoch"], value)
+            curves.validation_by_step.setdefault(name, Curve()).add(line["step"], value)
+            curves.validated_within_epochs |= name in curves.final and curves.final["epoch"] == line["epoch"]
     curves.final = line

@@ -176,13 +176,14 @@ def _comparison(runs: Sequence[Run]) -> str:
 
 def _figures(runs: Sequence[Run]) -> str:
     validated = dict.fromkeys(name for run in runs for name in run.curves.validation)
+    by_step = any(run.curves.validated_within_epochs for run in runs)
     figures = [
         Figure("Training loss", "step", [run.curves.loss for run in runs], is_loss=True),
         *(
             Figure(
                 _label(name).capitalize(),
-                "epoch",
-                [run.curves.validation.get(name) for run in runs],
+                "step" if by_step else "epoch",
+                [(run.curves.validation_by_step if by_step else run.curves.validation).get(name) for run in runs],
                 is_loss=name.endswith("loss"),
             )
             for name in validated

@@ -1,0 +1,47 @@
+"""The batches of a second loader, which follow the steps of the first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.data.loader import StepLoader
+from trainer.data.order import preserved_generators
+
+
+class SideBatches(Iterator[Any]):
+    """`per_step` batches for each step: which ones follows from the number of the step alone, over all epochs. A step
+    may leave some out."""
+
+    def __init__(self, loader: StepLoader, per_step: int, open_step: Callable[[], int | None]) -> None:
+        """`open_step()` is the step (from 0) whose turn it is, None outside the turns."""
+        self._loader = loader
+        self._per_step = per_step
+        self._open_step = open_step
+        self._step, self._taken = -1, 0
+        self._batches: Iterator[Any] = iter(())
+        self._next = -1  # the number of their next batch
+
+    def __next__(self) -> Any:
+        step = self._open_step()
+        if step is None:
+            raise ConfigError(
+                "next(...) on run.batches(...) outside the turns of run.steps(...): draw each batch in the turn that "
+                "uses it"
+            )
+        if step != self._step:
+            self._step, self._taken = step, 0
+        if self._taken == self._per_step:
+            raise ConfigError(
+                f"run.batches(...) has {self._per_step} for each step, and this turn draws more; write "
+                f"run.batches(loader, per_step={self._per_step + 1})"
+            )
+        number = step * self._per_step + self._taken
+        if number != self._next:
+            self._batches = self._loader.batches(number, sys.maxsize - number)
+        with preserved_generators():  # a sample that this process loads is seeded by its own number
+            batch = next(self._batches)
+        self._taken, self._next = self._taken + 1, number + 1
+        return batch
