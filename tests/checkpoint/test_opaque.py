@@ -74,7 +74,7 @@ class Ranks:
         shares = [save.result() for save in self.framework_saves(step)]
         self.shares = [list(share.names) for share in shares]
         for writer, share in zip(self.writers, shares):
-            writer.start(info, state, lambda: None, keep_last, 0, share)
+            writer.start(info, state, lambda: None, keep_last, 0, opaque=share)
         assert all(writer.wait(DEADLINE_S) for writer in self.writers), "no end of the save"
         return [None if writer.error is None else str(writer.error) for writer in self.writers]
 

@@ -89,7 +89,7 @@ def _prepare(config: Config, folder: str) -> Config:
     from trainer.cluster.machine_checks import count_gpus
     from trainer.cluster.prepare import Way, prepare_new
 
-    launch = dataclasses.replace(config.launch, root=folder, name="prove")
+    launch = dataclasses.replace(config.launch, root=folder, name="prove", max_restarts=0)
     one_gpu = config.device != "cpu" and count_gpus() == 1
     if launch.world_size == 1 and launch.tasks_per_node is None and not launch.gpus and not one_gpu:
         launch = dataclasses.replace(launch, tasks_per_node=2)

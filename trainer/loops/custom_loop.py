@@ -9,6 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainer.data.loader import StepLoader, StepNumbers, end_workers
 from trainer.data.order import nth_seed, seed_generators, seed_of
+from trainer.loops import misuse
 from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, Framework, Phase
 from trainer.loops.logged import as_numbers
 from trainer.loops.loop import AttemptContext
@@ -17,15 +18,6 @@ from trainer.loops.side_batches import SideBatches
 from trainer.loops.turn_checks import TurnChecks
 from trainer.loops.user_loaders import UserLoaders
 from trainer.say import counted
-
-NEEDED = (
-    "write run.restore(model=model, optimizer=optimizer, ...) before the loop, and `for batch in run.steps(loader):` "
-    "as the loop, with a loader of run.loader(dataset, batch_size)"
-)
-TWICE = (
-    "run.steps(...) twice in an epoch: put `for epoch in run.epochs(n):` around one loop over run.steps(...), and draw "
-    "from a second loader with `more = run.batches(loader)` before that loop and `next(more)` in it"
-)
 
 
 class LeaveFunction(BaseException):
@@ -51,12 +43,9 @@ class CustomLoop(CustomSteps):
         framework: Framework | None = None,
         rehearses: bool = True,
     ) -> None:
-        """Hold the state of these objects from now on, and load what the checkpoint has of them. With `framework`, have
-        that save and load the rest of the state.
-
-        `averages_gradients`: the function does so itself, without DistributedDataParallel. `rehearses`: the first
-        forward pass, see `rehearsal`.
-        """
+        """Hold the state of these objects from now on, and load what the checkpoint has of them; `framework` saves and
+        loads the rest of the state. `averages_gradients`: the function does so itself, without DistributedDataParallel.
+        `rehearses`: the first forward pass, see `rehearsal`."""
         if self.phase is not Phase.SETUP:
             raise self._misuse("run.restore(...) or run.checkpoint(...) twice; register everything at once")
         self.startup.done("data and model")
@@ -65,12 +54,7 @@ class CustomLoop(CustomSteps):
         self._too_early.remove()
         self._move(Event.RESTORE)
         if self.size > 1 and not (averages_gradients or framework) and (unaveraged := registered.unaveraged()):
-            raise self._misuse(
-                f"run.restore({unaveraged[0]}=...): updates parameters of no registered DistributedDataParallel, so "
-                f"nothing averages their gradients over the {self.size} ranks. Register the DistributedDataParallel "
-                "itself, not the module inside it; or, if the loop averages them, set run.averages_gradients = True "
-                "before run.restore(...)"
-            )
+            raise self._misuse(misuse.of_registration(unaveraged, self.size))
         if rehearses and self.size > 2 and self.config.train.rehearsal:  # a sum of two is the same in either order
             for module, ddp in registered.parallel:
                 rehearse(module, ddp, self.group.device)
@@ -110,14 +94,14 @@ class CustomLoop(CustomSteps):
                     self._move(Event.BATCH)
                     yield batch
                     self.end_step(ends_epoch=number == count)
-            except GeneratorExit:  # by a break, whose step `_end_steps` closes, or by an error on its way out
+            except GeneratorExit:  # by a break, whose step `end_steps` closes, or by an error on its way out
                 if self.phase is Phase.UPDATING:
                     self._held.break_off()
                 raise
             finally:
                 if self.phase in IN_BODY:
                     self._move(Event.BROKEN_OFF)
-        self._end_steps()
+        self.end_steps()
 
     def end_step(self, ends_epoch: bool = False) -> None:
         """Close the step in whose body the function is, if it is in one. A framework does that itself, before it asks
@@ -125,10 +109,6 @@ class CustomLoop(CustomSteps):
         if self.phase in IN_BODY:
             self._checks.end(self.position.step)
             self._end_step(ends_epoch)
-
-    def end_steps(self) -> None:
-        """The epoch has no more steps: close the open one."""
-        self._end_steps()
 
     def batches(self, loader: StepLoader, per_step: int) -> SideBatches:
         """The batches of a second loader, `per_step` for each step."""
@@ -145,7 +125,7 @@ class CustomLoop(CustomSteps):
         if self.phase in IN_BODY:
             self._logged.begin_validation(self.position.step + (self.phase is Phase.UPDATING))
         else:
-            self._end_steps()
+            self.end_steps()
         self.loaders.prepare(loader)
         batches = iter(loader)
         try:
@@ -193,12 +173,15 @@ class CustomLoop(CustomSteps):
     def _begin_steps(self, loader: StepLoader | StepNumbers, count: int | None) -> int:
         """Begin, or continue, the steps of the function's epoch; returns how many the epoch has."""
         position = self.position
-        self._check_steps(loader)
-        self._end_steps()
+        if problem := misuse.of_steps(loader, self._held.registered is not None):
+            raise self._misuse(problem)
+        if self.phase in IN_BODY and self._function_epoch == position.epoch:
+            raise self._misuse(misuse.TWICE)
+        self.end_steps()
         self._held.snapshot()
         if self.phase is Phase.AFTER_STEPS:
             if self._function_epoch == position.epoch:
-                raise self._misuse(TWICE)
+                raise self._misuse(misuse.TWICE)
             self._end_epoch(self._epoch_record(include_open=False))
         position.epoch = self._function_epoch
         if isinstance(loader, StepLoader):
@@ -208,21 +191,6 @@ class CustomLoop(CustomSteps):
         self._held.restore_for_first_step()
         self._move(Event.FIRST_BATCH)
         return count
-
-    def _check_steps(self, loader: object) -> None:
-        """Raise ConfigError for a loop over run.steps(...) that could not be resumed."""
-        if self._held.registered is None:
-            raise self._misuse(
-                "call run.restore(model=model, optimizer=optimizer, ...) before run.steps(...): it registers what a "
-                "checkpoint holds"
-            )
-        if not isinstance(loader, (StepLoader, StepNumbers)):
-            raise self._misuse(
-                f"run.steps(...) takes what run.loader(...) gave, not a {type(loader).__name__}: write `loader = "
-                "run.loader(dataset, batch_size)`, or run.steps(count=N) for a loop that draws its own batches"
-            )
-        if self.phase in IN_BODY and self._function_epoch == self.position.epoch:
-            raise self._misuse(TWICE)
 
     def _announce(self, count: int, batch_size: int) -> None:
         """Publish how long the run is, if this epoch and all later ones have `count` steps."""
@@ -238,13 +206,10 @@ class CustomLoop(CustomSteps):
 
     def _finish(self, result: Any) -> None:
         """The function has returned."""
-        if self.phase is Phase.SETUP:
-            raise self._misuse(f"returned without run.restore(...); {NEEDED}")
-        if self.phase is Phase.READY and not self.position.step:
-            raise self._misuse(f"returned without a step of run.steps(...); {NEEDED}")
-        if not isinstance(result, (dict, type(None))):
-            raise self._misuse("must return a dict of numbers, or nothing")
-        self._end_steps()
+        trained = self.phase is not Phase.READY or self.position.step > 0
+        if problem := misuse.of_return(result, self.phase is not Phase.SETUP, trained):
+            raise self._misuse(problem)
+        self.end_steps()
         if self.phase is Phase.AFTER_STEPS:
             self._end_epoch(self._epoch_record(include_open=True))
         with self.records_lock:
@@ -253,7 +218,7 @@ class CustomLoop(CustomSteps):
                 self.position.metrics = as_numbers(f"task={self.config.task}: the result", result)
 
     def _updates_too_early(self, *_: Any) -> None:
-        raise self._misuse(f"an optimizer's step() before run.restore(...); {NEEDED}")
+        raise self._misuse(misuse.UPDATE_TOO_EARLY)
 
     def _leave(self) -> NoReturn:
         """Save everything, and leave the function."""

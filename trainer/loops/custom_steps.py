@@ -20,13 +20,14 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.config.ranking import Ranking
 from trainer.data.order import seed_generators, seed_of
+from trainer.loops import misuse
 from trainer.loops.custom_state import CustomState
 from trainer.loops.held import HeldState
 from trainer.loops.logged import LoggedValues
 from trainer.loops.loop import AttemptContext, Loop, finite
 from trainer.loops.registered import State
 from trainer.loops.rescued import NotFinite
-from trainer.loops.same_state import describe_difference, same_on_all_ranks
+from trainer.loops.same_state import difference_between_ranks
 from trainer.loops.turn_checks import TurnChecks
 
 
@@ -108,32 +109,17 @@ class CustomSteps(Loop):
         if checkpoint is not None:
             self._held.checkpoint = checkpoint
             self._take_position(checkpoint)
-            if self.position.finished and self._is_extended(checkpoint.manifest.config):
+            if self.position.finished and _is_extended(checkpoint.manifest.config, self.config):
                 self.position.finished = False
-
-    def _is_extended(self, text: str) -> bool:
-        """Whether the run ended elsewhere by the configuration with which its checkpoint was saved."""
-        if not text:
-            return False
-        before, now = Config.parse(text).train, self.config.train
-        return (before.epochs, before.max_steps) != (now.epochs, now.max_steps)
 
     def save(self) -> None:
         """Start a save of this position. A collective."""
         self._held.sync()
-        if self.size > 1 and not self.saves.saved.same_place(self.position):
-            self._check_same(self._held.current())
-        super().save()
-
-    def _check_same(self, state: State) -> None:
-        """Raise ConfigError if the state to save differs between ranks: each writes a part of it. A collective."""
-        if not same_on_all_ranks(state, self.group):
+        compares = self.size > 1 and not self.saves.saved.same_place(self.position)  # each rank writes a part
+        if compares and (difference := difference_between_ranks(self._held.current(), self.group)):
             self.restored = False  # the state of no rank is worth a checkpoint
-            raise self._misuse(
-                f"the registered state differs between ranks at step {self.position.step}: "
-                f"{describe_difference(state, self.group)}. Every rank must register the same values: average or "
-                "broadcast them over the ranks first, or leave out what is one rank's own"
-            )
+            raise self._misuse(misuse.of_state(self.position.step, difference))
+        super().save()
 
     def _unchanged(self) -> bool:
         """Also False when what follows the steps of an epoch has changed the state. Of no interest where it cannot be
@@ -189,8 +175,9 @@ class CustomSteps(Loop):
     def _before_update(self, *_: Any) -> None:
         """An optimiser is about to change the state: until the end of the step it is not consistent."""
         if self.phase not in STEP_OPEN:
-            if self.phase is Phase.READY:
-                self._warn_of_update_before_steps()
+            if self.phase is Phase.READY and not self._warned:
+                self._warned = True
+                self.progress.say(misuse.UPDATE_BEFORE_STEPS)
             return
         registered = self._held.registered
         assert registered is not None
@@ -240,15 +227,7 @@ class CustomSteps(Loop):
         validation = self._validations.pop(record["step"], None)
         return [record] if validation is None else sorted([record, validation], key=lambda line: line["step"])
 
-    def _warn_of_update_before_steps(self) -> None:
-        if not self._warned:
-            self._warned = True
-            self.progress.say(
-                "WARNING: an optimizer's step() before the loop over run.steps(...): such updates are repeated in each "
-                "attempt, and undone when it resumes"
-            )
-
-    def _end_steps(self) -> None:
+    def end_steps(self) -> None:
         """The steps of this epoch are over, if it has begun any."""
         if self.phase in (Phase.SETUP, Phase.READY, Phase.AFTER_STEPS):
             return
@@ -297,3 +276,11 @@ class CustomSteps(Loop):
     def _seed(self, *parts: int | str) -> None:
         """Seed all generators: from here on, every attempt draws the same random numbers."""
         seed_generators(seed_of(*parts, self.config.seed, self.rank), self.group.device)
+
+
+def _is_extended(before: str, now: Config) -> bool:
+    """Whether the run ended elsewhere by the configuration with which its checkpoint was saved, in YAML."""
+    if not before:
+        return False
+    then = Config.parse(before).train
+    return (then.epochs, then.max_steps) != (now.train.epochs, now.train.max_steps)

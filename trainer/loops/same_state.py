@@ -18,13 +18,13 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 MOST_NAMES = 3
 
 
-def same_on_all_ranks(state: State, group: Group) -> bool:
-    """Whether this state is the same on every rank. A collective, of 8 bytes per rank."""
+def difference_between_ranks(state: State, group: Group) -> str | None:
+    """Which values of this state differ between ranks; None if they are the same. A collective, of 8 bytes per rank."""
     own = _checksum(state, group.device)
-    return bool((torch.stack(group.gather(own)) == own).all())
+    return None if bool((torch.stack(group.gather(own)) == own).all()) else _describe_difference(state, group)
 
 
-def describe_difference(state: State, group: Group) -> str:
+def _describe_difference(state: State, group: Group) -> str:
     """Which values of the state differ between ranks. Runs over the store; every rank calls it, once per attempt."""
     own = {name: _digest(leaf) for name, leaf in _leaves(state)}
     group.store.set(f"state/{group.world.rank}", json.dumps(own))

@@ -249,8 +249,7 @@ class Watchdog:
         if self._compiling and where != self._where:
             self.advance()
         self._where = where
-        progress = self._phases + self._probes.ticks()
-        own = (world.host_of(world.rank), self._round, progress, self.phase, where, in_torch)
+        own = (world.host_of(world.rank), self._round, self._phases + self._probes.ticks(), self.phase, where, in_torch)
         return Beat(*own, self._busy_s(), self._process, self._device, self.activity)
 
     def _compare(self, beats: list[Beat]) -> None:
