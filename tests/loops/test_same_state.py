@@ -42,7 +42,7 @@ def compared(*states: Any) -> list[Any]:
             return gathered
 
         group.gather = gather  # type: ignore[method-assign]
-        found[number] = difference_between_ranks(states[number], group)  # type: ignore[call-overload]
+        found[number] = difference_between_ranks(states[number], group)  # type: ignore[assignment]
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(states))]
     for thread in threads:

@@ -16,8 +16,8 @@ TWICE = (
 )
 UPDATE_TOO_EARLY = f"an optimizer's step() before run.restore(...); {NEEDED}"
 UPDATE_BEFORE_STEPS = (
-    "WARNING: an optimizer's step() before the loop over run.steps(...): such updates are repeated in each attempt, and "
-    "undone when it resumes"
+    "WARNING: an optimizer's step() before the loop over run.steps(...): such updates are repeated in each attempt, "
+    "and undone when it resumes"
 )
 
 

@@ -45,7 +45,9 @@ def summary(proof: Proof) -> list[str]:
     """The verdict, what was compared, and where the runs part."""
     if proof.verdict == "failed":
         when = "when it is resumed" if DISTURBED in proof.runs else "undisturbed"
-        return [f"FAILED: the script ends with an error {when}", "", *(proof.error or "").rstrip().splitlines()]
+        lines = (proof.error or "").rstrip().splitlines()
+        said = (line if line.startswith(" ") else textwrap.fill(line, WIDTH, break_long_words=False) for line in lines)
+        return [f"FAILED: the script ends with an error {when}", "", *said]
     if proof.difference is None:
         return ["EXACT", *_compared(proof)]
     return [proof.verdict.upper(), *_parting(proof, proof.difference)]
