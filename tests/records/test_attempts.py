@@ -366,6 +366,17 @@ def test_the_checkpoint_of_the_start_is_damaged(tmp_path: Path) -> None:
     assert record is not None and (record["start_step"], record["end_step"], record["lost_steps"]) == (1, 1, 0)
 
 
+def test_a_step_that_was_saved_after_the_end(tmp_path: Path) -> None:
+    """A rank was suspended, and the others recorded the end. It woke with the next step and saved that. The record says
+    what was kept once the next attempt begins there."""
+    run = RunDir(tmp_path)
+    begin_attempt(run, WORLD, start_step=0)
+    end_attempt(run, WORLD, LAUNCH, "hung", 8, 8)
+    begin_attempt(run, restarted(1), start_step=9)
+    (hung,) = read_ended_attempts(run.attempts)
+    assert (hung["reason"], hung["end_step"], hung["lost_steps"], hung["lost_s"]) == ("hung", 9, 0, 0.0)
+
+
 def test_ended_while_its_start_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank ends the attempt between any two of rank 0's calls: it stays ended, with one record."""
     run = RunDir(tmp_path)

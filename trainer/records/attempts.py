@@ -38,6 +38,7 @@ def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
     Only rank 0 calls this, and before it rewinds metrics.jsonl, which still shows how far a lost attempt came.
     """
     record_abandoned_attempts(run, lambda: start_step, continued_job=world.job_id)
+    _raise_kept_step(run, start_step)
     # Not the count of the records: a damaged one is skipped, and a number must not be used twice.
     number = 1 + max((record["attempt"] for record in read_attempts(run.attempts)), default=-1)
     record: OpenAttempt = {
@@ -89,7 +90,22 @@ def correct_lost_attempt(run: RunDir, kept_step: Callable[[], int]) -> None:
     if (kept := kept_step()) >= said:
         return
     lost_s = _lost_seconds(run, record["start"], kept)
-    corrected = {**record, "lost_steps": record["end_step"] - kept, "lost_s": lost_s}
+    _correct(run, record, {**record, "lost_steps": record["end_step"] - kept, "lost_s": lost_s})
+
+
+def _raise_kept_step(run: RunDir, step: int) -> None:
+    """The newest checkpoint is of `step`. If the newest ended attempt has kept an earlier one by its record, correct
+    that: a rank that was suspended saved a later step when it woke."""
+    record = next(reversed(read_ended_attempts(run.attempts)), None)
+    if record is None or record["reason"] == "finished" or step <= record["end_step"] - record["lost_steps"]:
+        return
+    end_step = max(step, record["end_step"])
+    lost_s = _lost_seconds(run, record["start"], step) if end_step > step else 0.0
+    _correct(run, record, {**record, "end_step": end_step, "lost_steps": end_step - step, "lost_s": lost_s})
+
+
+def _correct(run: RunDir, record: EndedAttempt, corrected: EndedAttempt) -> None:
+    """Replace the newest record."""
     lines = run.attempts.read_text(errors="replace").splitlines()
     last = max(number for number, line in enumerate(lines) if f'"attempt": {record["attempt"]},' in line)
     _replace_attempts(run, "\n".join([*lines[:last], json.dumps(corrected), *lines[last + 1 :]]))
