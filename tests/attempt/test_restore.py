@@ -66,7 +66,7 @@ def die_in_rank_1() -> None:
 @pytest.mark.parametrize(
     ("fault", "codes", "symptom"),
     [
-        (hang_in_rank_1, [1, 1], "is stuck in read_files ("),
+        (hang_in_rank_1, [1, 1], "is stuck in await_files ("),
         (die_in_rank_1, [1, -signal.SIGKILL], "gives no sign of life, last seen in"),
     ],
     ids=["hangs", "dies"],

@@ -161,7 +161,8 @@ def _remove(prefixes: Iterable[str]) -> None:
                     _ip(
                         "link", "delete", space
                     )  # a deleted namespace keeps its interface while it has connections to close
-                _ip("netns", "delete", space)
+                with suppress(RuntimeError):  # another test process has removed it meanwhile
+                    _ip("netns", "delete", space)
                 shutil.rmtree(ETC / space, ignore_errors=True)
         with suppress(RuntimeError):
             _ip("link", "delete", prefix)

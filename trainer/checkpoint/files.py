@@ -41,7 +41,7 @@ def damaged_files(folder: Path, entries: Mapping[str, FileEntry], advance: Calla
     """Read these files and compare them with their hashes; returns why a file is not as it should be, by its name.
     Calls `advance` like `read_files`."""
     with ThreadPoolExecutor(HASHING_THREADS) as hashers:
-        return _errors({name: hashers.submit(_verify, folder, name, entries[name], advance) for name in entries})
+        return await_files({name: hashers.submit(_verify, folder, name, entries[name], advance) for name in entries})
 
 
 def hash_files(folder: Path, names: Iterable[str], after_read: Callable[[], None]) -> dict[str, FileEntry]:
@@ -62,7 +62,7 @@ def read_files(
             name: hashers.submit(_read, folder / name, entry, memory[name], readers, advance)
             for name, entry in entries.items()
         }
-        return _errors(read)
+        return await_files(read)
 
 
 def files_sha256(entries: Mapping[str, FileEntry]) -> str:
@@ -144,7 +144,7 @@ def _check(name: str, entry: FileEntry, sha256: str) -> None:
         raise CheckpointError(f"{name} differs from its SHA-256 in the manifest")
 
 
-def _errors(work: Mapping[str, Future[None]]) -> dict[str, str]:
+def await_files(work: Mapping[str, Future[None]]) -> dict[str, str]:
     """Why files are damaged or cannot be read, by their names, once all this work is done."""
     # Not in concurrent.futures: the watchdog names the line of ours that a rank is stuck in.
     while not all(future.done() for future in work.values()):

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from trainer.world.world import World
 
-EXPORTED = "LASTSTEP_EXPORTED"  # the MASTER_ADDR:MASTER_PORT that a rank has set, and with it all of VARIABLES
+# The id of the process that has set all of VARIABLES, and the MASTER_ADDR:MASTER_PORT that it has set.
+EXPORTED = "LASTSTEP_EXPORTED"
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -26,7 +27,11 @@ def export_world(world: World, host: str, port: int) -> Callable[[], None]:
         return lambda: None
     values = (world.rank, world.size, world.local_rank, world.local_size, host, port)
     before = {name: os.environ.get(name) for name in (*VARIABLES, EXPORTED)}
-    os.environ.update(zip(VARIABLES, map(str, values)), LASTSTEP_EXPORTED=f"{host}:{port}")
+    if world.launcher == "env":  # a user has set most of them
+        for name, value in zip(VARIABLES, values):
+            os.environ.setdefault(name, str(value))
+    else:
+        os.environ.update(zip(VARIABLES, map(str, values)), LASTSTEP_EXPORTED=f"{os.getpid()}:{host}:{port}")
 
     def undo() -> None:
         for name, value in before.items():
@@ -39,8 +44,11 @@ def export_world(world: World, host: str, port: int) -> Callable[[], None]:
 
 def forget_exported() -> None:
     """Remove the variables that a rank which started this process has set, unless a launcher has set them anew."""
-    exported = os.environ.pop(EXPORTED, None)
-    if exported == f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}":
+    exported = os.environ.get(EXPORTED, "")
+    if not exported or exported.startswith(f"{os.getpid()}:"):  # this process is that rank
+        return
+    del os.environ[EXPORTED]
+    if exported.partition(":")[2] == f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}":
         for name in VARIABLES:
             os.environ.pop(name, None)
 
