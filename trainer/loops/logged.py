@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,10 +91,25 @@ class LoggedValues:
         self._ended_epoch, self._epoch = self._epoch, {}
 
     def epoch_values(self, include_open: bool) -> dict[str, Any]:
-        """Take the values of the epoch that has ended. With `include_open` also those logged since: the function may
-        have left its loop over epochs by a break."""
+        """Take rank 0's values of the epoch that has ended: another rank may have to write them for it. With
+        `include_open` also those logged since: the function may have left its loop over epochs by a break. A
+        collective."""
         values, self._ended_epoch = {**self._ended_epoch, **(self._epoch if include_open else {})}, {}
-        return as_numbers("run.log", values)
+        return _from_rank_0(as_numbers("run.log", values), self._group)
+
+
+def _from_rank_0(values: dict[str, Any], group: Group) -> dict[str, Any]:
+    """Rank 0's values, on every rank. A collective."""
+    if group.world.size == 1:
+        return values
+    text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+    size = torch.tensor(len(text), device=group.collective_device)
+    group.broadcast([size])
+    received = text if group.world.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+    received = received.to(group.collective_device)
+    group.broadcast([received])
+    found: dict[str, Any] = json.loads(received.cpu().numpy().tobytes())
+    return found
 
 
 def as_numbers(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
