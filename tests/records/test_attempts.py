@@ -16,7 +16,7 @@ from tests.support.worlds import a_world
 from trainer.config.schema import Launch
 from trainer.records import attempts
 from trainer.records.attempt_record import EndedAttempt, Reason, read_attempts, read_ended_attempts
-from trainer.records.attempts import begin_attempt, end_attempt, find_record, lower_start_step
+from trainer.records.attempts import begin_attempt, end_attempt, find_record, lower_start_step, raise_kept_step
 from trainer.records.retry import FAILURES, SAME_FAILURE, Decision, Next, decide, why_not_requeued
 from trainer.records.submissions import SubmissionRecord
 from trainer.rundir import RunDir
@@ -373,6 +373,7 @@ def test_a_step_that_was_saved_after_the_end(tmp_path: Path) -> None:
     begin_attempt(run, WORLD, start_step=0)
     end_attempt(run, WORLD, LAUNCH, "hung", 8, 8)
     begin_attempt(run, restarted(1), start_step=9)
+    raise_kept_step(run, 9)
     (hung,) = read_ended_attempts(run.attempts)
     assert (hung["reason"], hung["end_step"], hung["lost_steps"], hung["lost_s"]) == ("hung", 9, 0, 0.0)
 

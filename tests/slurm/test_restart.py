@@ -101,6 +101,7 @@ def test_a_signal_between_two_starts(
     stand_in = tmp_path / "timeout"
     stand_in.write_text(HOLDS_BACK.format(timeout=shutil.which("timeout"), folder=tmp_path))
     stand_in.chmod(0o755)
+    name = f"between-{name}"
     words = (*FAULTY, "launch.env.LASTSTEP_TEST_FAULT=kill step 8 rank 1", f"launch.setup=['PATH={tmp_path}:$PATH']")
     user.types("--tasks-per-node", "2", "--name", name, *words)  # on two nodes, the setup would be step 0
     user.cluster.wait_for((tmp_path / "decided").exists, DEADLINE_S, "the shell has decided nothing")

@@ -18,7 +18,7 @@ from trainer.loops.loop import AttemptContext, Loop
 from trainer.loops.run import make_custom_loop
 from trainer.loops.task_loop import TaskLoop
 from trainer.observe.startup import StartupTimer
-from trainer.records.attempts import lower_start_step
+from trainer.records.attempts import lower_start_step, raise_kept_step
 from trainer.records.probes import ProbePlan
 from trainer.rundir import RunDir
 from trainer.say import say
@@ -70,6 +70,8 @@ def read_checkpoint(
     step = checkpoint.manifest.step if checkpoint else 0
     if step < state.start_step:  # on rank 0: a candidate was damaged
         lower_start_step(state.run_dir, group.world, step)
+    elif group.world.rank == 0:
+        raise_kept_step(state.run_dir, step)
     state.start_step = step
     watchdog.enter("starting")
     return checkpoint

@@ -38,7 +38,6 @@ def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
     Only rank 0 calls this, and before it rewinds metrics.jsonl, which still shows how far a lost attempt came.
     """
     record_abandoned_attempts(run, lambda: start_step, continued_job=world.job_id)
-    _raise_kept_step(run, start_step)
     # Not the count of the records: a damaged one is skipped, and a number must not be used twice.
     number = 1 + max((record["attempt"] for record in read_attempts(run.attempts)), default=-1)
     record: OpenAttempt = {
@@ -93,9 +92,9 @@ def correct_lost_attempt(run: RunDir, kept_step: Callable[[], int]) -> None:
     _correct(run, record, {**record, "lost_steps": record["end_step"] - kept, "lost_s": lost_s})
 
 
-def _raise_kept_step(run: RunDir, step: int) -> None:
-    """The newest checkpoint is of `step`. If the newest ended attempt has kept an earlier one by its record, correct
-    that: a rank that was suspended saved a later step when it woke."""
+def raise_kept_step(run: RunDir, step: int) -> None:
+    """This attempt begins at the intact checkpoint of `step`. If the one before has kept an earlier step by its record,
+    correct that: a rank that was suspended saved a later one when it woke. Only rank 0 calls this."""
     record = next(reversed(read_ended_attempts(run.attempts)), None)
     if record is None or record["reason"] == "finished" or step <= record["end_step"] - record["lost_steps"]:
         return
