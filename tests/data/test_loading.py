@@ -12,6 +12,7 @@ import random
 import resource
 import shutil
 import tempfile
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -456,6 +457,7 @@ def test_no_room_for_decoded_images(
     the images are decoded each time, into the same samples."""
     task, images = cached
     monkeypatch.setattr(decoded_cache, "SPARE_SHARE", 1.0)
+    monkeypatch.setattr(decoded_cache, "SPARE_BYTES", 1 << 60)
     without = samples(task, images, 0, 1)
     samples(task, images, 0, 1, workers=2)
     assert capfd.readouterr().out.count("has no room for more decoded images: the rest is decoded each time") == 1
@@ -471,6 +473,27 @@ def test_no_room_for_decoded_images(
     found = samples(task, images, 0, 1)
     assert all(images.decoded.get(index) for index in range(30))
     assert all(torch.equal(image, full[key]) and torch.equal(image, found[key]) for key, image in without.items())
+
+
+@pytest.mark.parametrize(
+    ("size_gb", "free_gb", "kept"),
+    [(252, 20, True), (10_000, 100, True), (252, 3, False), (20, 3, True), (20, 1, False)],
+)
+def test_room_for_decoded_images(
+    size_gb: int,
+    free_gb: int,
+    kept: bool,
+    cached: tuple[Classification, ImageFiles],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A large disk that is 95 % full still has room for a cache of gigabytes: only the last 4 GB are left to others,
+    or a tenth of a small disk. Without the cache every image is decoded in every epoch."""
+    _, images = cached
+    disk = types.SimpleNamespace(f_frsize=1 << 30, f_blocks=size_gb, f_bavail=free_gb)
+    monkeypatch.setattr(os, "fstatvfs", lambda file: disk)
+    assert images.decoded is not None
+    images.decoded.put(0, numpy.zeros((2, 2, 3), dtype=numpy.uint8), 1)
+    assert (images.decoded.get(0) is not None) == kept
 
 
 def test_nowhere_to_keep_decoded_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

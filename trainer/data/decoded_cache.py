@@ -24,7 +24,9 @@ from trainer.say import say
 from trainer.world.group import Group
 
 Pixels = numpy.typing.NDArray[numpy.uint8]  # (height, width, 3)
-SPARE_SHARE = 0.1  # of the disk, which the cache leaves free for others
+# The cache leaves this much of the disk free for others: a share of a small disk, a fixed amount of a large one, which
+# would otherwise stay without a cache while hundreds of gigabytes are free.
+SPARE_SHARE, SPARE_BYTES = 0.1, 4 << 30
 # The table at the start of the file has an entry per image: the offset of its pixels, height, width and EXIF
 # orientation, and a checksum of these four, which distinguishes a complete entry from an empty or half-written one.
 _ENTRY = struct.Struct("<QIIII")
@@ -100,7 +102,8 @@ class DecodedCache:
         fcntl.lockf(self._file, fcntl.LOCK_EX)  # held per process, so a forked worker gets its own
         try:
             disk, start = os.fstatvfs(self._file), os.fstat(self._file).st_size
-            if disk.f_bavail * disk.f_frsize - count < SPARE_SHARE * disk.f_blocks * disk.f_frsize:
+            spare = min(SPARE_BYTES, SPARE_SHARE * disk.f_blocks * disk.f_frsize)
+            if disk.f_bavail * disk.f_frsize - count < spare:
                 self._warn_once()
                 return None
             os.ftruncate(self._file, start + count)
