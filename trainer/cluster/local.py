@@ -60,7 +60,8 @@ class LocalRanks:
         return run_folders.working_folder(self._run)
 
     def _start(self) -> None:
-        self._ranks = _start(self._config, self._run, self.job_id, self.logs, self._folder, self._restarts)
+        self._ranks = []  # filled one by one: a signal whose handler raises must not lose those that have started
+        _start(self._ranks, self._config, self._run, self.job_id, self.logs, self._folder, self._restarts)
 
     def alive(self) -> bool:
         """Whether any of them is; kills those that outlive the others for too long, and starts all again after a
@@ -174,9 +175,15 @@ def run_debug(config: Config) -> int:
 
 
 def _start(
-    config: Config, run: RunDir, job_id: str, logs: Sequence[Path], folder: Path, restarts: int
-) -> list[subprocess.Popen[bytes]]:
-    """Start one process per rank, each in its own session, so that it gets a Ctrl-C at the terminal only once.
+    ranks: list[subprocess.Popen[bytes]],
+    config: Config,
+    run: RunDir,
+    job_id: str,
+    logs: Sequence[Path],
+    folder: Path,
+    restarts: int,
+) -> None:
+    """Add one process per rank to `ranks`, each in its own session, so that it gets a Ctrl-C at the terminal only once.
 
     The signals that ask for a stop stay blocked in the ranks until Signals.catch: an earlier one would kill the rank.
     """
@@ -195,7 +202,6 @@ def _start(
     }
     # By its path: with `-m trainer`, a module of that name in the current folder would be started instead.
     command = [sys.executable, "-u", str(run_folders.PROJECT / "trainer"), str(run.path)]
-    ranks = []
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         for rank, log in enumerate(logs):
@@ -214,7 +220,6 @@ def _start(
                 )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-    return ranks
 
 
 @contextlib.contextmanager
