@@ -236,7 +236,7 @@ def test_loader_workers() -> None:
 
 
 def test_open_iterations() -> None:
-    """An iteration over a DataLoader that goes on from turn to turn is found, and one that has ended is not."""
+    """An open iteration over a DataLoader is found, and one that has ended is not."""
     loader: DataLoader[int] = DataLoader(range(3))  # type: ignore[arg-type]
     going, ended = iter(loader), iter(loader)
     next(going), list(ended)

@@ -77,7 +77,7 @@ def test_imports_run_one_way(path: Path) -> None:
 
 
 def test_frameworks_are_imported_by_name_only() -> None:
-    """Whoever uses none of them must not wait for their imports, nor need them installed."""
+    """A user of none of them must neither wait for their imports nor need them installed."""
     packages = re.compile(r"^ *(?:import|from) (?:lightning|transformers|accelerate)\b", re.MULTILINE)
     for path in SOURCES:
         if part_of(module_of(path)) != "frameworks":

@@ -31,7 +31,7 @@ class ByEpoch:
 
 
 class Drifting:
-    """Goes on where it stopped."""
+    """Continues where it stopped."""
 
     def __init__(self) -> None:
         self._start = itertools.count()

@@ -109,7 +109,7 @@ def test_a_batch_prefetched_across_turns(tmp_path: Path) -> None:
             x = next(batches)
             parts.update()
 
-    assert "was made in the turn of run.steps(...) before this one" in ends_with(main, tmp_path)
+    assert "was made in the iteration of run.steps(...) before this one" in ends_with(main, tmp_path)
 
 
 def test_run_steps_advanced_within_a_turn(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_run_steps_advanced_within_a_turn(tmp_path: Path) -> None:
             parts.update()
             x = following
 
-    assert "was made in the turn of run.steps(...) before this one" in ends_with(main, tmp_path)
+    assert "was made in the iteration of run.steps(...) before this one" in ends_with(main, tmp_path)
 
 
 def test_a_cycled_second_loader(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_second_loader_out_of_its_turn(tmp_path: Path) -> None:
         for _ in run.steps(count=2):
             next(more), next(more)
 
-    assert "outside the turns of run.steps(...)" in ends_with(early, tmp_path)
+    assert "outside the iterations of run.steps(...)" in ends_with(early, tmp_path)
     assert "write run.batches(loader, per_step=2)" in ends_with(much, tmp_path)
 
 

@@ -65,7 +65,7 @@ def draw() -> float:
 
 
 def a_loop(registered: nn.Module) -> dict[str, Any]:
-    """A user's function, in the midst of its loop; returns what is found of it."""
+    """A user's function, within its loop; returns what is found of it."""
     average, generator, batches = 1.0, torch.Generator(), itertools.count()
     mine, weights, odd, history, draws = Mine(), registered.weight, Odd(), [1, 2], draw
     teacher = nn.Linear(1, 1)

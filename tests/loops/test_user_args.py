@@ -109,7 +109,7 @@ def test_who_gets_them(function: Any, second: bool) -> None:
     ],
 )
 def test_refused(function: Any, words: list[str], message: str) -> None:
-    """A typo in the name of a setting would else train with its default."""
+    """A typo in the name of a setting would otherwise train with the default."""
     with pytest.raises(ConfigError) as error:
         settings(function, *words)
     assert message in str(error.value)

@@ -74,10 +74,13 @@ def test_exact(words: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("loop", "said"),
     [
-        ("prefetches", ["first after a resume: another input of the model", "one that was taken in the turn before"]),
+        (
+            "prefetches",
+            ["first after a resume: another input of the model", "one that was taken one step earlier"],
+        ),
         (
             "accumulates",
-            ["step 1 left gradients without an optimizer.step(): one turn of run.steps(...) is one update"],
+            ["step 1 left gradients without an optimizer.step(): one iteration of run.steps(...) is one update"],
         ),
         ("cycles", ["step 1 drew a batch from an iteration over a DataLoader that goes beyond the step"]),
         ("differs_by_rank", ["the registered state differs between ranks at step 6: meter.loss (rank 1 against"]),

@@ -65,7 +65,7 @@ def test_the_link_between_two_nodes_drops(distant: User, hosts: Hosts, monkeypat
     first, *_ = distant.waits_for_end("cut", "hung")
     assert (first["end_step"], first["lost_steps"], first["requeue"]) == (4, 0, True)
     assert "rank 1 on h2 gives no sign of life" in first["error"] or "rank 0 on h1 has not answered" in first["error"]
-    distant.waits_for("cut", "restart 1, step 0; submitit-slurm")
+    distant.waits_for("cut", "restart 1, job step 0; submitit-slurm")
     hosts.mend()
     *_, last = distant.waits_for_end("cut", "finished")
     assert (last["job_id"], last["start_step"]) == (first["job_id"], 4), "the same job, started again"

@@ -136,7 +136,7 @@ def test_logs_and_a_drill(bare: User) -> None:
     assert sorted(begins) == ["0", "0", "1", "1"], "both ranks, of both attempts, each line once"
     assert "\x1b" not in printed
     second = bare.types("logs", "drilled", "--attempt", "1", "--rank", "1")
-    assert second.count("attempt begins") == 1 and "restart 1, step 0;" in second
+    assert second.count("attempt begins") == 1 and "restart 1, job step 0;" in second
 
 
 OWN_TASK = """

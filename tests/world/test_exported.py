@@ -66,7 +66,7 @@ def test_the_rank_itself_keeps_them() -> None:
 
 
 def test_a_child_is_not_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that a rank's own code starts would else wait for the rank's peers, or at a port where nobody serves."""
+    """Otherwise a run that a rank's code starts waits for the rank's peers, or at a port where nobody serves."""
     export_world(a_world(1, 2, "srun"), "node1", 1234)
     in_a_child(monkeypatch)
     assert (detect_world().size, detect_world().launcher, exported()) == (1, "python", {})

@@ -85,7 +85,7 @@ class OpaqueFiles:
         active: Callable[[], None],
     ) -> None:
         """`write` is the framework's code, which writes into a folder. `check_alive` raises PeerLost if one of these
-        ranks, for which rank 0 waits, is dead. `active` is called each time that the work has got on."""
+        ranks, for which rank 0 waits, is dead. `active` is called whenever the work advances."""
         self._write, self._check_alive, self._active = write, check_alive, active
         self._rank, self._hosts = group.world.rank, group.world.hosts
         self._keys = with_prefix(OPAQUE, group.store)

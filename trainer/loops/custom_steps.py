@@ -165,7 +165,7 @@ class CustomSteps(Loop):
         def compute() -> Any:
             nonlocal begun
             loss = closure()
-            if not begun:  # LBFGS calls it again in the midst of its update
+            if not begun:  # LBFGS calls it again during its update
                 self._before_update()
             begun = True
             return loss

@@ -17,7 +17,7 @@ def digest(value: Any) -> str:
     """16 hexadecimal digits for a value. Of objects other than tensors, arrays, containers and plain values only the
     type counts."""
     hashed = hashlib.blake2b(digest_size=8)
-    for name, leaf in _leaves(value):
+    for name, leaf in leaves_of(value):
         hashed.update(f"{name}\n{type(leaf).__name__}\n".encode())
         if isinstance(leaf, Tensor):
             hashed.update(f"{leaf.dtype} {tuple(leaf.shape)}\n".encode())
@@ -32,10 +32,10 @@ def digest(value: Any) -> str:
 
 def digests(state: Any) -> dict[str, str]:
     """The digest of each tensor and each plain value in a nested state, by its path."""
-    return {name: digest(leaf) for name, leaf in _leaves(state)}
+    return {name: digest(leaf) for name, leaf in leaves_of(state)}
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The values within nested containers, each with its path, such as model.0.weight."""
     if isinstance(value, Mapping):
         items = list(value.items())
@@ -45,7 +45,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
         return
     for key, item in items:
-        yield from _leaves(item, f"{name}.{key}" if name else str(key))
+        yield from leaves_of(item, f"{name}.{key}" if name else str(key))
 
 
 def _bytes_of(tensor: Tensor) -> Any:

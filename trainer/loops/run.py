@@ -27,7 +27,7 @@ class Run:
             loader = run.loader(train_set, batch_size=64)
             run.restore(model=model, optimizer=optimizer, scheduler=scheduler)
             for epoch in run.epochs(5):
-                for x, y in run.steps(loader):      # one turn of this loop is one step: one update
+                for x, y in run.steps(loader):      # one iteration is one step: one update
                     ...
                 for x, y in run.validation(val_loader):
                     ...
@@ -169,12 +169,12 @@ class Run:
     def steps(self, loader: StepLoader | None = None, count: int | None = None, samples: int = 0) -> Iterator[Any]:
         """The batches of the steps that are left of this epoch.
 
-        Each turn of the loop over them is one step. A step makes one update of the registered objects: they may change
-        from the first `optimizer.step()` to the end of the turn. An epoch has `count` steps, by default once over the
-        data. `loader` comes from `run.loader(...)`.
+        Each iteration is one step. A step makes one update of the registered objects: they may change from the first
+        `optimizer.step()` to the end of the iteration. An epoch has `count` steps, by default once over the data.
+        `loader` comes from `run.loader(...)`.
 
         Without a loader, for a loop that draws its own batches: the numbers of the epoch's `count` steps, as `run.step`
-        counts them. Draw each batch in the turn that trains it, from the generators of Python, NumPy or torch: they are
+        counts them. Draw each batch in its own iteration, from the generators of Python, NumPy or torch: they are
         seeded by (seed, step, rank). `samples` is the number of samples per step over all ranks, to report a speed in.
         """
         if loader is None and count is None:
@@ -182,8 +182,8 @@ class Run:
         return self._loop.steps(StepNumbers(count or 0, samples) if loader is None else loader, count)
 
     def batches(self, loader: StepLoader, per_step: int = 1) -> Iterator[Any]:
-        """The batches of a second loader, for `next(...)` in the turns of `steps`: `per_step` for each step, over and
-        over. Which ones follows from the number of the step, so a resumed run draws the same.
+        """The batches of a second loader, for `next(...)` in the iterations of `steps`: `per_step` for each step,
+        over and over. Which ones follows from the number of the step, so a resumed run draws the same.
 
             more = run.batches(run.loader(unlabelled, 256))
             for x, y in run.steps(loader):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.loops.digests import PLAIN, leaves_of
 from trainer.loops.registered import State
 from trainer.world.group import Group
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 MOST_NAMES = 3
 
@@ -26,7 +25,7 @@ def difference_between_ranks(state: State, group: Group) -> str | None:
 
 def _describe_difference(state: State, group: Group) -> str:
     """Which values of the state differ between ranks. Runs over the store; every rank calls it, once per attempt."""
-    own = {name: _digest(leaf) for name, leaf in _leaves(state)}
+    own = {name: _digest(leaf) for name, leaf in leaves_of(state)}
     group.store.set(f"state/{group.world.rank}", json.dumps(own))
     texts = group.store.multi_get([f"state/{rank}" for rank in range(group.world.size)])
     first, *others = (json.loads(text) for text in texts)
@@ -42,7 +41,7 @@ def _checksum(state: State, device: torch.device) -> Tensor:
     """A number for the state, on this rank's device: nothing waits for it here."""
     plain = hashlib.blake2b(digest_size=7)
     hashes: dict[torch.device, list[Tensor]] = {}  # Adam's `step` may be on the CPU
-    for name, leaf in _leaves(state):
+    for name, leaf in leaves_of(state):
         if isinstance(leaf, Tensor) and _can_hash(leaf):
             plain.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
             hashes.setdefault(leaf.device, []).append(_hash(leaf))
@@ -75,17 +74,3 @@ def _hash(tensor: Tensor) -> Tensor:
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     bits = tensor.detach().view(INTEGERS[tensor.itemsize])
     return bits.sum(dtype=torch.int64) + 0x9E3779B97F4A7C1 * torch.hash_tensor(bits).view(torch.int64)
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in a nested state, each with its path, such as model.0.weight."""
-    items: Any
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    else:
-        yield name, value
-        return
-    for key, item in items:
-        yield from _leaves(item, f"{name}.{key}" if name else str(key))

@@ -28,14 +28,14 @@ class SideBatches(Iterator[Any]):
         step = self._open_step()
         if step is None:
             raise ConfigError(
-                "next(...) on run.batches(...) outside the turns of run.steps(...): draw each batch in the turn that "
-                "uses it"
+                "next(...) on run.batches(...) outside the iterations of run.steps(...): draw each batch in the "
+                "iteration that uses it"
             )
         if step != self._step:
             self._step, self._taken = step, 0
         if self._taken == self._per_step:
             raise ConfigError(
-                f"run.batches(...) has {self._per_step} for each step, and this turn draws more; write "
+                f"run.batches(...) has {self._per_step} for each step, and this iteration draws more; write "
                 f"run.batches(loader, per_step={self._per_step + 1})"
             )
         number = step * self._per_step + self._taken

@@ -1,6 +1,7 @@
-"""Checks that a turn of a custom training loop is one step: it makes the update of what it has drawn itself.
+"""Checks that a turn of a custom training loop, one iteration of run.steps(...), is one step: it makes the update of
+what it has drawn itself.
 
-A turn that leaves gradients to the next one shows it where the next one makes no update either, or in the first turns.
+A turn that leaves gradients to the next one is noticed where two turns in a row make no update, or in the first turns.
 A batch that is drawn in one turn and trained in the next is not drawn again by a run that resumes between the two. The
 same holds for an iterator that is advanced from turn to turn: each attempt would start it from its first batch. Both
 leave a trace in the first two turns: an object that is made or advanced in the first, and still alive at its end. So no
@@ -81,8 +82,8 @@ class TurnChecks:
         changed = self._gradients_of == step and not self._gradients.unchanged()
         if changed and not self._registered.has_skipped() and self._gradients.any():
             raise ConfigError(
-                f"step {step + 1} left gradients without an optimizer.step(): one turn of run.steps(...) is one "
-                "update. Accumulate micro-batches within a turn; end a turn that leaves its update out with "
+                f"step {step + 1} left gradients without an optimizer.step(): one iteration of run.steps(...) is one "
+                "update. Accumulate micro-batches within an iteration; end an iteration that skips its update with "
                 "optimizer.zero_grad(); register the GradScaler if there is one"
             )
         self._keep_gradients(step + 1)
@@ -102,10 +103,10 @@ class TurnChecks:
                     self._used.append(weakref.ref(tensor))
                 elif (earlier := self._earlier.get(id(tensor))) is not None and earlier() is tensor:
                     raise ConfigError(
-                        f"an input of shape {tuple(argument.shape)} was made in the turn of run.steps(...) before this "
-                        "one; a run that resumes between the two would not have it. Draw each batch in the turn that "
-                        "trains it (run.loader's workers load ahead), and register what a turn leaves to the next with "
-                        "run.restore(...)"
+                        f"an input of shape {tuple(argument.shape)} was made in the iteration of run.steps(...) before "
+                        "this one; a run that resumes between the two would not have it. Draw each batch in the "
+                        "iteration that trains it (run.loader's workers load ahead), and register what an iteration "
+                        "leaves to the next with run.restore(...)"
                     )
 
 

@@ -27,7 +27,7 @@ def choose_places(undisturbed: Probed, ranks: int, seed: int) -> list[Place]:
 
     A stop within an epoch; stops in the last step of an epoch, in a validation, and in the first step of an epoch, as
     far as the run has them; and a killed rank. The first stop is followed by steps in the same epoch, which show
-    whether a difference passes. No count of 2 to 6 divides its step, so that it parts updates that span several turns.
+    whether a difference passes. No count of 2 to 6 divides its step, so that it parts updates that span several steps.
     """
     draw, last = random.Random(seed), undisturbed.last_step - 1  # the last attempt has a step to do
     lines = undisturbed.steps[0]

@@ -21,17 +21,17 @@ class Rule(NamedTuple):
 
 RULES: dict[RuleName, Rule] = {
     "prefetch": Rule(
-        "Only the first step after a resume has another batch: the model gets one that was taken in the turn before",
-        "Take each batch in the turn that uses it. run.loader(num_workers=...) loads ahead, and resumes exactly.",
+        "Only the first step after a resume has another batch: the model gets one that was taken one step earlier",
+        "Take each batch in the iteration that uses it. run.loader(num_workers=...) loads ahead, and resumes exactly.",
     ),
     "accumulate": Rule(
-        "The step before the stop made no update: gradients are carried into the next turn, and no checkpoint has them",
-        "Make one update per turn: loop over the micro-batches within a turn of run.steps(...).",
+        "The step before the stop made no update: gradients are carried into the next step, and no checkpoint has them",
+        "Make one update per iteration of run.steps(...): loop over the micro-batches within it.",
     ),
     "second loader": Rule(
         "run.steps(...) handed out the same batch, but the model gets others besides it: they come from a loader or an "
         "iterator that begins again in each attempt",
-        "Take them from a loader made by run.loader(...), or choose them by run.step: data[run.step % len(data)].",
+        "Take them from run.batches(run.loader(...)), or choose them by run.step: data[run.step % len(data)].",
     ),
     "rank": Rule(
         "The registered state differs between ranks, and a checkpoint holds one state for all of them",
@@ -40,7 +40,7 @@ RULES: dict[RuleName, Rule] = {
     "generator": Rule(
         "Random numbers come from a generator of the script's own, which begins again in each attempt",
         "Draw from the global generators of torch, NumPy and Python, which are seeded before each step; or seed yours "
-        "in each turn, from run.step.",
+        "in each iteration, from run.step.",
     ),
     "unregistered": Rule(
         "Batch and registered state were the same before, so the result depends on something that is not registered",

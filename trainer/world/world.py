@@ -35,8 +35,8 @@ class World:
 
     @property
     def start(self) -> str:
-        """This start of the ranks, for messages: "job 12, restart 0, step 1"."""
-        step = "" if self.step_id is None else f", step {self.step_id}"
+        """This start of the ranks, for messages: "job 12, restart 0, job step 1"."""
+        step = "" if self.step_id is None else f", job step {self.step_id}"
         return f"job {self.job_id}, restart {self.restart}{step}"
 
     def host_of(self, rank: int) -> str:
