@@ -25,8 +25,10 @@ defer_import()
 os.environ["OMP_NUM_THREADS"] = "1"
 # The commands that messages name begin with the word that started Python.
 sys.orig_argv[0] = "python"
-# A shell starts what it sends to the background with Ctrl-C ignored, and what the tests start would inherit that.
+# A shell starts what it sends to the background with Ctrl-C ignored, and nohup ignores a closed terminal. What the
+# tests start would inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def is_worker(config: pytest.Config) -> bool:
