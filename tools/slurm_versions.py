@@ -19,10 +19,13 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "slurm-versions.md"
 PAGE = """\
 # Slurm versions
 
-All tests of `tests/slurm` on several versions of Slurm, each a real one with four simulated nodes and accounting, under
-the Python of its Debian release. `make test-slurm` runs them on the Slurm of this machine; with `RELEASE=trixie` or
-`RELEASE=sid` it runs them on that of another Debian release, in a chroot. `python -m tools.slurm_versions FILE...`
-writes this page from the results.
+All tests of `tests/slurm` on several versions of Slurm, each a real one with four simulated nodes, under the Python of
+its Debian release. `make test-slurm` runs them on the Slurm of this machine; with `RELEASE=trixie` or `RELEASE=sid` it
+runs them on that of another Debian release, in a chroot. `python -m tools.slurm_versions FILE...` writes this page from
+the results.
+
+Slurm has accounting there unless its name says otherwise: sid's slurmdbd does not work with sid's MariaDB library. A
+test that asks for the state of a job then asks slurmctld.
 
 {totals}
 

@@ -10,18 +10,24 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from tests.support.runs import config
 from tests.support.worlds import a_world
+from trainer.attempt.attempt import Attempt
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
 from trainer.cluster.after_ranks import after_ranks
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import Reason, read_ended_attempts
-from trainer.records.attempts import begin_attempt, end_attempt, lower_start_step
+from trainer.records.attempts import begin_attempt, end_attempt, lower_start_step, never_began
 from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
+from trainer.world import run_lock
+from trainer.world.signals import Signals
 from trainer.world.slurm import TAG_VARIABLE
 from trainer.world.watchdog import Retry
 from trainer.world.world import World
@@ -358,6 +364,29 @@ def test_only_srun_was_killed(run: RunDir, slurm: Slurm, locked: Path) -> None:
     locked.write_text("job 7, restart 0, on n1")
     assert not restarts(run, 0, begin(run)), "two attempts at once would tear the run apart"
     assert slurm.requeues == 1 and ends(run) == [] and run.attempt_now.exists()
+
+
+def test_srun_was_killed_while_a_rank_starts(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That rank lives on until the requeue ends it. If it began while the shell decides, the shell would record it as
+    lost although it lives; if it began after that, its start would have two records."""
+    monkeypatch.setattr(run_lock, "WAIT_S", {True: -1.0})
+    rank_0, signals = replace(WORLD, step_id=0), SimpleNamespace(first=None, first_at=None, requeue=None)
+
+    def meanwhile(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        with pytest.raises(ConfigError, match="another attempt is at work on this run"):
+            run_lock.acquire(run.lock, rank_0)
+        return slurm.answer(words)
+
+    monkeypatch.setattr(subprocess, "run", meanwhile)
+    after_ranks(run, WORLD, LAUNCH, KILLED)
+    assert slurm.requeues == 1
+    with pytest.raises(SystemExit) as ended:
+        Attempt(config(run.path, "small", 2, ()), run, rank_0, cast(Signals, signals)).run()
+    assert ended.value.code == 1 and "never began; ending it" in capsys.readouterr().out
+    assert ends(run) == [("failed", True)] and not run.attempt_now.exists()
+    assert not never_began(run, replace(rank_0, restart=1)), "the requeued job must begin"
 
 
 def test_another_job_is_at_work(run: RunDir, slurm: Slurm, locked: Path) -> None:

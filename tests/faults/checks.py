@@ -15,6 +15,7 @@ from trainer.rundir import RunDir
 from trainer.say import counted
 
 CLOCKS = ("time", "samples_per_s")
+NO_STEP = -1  # of an attempt that never began
 Record = Mapping[str, Any]
 
 
@@ -30,9 +31,12 @@ class Attempt:
     def of(cls, record: Record) -> Attempt:
         """The attempt that a line of attempts.jsonl is about."""
         step = record.get("step_id", 0)
-        if step is None:  # it ended before it began
-            step = -1 - record["attempt"]
-        return cls(str(record["job_id"]), int(record["restart"]), step)
+        return cls(str(record["job_id"]), int(record["restart"]), NO_STEP if step is None else step)
+
+    @property
+    def never_began(self) -> Attempt:
+        """How its record names it if it ended before it began: the batch shell does not know the step."""
+        return Attempt(self.job_id, self.restart, NO_STEP)
 
     def __str__(self) -> str:
         return f"{self.job_id}-{self.restart}-{self.step}"
@@ -131,6 +135,12 @@ def check_attempts(records: Sequence[Record], seen: Seen, log_every: int) -> lis
     known = [Attempt.of(record) for record in records]
     if twice := [str(attempt) for attempt, count in Counter(known).items() if count > 1]:
         wrong.append(f"attempts.jsonl has more than one record of {', '.join(twice)}")
+    given_up: set[Attempt] = set()
+    for attempt in known:
+        if attempt.never_began in given_up:
+            wrong.append(f"attempt {attempt} began in a start of the job that the batch shell had given up")
+        if attempt.step == NO_STEP:
+            given_up.add(attempt)
     if missing := sorted(str(attempt) for attempt, count in seen.begun.items() if count > 0 and attempt not in known):
         wrong.append(f"attempts.jsonl has no record of {', '.join(missing)}, which trained")
     reasons = [record["reason"] for record in records]

@@ -249,7 +249,8 @@ class Run:
     def _judge(self, hit: Hit, fault: Fault, attempt: Attempt | None, kept: int) -> None:
         """Enter in `hit` what the fault cost, and any violations."""
         victim, returns, itself = self.victim, fault.returns, hit.by == "itself"
-        record = next((r for r in victim.records() if Attempt.of(r) == attempt), None)
+        names = (attempt, attempt and attempt.never_began)
+        record = next((r for r in victim.records() if Attempt.of(r) in names), None)
         hit.recorded = record["reason"] if record else ""
         if victim.finished:
             return  # too late to cost anything; the last checks cover the whole run

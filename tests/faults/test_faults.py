@@ -156,6 +156,17 @@ def test_an_attempt_without_a_record_is_found(folder: Folder) -> None:
     assert folder.wrong() == "attempts.jsonl has no record of 8-0-0, which trained"
 
 
+def test_an_attempt_in_an_allocation_given_up_is_found(folder: Folder) -> None:
+    """The batch shell recorded that no attempt began, and then a rank that had survived srun began one all the same.
+    Restarts in one allocation are no such case."""
+    folder.attempts[1].update(restart=0, step_id=1)
+    folder.begun = {FIRST: 6, Attempt("7", 0, 1): 4}
+    assert folder.wrong() == "", "a restart"
+    folder.attempts[0].update(step_id=None, reason="failed")
+    folder.begun = {Attempt("7", 0, -1): 6, Attempt("7", 0, 1): 4}
+    assert folder.wrong() == "attempt 7-0-1 began in a start of the job that the batch shell had given up"
+
+
 def test_attempts_that_do_not_join_are_found(folder: Folder) -> None:
     """Each attempt must start where the record of the one before ends: otherwise steps were lost without a record."""
     folder.attempts[1]["start_step"] = folder.resumed[1] = 5

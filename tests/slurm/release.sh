@@ -63,5 +63,6 @@ exec chroot . env -i HOME=/root LANG=C.UTF-8 PATH=/opt/laststep/bin:/usr/local/s
         }
         exec python -m pytest -p no:cacheprovider -n "$WORKERS" --dist loadgroup --no-loadscope-reorder tests/slurm \
             --junitxml=".releases/$RELEASE.xml" \
-            -o junit_suite_name="Slurm $(slurmctld -V | sed "s/.* //"), $(python --version)" "$@"
+            -o junit_suite_name="Slurm $(slurmctld -V | sed "s/.* //"), $(python --version)$(
+                [ "$LASTSTEP_ACCOUNTING" = 1 ] || echo ", no accounting")" "$@"
     ' bash "$@"

@@ -39,7 +39,7 @@ def test_submit_from_python_gives_the_result(user: User, tmp_path: Path) -> None
     env = {**user.env, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
-    assert 0 <= float(done.stdout) <= 1
+    assert 0 <= float(done.stdout.splitlines()[-1]) <= 1, "after submitit's warnings where Slurm has no accounting"
 
 
 def test_setup_runs_on_every_node(user: User, tmp_path: Path) -> None:

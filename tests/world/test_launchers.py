@@ -154,6 +154,7 @@ def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{SUBMITIT} SLURM_RESTART_COUNT=1", ("10", 1), True),
         (f"{TORCHRUN_PER_NODE} SLURM_RESTART_COUNT=1 TORCHELASTIC_RESTART_COUNT=2", ("16", 1), True),
         (f"{BATCH} SLURM_NTASKS=1", ("10", 0), True),
+        (f"{BATCH} SLURM_NTASKS=1 SLURM_STEP_ID=-5", ("10", 0), True),
         (f"{SALLOC} {LOCAL}", ("13755", 0), False),
         (f"{TORCHRUN} TORCHELASTIC_RESTART_COUNT=2", ("torchrun-2da0403a", 2), False),
         (MPIRUN, ("mpirun-2112749569", 0), False),
@@ -179,6 +180,9 @@ def test_torchrun_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
         (BATCH, "this is a single process, but Slurm says SLURM_NTASKS=4: start it with srun, torchrun or mpirun"),
         (SALLOC, "this is a single process, but Slurm says SLURM_NTASKS=2"),
         (f"{TORCHRUN} {BATCH}", "torchrun says WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: start torchrun once per"),
+        # Slurm 26.05 gives the batch script a step, too: no srun has started this process, nor mpirun's daemons.
+        (f"{BATCH} SLURM_STEP_ID=-5", "this is a single process, but Slurm says SLURM_NTASKS=4"),
+        (f"{MPIRUN} {BATCH} SLURM_STEP_ID=-5", "mpirun says OMPI_COMM_WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4"),
         (f"{MPIRUN} {BATCH}", "mpirun says OMPI_COMM_WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: make them agree"),
         (f"{MPIRUN} WORLD_SIZE=4", "mpirun says OMPI_COMM_WORLD_SIZE=2, but env says WORLD_SIZE=4"),
         (f"{ENV} PMI_SIZE=2", "env says WORLD_SIZE=4, but PMI says PMI_SIZE=2"),

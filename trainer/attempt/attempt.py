@@ -27,7 +27,7 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.observe.startup import StartupTimer
 from trainer.records.attempt_record import AttemptRecord
-from trainer.records.attempts import begin_attempt, find_record
+from trainer.records.attempts import begin_attempt, find_record, never_began
 from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.world import run_lock
@@ -133,6 +133,10 @@ class Attempt:
         """
         state = self._state
         run_lock.acquire(self._run_dir.lock, state.world)
+        if never_began(self._run_dir, state.world):
+            say("srun has ended, and the batch shell has recorded that this attempt never began; ending it")
+            self._closing.close()
+            raise SystemExit(1)
         state.store.recover()
         shutil.rmtree(self._run_dir.rescues, ignore_errors=True)
         candidates = state.store.candidates(warn=say)

@@ -88,21 +88,21 @@ def after_ranks(
     `status` is that of srun, or of the line of launch.setup with this number, from 1. The shell has started the ranks
     again `restarts` times in this allocation, and says whether it `can_restart` them once more.
     """
-    lock_holder = run_lock.current_holder(run.lock)
-    if lock_holder and not run_lock.belongs_to_job(lock_holder, world):
-        say(f"not requeued: another attempt is at work on this run ({lock_holder})")
-        return False
-    rank_0_lives = bool(lock_holder)  # only srun was killed, or the node of rank 0 is cut off
-    kept_step = cache(lambda: _newest_step(run))
-    failed_start = _why_not_started(run, world, launch, status, setup_line)
-    of_allocation = [record for record in ended_attempts(run, kept_step) if belongs_to(record, world)]
-    # Each start of the ranks has one record. So if there are no more records than earlier starts, the last has none.
-    end = of_allocation[-1] if len(of_allocation) > restarts else None
-    situation = _Situation(end, rank_0_lives, can_restart and not rank_0_lives, failed_start)
-    follows = _continue(run, world, launch, situation, kept_step)
-    if rank_0_lives:  # it records the end itself
-        return False
-    record_abandoned_attempts(run, kept_step, continued_job=None if follows is Next.END else world.job_id)
+    with run_lock.no_start(run.lock) as holder:  # a rank that survived srun does not begin meanwhile
+        if holder and not run_lock.belongs_to_job(holder, world):
+            say(f"not requeued: another attempt is at work on this run ({holder})")
+            return False
+        rank_0_lives = bool(holder)  # only srun was killed, or the node of rank 0 is cut off
+        kept_step = cache(lambda: _newest_step(run))
+        failed_start = _why_not_started(run, world, launch, status, setup_line)
+        of_allocation = [record for record in ended_attempts(run, kept_step) if belongs_to(record, world)]
+        # Each start of the ranks has one record: if there are no more records than earlier starts, the last has none.
+        end = of_allocation[-1] if len(of_allocation) > restarts else None
+        situation = _Situation(end, rank_0_lives, can_restart and not rank_0_lives, failed_start)
+        follows = _continue(run, world, launch, situation, kept_step)
+        if rank_0_lives:  # it records the end itself
+            return False
+        record_abandoned_attempts(run, kept_step, continued_job=None if follows is Next.END else world.job_id)
     if follows is Next.END:  # else the next attempt reads the checkpoints, and corrects the record
         correct_lost_attempt(run, lambda: _newest_intact_step(run))
     return follows is Next.RESTART

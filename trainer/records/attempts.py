@@ -203,6 +203,18 @@ def belongs_to(record: OpenAttempt | EndedAttempt, world: World) -> bool:
     return same_step and (record["job_id"], record["restart"]) == (world.job_id, world.restart)
 
 
+def never_began(run: RunDir, world: World) -> bool:
+    """Whether the batch shell has recorded that this start of the job ended before any attempt began.
+
+    The shell does not know Slurm's step. For a rank that does not know it either, the record may be of another start.
+    """
+    start = (world.job_id, world.restart, None)
+    recorded = (
+        (record["job_id"], record["restart"], record["step_id"]) for record in read_ended_attempts(run.attempts)
+    )
+    return world.step_id is not None and start in recorded
+
+
 def _unique_names(hosts: Iterable[str]) -> list[str]:
     """Each name once. The name of a host that is not known yet is empty, and left out."""
     return list(dict.fromkeys(filter(None, hosts)))

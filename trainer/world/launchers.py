@@ -204,7 +204,7 @@ class Srun(Launcher):
 
     @classmethod
     def started(cls, env: Env) -> bool:
-        return "SLURM_STEP_ID" in env  # SLURM_PROCID is set in the script of an sbatch too
+        return slurm_step(env) is not None  # SLURM_PROCID is set in the script of an sbatch too
 
     @classmethod
     def world(cls, env: Env) -> World:
@@ -284,7 +284,7 @@ def _check_agreement(world: World, env: Env) -> None:
     if world.launcher == "spawn" or world.by_submitit:  # they may run inside any other launcher
         return
     claims = {"Slurm": "SLURM_NTASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "PMI": "PMI_SIZE", "env": "WORLD_SIZE"}
-    if world.launcher == "mpirun" and "SLURM_STEP_ID" in env:
+    if world.launcher == "mpirun" and slurm_step(env) is not None:
         del claims["Slurm"]  # there it is the number of mpirun's daemons
     for who, variable in claims.items():
         claim = env.get(variable, str(world.size))

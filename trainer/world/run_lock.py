@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
@@ -75,6 +76,24 @@ def current_holder(path: Path) -> str | None:
         except BlockingIOError:
             return file.read().strip()
     return None
+
+
+@contextlib.contextmanager
+def no_start(path: Path) -> Iterator[str | None]:
+    """Give the signature of the attempt that holds the lock. If none does, none can take it inside the `with`.
+
+    The lock is shared, as in `current_holder`: nobody who looks at the run is taken for an attempt.
+    """
+    with path.open("a+") as file:
+        holder = None
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip()
+        except OSError:  # a file system without locks
+            pass
+        yield holder
 
 
 def _read(descriptor: int) -> str:

@@ -31,7 +31,8 @@ def slurm_job(env: Env) -> tuple[str, int]:
 
 
 def slurm_step(env: Env) -> int | None:
-    """The number of the step that this process is a task of; None in the shell of a batch script."""
+    """The number of the step that this process is a task of; None in the shell of a batch script, where Slurm 26.05
+    sets SLURM_STEP_ID to -5."""
     return int(env["SLURM_STEP_ID"]) if env.get("SLURM_STEP_ID", "").isdecimal() else None
 
 
