@@ -271,7 +271,7 @@ def _not_on_slurm(
 
 def _in_queue(job: Job, of_job: Sequence[AttemptRecord]) -> tuple[str, str]:
     """State and reason of a run whose job is in the queue; `of_job` holds its attempts in that job."""
-    if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"):
+    if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "EXPEDITING", "SPECIAL_EXIT"):
         return "requeued" if of_job else "queued", job.reason
     if job.state not in ("RUNNING", "CONFIGURING", "SUSPENDED", "RESIZING"):
         return "stopping", job.state.lower()
