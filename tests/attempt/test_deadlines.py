@@ -97,7 +97,7 @@ def an_attempt(root: Path, name: str) -> tuple[Attempt, Any, Any]:
     attempt = Attempt(small, run, a_world(), signals)
     loop, group = Mock(name="loop"), Mock(name="group")
     loop.position.step, loop.position.metrics, loop.rescuable = 5, {"val_loss": 1.0}, True
-    loop.progress.step_s.return_value = 0.1
+    loop.progress.step_s.return_value, loop.saves.stalled_s = 0.1, 0.0
     group.world = a_world()
     begin_attempt(run, group.world, 0)
     return attempt, loop, group

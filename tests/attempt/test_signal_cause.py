@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.worlds import a_world
 from trainer.attempt.signal_cause import EARLY_S, Ending, ending, judge
-from trainer.world.slurm import kill_wait_s
+from trainer.world.slurm import cluster_settings, kill_wait_s
 from trainer.world.world import World
 
 NOW = 1_800_000_000.0
@@ -132,6 +132,37 @@ def test_kill_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = "KeepAliveTime           = SYSTEM_DEFAULT\nKillOnBadExit           = 0\nKillWait                = 45 sec\n"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, shown, ""))
     assert kill_wait_s() == 45
+
+
+@pytest.mark.parametrize(
+    ("controller", "parameters", "client", "expedites"),
+    [
+        ("22.05.8", "(null)", "22.05.8", False),
+        ("24.11.5", "enable_expedited_requeue", "24.11.5", False),
+        ("25.11.2", "enable_expedited_requeue", "25.11.2", False),
+        ("25.11.3", "enable_expedited_requeue", "25.11.3", True),
+        ("25.11.10", "a=1,enable_expedited_requeue,b", "25.11.10", True),
+        ("26.05.1", "enable_configless", "26.05.1", False),
+        ("26.05.1", "enable_expedited_requeue", "26.05.0-rc1", True),
+        ("26.05.1", "enable_expedited_requeue", "25.05.4", False),
+    ],
+)
+def test_expedited_requeue(
+    controller: str, parameters: str, client: str, expedites: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the site does not allow it Slurm refuses the job, an older sbatch does not know it, and Slurm before
+    25.11.3 holds even a job that has finished."""
+    asked = []
+
+    def answer(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(words[0])
+        shown = f"KillWait = 45 sec\nSLURM_VERSION           = {controller}\nSlurmctldParameters     = {parameters}\n"
+        return subprocess.CompletedProcess(words, 0, f"slurm {client}\n" if words[0] == "sbatch" else shown, "")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert cluster_settings() == (45, expedites)
+    possible = controller >= "25.11.3" or controller == "25.11.10"
+    assert asked == ["scontrol", "sbatch"] if possible and "expedited" in parameters else ["scontrol"]
 
 
 def test_kill_wait_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

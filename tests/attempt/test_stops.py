@@ -25,6 +25,8 @@ def test_no_step_is_lost(root: Path, where: str) -> None:
     (record,) = read_lines(attempt.run.attempts)
     assert (record["reason"], record["lost_steps"]) == ("cancelled", 0)
     assert (record["end_step"] >= 2) == (where == "saving")
+    if where == "saving":  # the save that was in progress, and the last one
+        assert 0 < record["save_s"] < record["end"] - record["start"]
     run = train(config(root, where, 2, OPTIONS))
     assert read_lines(run.attempts)[1]["start_step"] == record["end_step"]
     assert fingerprint(run) == undisturbed(2, OPTIONS)

@@ -355,3 +355,4 @@ def test_the_interval_knows_what_a_save_costs(store: CheckpointStore) -> None:
     saves.close()
     (said,) = [call.args[0] for call in progress.say.call_args_list if "a save costs" in call.args[0]]
     assert float(said.split("a save costs ")[1].split(" s")[0]) >= 0.25, said
+    assert 0.25 <= saves.stalled_s < 2, "what `status` counts as saves"

@@ -46,6 +46,7 @@ class Slurm:
         self.refuses = self.missing = False
         self.requeues = 0
         self.cancelled: list[str] = []
+        self.updated: list[list[str]] = []
 
     def answer(self, words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         if self.missing:
@@ -55,6 +56,9 @@ class Slurm:
         if words[0] == "scancel":
             self.cancelled.append(words[1])
             return subprocess.CompletedProcess(words, 0, "", "")
+        if words[1] == "update":
+            self.updated.append(words[2:])
+            return subprocess.CompletedProcess(words, int(self.refuses), "", "")
         if words[1] == "requeue":
             self.requeues += not self.refuses
             return subprocess.CompletedProcess(words, int(self.refuses), "", "Operation disabled\n" * self.refuses)
@@ -96,6 +100,22 @@ def test_all_ranks_were_killed(run: RunDir, slurm: Slurm, capsys: pytest.Capture
     assert slurm.requeues == 1 and ends(run) == [("lost", True), ("lost", False)]
     said = capsys.readouterr().out
     assert "not requeued: the attempt ended (lost): retry budget used up (launch.max_failures=1); `python " in said
+
+
+def test_an_expedited_requeue_ends_too(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slurm requeues such a job by itself when it fails, but holds it: a run that has ended would seem to wait in the
+    queue. Where the run continues, nothing must stand in the way of the requeue."""
+    expedited = replace(LAUNCH, slurm={"requeue": "expedite"})
+    after_ranks(run, begin(run), expedited, KILLED)
+    assert slurm.requeues == 1 and not slurm.updated
+    slurm.job = {"JobState": "RUNNING", "Restarts": 1}
+    after_ranks(run, begin(run, restart=1), expedited, KILLED)
+    assert slurm.requeues == 1 and slurm.updated == [["JobId=7", "Requeue=0"]]
+    slurm.refuses = True
+    after_ranks(run, replace(WORLD, restart=1), expedited, KILLED)
+    assert "Slurm will hold this job in the queue, where `scancel 7` ends it: " in capsys.readouterr().out
+    after_ranks(run, replace(WORLD, restart=1), LAUNCH, KILLED)
+    assert len(slurm.updated) == 2, "any other job ends by itself"
 
 
 RESTARTS = replace(LAUNCH, max_restarts=2)

@@ -295,6 +295,28 @@ def test_dry_run_leaves_nothing(slurm: Path, here: Path, capfd: pytest.CaptureFi
     assert not (slurm / "submitted.sh").exists()
 
 
+@pytest.mark.parametrize(
+    ("parameters", "words", "option"),
+    [
+        ("enable_expedited_requeue", [], "--requeue=expedite"),
+        ("enable_expedited_requeue", ["launch.slurm.requeue=true"], "--requeue"),
+        ("(null)", [], "--requeue"),
+        ("(null)", ["launch.slurm.requeue=expedite"], "--requeue"),
+    ],
+)
+def test_how_it_is_requeued(
+    parameters: str, words: list[str], option: str, slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm refuses an expedited requeue where the site does not allow it, as it may have done before a resume."""
+    said = f"KillWait = 30 sec\nSLURM_VERSION = 26.05.1\nSlurmctldParameters = {parameters}"
+    programs = {"scontrol": f"#!/bin/sh\necho '{said}'\n", "sbatch": "#!/bin/sh\necho slurm 26.05.1\n"}
+    for name, text in programs.items():
+        (slurm / name).write_text(text)
+        (slurm / name).chmod(0o755)
+    assert main(["--dry-run", *words]) == 0
+    assert f"#SBATCH {option}\n" in capfd.readouterr().out
+
+
 GOLDEN_COMMANDS: dict[str, list[list[str]]] = {
     "help.txt": [
         ["--help"],

@@ -124,7 +124,10 @@ def test_which_come_first(runs: Path, terminal: Any, capfd: pytest.CaptureFixtur
     assert totals == "1 running, 31 queued, 1 failed, 1 lost", "of all runs, not of those shown"
     assert terminal(80, "--state", "stopped")[0] == "no run is in this state"
     assert main(["status", "--json", "--state", "queued", "-n", "3"]) == 0
-    assert [one["state"] for one in json.loads(capfd.readouterr().out)] == ["queued"] * 3
+    said = json.loads(capfd.readouterr().out)
+    assert [one["state"] for one in said] == ["queued"] * 3
+    assert all(list(one["time_s"]) == ["training", "queue", "restarts", "lost_steps", "saves"] for one in said)
+    assert all(3600 <= one["time_s"]["queue"] < 3700 for one in said), "since they were submitted, an hour ago"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +154,7 @@ def test_one_run(runs: Path, terminal: Any) -> None:
     assert facts["epoch 1"] == "val_loss 0.0020, val_accuracy 0.9000"
     assert facts["GPU hours"] == "2.67", "twenty minutes on eight GPUs"
     assert facts["attempts"].startswith("1, no step lost, goodput ")
+    assert facts["time"] == "training 5.8%, restarts 94.2%", "700 steps of 0.1 s in 20 minutes"
     assert facts["started"].endswith(", 1h 00m ago")
     assert facts["folder"] == str(run.path)
     assert f"rank 1 on node02: {LOSS}" in " ".join(line.strip() for line in lines)

@@ -163,9 +163,9 @@ def test_an_end_is_marked_where_it_was(root: Path, capfd: pytest.CaptureFixture[
     assert page_of.report.exists()
     mark = next(a for tag, a in page.elements if tag == "use" and a["href"] == "#end-preempted")
     assert mark["x"] == "25.00%"
-    queued = [a for a in page.all("rect", "queued") if "x" in a]
+    queued = [a for a in page.all("rect", "queued") if "y" in a]
     assert [(a["x"], a["width"]) for a in queued] == [("25.000%", "15.000%")]
-    saving = [(a["x"], a["width"]) for a in page.all("rect", "saving") if "x" in a]
+    saving = [(a["x"], a["width"]) for a in page.all("rect", "saving") if "y" in a]
     assert saving == [("20.000%", "5.000%"), ("80.000%", "20.000%")], "from the time of the last step"
     assert page.curves["runs"] == [{"name": "mine", "attempts": [[0, "preempted", 0], [1, "finished", 20]]}]
 
@@ -199,6 +199,21 @@ def test_spans_of_time() -> None:
         ("stopped", 240, 300),
         ("running", 300, 400),
     ]
+
+
+def test_where_the_time_went(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The shares fill the bar, and each one is named with its share and its time."""
+    attempts = [attempt(0, 0, 120, (0, 100), "failed", requeue=True), attempt(1, 200, 310, (100, 200), "finished")]
+    metrics = [step(number, 0.5) for number in range(1, 101)]
+    metrics += [step(number, 0.5, time=BEGAN + 110 + number) for number in range(101, 201)]
+    make(root, "one", metrics, attempts)
+    page = report(capfd, root, "one")
+    for shown in ("training 64.5%, 3m 20s", "queue 25.8%, 1m 20s", "restarts 9.7%, 30s"):
+        assert shown in page.text
+    (bar,) = re.findall(r'aria-label="where the time went".*?</svg>', page.source)
+    assert sum(map(float, re.findall(r'width="([\d.]+)%"', bar))) == pytest.approx(100, abs=0.01)
+    make(root, "new")
+    assert "Where the time went" not in report(capfd, root, "new").text
 
 
 def test_a_killed_attempt_is_not_in_progress() -> None:

@@ -20,6 +20,7 @@ from trainer.attempt.deadline import Deadline, LastExit, run_for
 from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.ending import ending_by_signal, print_hint, record_end, requeue
 from trainer.attempt.grace import GracePeriod
+from trainer.attempt.preflight import Preflight
 from trainer.attempt.rescue import has_begun
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.store import CheckpointError, Manifest
@@ -31,6 +32,7 @@ from trainer.records.attempts import begin_attempt, find_record, never_began
 from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.world import run_lock
+from trainer.world.bad_node import BadNode, blamed_host
 from trainer.world.signals import Signals
 from trainer.world.slurm import kill_wait_s
 from trainer.world.watchdog import Fault, Probes, Retry, Watchdog
@@ -98,6 +100,7 @@ class Attempt:
         say(f"attempt begins on {time.strftime('%Y-%m-%d')}: {world}")
         try:
             candidates = self._take_run_folder() if world.rank == 0 else iter(())
+            preflight = Preflight.of(self._config, world)
             compiler.cache_in(self._run_dir.compiled) if self._config.train.compile else compiler.defer_import()
             if world.rank == 0:
                 say("importing torch")  # which takes seconds, on a network file system up to a minute
@@ -105,6 +108,7 @@ class Attempt:
             from trainer.attempt import start
 
             self._phases.done("importing torch")
+            preflight.wait()
             group = start.join_ranks(state, self._watchdog)
             stop = start.prepare_stop(state, group, self._watchdog)
             self._closing.callback(stop.close)
@@ -200,8 +204,8 @@ class Attempt:
         """
         state, world = self._state, self._state.world
         rank = f"rank {world.rank} on {world.host_of(world.rank)}"
-        # A ConfigError and a MeetingError explain themselves in one line; anything else needs its traceback.
-        one_line = isinstance(error, (ConfigError, MeetingError))
+        # These explain themselves in one line; anything else needs its traceback.
+        one_line = isinstance(error, (ConfigError, MeetingError, BadNode))
         details = str(error) if one_line else user_error.describe(error)
         # This error is the same on every rank, and names the ranks at fault.
         text = details if isinstance(error, MixedDevices) else f"{rank} failed:\n{details}"
@@ -210,7 +214,8 @@ class Attempt:
         if state.group is None:  # no other rank can be reached; they notice when they try to meet
             self._watchdog.close()
             step = state.start_step
-            record = record_end(state, "failed", step, step, error=text, retry=self._may_pass(error))
+            blamed = list(filter(None, [blamed_host(error, world.host_of(world.rank))]))
+            record = record_end(state, "failed", step, step, error=text, retry=self._may_pass(error), blamed=blamed)
             if not one_line or (record and record["requeue"]):  # else it is printed as the process ends
                 say(text)
             print_hint(state, text)
@@ -233,7 +238,9 @@ class Attempt:
             text = text.replace(" failed:", " lost contact:", 1)
             fault = Fault("failed", f"{rank} lost contact: {error}", cause=False)
         else:
-            fault = Fault("failed", text, retry=self._may_pass(error))
+            world = self._state.world
+            blames = blamed_host(error, world.host_of(world.rank))
+            fault = Fault("failed", text, retry=self._may_pass(error), blames=blames)
             self._end_by_fault.set_own_failure(fault, to_say=not printed_in_main)
         self._watchdog.report(fault)
         self._end_by_fault.wait()
@@ -258,6 +265,8 @@ class Attempt:
             in_training = state.loop is not None and state.loop.position.step > state.start_step
             return "no" if in_training else "if_trained"
         building = (
-            state.group is not None and state.loop is None and not isinstance(error, (MeetingError, CheckpointError))
+            state.group is not None
+            and state.loop is None
+            and not isinstance(error, (MeetingError, CheckpointError, BadNode))
         )
         return "if_trained" if building else "yes"

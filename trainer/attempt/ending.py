@@ -31,7 +31,7 @@ def record_end(
     blamed: Sequence[str] = (),
 ) -> AttemptRecord | None:
     """Record how this attempt ended, see `end_attempt`; None if another rank was first."""
-    step_s = state.loop.progress.step_s() if state.loop else None
+    step_s, save_s = (state.loop.progress.step_s(), state.loop.saves.stalled_s) if state.loop else (None, None)
     return end_attempt(
         state.run_dir,
         state.world,
@@ -41,6 +41,7 @@ def record_end(
         saved_step,
         lost_s=lost_s,
         step_s=step_s,
+        save_s=save_s,
         error=error,
         retry=retry,
         blamed=blamed,

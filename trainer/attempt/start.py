@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer.attempt.preflight import check_device
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.restore import SharedCheckpoint, read_newest
 from trainer.checkpoint.store import Manifest
@@ -46,7 +47,12 @@ def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
             say(line)
     # Before the collectives: the others would wait in C for a rank whose connections fail.
     watchdog.join(group.store)
+    if config.launch.preflight and group.device.type == "cuda":
+        check_device(group.device, watchdog)
     group.connect(timeout_s)
+    if config.launch.preflight:
+        for skew in group.skewed_clocks:
+            say(f"WARNING: {skew}")
     state.set_number(group.broadcast_int("attempt", world.number))
     return group
 

@@ -52,6 +52,7 @@ class CheckpointManager:
         self.saved = Position()  # the position in the newest checkpoint
         self.saving: Position | None = None  # the position that the save in progress will have committed
         self.due = False  # whether to save after the current step
+        self.stalled_s = 0.0  # how long the loop has stood still for saves
         self.last = False  # whether saving is all that is left for this attempt to do
         self._settings, self._group = settings, group
         self._ranking = Ranking.parse(settings.best_by)
@@ -90,11 +91,12 @@ class CheckpointManager:
         began = time.perf_counter()
         self.wait()
         if not self.saved.same_place(position):
-            self._began = time.monotonic()
+            self._began, writing = time.monotonic(), time.perf_counter()
             opaque = self._opaque.save(self._writer.next_folder(info.step)) if self._opaque else None
             self.saving = copy.copy(position)
             keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
             self._writer.start(info, state, self._metrics.sync, keep_last, keep_best, self._ranking, opaque)
+            self.stalled_s += time.perf_counter() - writing
             if not self._settings.asynchronous:
                 self.wait()
             if self._auto:
@@ -102,9 +104,11 @@ class CheckpointManager:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the save in progress, if any, for at most `timeout_s`. Raises like `start_save`."""
+        began = time.perf_counter()
         until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while self.saving is not None and not self._writer.wait(0.5) and time.monotonic() < until:
             self._check_alive(self._writer.missing_ranks)
+        self.stalled_s += time.perf_counter() - began
         self.poll()
 
     def _check_alive(self, missing: list[int]) -> None:

@@ -52,9 +52,11 @@ from trainer.world import run_lock
 from trainer.world.launchers import detect_world, restarts_in_place
 from trainer.world.signals import STOP_SIGNALS
 from trainer.world.slurm import (
+    EXPEDITE,
     REPLACED,
     Job,
     SlurmError,
+    forbid_requeue,
     has_scontrol,
     requeue_job,
     show_job,
@@ -91,6 +93,7 @@ def after_ranks(
     with run_lock.no_start(run.lock) as holder:  # a rank that survived srun does not begin meanwhile
         if holder and not run_lock.belongs_to_job(holder, world):
             say(f"not requeued: another attempt is at work on this run ({holder})")
+            _end_for_good(world, launch)
             return False
         rank_0_lives = bool(holder)  # only srun was killed, or the node of rank 0 is cut off
         kept_step = cache(lambda: _newest_step(run))
@@ -104,6 +107,7 @@ def after_ranks(
             return False
         record_abandoned_attempts(run, kept_step, continued_job=None if follows is Next.END else world.job_id)
     if follows is Next.END:  # else the next attempt reads the checkpoints, and corrects the record
+        _end_for_good(world, launch)
         correct_lost_attempt(run, lambda: _newest_intact_step(run))
     return follows is Next.RESTART
 
@@ -179,6 +183,15 @@ def _ask_slurm(world: World) -> Job | None:
     while (job := show_job(world.job_id)) is None and time.monotonic() < deadline and has_scontrol():
         time.sleep(POLL_S)
     return job
+
+
+def _end_for_good(world: World, launch: Launch) -> None:
+    """The job fails, and is to end: without this, Slurm would requeue one with an expedited requeue, and hold it."""
+    if launch.slurm.get("requeue") == EXPEDITE:
+        try:
+            forbid_requeue(world.job_id)
+        except SlurmError as error:
+            say(f"Slurm will hold this job in the queue, where `scancel {world.job_id}` ends it: {error}")
 
 
 def _end_as_cancelled(world: World) -> None:
@@ -270,11 +283,12 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
         if status == REFUSED and not _is_submitted(run, world):
             return status
         trainer = _trainer_of_job(run, world)
+        launch = trainer.config.launch
         if finish_of(trainer.run, trainer.config):
+            _end_for_good(world, launch)
             return status
         restarts = restarts_in_place(os.environ)
         can_restart = restarts is not None and SIGNALLED not in os.environ
-        launch = trainer.config.launch
         if after_ranks(trainer.run, world, launch, status, setup_line, restarts or 0, can_restart):
             return 0
     except Exception as error:  # e.g. of the node or its disk: one line in the log must say so

@@ -15,7 +15,7 @@ from trainer.cluster import machine_checks, run_folders
 from trainer.cluster.weights_source import check_weights, with_absolute_weights
 from trainer.config.config import Config
 from trainer.config.gpus import without_gpus
-from trainer.world.slurm import is_silent, kill_wait_s
+from trainer.world.slurm import EXPEDITE, cluster_settings, is_silent
 
 
 class Way(enum.Enum):
@@ -43,7 +43,7 @@ def prepare(config: Config, way: Way, stem: str = "run", search: Sequence[Path] 
     """
     config = run_folders.with_root_and_name(_fit(config, way), stem)
     _check(config, way, search)
-    return _with_grace(with_absolute_weights(config), way)
+    return _for_cluster(with_absolute_weights(config), way)
 
 
 def prepare_new(config: Config, way: Way, stem: str = "run") -> Config:
@@ -52,7 +52,7 @@ def prepare_new(config: Config, way: Way, stem: str = "run") -> Config:
     run_folders.check_name_is_free(config)
     _check(config, way)  # before data.root is made absolute: the messages show it as it was typed
     check_weights(config)
-    return _with_grace(run_folders.with_absolute_data(with_absolute_weights(config)), way)
+    return _for_cluster(run_folders.with_absolute_data(with_absolute_weights(config)), way)
 
 
 def _fit(config: Config, way: Way) -> Config:
@@ -65,12 +65,18 @@ def _fit(config: Config, way: Way) -> Config:
     return dataclasses.replace(config, launch=launch)
 
 
-def _with_grace(config: Config, way: Way) -> Config:
-    """A job without a grace time gets that of its cluster."""
-    on_slurm = way in (Way.SLURM, Way.FOLLOW, Way.DRY_RUN)
-    if not on_slurm or config.launch.grace_s is not None or is_silent():
+def _for_cluster(config: Config, way: Way) -> Config:
+    """A job without a grace time gets that of its cluster, and an expedited requeue where the cluster allows it."""
+    if way not in (Way.SLURM, Way.FOLLOW, Way.DRY_RUN) or is_silent():
         return config
-    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, grace_s=kill_wait_s()))
+    launch, cluster = config.launch, cluster_settings()
+    slurm = dict(launch.slurm)
+    if slurm.get("requeue") == EXPEDITE:  # set here, perhaps on a cluster that allowed it
+        del slurm["requeue"]
+    if cluster.expedites and not {"requeue", "no-requeue", "no_requeue"} & slurm.keys():
+        slurm["requeue"] = EXPEDITE
+    grace_s = cluster.kill_wait_s if launch.grace_s is None else launch.grace_s
+    return dataclasses.replace(config, launch=dataclasses.replace(launch, grace_s=grace_s, slurm=slurm))
 
 
 def _check(config: Config, way: Way, search: Sequence[Path] = ()) -> None:

@@ -24,6 +24,7 @@ from trainer.records.metrics import StepLine, is_step, last_lines
 from trainer.records.plan import read_plan
 from trainer.records.retry import FAILURES
 from trainer.records.submissions import SubmissionRecord, read_submissions
+from trainer.records.time_split import TimeSplit, Waiting, split_time
 from trainer.rundir import RunDir
 from trainer.say import command
 from trainer.world import run_lock
@@ -33,6 +34,7 @@ READ_THREADS = 16  # on a network file system each waits for its run's files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
 JUST_STARTED_S = 120.0  # the most that a rank on this machine takes to import torch
 ALIVE = ("queued", "requeued", "starting", "running", "restarting", "stopping", "unknown")
+WAITING = ("queued", "requeued", "starting", "restarting")  # for its next attempt
 # The state of a run without a job, by the reason of its last attempt in attempts.jsonl.
 FINAL_STATE: dict[Reason, str] = {
     "finished": "finished",
@@ -72,6 +74,7 @@ class RunStatus:
     goodput: float | None
     started_at: float | None  # the start of the first attempt
     rank_hours: float  # hours in attempts, times ranks; a rank is a GPU where there are any
+    folder: str
 
     @property
     def alive(self) -> bool:
@@ -133,8 +136,17 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
         rank_hours=sum(((r["end"] or now) - r["start"]) * r["world_size"] for r in records) / 3600,
         attempts=len(records),
         lost_steps=sum(record["lost_steps"] for record in records),
+        folder=str(run.path),
         goodput=_goodput(records, in_attempt, batch_size / rate if batch_size and rate else None, now),
     )
+
+
+def time_of(status: RunStatus) -> TimeSplit:
+    """What the run's time was spent on, in seconds. Reads more of its files than its status takes."""
+    run, waits = RunDir(status.folder), status.state in WAITING and status.job_id is not None
+    waiting = Waiting(status.job_id or "", in_place=status.state == "restarting") if waits else None
+    records, submissions = records_of(run), read_submissions(run.submissions)
+    return split_time(records, submissions, run.metrics, time.time(), status.alive, waiting)
 
 
 def records_of(run: RunDir) -> list[AttemptRecord]:
@@ -259,7 +271,7 @@ def _not_on_slurm(
 
 def _in_queue(job: Job, of_job: Sequence[AttemptRecord]) -> tuple[str, str]:
     """State and reason of a run whose job is in the queue; `of_job` holds its attempts in that job."""
-    if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"):
+    if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "EXPEDITING", "SPECIAL_EXIT"):
         return "requeued" if of_job else "queued", job.reason
     if job.state not in ("RUNNING", "CONFIGURING", "SUSPENDED", "RESIZING"):
         return "stopping", job.state.lower()

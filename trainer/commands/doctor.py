@@ -66,7 +66,7 @@ def _check_here(config: Config) -> int:
 
 def _check_nodes(config: Config) -> int:
     """Let every rank of a short job say hello, and print what they measured; returns the exit status."""
-    from trainer.doctor.hello import report, wrong_sums
+    from trainer.doctor.hello import bad_nodes, report, wrong_sums
     from trainer.doctor.roll_call import LIMIT_MIN, RollCall
 
     launch = config.launch
@@ -98,7 +98,7 @@ def _check_nodes(config: Config) -> int:
         return 1
     print(*["", *report(greetings)], sep="\n")
     call.remove()
-    return int(bool(wrong_sums(greetings)))
+    return int(bool(wrong_sums(greetings) or bad_nodes(greetings)))
 
 
 def _show(title: str, facts: Facts) -> None:

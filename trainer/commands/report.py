@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from trainer.cluster import run_config, run_folders
-from trainer.cluster.run_status import RunStatus, StatusReader, records_of
+from trainer.cluster.run_status import RunStatus, StatusReader, records_of, time_of
 from trainer.commands.parsers import NO_RUN, Parser, add_runs, add_sweep, split
 from trainer.config.errors import ConfigError
 from trainer.config.keys import fields_of
@@ -63,6 +63,7 @@ def _contents(run: RunDir, status: RunStatus) -> Run:
         step=status.step,
         total_steps=status.total_steps,
         goodput=status.goodput,
+        time=time_of(status),
         records=records,
         submissions=read_submissions(run.submissions),
         curves=read_curves(run.metrics, kept),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainer.cluster import run_folders
-from trainer.cluster.run_status import STATES, RunStatus, StatusReader
+from trainer.cluster.run_status import STATES, RunStatus, StatusReader, time_of
 from trainer.commands.parsers import Parser, add_runs, split
 from trainer.config.errors import ConfigError
 from trainer.records.metrics import metrics_in, newest_epoch
@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
         return _Reading(found, wanted[: args.n], len(wanted) - len(wanted[: args.n]))
 
     if args.json:
-        print(json.dumps([{**vars(status), **shown.fields(status.run)} for status in read().wanted], indent=1))
+        wanted = read().wanted
+        fields = ({**vars(one), "time_s": vars(time_of(one)), **shown.fields(one.run)} for one in wanted)
+        print(json.dumps(list(fields), indent=1))
     elif args.watch:
         from trainer.commands.status_watch import watch
 

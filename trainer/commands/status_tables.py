@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
-from trainer.cluster.run_status import STATES, RunStatus, records_of
+from trainer.cluster.run_status import STATES, RunStatus, records_of, time_of
 from trainer.commands.fitted_table import Column, FittedTable
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
@@ -132,6 +132,7 @@ def _facts(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord]) -> 
         facts["started"] = f"{_clock(status.started_at)}, {duration(time.time() - status.started_at)} ago"
         lost = f"{status.lost_steps or 'no'} step{'s' * (status.lost_steps > 1)} lost"
         facts["attempts"] = f"{status.attempts}, {lost}, goodput {or_dash(status.goodput, '{:.0%}')}"
+        facts["time"] = str(time_of(status))
         facts["GPU hours" if _on_gpus(run) else "rank hours"] = f"{status.rank_hours:,.2f}"
     if epoch := newest_epoch(run.metrics):
         facts[f"epoch {epoch['epoch']}"] = ", ".join(f"{name} {number(epoch[name])}" for name in metrics_in(epoch))

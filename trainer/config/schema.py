@@ -225,6 +225,11 @@ class Launch:
         "longer requeued",
         least=0,
     )
+    preflight: bool = setting(
+        True,
+        "check each node while its ranks start: GPUs (their errors with nvidia-ml-py installed, and a product of "
+        "matrices), memory, disks, clock. A node that fails is named and blamed, and the attempt is retried",
+    )
     hang_timeout_s: int = setting(600, "seconds that a rank waits for its peers before it ends the attempt", least=1)
     init_method: str | None = setting(
         None,

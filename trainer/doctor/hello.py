@@ -15,9 +15,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.attempt.preflight import Preflight, checks_of
 from trainer.config.config import Config
 from trainer.rundir import RunDir
+from trainer.world.gpu_checks import product_error
 from trainer.world.launchers import detect_world
+from trainer.world.node_checks import Finding
 from trainer.world.world import World
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ class Greeting:
     total: float  # the sum of a one from every rank
     work_s: float = 0.0  # seconds for the compute test, which all ranks run at the same time
     all_reduce_s: dict[int, list[float]] = field(default_factory=dict)  # bytes -> seconds of each repeat
+    findings: list[Finding] = field(default_factory=list)  # of this rank's node, if it is the first there; of its GPU
 
     def __str__(self) -> str:
         return f"[{self.address}] hello from [{self.host}:{self.backend}] rank {self.rank}/{self.size}"
@@ -62,12 +66,16 @@ class Hello:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it; there is nothing to save here
         world = detect_world()
         sign_in(self.folder, world)
+        preflight = Preflight(checks_of(self.config, world) if world.local_rank == 0 else [])
         # Imported after signing in: a rank whose import takes long, e.g. from a slow disk, has started all the same.
         from trainer.world.join import join
 
         group = join(self.config, world, RunDir(self.folder).meeting(world.attempt), timeout_s=0)
         group.connect(timeout_s=0)
-        greeting = measure(group)
+        findings = [*preflight.findings(), *(Finding(skew, fatal=False) for skew in group.skewed_clocks)]
+        if group.device.type == "cuda" and (error := product_error(group.device)):
+            findings.append(Finding(f"{group.device}: {error}", fatal=True))
+        greeting = replace(measure(group), findings=findings)
         print(greeting, flush=True)
         group.close()
         return greeting
@@ -138,10 +146,17 @@ def wrong_sums(greetings: Sequence[Greeting]) -> list[str]:
     return [f"rank {one.rank} on {one.host}: the sum of {one.size} ones is {one.total:g}" for one in wrong]
 
 
+def bad_nodes(greetings: Sequence[Greeting]) -> list[str]:
+    """One line for each reason why a node cannot train."""
+    return [f"{one.host}: {found.text}" for one in greetings for found in one.findings if found.fatal]
+
+
 def report(greetings: Sequence[Greeting]) -> list[str]:
     """The measurements of all ranks, as lines of text."""
     ranks = greetings[0].size
     lines = wrong_sums(greetings) or [f"sum of ones: {ranks} on every rank"]
+    lines += [f"bad node {line}" for line in bad_nodes(greetings)]
+    lines += [f"{one.host}: {found.text}" for one in greetings for found in one.findings if not found.fatal]
     times = all_reduce_times(greetings)
     if times:
         lines += ["", "all-reduce      time  bus bandwidth"]

@@ -21,11 +21,13 @@ class _Attempt(TypedDict):
     hosts: list[str]
     world_size: int
     start: float
+    job_start: float | None  # of this start of its job, as Slurm says; None where it does not
     start_step: int
     end_step: int  # the last step done
     lost_steps: int  # done, but in no checkpoint
     lost_s: float  # seconds that these steps took
     step_s: float | None  # mean seconds of a step, None when none was done
+    save_s: float | None  # seconds that the training loop stood still for saves; None when that is not known
     requeue: bool  # whether the run continues by itself: its ranks, or its job, are started again
     error: str | None
     blamed: list[str]  # the hosts whose fault the end seems to be
@@ -51,8 +53,10 @@ AttemptRecord = OpenAttempt | EndedAttempt
 # Fields that a run of an older version does not have.
 _DEFAULTS: dict[str, Any] = {
     "step_id": None,
+    "job_start": None,
     "lost_s": 0.0,
     "step_s": None,
+    "save_s": None,
     "requeue": False,
     "error": None,
     "blamed": [],

@@ -28,6 +28,7 @@ from trainer.records.metrics import is_step, read_lines
 from trainer.records.retry import Next, decide
 from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir
+from trainer.world.slurm_environment import job_start
 from trainer.world.watchdog import Retry
 from trainer.world.world import World
 
@@ -48,6 +49,7 @@ def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
         "hosts": _unique_names(world.hosts),
         "world_size": world.size,
         "start": time.time(),
+        "job_start": job_start(os.environ) if world.on_slurm else None,
         "end": None,
         "start_step": start_step,
         "end_step": start_step,
@@ -55,6 +57,7 @@ def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
         "lost_steps": 0,
         "lost_s": 0.0,
         "step_s": None,
+        "save_s": None,
         "requeue": False,
         "error": None,
         "blamed": [],
@@ -119,6 +122,7 @@ def end_attempt(
     kept_step: int,
     lost_s: float | None = None,
     step_s: float | None = None,
+    save_s: float | None = None,
     error: str | None = None,
     retry: Retry = "yes",
     blamed: Iterable[str] = (),
@@ -127,7 +131,8 @@ def end_attempt(
 
     `end_step` is the last step done, `kept_step` that of the newest checkpoint. `lost_s` is the time that the steps
     between them took, by default that which metrics.jsonl shows; `step_s` is the mean time of a step, None when none
-    was done. `retry`: whether the error may be gone at the next attempt. `blamed`: hosts whose fault it seems to be.
+    was done; `save_s` is how long the loop stood still for saves. `retry`: whether the error may be gone at the next
+    attempt. `blamed`: hosts whose fault it seems to be.
     Raises OSError when the disk refuses: another rank may try, or the next attempt records this one as lost.
     """
     open_record = next(iter(read_attempts(run.attempt_now)), None)
@@ -145,6 +150,7 @@ def end_attempt(
         "lost_steps": end_step - kept_step,
         "lost_s": _lost_seconds(run, open_record["start"], kept_step) if lost_s is None else lost_s,
         "step_s": step_s,
+        "save_s": save_s,
         "error": error,
         "blamed": list(blamed),
     }

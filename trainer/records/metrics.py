@@ -8,10 +8,10 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypedDict, TypeGuard
+from typing import IO, Any, TypedDict, TypeGuard
 
 from trainer.records import append_only
 
@@ -200,6 +200,33 @@ def last_lines(path: Path, size: int = TAIL, without: bytes | None = None) -> li
 def newest_step(path: Path) -> StepLine | None:
     """The line of the last step in metrics.jsonl, None before the first."""
     return next((line for line in reversed(last_lines(path)) if is_step(line)), None)
+
+
+def steps_from(path: Path, step: int) -> Iterator[StepLine]:
+    """The lines of this step and all later ones. A long file is searched by bisection, not read from its beginning."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        low, high = 0, file.seek(0, os.SEEK_END)  # the line begins between these
+        while high - low > TAIL:
+            middle = (low + high) // 2
+            file.seek(middle)
+            file.readline()  # the rest of a line
+            number = next((line["step"] for line in _parsed(file, high) if "step" in line), step)
+            if number < step:
+                low = middle
+            else:
+                high = middle
+        file.seek(low)
+        if low:
+            file.readline()
+        yield from (line for line in _parsed(file) if is_step(line) and line["step"] >= step)
+
+
+def _parsed(file: IO[bytes], until: float = math.inf) -> Iterator[dict[str, Any]]:
+    """The records from here on, of lines that begin before `until`."""
+    while file.tell() < until and (line := file.readline()):
+        with contextlib.suppress(ValueError):
+            if isinstance(record := json.loads(line), dict):
+                yield record
 
 
 def newest_epoch(path: Path, key: str = "epoch") -> dict[str, Any] | None:

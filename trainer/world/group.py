@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch import Tensor
 from trainer.config.errors import first_line
 from trainer.say import say
 from trainer.world.address import use_interface
+from trainer.world.node_checks import skewed_clocks
 from trainer.world.seal import Seal
 from trainer.world.sealed_store import SealedStore
 from trainer.world.world import MeetingError, MixedDevices, World
@@ -38,6 +40,7 @@ class Registration(TypedDict):
     pid: str
     device: str  # cuda or cpu
     backend: str  # nccl or gloo
+    at: float  # Unix seconds by this host's clock
     local_ip: str  # see StoreConnection
     rank_0_ip: str
 
@@ -67,6 +70,7 @@ class Group:
         self.backend = backend
         self.address = address
         self._meeting_files = meeting_files
+        self.skewed_clocks: list[str] = []  # on rank 0: one line for each host whose clock is wrong
         self._barriers = 0
 
     def connect(self, timeout_s: float) -> None:
@@ -83,6 +87,8 @@ class Group:
             file.unlink(missing_ok=True)
         self._check_devices(registered)
         hosts = tuple(rank["host"] for rank in registered)
+        if self.world.rank == 0:
+            self.skewed_clocks = skewed_clocks(hosts, [rank["at"] for rank in registered], time.time())
         nodes = list(dict.fromkeys(hosts))
         self.world = replace(self.world, hosts=hosts)
         if len(nodes) > 1:  # with one host, keep the launcher's numbers: it may pretend to be several nodes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def register_rank(
         pid=str(os.getpid()),
         device=device.type,
         backend=backend,
+        at=time.time(),
         local_ip=met.local_ip,
         rank_0_ip=met.rank_0_ip,
     )

@@ -9,6 +9,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Mapping
+from typing import NamedTuple
 
 DEFAULT_KILL_WAIT_S = 30  # seconds from SIGTERM to SIGKILL unless slurm.conf says otherwise (KillWait)
 PING_S = 2.0
@@ -22,6 +23,13 @@ TAG_VARIABLE = "LASTSTEP_JOB_TAG"
 UNFIT = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|\*")
 REPLACED = "REPLACED"  # our own JobState: this process's job id is that of another job now
 Partition = Mapping[str, str]  # the fields of `scontrol show partition`
+# `sbatch --requeue=expedite`, where the site allows it. Read in Slurm's sources (slurmctld/job_mgr.c):
+# - `scontrol requeue` starts such a job again without the delay of 2 minutes (requeue_delay, else cred_expire).
+# - A job whose node fails, or one that fails and whose Epilog finds a fault on a node, is first in the queue.
+# - A job that fails otherwise is requeued too, but held. So one that is to end must first be forbidden to requeue.
+# - Until 25.11.2 this also befell a job that had finished. A site that does not allow it refuses the job.
+EXPEDITE = "expedite"
+EXPEDITE_SINCE = (25, 11, 3)
 
 
 class SlurmError(RuntimeError):
@@ -83,12 +91,44 @@ def parse_records(text: str) -> list[Mapping[str, str]]:
     return [dict(words) for words in lines if words]
 
 
+class ClusterSettings(NamedTuple):
+    """What a submission asks the cluster for, in one call."""
+
+    kill_wait_s: int | None = None  # KillWait: seconds between SIGTERM and SIGKILL; None when Slurm does not answer
+    expedites: bool = False  # whether a job may ask for an expedited requeue, see `EXPEDITE`
+
+
+def cluster_settings() -> ClusterSettings:
+    """Ask Slurm for its settings."""
+    with contextlib.suppress(SlurmError):
+        shown = scontrol("show", "config")
+        kill_wait = re.search(r"^KillWait\s*=\s*(\d+) sec", shown, re.MULTILINE)
+        allowed = re.search(r"^SlurmctldParameters\s*=.*\benable_expedited_requeue\b", shown, re.MULTILINE)
+        controller = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", shown, re.MULTILINE)
+        # Where the controller allows it, sbatch is asked too: it may be older.
+        expedites = bool(allowed and controller and can_expedite(controller[1]) and can_expedite(_sbatch_version()))
+        return ClusterSettings(int(kill_wait[1]) if kill_wait else None, expedites)
+    return ClusterSettings()
+
+
 def kill_wait_s() -> int | None:
     """KillWait: the seconds this cluster gives a job between SIGTERM and SIGKILL. None when Slurm does not answer."""
-    with contextlib.suppress(SlurmError):
-        found = re.search(r"^KillWait\s*=\s*(\d+) sec", scontrol("show", "config"), re.MULTILINE)
-        return int(found[1]) if found else None
-    return None
+    return cluster_settings().kill_wait_s
+
+
+def can_expedite(version: str) -> bool:
+    """Whether this version of Slurm (26.05.1) has an expedited requeue that leaves a job alone which has finished."""
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    return numbers >= EXPEDITE_SINCE
+
+
+def _sbatch_version() -> str:
+    return command("sbatch", "--version").removeprefix("slurm").strip()
+
+
+def forbid_requeue(job_id: str) -> None:
+    """Have Slurm end the job of this process for good, however it exits. Raises SlurmError."""
+    scontrol("update", f"JobId={job_id}", "Requeue=0")
 
 
 def is_silent() -> bool:

@@ -30,6 +30,12 @@ def slurm_job(env: Env) -> tuple[str, int]:
     return job_id, read_int({"SLURM_RESTART_COUNT": "0", **env}, "SLURM_RESTART_COUNT")
 
 
+def job_start(env: Env) -> float | None:
+    """When this start of the job began, in Unix seconds; None where Slurm does not say (before 23.02)."""
+    began = env.get("SLURM_JOB_START_TIME", "")
+    return float(began) if began.isdecimal() else None
+
+
 def slurm_step(env: Env) -> int | None:
     """The number of the step that this process is a task of; None in the shell of a batch script, where Slurm 26.05
     sets SLURM_STEP_ID to -5."""

@@ -14,9 +14,11 @@ from trainer.observe.progress import duration
 from trainer.observe.report.curves import Curves
 from trainer.observe.report.figures import Figure, colour, legend
 from trainer.observe.report.figures import html as figures_html
+from trainer.observe.report.time_bar import time_bar
 from trainer.observe.report.timeline import Timeline, steps, when
 from trainer.records.attempt_record import AttemptRecord
 from trainer.records.submissions import SubmissionRecord
+from trainer.records.time_split import TimeSplit
 from trainer.say import counted
 
 STYLE = Path(__file__).with_name("page.css")
@@ -69,6 +71,7 @@ class Run:
     step: int | None
     total_steps: int | None
     goodput: float | None  # share of the allocated time that was spent on steps that were kept
+    time: TimeSplit
     records: Sequence[AttemptRecord]
     submissions: Sequence[SubmissionRecord]
     curves: Curves
@@ -209,7 +212,8 @@ def _attempts(run: Run, name: str) -> str:
         return f'<section class="run"><h2>{title}</h2>\n<p class="empty">No attempt has started yet.</p></section>\n'
     timeline = run.timeline
     return (
-        f'<section class="run"><h2>{title}</h2>\n{timeline.picture(run.curves.done_at)}{timeline.table()}</section>\n'
+        f'<section class="run"><h2>{title}</h2>\n{timeline.picture(run.curves.done_at)}{timeline.table()}'
+        f"{time_bar(run.time)}</section>\n"
     )
 
 
