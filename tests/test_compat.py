@@ -34,7 +34,8 @@ from trainer.rundir import RunDir
 
 def test_it_imports_nothing() -> None:
     """The command answers at once only as long as torch stays away."""
-    code = "import sys, trainer.compat; print([n for n in ('torch', 'submitit', 'tensorboard') if n in sys.modules])"
+    heavy = ("torch", "submitit", "tensorboard", "ray")
+    code = f"import sys, trainer.compat; print([n for n in {heavy} if n in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT, check=True).stdout
     assert said == "[]\n"
 
@@ -282,6 +283,14 @@ def test_collating() -> None:
         ("transformers/trainer.py", "def _load_optimizer_and_scheduler("),
         ("transformers/trainer.py", "def _load_scaler("),
         ("transformers/trainer.py", "def _load_rng_state("),
+        ("ray/train/v2/_internal/execution/context.py", "preemption_context: PreemptionContext"),
+        ("ray/train/v2/_internal/execution/preemption.py", "preemption_info: Optional[PreemptionInfo] = None"),
+        (
+            "ray/train/v2/_internal/execution/worker_group/poll.py",
+            "RayActorError) and error.preempted",
+        ),
+        ("ray/experimental/internal_kv.py", "def _internal_kv_get("),
+        ("ray/experimental/internal_kv.py", "def _internal_kv_put("),
     ],
 )
 def test_frameworks(file: str, code: str) -> None:

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 if TYPE_CHECKING:
@@ -88,28 +89,13 @@ def event_file_parts() -> EventFileParts:
     return EventFileParts(Event, SessionLog, Summary, RecordWriter)
 
 
-class HParamsParts(NamedTuple):
+def hparams_parts() -> SimpleNamespace:
     """What describes a run to TensorBoard's tab HPARAMS without tensorflow, which the plugin's own writer imports."""
-
-    Event: Any
-    Summary: Any
-    PluginData: Any
-    SessionStartInfo: Any
-    SessionEndInfo: Any
-    metadata: Any
-    nothing: Any
-    START_TAG: str
-    END_TAG: str
-    SUCCESS: int
-
-
-def hparams_parts() -> HParamsParts:
-    """Import the protocol buffers of TensorBoard's plugin."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-    return HParamsParts(
+    return SimpleNamespace(
         Event=Event,
         Summary=Summary,
         PluginData=plugin_data_pb2.HParamsPluginData,
@@ -338,3 +324,23 @@ def load_no_transformers_checkpoint(trainer: Any) -> None:
     """Keep the Trainer of transformers from loading anything but its counters from the folder it resumes from."""
     for part in ("from_checkpoint", "optimizer_and_scheduler", "scaler", "rng_state"):
         setattr(trainer, f"_load_{part}", lambda *_: None)
+
+
+# --- Ray
+
+
+def ray_preemption_announced() -> bool:
+    """Whether Ray takes away the node of a worker in this worker's group. `ray.train.get_preemption_info` waits for all
+    workers to ask at once."""
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    return get_train_context().preemption_context.preemption_info is not None
+
+
+def count_in_ray(key: str) -> int:
+    """How often this was called before with this key, by any process of the Ray cluster."""
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+    count = int(_internal_kv_get(key) or 0)
+    _internal_kv_put(key, str(count + 1))
+    return count

@@ -13,7 +13,7 @@ from trainer.cluster.task_check import check_task
 from trainer.config.errors import ConfigError
 
 
-@pytest.mark.parametrize("adapter", ["fabric", "lightning", "transformers"])
+@pytest.mark.parametrize("adapter", ["fabric", "lightning", "ray", "transformers"])
 def test_an_adapter_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, adapter: str) -> None:
     """In a rank, which may have another environment than the command."""
     name = f"trainer.frameworks.{adapter}"

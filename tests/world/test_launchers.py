@@ -59,6 +59,9 @@ SUBMITIT_EXECUTOR=local SUBMITIT_LOCAL_JOB_ID=13755 SUBMITIT_LOCAL_NTASKS=2 SUBM
 SUBMITIT_LOCAL_NODEID=0 SUBMITIT_LOCAL_GLOBALID=1 SUBMITIT_LOCAL_LOCALID=1"""
 DEBUG = "SUBMITIT_DEBUG_JOB_ID=DEBUG_139"
 SPAWN = "LASTSTEP_RANK=1 LASTSTEP_WORLD_SIZE=3 LASTSTEP_JOB=20261121-160000-77"
+RAY = """\
+LASTSTEP_RAY_RANK=3 LASTSTEP_RAY_WORLD_SIZE=4 LASTSTEP_RAY_LOCAL_RANK=1 LASTSTEP_RAY_LOCAL_WORLD_SIZE=2
+LASTSTEP_RAY_NODE_RANK=1 LASTSTEP_RAY_RESTARTS=2 LASTSTEP_RAY_JOB=20261122-180000-77"""
 ENV = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=node0 MASTER_PORT=2345"
 
 
@@ -110,6 +113,7 @@ def detect(monkeypatch: pytest.MonkeyPatch, *environments: str) -> World:
         (LOCAL, "1/2 local 1/2 node 0/1", "here here", "13755-0"),
         (DEBUG, "0/1 local 0/1 node 0/1", "here", "DEBUG_139-0"),
         (SPAWN, "1/3 local 1/3 node 0/1", "here here here", "spawn-20261121-160000-77-0"),
+        (RAY, "3/4 local 1/2 node 1/2", "? ? ? here", "ray-20261122-180000-77-2"),
         (ENV, "3/4 local 1/2 node 1/2", "? ? ? here", "env-node0-2345-0"),
         ("RANK=1 WORLD_SIZE=2", "1/2 local 1/2 node 0/1", "? here", "env--0"),
         # Nested launchers: the innermost is right.

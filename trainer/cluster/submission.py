@@ -25,11 +25,11 @@ from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 from trainer.world.slurm import new_tag
 
-# Prefixes of the variables that Slurm, submitit, torchrun, mpirun and --spawn set for their ranks.
+# Prefixes of the variables that Slurm, submitit, torchrun, mpirun, --spawn and Ray's workers set for their ranks.
 LAUNCHER_VARIABLES = (
     *("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_"),
     *("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_JOB", "LASTSTEP_WORKING_FOLDER", "LASTSTEP_EXPORTED"),
-    *("LASTSTEP_RESTARTS", "LASTSTEP_SIGNALLED"),
+    *("LASTSTEP_RESTARTS", "LASTSTEP_SIGNALLED", "LASTSTEP_RAY_"),
 )
 # Prefixes of the variables that any launcher may set for torch.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_")

@@ -115,9 +115,9 @@ def _continue(folder: Path, overrides: Sequence[str]) -> int:
 
 
 def _rank(config: Config, run: RunDir, world: World) -> int:
-    if world.launcher == "submitit-local":
+    if world.launcher in ("submitit-local", "ray"):
         die_with_parent(signal.SIGTERM)  # a killed launcher must not leave its ranks training unseen
-    elif world.rank == 0 and finish_of(run, config) is None:
+    if world.launcher != "submitit-local" and world.rank == 0 and finish_of(run, config) is None:
         name = {"job_name": os.environ["SLURM_JOB_NAME"]} if "SLURM_JOB_NAME" in os.environ else {}
         run_folders.record_submission(run, world.job_id, **name)
     user_error.main_is_ours = True

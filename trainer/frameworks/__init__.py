@@ -1,5 +1,6 @@
-"""Other trainers, resumed exactly: an adapter for each, which a user's script imports by name. Nothing else imports
-them, and they alone import the framework. Not here: the loop around the user's function, which is in `loops`."""
+"""Other trainers, resumed exactly, and a trainer for Ray clusters: an adapter for each, which a script imports by name.
+Nothing else imports them, and they alone import the framework. Not here: the loop around the user's function, which is
+in `loops`."""
 
 from __future__ import annotations
 
@@ -9,9 +10,14 @@ from trainer.config.errors import ConfigError
 PACKAGES = {
     "trainer.frameworks.fabric": "lightning",
     "trainer.frameworks.lightning": "lightning",
+    "trainer.frameworks.ray": "ray",
     "trainer.frameworks.transformers": "transformers",
 }
-VERSIONS = {"lightning": "lightning>=2.5,<3", "transformers": "transformers[torch]>=5,<6"}
+VERSIONS = {
+    "lightning": "lightning>=2.5,<3",
+    "ray": "ray[train]>=2.57,<3",
+    "transformers": "transformers[torch]>=5,<6",
+}
 
 
 def missing(source: str, adapter: str, package: str) -> ConfigError:

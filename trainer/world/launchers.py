@@ -112,6 +112,24 @@ class Spawn(Launcher):
         return cls._build_world(env, env["LASTSTEP_JOB"], local_size=size, node=0, nodes=1, hosts=hosts)
 
 
+class Ray(Launcher):
+    """Ray Train, see trainer.frameworks.ray: in each of its workers, which Ray itself starts again."""
+
+    name = "ray"
+    variables = ("LASTSTEP_RAY_RANK", "LASTSTEP_RAY_WORLD_SIZE", "LASTSTEP_RAY_LOCAL_RANK")
+
+    @classmethod
+    def started(cls, env: Env) -> bool:
+        return "LASTSTEP_RAY_RANK" in env
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        places = ("LOCAL_WORLD_SIZE", "NODE_RANK", "WORLD_SIZE", "RESTARTS")
+        local_size, node, size, restart = (read_int(env, f"LASTSTEP_RAY_{name}") for name in places)
+        nodes = -(-size // local_size)  # as for mpirun: Ray numbers the nodes, but does not count them
+        return cls._build_world(env, env["LASTSTEP_RAY_JOB"], local_size, node, nodes, restart=restart)
+
+
 class Torchrun(Launcher):
     """torchrun (torch.distributed.elastic)."""
 
@@ -255,7 +273,7 @@ class PlainPython(Launcher):
 
 
 # The innermost first: each of these may itself have been started by any that follows it.
-LAUNCHERS: tuple[type[Launcher], ...] = (Spawn, Torchrun, Mpirun, Submitit, Srun, TorchVariables, PlainPython)
+LAUNCHERS: tuple[type[Launcher], ...] = (Spawn, Ray, Torchrun, Mpirun, Submitit, Srun, TorchVariables, PlainPython)
 
 
 def restarts_in_place(env: Env) -> int | None:

@@ -15,14 +15,14 @@ from trainer.world.world import World
 
 # How long to wait for a killed predecessor to exit. Its loader workers check for it every 5 s; after the death of a
 # node, an NFS server keeps the node's locks for a lease of 90 s.
-WAIT_S = {True: 120.0, False: 15.0}  # on Slurm, elsewhere
+WAIT_S = {True: 120.0, False: 15.0}  # on Slurm and on Ray, elsewhere
 POLL_S = 0.2
 
 
 def acquire(path: Path, world: World) -> None:
     """Lock the run for as long as this process lives. Raises ConfigError when another attempt does not release it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: closing would unlock
-    deadline = time.monotonic() + WAIT_S[world.on_slurm]
+    deadline = time.monotonic() + WAIT_S[world.on_slurm or world.launcher == "ray"]
     logged = False
     while True:
         try:

@@ -1,0 +1,39 @@
+"""`python ray_keeper.py COMMAND...`: starts one rank for a worker of Ray, and outlives that worker.
+
+Ray kills a worker without notice, and the processes that the worker has started. So the keeper leaves the worker's
+children and its session. When the worker has closed the keeper's input, or is gone, the keeper sends the rank a signal
+to stop, so it saves its last step, together with the other ranks. When the rank has ended, the keeper writes its exit
+status to its output.
+
+Python runs this file alone, without Laststep.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+
+def main() -> None:
+    """Start the rank, and wait for its end."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    # For good, and in the rank until it can catch them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT})
+    rank = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=2)
+
+    def stop() -> None:
+        os.read(0, 1)
+        rank.send_signal(signal.SIGUSR2)  # which an attempt takes for a preemption
+
+    threading.Thread(target=stop, daemon=True).start()
+    status = rank.wait()
+    with contextlib.suppress(OSError):  # the worker is gone
+        os.write(1, str(status).encode())
+
+
+if __name__ == "__main__":
+    main()
