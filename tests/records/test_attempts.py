@@ -49,6 +49,7 @@ def test_one_line_per_attempt(tmp_path: Path) -> None:
     ]
     assert set(records[0]) == {
         "step_id",
+        "step_restarts",
         "blamed",
         "attempt", "job_id", "restart", "hosts", "world_size", "start", "end", "start_step", "end_step", "reason",
         "lost_steps", "lost_s", "step_s", "requeue", "error",
