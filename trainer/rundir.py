@@ -132,6 +132,11 @@ class RunDir:
         return self.path / "rescue"
 
     @property
+    def step_restart(self) -> Path:
+        """The answer to the ranks' supervisors whether their ranks start again, see trainer.records.step_restart."""
+        return self.path / "restart.json"
+
+    @property
     def probes(self) -> Path:
         """Folder of what the ranks note for `prove`: one file per rank, see trainer.records.probes."""
         return self.path / "probes"

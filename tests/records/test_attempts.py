@@ -48,7 +48,7 @@ def test_one_line_per_attempt(tmp_path: Path) -> None:
         (1, 10, 20, "finished", False),
     ]
     assert set(records[0]) == {
-        "step_id", "job_start", "save_s", "blamed",
+        "step_id", "step_restarts", "job_start", "save_s", "blamed",
         "attempt", "job_id", "restart", "hosts", "world_size", "start", "end", "start_step", "end_step", "reason",
         "lost_steps", "lost_s", "step_s", "requeue", "error",
     }  # fmt: skip

@@ -17,10 +17,11 @@ from trainer.config.config import Config
 
 # 14 steps. A fault may strike in a given step of each attempt, see tests.support.faulty_tasks.Faulty.
 FAULTY = (*SMALL, "train.epochs=2", "task=tests.support.tasks.Faulty")
-# A stand-in for `timeout`, with which the batch shell starts what decides: it holds back the first decision.
+# A stand-in for `timeout`, with which the batch shell starts what decides, or for `scontrol`, which the ranks'
+# supervisors ask: it holds back its first answer.
 HOLDS_BACK = """\
 #!/bin/bash
-{timeout} "$@"
+{program} "$@"
 status=$?
 if mkdir {folder}/decided 2>/dev/null; then
     until [ -e {folder}/go ]; do sleep 0.1; done
@@ -40,9 +41,9 @@ def requeues(user: User, name: str) -> int:
     return int(dict(word.split("=", 1) for word in shown.split() if "=" in word)["Restarts"])
 
 
-def starts(user: User, name: str) -> list[tuple[str, int, int | None]]:
-    """How each attempt ended, the requeues before it, and its step in Slurm."""
-    return [(end["reason"], end["restart"], end["step_id"]) for end in user.attempts(name)]
+def starts(user: User, name: str) -> list[tuple[str, int, int | None, int]]:
+    """How each attempt ended, the requeues before it, its step in Slurm, and the restarts within that step."""
+    return [(end["reason"], end["restart"], end["step_id"], end["step_restarts"]) for end in user.attempts(name)]
 
 
 def test_a_killed_rank(user: User) -> None:
@@ -53,7 +54,7 @@ def test_a_killed_rank(user: User) -> None:
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0, said
     assert "resuming after step" in said, "--follow streams through the restart"
-    assert starts(user, "kept") == [("failed", 0, 0), ("finished", 0, 1)]
+    assert starts(user, "kept") == [("failed", 0, 0, 0), ("finished", 0, 1, 0)]
     assert requeues(user, "kept") == 0
     first, second = user.attempts("kept")
     assert (first["job_id"], first["hosts"]) == (second["job_id"], second["hosts"])
@@ -61,15 +62,15 @@ def test_a_killed_rank(user: User) -> None:
     assert fingerprint(user.run("kept")) == undisturbed(4, *UNHURRIED)
 
 
-@pytest.mark.parametrize("fault", ["kill", "sleep"])
+@pytest.mark.parametrize("fault", ["kill", "halt"])
 def test_as_long_as_it_makes_progress(user: User, fault: str) -> None:
-    """A rank is killed, or hangs, in the fifth step of every attempt. Each attempt keeps four steps, so the budget of
+    """A rank is killed, or frozen, in the fifth step of every attempt. Each attempt keeps four steps, so the budget of
     one restart lasts for the whole run."""
     options = ("launch.max_restarts=1", "launch.max_failures=0", "launch.hang_timeout_s=5")
     words = (*FAULTY, *options, f"launch.env.LASTSTEP_TEST_FAULT={fault} step 5 rank 1")
     user.types("--nodes", "2", "--name", fault, "--follow", *words)
-    reason = "hung" if fault == "sleep" else "failed"
-    assert starts(user, fault) == [*[(reason, 0, step) for step in range(3)], ("finished", 0, 3)]
+    reason = "hung" if fault == "halt" else "failed"
+    assert starts(user, fault) == [*[(reason, 0, 0, count) for count in range(3)], ("finished", 0, 0, 3)]
     assert requeues(user, fault) == 0 and sum(end["lost_steps"] for end in user.attempts(fault)) == 0
     assert fingerprint(user.run(fault)) == undisturbed(2, *SMALL, "train.epochs=2")
 
@@ -81,28 +82,25 @@ def test_restarts_that_get_nowhere(user: User) -> None:
     following = user.begins("--nodes", "2", "--name", "nowhere", "--follow", *words)
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 1 and "the run ended: failed" in said
-    assert starts(user, "nowhere") == [("failed", 0, 0), ("failed", 0, 1), ("failed", 1, 0)]
+    assert starts(user, "nowhere") == [("failed", 0, 0, 0), ("failed", 0, 0, 1), ("failed", 1, 0, 0)]
     user.waits_for("nowhere", "retry budget used up (launch.max_failures=1)")
 
 
 @pytest.mark.parametrize(
     ("name", "signal", "end"),
     [
-        ("usr2", ("--batch", "--signal=USR2"), ("finished", 1, 0)),
-        ("term", ("--batch", "--signal=TERM"), ("finished", 1, 0)),
+        ("usr2", ("--batch", "--signal=USR2"), ("finished", 1, 0, 0)),
+        ("term", ("--batch", "--signal=TERM"), ("finished", 1, 0, 0)),
         ("scancel", (), None),
     ],
 )
 def test_a_signal_between_two_starts(
-    user: User, tmp_path: Path, name: str, signal: tuple[str, ...], end: tuple[str, int, int] | None
+    user: User, tmp_path: Path, name: str, signal: tuple[str, ...], end: tuple[str, int, int, int] | None
 ) -> None:
-    """It comes at the worst moment: a restart is decided, and no rank lives that could receive it. The job is requeued
-    or stays cancelled, as if the signal had come a moment earlier."""
-    stand_in = tmp_path / "timeout"
-    stand_in.write_text(HOLDS_BACK.format(timeout=shutil.which("timeout"), folder=tmp_path))
-    stand_in.chmod(0o755)
+    """It comes at the worst moment: the shell has decided to restart, and no rank lives that could receive it. The job
+    is requeued or stays cancelled, as if the signal had come a moment earlier."""
     name = f"between-{name}"
-    words = (*FAULTY, "launch.env.LASTSTEP_TEST_FAULT=kill step 8 rank 1", f"launch.setup=['PATH={tmp_path}:$PATH']")
+    words = _held_back(tmp_path, "timeout", "kill-both")
     user.types("--tasks-per-node", "2", "--name", name, *words)  # on two nodes, the setup would be step 0
     user.cluster.wait_for((tmp_path / "decided").exists, DEADLINE_S, "the shell has decided nothing")
     user.waits_for(name, "restarting the ranks in job")
@@ -112,10 +110,44 @@ def test_a_signal_between_two_starts(
         user.waits_for_end(name, "finished")
     user.waits_until_gone(user.job_of(name))
     first, *more = starts(user, name)
-    assert first == ("failed", 0, 0)
+    assert first == ("failed", 0, 0, 0)
     if end is not None:
         assert more == [end]
     else:  # srun may be a moment faster than the SIGTERM of scancel: then Slurm refuses it, and no rank starts
-        assert more in ([], [("cancelled", 0, None)])
+        assert more in ([], [("cancelled", 0, None, 0)])
     state = user.cluster.run("scontrol", "show", "job", user.job_of(name))
     assert ("JobState=CANCELLED" in state) == (end is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "signal", "ends"),
+    [
+        ("usr2", ("--signal=USR2",), [("preempted", 0, 0, 1), ("finished", 1, 0, 0)]),
+        ("term", ("--signal=TERM",), [("finished", 0, 1, 0)]),
+        ("scancel", (), []),
+    ],
+)
+def test_a_signal_between_two_starts_in_a_step(
+    user: User, tmp_path: Path, name: str, signal: tuple[str, ...], ends: list[tuple[str, int, int, int]]
+) -> None:
+    """The same while the ranks' supervisors ask Slurm whether they start them again. USR2 reaches the next start, which
+    stops in its first step; SIGTERM ends the step, and the shell decides."""
+    name = f"within-{name}"
+    user.types("--tasks-per-node", "2", "--name", name, *_held_back(tmp_path, "scontrol", "kill"))
+    user.cluster.wait_for((tmp_path / "decided").exists, DEADLINE_S, "no supervisor has asked Slurm")
+    user.cluster.run("scancel", *signal, user.job_of(name))
+    (tmp_path / "go").touch()
+    if ends:
+        user.waits_for_end(name, "finished")
+    user.waits_until_gone(user.job_of(name))
+    assert starts(user, name) == [("failed", 0, 0, 0), *ends]
+    state = user.cluster.run("scontrol", "show", "job", user.job_of(name))
+    assert ("JobState=CANCELLED" in state) == (not ends)
+
+
+def _held_back(folder: Path, program: str, fault: str) -> tuple[str, ...]:
+    """The words for a run with a fault, after which this program holds back its first answer."""
+    stand_in = folder / program
+    stand_in.write_text(HOLDS_BACK.format(program=shutil.which(program), folder=folder))
+    stand_in.chmod(0o755)
+    return (*FAULTY, f"launch.env.LASTSTEP_TEST_FAULT={fault} step 8 rank 1", f"launch.setup=['PATH={folder}:$PATH']")

@@ -92,14 +92,16 @@ class User:
         return self.attempts(name)
 
     def kills(self, name: str, *ranks: int) -> None:
-        """Send SIGKILL to these ranks of the run, in this order."""
+        """Send SIGKILL to these ranks of the run, in this order. A forked rank dies with its supervisor."""
         pids = {
-            int(environ["SLURM_PROCID"]): pid
+            pid: int(environ["SLURM_PROCID"])
             for pid, command, environ in processes()
             if "submitit.core._submit" in command and str(self.run(name).logs) in command and command[0] != "srun"
         }
+        supervisors = {parent(pid) for pid in pids}
+        pid_of = {rank: pid for pid, rank in pids.items() if pid not in supervisors}
         for number in ranks:
-            os.kill(pids[number], signal.SIGKILL)
+            os.kill(pid_of[number], signal.SIGKILL)
 
     def kills_srun(self, name: str) -> None:
         """Send SIGKILL to the run's srun, but first to its child process, which would have the ranks killed."""

@@ -72,9 +72,9 @@ class FullDisk(Classification):
 class Faulty(Classification):
     """Something happens to some ranks in the middle of one step of the attempt, counted from 1.
 
-    LASTSTEP_TEST_FAULT is "kill step 5 rank 1,2", or "halt" (SIGSTOP), "sleep" (stuck in user code), "spin" (stuck
-    with the interpreter's lock held), "raise" (an error of its own), "worker" (its loader worker is killed),
-    "gpu-memory" (the error of a GPU that has none left), "memory" (a limit on its own).
+    LASTSTEP_TEST_FAULT is "kill step 5 rank 1,2", or "kill-both" (its supervisor too), "halt" (SIGSTOP), "sleep" (stuck
+    in user code), "spin" (stuck with the interpreter's lock held), "raise" (an error of its own), "worker" (its loader
+    worker is killed), "gpu-memory" (the error of a GPU that has none left), "memory" (a limit on its own).
     """
 
     def __init__(self, config: Config) -> None:
@@ -96,6 +96,9 @@ class Faulty(Classification):
         print(f"fault: {self.kind}", flush=True)
         if self.kind in ("kill", "halt"):
             os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+        elif self.kind == "kill-both":  # a rank dies with its supervisor
+            os.kill(os.getppid(), signal.SIGKILL)
+            threading.Event().wait(600)
         elif self.kind == "sleep":
             threading.Event().wait(600)
         elif self.kind == "spin":

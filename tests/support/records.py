@@ -24,6 +24,7 @@ def ended_attempt(**fields: Any) -> EndedAttempt:
         "job_id": "7",
         "restart": 0,
         "step_id": None,
+        "step_restarts": 0,
         "hosts": ["n1"],
         "world_size": 1,
         "start": 1.0,

@@ -218,6 +218,7 @@ class Rescue:
         found = [read_survivor(self._folder, rank, self._seal) for rank in range(self._size)]
         plan = self.plan
         roll.observe([one for one in found if one is not None], plan)
+        roll.gone.update(rank for rank in roll.unseen if gone_file(self._folder, rank).exists())
         plan = next_plan(plan, roll, self._new_generation)
         board = self._board
         assert board is not None
@@ -285,6 +286,11 @@ def read_survivor(folder: Path, rank: int, seal: Seal) -> Survivor | None:
         if fields is not None and fields["rank"] == rank:
             return Survivor.parse(fields)
     return None
+
+
+def gone_file(folder: Path, rank: int) -> Path:
+    """The file that a rank's supervisor creates when its process has ended."""
+    return folder / f"gone_{rank}"
 
 
 def has_begun(folder: Path) -> bool:

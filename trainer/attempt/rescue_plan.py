@@ -114,6 +114,7 @@ class Roll:
     def __init__(self, size: int, round_s: float) -> None:
         self.size = size
         self.found: dict[int, Survivor] = {}
+        self.gone: set[int] = set()  # ranks whose process has ended
         self._round_s = round_s
         self._silent: dict[int, int] = {}  # rounds without a new heartbeat
         self._idle: dict[int, int] = {}  # rounds without anything done
@@ -158,7 +159,7 @@ class Roll:
     @property
     def has_settled(self) -> bool:
         """Whether writing should begin with the holders known so far."""
-        everybody = self.all_frozen and len(self.found) == self.size
+        everybody = self.all_frozen and self._is_complete
         return everybody or self._unannounced * self._round_s >= SETTLE_S
 
     @property
@@ -168,7 +169,17 @@ class Roll:
             return False
         all_at_stake = not self.holders and any(one.began_step for one in self.found.values())
         patience_s = ALONE_S if all_at_stake else GATHER_S
-        return len(self.found) == self.size or self._unjoined * self._round_s >= patience_s
+        return self._is_complete or self._unjoined * self._round_s >= patience_s
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether no rank is left that could still sign in."""
+        return not self.unseen
+
+    @property
+    def unseen(self) -> set[int]:
+        """The ranks that may live, but have not signed in."""
+        return set(range(self.size)) - self.found.keys() - self.gone
 
     def _is_stuck(self, rank: int) -> bool:
         return self._idle[rank] * self._round_s >= STUCK_S

@@ -134,10 +134,11 @@ class Rescuer:
             lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"
             say(f"attempt ended ({reason}) after step {end_step}, {lost}")
             print_hint(state, error or "")
-            # The batch shell restarts or requeues once srun has ended. But where a rank is silent, srun may never end:
-            # it waits forever for a rank that ended on a node which it could not reach at that moment. After a signal
-            # torchrun does not restart anything.
-            by_shell = (state.world.by_submitit or state.world.supervised) and not fault.silent
+            # A supervisor restarts or requeues. Else the batch shell does once srun has ended. But where a rank is
+            # silent, srun may never end: it waits forever for a rank that ended on a node which it could not reach at
+            # that moment. After a signal torchrun does not restart anything.
+            by_supervisor = state.world.step_restarts is not None
+            by_shell = by_supervisor or ((state.world.by_submitit or state.world.supervised) and not fault.silent)
             by_torchrun = state.world.launcher_restarts and fault.reason != "signal"
             if wants_requeue and record["requeue"] and not (by_shell or by_torchrun):
                 requeue(state, record)

@@ -35,7 +35,7 @@ from trainer.attempt.signal_cause import EARLY_S, comes_back, judge
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cluster import run_config, trust
 from trainer.config.schema import Launch
-from trainer.records.attempt_record import EndedAttempt, Reason
+from trainer.records.attempt_record import EndedAttempt, Reason, read_ended_attempts
 from trainer.records.attempts import (
     begin_attempt,
     belongs_to,
@@ -45,6 +45,7 @@ from trainer.records.attempts import (
     record_abandoned_attempts,
 )
 from trainer.records.retry import FAILURES, Next, decide, why_not_requeued
+from trainer.records.step_restart import count_in_steps
 from trainer.rundir import RunDir
 from trainer.say import command, say
 from trainer.trainer import Trainer
@@ -100,7 +101,8 @@ def after_ranks(
         failed_start = _why_not_started(run, world, launch, status, setup_line)
         of_allocation = [record for record in ended_attempts(run, kept_step) if belongs_to(record, world)]
         # Each start of the ranks has one record: if there are no more records than earlier starts, the last has none.
-        end = of_allocation[-1] if len(of_allocation) > restarts else None
+        earlier = restarts + count_in_steps(run.step_restart, world)
+        end = of_allocation[-1] if len(of_allocation) > earlier else None
         situation = _Situation(end, rank_0_lives, can_restart and not rank_0_lives, failed_start)
         follows = _continue(run, world, launch, situation, kept_step)
         if rank_0_lives:  # it records the end itself
@@ -160,6 +162,19 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
         say(f"not requeued: {error}")
         return Next.END
     return Next.REQUEUE
+
+
+def starts_again_here(run: RunDir, world: World, launch: Launch) -> bool:
+    """Whether the ranks start again in their step, without the batch shell: their supervisors ask this once all ranks
+    have ended and the end is recorded. Changes nothing."""
+    ended = read_ended_attempts(run.attempts)
+    if not ended or not belongs_to(ended[-1], world) or decide(ended, launch).what is not Next.RESTART:
+        return False
+    job = show_job(world.job_id)
+    if job is None or judge(signal.SIGTERM, job, world.restart, 0, 0).reason != "failed" or _why_not_here(job, launch):
+        return False  # the batch shell says why
+    say(f"restarting the ranks in job {world.job_id}: the attempt ended ({ended[-1]['reason']}), the run continues")
+    return True
 
 
 def _why_not_here(job: Job, launch: Launch) -> str:

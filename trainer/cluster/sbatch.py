@@ -37,7 +37,9 @@ def run_executor(config: Config, run: RunDir, tag: str = "") -> SbatchExecutor:
     # A rank that fails ends the others, even if they are stuck; at a stop every rank but 0 exits 0, see Stopped.
     srun_args, options = ["--kill-on-bad-exit=1"], {"requeue": True}
     first, last = batch_shell.after_ranks(run), batch_shell.start_again()
-    return job_executor(config, run, first, srun_args, options, tag, last)
+    executor = job_executor(config, run, first, srun_args, options, tag, last)
+    executor.python += " -u -m trainer.cluster.supervisor"  # which starts the rank
+    return executor
 
 
 def job_executor(

@@ -18,7 +18,7 @@ from trainer.commands.fitted_table import Column, FittedTable
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.observe.progress import duration
-from trainer.records.attempt_record import AttemptRecord, reason_in
+from trainer.records.attempt_record import AttemptRecord, reason_in, start_of
 from trainer.records.metrics import damaged_lines, metrics_in, newest_epoch
 from trainer.rundir import RunDir
 from trainer.world.slurm import is_job_id
@@ -146,8 +146,7 @@ def _attempts(records: Sequence[AttemptRecord], state: str, width: int | None) -
     """A row per attempt, and below it the reason if it failed. `state` is the run's, and that of an attempt without an
     end."""
     lasted = [(record["end"] or time.time()) - record["start"] for record in records]
-    # A step as sacct writes it.
-    ids = [_job(r["job_id"]) + f".{r['step_id']}" * bool(r["step_id"]) for r in records]
+    ids = [_job(record["job_id"]) + start_of(record) for record in records]
     jobs = [job + f" (restart {r['restart']})" * bool(r["restart"]) for job, r in zip(ids, records)]
     steps = [f"{r['start_step']} to {r['end_step']}" if r["reason"] else f"from {r['start_step']}" for r in records]
     table = FittedTable(

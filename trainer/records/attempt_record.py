@@ -18,6 +18,7 @@ class _Attempt(TypedDict):
     job_id: str
     restart: int  # how often Slurm had requeued the job
     step_id: int | None  # which start of the ranks within the allocation, see World; None where that is not known
+    step_restarts: int  # how often the ranks had been started again within that step
     hosts: list[str]
     world_size: int
     start: float
@@ -53,6 +54,7 @@ AttemptRecord = OpenAttempt | EndedAttempt
 # Fields that a run of an older version does not have.
 _DEFAULTS: dict[str, Any] = {
     "step_id": None,
+    "step_restarts": 0,
     "job_start": None,
     "lost_s": 0.0,
     "step_s": None,
@@ -62,6 +64,13 @@ _DEFAULTS: dict[str, Any] = {
     "blamed": [],
 }
 _REQUIRED = OpenAttempt.__required_keys__ - _DEFAULTS.keys()
+
+
+def start_of(record: AttemptRecord) -> str:
+    """Which start of the ranks this is within its allocation, as a suffix of the job id: as sacct writes a step, with
+    the number of restarts within it (`.2+1`). Empty for the first."""
+    step, again = record["step_id"] or 0, record["step_restarts"]
+    return f".{step}+{again}" if again else f".{step}" if step else ""
 
 
 def reason_in(error: str | None) -> str:

@@ -46,6 +46,7 @@ def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
         "job_id": world.job_id,
         "restart": world.restart,
         "step_id": world.step_id,
+        "step_restarts": world.step_restarts or 0,
         "hosts": _unique_names(world.hosts),
         "world_size": world.size,
         "start": time.time(),
@@ -205,7 +206,8 @@ def belongs_to(record: OpenAttempt | EndedAttempt, world: World) -> bool:
     job."""
     if world.number is not None:
         return record["attempt"] == world.number
-    same_step = world.step_id in (None, record["step_id"])
+    start = (record["step_id"], record["step_restarts"])
+    same_step = world.step_id is None or (world.step_id, world.step_restarts or 0) == start
     return same_step and (record["job_id"], record["restart"]) == (world.job_id, world.restart)
 
 

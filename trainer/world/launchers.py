@@ -33,6 +33,8 @@ STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the process id, a name that is 
 WORKING_FOLDER = "LASTSTEP_WORKING_FOLDER"
 # Set by a launcher that outlives the ranks and may start them again: how often it has done so in this allocation.
 RESTARTS = "LASTSTEP_RESTARTS"
+# Set by the supervisor of a rank: how often it has started the rank again, see trainer.cluster.supervisor.
+STEP_RESTARTS = "LASTSTEP_STEP_RESTARTS"
 
 
 class Launcher(ABC):
@@ -196,6 +198,7 @@ class Submitit(Launcher):
         per_node, hosts = -(-size // nodes), job.hostnames
         step_id = slurm_step(env) if on_slurm else restarts_in_place(env)
         step = "" if step_id is None else f"-{step_id}"
+        again = read_int(env, STEP_RESTARTS) if on_slurm and STEP_RESTARTS in env else None
         return World(
             rank=rank,
             size=size,
@@ -206,10 +209,11 @@ class Submitit(Launcher):
             hosts=tuple(hosts[min(other // per_node, len(hosts) - 1)] for other in range(size)),
             job_id=job.job_id,
             restart=restart,
-            attempt=f"{job.job_id}-{restart}{step}",
+            attempt=f"{job.job_id}-{restart}{step}" + (f"-{again}" if again else ""),
             launcher=f"submitit-{job.name()}",
             on_slurm=on_slurm,
             step_id=step_id,
+            step_restarts=again,
             supervised=RESTARTS in env,
         )
 

@@ -28,6 +28,8 @@ class World:
     on_slurm: bool  # in a Slurm job: it can be requeued, and Slurm knows when it ends
     # Which start of the ranks within this allocation: Slurm's step, else counted by what starts them. None: not known.
     step_id: int | None = None
+    # How often the ranks were started again within that step; None where no supervisor could do that.
+    step_restarts: int | None = None
     supervised: bool = False  # what started the ranks outlives them, and may start them again, see `RESTARTS`
     launcher_restarts: bool = False  # the launcher itself starts all ranks again when one fails
     variables: tuple[str, ...] = ()  # the environment variables that rank, size and local_rank come from
@@ -37,7 +39,8 @@ class World:
     def start(self) -> str:
         """This start of the ranks, for messages: "job 12, restart 0, job step 1"."""
         step = "" if self.step_id is None else f", job step {self.step_id}"
-        return f"job {self.job_id}, restart {self.restart}{step}"
+        again = f", restart in place {self.step_restarts}" if self.step_restarts else ""
+        return f"job {self.job_id}, restart {self.restart}{step}{again}"
 
     def host_of(self, rank: int) -> str:
         """The node of a rank, for messages."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 from trainer.observe.progress import duration
 from trainer.observe.report.scale import TimeAxis, clock
-from trainer.records.attempt_record import AttemptRecord
+from trainer.records.attempt_record import AttemptRecord, start_of
 
 Kind = Literal["running", "saving", "lost", "restarting", "queued", "stopped"]
 Family = Literal["good", "orderly", "fault"]  # the colours of page.css
@@ -45,7 +45,7 @@ class ShownAttempt:
     number: int
     job_id: str
     restart: int  # how often Slurm had requeued the job
-    step_id: int | None  # which start of the ranks within the allocation
+    step: str  # which start of the ranks within the allocation, see `start_of`
     hosts: Sequence[str]
     start: float
     end: float
@@ -75,7 +75,7 @@ class ShownAttempt:
             number=record["attempt"],
             job_id=str(record["job_id"]),
             restart=record["restart"],
-            step_id=record.get("step_id"),
+            step=start_of(record),
             hosts=record["hosts"],
             start=record["start"],
             end=end,
@@ -237,8 +237,7 @@ def _word_follows(x: float) -> bool:
 
 
 def _row(attempt: ShownAttempt) -> str:
-    step = f".{attempt.step_id}" if attempt.step_id else ""  # as sacct writes it
-    job = f"{attempt.job_id}{step}" + (f" (restart {attempt.restart})" if attempt.restart else "")
+    job = f"{attempt.job_id}{attempt.step}" + (f" (restart {attempt.restart})" if attempt.restart else "")
     first = f"{attempt.start_step:,}"
     sign = f'<svg class="sign {attempt.family}"><use href="{attempt.sign}"/></svg>'
     error_lines = attempt.error.strip().splitlines()

@@ -1,0 +1,263 @@
+"""The parent process of a job's rank: it forks the rank, and forks it again after a fault.
+
+`python -m trainer.cluster.supervisor -u -m MODULE WORDS...` stands where `python -u -m MODULE WORDS...` would: srun
+starts one for each rank. It imports torch and nothing of the user's, starts no thread and touches no GPU, so that a
+rank can be forked from it. A rank that starts again therefore waits neither for Slurm nor for Python nor for an import.
+
+A supervisor passes on the signals that ask for a stop, and ends as its rank ends. But after a rank has failed, and the
+other ranks have ended their attempt by fault too, the supervisors agree through the run folder:
+
+    1. Each one says that its rank is gone. So the survivors do not wait for a rank that was killed. A rank that is
+       frozen meanwhile is killed first.
+    2. That of rank 0 waits until all ranks are gone, asks the retry policy and Slurm, and answers all supervisors.
+    3. They start their ranks again, or end; then srun ends, and the batch shell decides what follows.
+
+No wait is without a deadline. A signal that arrives between two starts is passed on to the next start. But after a
+SIGTERM or SIGINT a supervisor does not start its rank again: Slurm, or srun, is ending the step.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import runpy
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from submitit import JobEnvironment
+from submitit.core.utils import DelayedSubmission
+
+from trainer.attempt import compiler
+from trainer.attempt.finished import finish_of
+from trainer.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S, gone_file, has_begun
+from trainer.cluster.after_ranks import after_ranks, starts_again_here
+from trainer.config.config import Config
+from trainer.records.attempt_record import EndedAttempt
+from trainer.records.attempts import find_record
+from trainer.records.step_restart import read_answer, write_answer
+from trainer.rundir import RunDir
+from trainer.say import flush_output, say
+from trainer.trainer import Trainer
+from trainer.world.launchers import STEP_RESTARTS, detect_world
+from trainer.world.signals import STOP_SIGNALS, die_with_parent
+from trainer.world.world import World
+
+ENDING = (signal.SIGTERM, signal.SIGINT)
+HELD = (*STOP_SIGNALS, signal.SIGCHLD)  # blocked, and waited for
+LOOK_S = 0.25  # how often a supervisor looks whether its rank is frozen
+# After a rank has failed, the survivors begin their end by fault within this time if they notice.
+BEGUN_S = 2.0
+# The end by fault may take launch.hang_timeout_s, or this where that is shorter.
+END_S = 60.0
+# Once the end is recorded, all ranks are gone within this time, and rank 0's supervisor has answered within the other.
+GONE_S = 5.0
+ANSWER_S = 15.0
+T = TypeVar("T")
+
+
+class Supervisor:
+    """Starts one rank, as often as it takes."""
+
+    def __init__(self, run: RunDir, config: Config) -> None:
+        self._run, self._config = run, config
+        self._restarts = 0
+        self._pending: list[int] = []  # signals for the next start
+        self._world = self._next_world()
+        self._round_s = max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * self._world.size)
+        self._ends = False  # after a signal that ends the step
+        self._hung = False  # whether this attempt, or the one before, ended as hung
+
+    @classmethod
+    def of_job(cls, logs: str) -> Supervisor:
+        """For the rank that submitit would start with this folder."""
+        os.environ["SUBMITIT_FOLDER"] = logs
+        trainer = DelayedSubmission.load(JobEnvironment().paths.submitted_pickle).function
+        assert isinstance(trainer, Trainer)
+        return cls(trainer.run, trainer.config)
+
+    def run(self) -> None:
+        """Returns in each process that is to be the rank. The supervisor ends as its last rank does."""
+        self._prepare()
+        while True:
+            flush_output()
+            with warnings.catch_warnings():  # of Python 3.12 on, where numpy has started threads
+                warnings.simplefilter("ignore", DeprecationWarning)
+                rank = os.fork()
+            if rank == 0:
+                return _begin_rank()
+            status = self._wait(rank)
+            with suppress(ProcessLookupError):  # processes that the rank has started
+                os.killpg(rank, signal.SIGKILL)
+            if not _failed(status) or not self._agree():
+                _end_as(status)
+            self._restarts += 1
+            self._world = self._next_world()
+
+    def _next_world(self) -> World:
+        os.environ[STEP_RESTARTS] = str(self._restarts)
+        return detect_world()
+
+    def _prepare(self) -> None:
+        """Import what ranks import before they run the user's code."""
+        if finish_of(self._run, self._config) is not None:
+            return
+        if self._world.rank == 0:
+            say("importing torch")  # which takes seconds, on a network file system up to a minute
+        gc.disable()  # see Trainer
+        if not self._config.train.compile:
+            compiler.defer_import()
+        with suppress(Exception):  # the rank meets the same error, and says so
+            from trainer.attempt import start  # noqa: F401
+        gc.freeze()
+        gc.enable()
+
+    def _wait(self, rank: int) -> int:
+        """Wait for the rank's end; returns its exit status, the negative number of the signal that killed it."""
+        for number in self._pending:
+            os.kill(rank, number)
+        self._pending.clear()
+        while True:
+            found = signal.sigtimedwait(HELD, LOOK_S)
+            if found is None and self._is_left_behind(rank):
+                say("killing this rank, which is frozen: its attempt ends without it")
+                os.kill(rank, signal.SIGKILL)
+            elif found is not None and found.si_signo != signal.SIGCHLD:
+                self._ends |= found.si_signo in ENDING
+                os.kill(rank, found.si_signo)
+            ended, status = os.waitpid(rank, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+
+    def _is_left_behind(self, rank: int) -> bool:
+        """Whether the rank is stopped while the others end the attempt by fault, or still stuck in the kernel once they
+        have: it would hold them up."""
+        state = _state(rank)
+        if state in "Tt":
+            return has_begun(self._run.rescues / self._world.attempt)
+        return state == "D" and find_record(self._run, self._world) is not None
+
+    def _agree(self) -> bool:
+        """Whether all ranks start again, now that this one has failed."""
+        with suppress(OSError):
+            record = self._ended_record()
+            if record is None:
+                return self._give_up()
+            hung_before, self._hung = self._hung, record["reason"] == "hung"
+            if record["requeue"] and self._answer():
+                return True
+            self._hung |= hung_before
+            return self._give_up()
+        return False
+
+    def _ended_record(self) -> EndedAttempt | None:
+        """Say that the rank is gone, and wait for the record of the attempt's end."""
+        folder = self._run.rescues / self._world.attempt
+        folder.mkdir(parents=True, exist_ok=True)
+        gone_file(folder, self._world.rank).touch()
+        if not self._until(lambda: has_begun(folder), BEGUN_S):
+            return None
+        seen: list[int] = [0]
+
+        def changed_record() -> EndedAttempt | None:
+            with suppress(FileNotFoundError):
+                before, seen[0] = seen[0], self._run.attempts.stat().st_mtime_ns
+                if seen[0] != before:
+                    return find_record(self._run, self._world)
+            return None
+
+        return self._until(changed_record, max(END_S, self._config.launch.hang_timeout_s))
+
+    def _answer(self) -> bool:
+        """The answer of rank 0's supervisor."""
+        path, world = self._run.step_restart, self._world
+        if world.rank:
+            answer = self._until(
+                lambda: ((found := read_answer(path)) and found.after == world.attempt and found) or None, ANSWER_S
+            )
+            return answer is not None and answer.again
+        folder = self._run.rescues / world.attempt
+        waiting = set(range(world.size))
+
+        def all_gone() -> bool:
+            waiting.difference_update([rank for rank in waiting if gone_file(folder, rank).exists()])
+            return not waiting
+
+        again = bool(self._until(all_gone, GONE_S)) and starts_again_here(self._run, world, self._config.launch)
+        write_answer(path, world, again)
+        return again
+
+    def _give_up(self) -> bool:
+        """The supervisor ends, and so does srun. But after a hang srun may never end, because it cannot reach a node:
+        then the lowest rank whose supervisor lives requeues the job."""
+        folder = self._run.rescues / self._world.attempt
+        if self._hung and not any(gone_file(folder, rank).exists() for rank in range(self._world.rank)):
+            after_ranks(self._run, self._world, self._config.launch, status=1)
+        return False
+
+    def _until(self, condition: Callable[[], T | None], deadline_s: float) -> T | None:
+        """Poll until `condition` returns something true; None at the deadline, or once the step ends."""
+        deadline = time.monotonic() + deadline_s
+        while not self._ends and time.monotonic() < deadline:
+            if value := condition():
+                return value
+            found = signal.sigtimedwait(HELD, self._round_s)
+            if found is not None and found.si_signo != signal.SIGCHLD:
+                self._ends |= found.si_signo in ENDING
+                self._pending.append(found.si_signo)
+        return None
+
+
+def _begin_rank() -> None:
+    """Make this process, which was just forked, a rank."""
+    die_with_parent(signal.SIGKILL)
+    os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # the others until Signals.catch
+
+
+def _state(rank: int) -> str:
+    """The state of a process by one letter, see man 5 proc."""
+    with suppress(OSError):
+        return Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
+
+
+def _failed(status: int) -> bool:
+    """Neither done nor stopped by a signal in an orderly way."""
+    return status < 0 or 0 < status <= 128
+
+
+def _end_as(status: int) -> NoReturn:
+    """End this process as its rank has ended."""
+    flush_output()
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank's own is enough
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-status})
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def main(words: Sequence[str]) -> None:
+    """Be the rank's supervisor, and in each process that it forks the rank."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        supervisor = Supervisor.of_job(words[-1])
+    except Exception:  # the rank meets the same error, and says so
+        os.environ.pop(STEP_RESTARTS, None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    else:
+        supervisor.run()
+    sys.argv = list(words[words.index("-m") + 1 :])
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
