@@ -8,6 +8,7 @@ import statistics
 
 import pytest
 
+from tools.scale_goodput import Size, rows
 from trainer.checkpoint.goodput import NODE_MTBF_S, Conditions, daly, goodput, lost_s, young
 
 HOUR = 3600.0
@@ -92,3 +93,11 @@ def test_stops_cost_no_step_however_rare_the_saves() -> None:
     run = Conditions(death_s=1e12, save_s=1, restart_s=20, stop_every_s=HOUR, stop_s=5)
     assert goodput(run, 60) < goodput(run, 600) < goodput(run, 6 * HOUR)
     assert goodput(run, 1e6) == pytest.approx(math.exp(-20 / HOUR) / (1 + 5 / HOUR), rel=1e-4)
+
+
+@pytest.mark.parametrize("gpus", [1024, 16_384])
+def test_the_terms_explain_what_is_lost(gpus: int) -> None:
+    """docs/scale.md says which term holds a run back. Terms that do not add up would name the wrong one."""
+    size = Size(gpus, gpus // 8, save_s=0.3, commit_s=10, rescue_s=20, start_s=2, meeting_s=5, restore_s=60)
+    for row in rows(size):
+        assert sum(row.terms.values()) == pytest.approx(1 - row.kept, rel=0.05), row.way
