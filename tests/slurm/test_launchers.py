@@ -5,6 +5,7 @@ After an intended change: LASTSTEP_UPDATE_GOLDEN=1 python -m pytest tests/slurm/
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
 
 PAGE = PROJECT / "docs/launchers.md"
+NAMES = [*(launcher.name for launcher in LAUNCHERS), "Ray"]  # whose row is that of tests/frameworks/test_ray.py
 COLUMNS = ("command", "ranks", "stop", "after the stop", "weights", "mismatch")
 BEGINS = re.compile(r"attempt begins on \S+: rank (\d+) of (\d+) on (\S+) \([^;]*; ([^\s,]+)(?:, by (.*))?\)$", re.M)
 every_launcher = pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
@@ -28,8 +30,9 @@ class Table:
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, str]] = {}
         lines = PAGE.read_text().splitlines()
-        for line in lines:
-            if line.startswith("| ") and not line.startswith(("| launcher", "| ---")):
+        begin = next(number for number, line in enumerate(lines) if line.startswith("| launcher"))
+        for line in itertools.takewhile(lambda line: line.startswith("|"), lines[begin:]):
+            if not line.startswith(("| launcher", "| ---")):
                 name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
                 self.rows[name] = dict(zip(COLUMNS, cells))
         self.updates = bool(os.environ.get("LASTSTEP_UPDATE_GOLDEN"))
@@ -43,9 +46,9 @@ class Table:
 
     def write(self) -> None:
         rows = [("launcher", *COLUMNS), ("---",) * (len(COLUMNS) + 1)]
-        for launcher in LAUNCHERS:
-            row = self.rows.get(launcher.name, {})
-            rows.append((launcher.name, *(row.get(column, "") for column in COLUMNS)))
+        for name in NAMES:
+            row = self.rows.get(name, {})
+            rows.append((name, *(row.get(column, "") for column in COLUMNS)))
         table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
         PAGE.write_text(re.sub(r"(^\|.*\n)+", lambda _: table, PAGE.read_text(), count=1, flags=re.M))
 
@@ -120,5 +123,5 @@ def test_contradiction(desk: Desk, table: Table, launcher: Launcher) -> None:
 
 def test_every_launcher_has_a_row(table: Table) -> None:
     """Users choose a launcher by this page."""
-    assert list(table.rows) == [launcher.name for launcher in LAUNCHERS]
+    assert list(table.rows) == NAMES
     assert all(row.get(column) for row in table.rows.values() for column in COLUMNS)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
 
 from tests.support import ray_loop
@@ -47,7 +48,9 @@ def work(test: dict[str, Any]) -> int:
 
 def main(folder: Path, python: str, words: list[str]) -> None:
     """Start Ray, train, and end it."""
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, _temp_dir=str(folder))
+    least = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    cluster = Cluster(True, head_node_args={"num_cpus": 2, "temp_dir": str(folder), **least})
+    ray.init(cluster.address)
     threading.Thread(target=disturb, args=(folder,), daemon=True).start()
     try:
         Trainer(words, folder, python).fit()
@@ -55,6 +58,7 @@ def main(folder: Path, python: str, words: list[str]) -> None:
         print(f"ended by {type(error).__name__}", flush=True)
     finally:
         ray.shutdown()
+        cluster.shutdown()
 
 
 def disturb(folder: Path) -> None:

@@ -112,14 +112,14 @@ def _keep(start: dict[str, Any], environment: dict[str, str]) -> tuple[int, bool
         text = f"{start['folder']}: no such folder on {hostname()}; start from one that all nodes share"
         raise ConfigError(text) from None
     assert keeper.stdin is not None and keeper.stdout is not None
-    keeper.wait()  # it continues as another process
     preempted = False
-    while not wait([keeper.stdout.fileno()], POLL_S):
-        if not preempted and compat.ray_preemption_announced():
-            preempted = True
-            say("Ray takes away a node: stopping after this step")
-            keeper.stdin.close()
-    return int(keeper.stdout.read() or -signal.SIGKILL), preempted
+    with keeper:
+        while not wait([keeper.stdout.fileno()], POLL_S):
+            if not preempted and compat.ray_preemption_announced():
+                preempted = True
+                say("Ray takes away a node: stopping after this step")
+                keeper.stdin.close()
+        return int(keeper.stdout.read() or -signal.SIGKILL), preempted
 
 
 def _how_it_ended(status: int) -> str:
