@@ -49,8 +49,6 @@ def fabric(run: Run) -> Any:
 
 def port(run: Run, name: str) -> Any:
     """Train one script: a place to strike is a backward pass, or a batch of a validation."""
-    places = {"RANK": run.rank, "WORLD_SIZE": run.size, "LOCAL_RANK": run.local_rank, "LOCAL_WORLD_SIZE": run.size}
-    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     script = importlib.import_module(f"examples.ports.{name}")
     few = {"digits": few_digits, "text": lambda: data.text()[: 92 * SIZES["BLOCK"]]} if name != "gpt" else {}
     vars(script).update({key: value for key, value in (SIZES | few).items() if hasattr(script, key)})

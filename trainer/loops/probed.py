@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from trainer.loops.custom_loop import CustomLoop
+from trainer.loops.custom_steps import Phase
 from trainer.loops.loop import AttemptContext
 from trainer.loops.probe import Probe
 from trainer.loops.run import called_with_run
@@ -80,7 +81,8 @@ class ProbedCustomLoop(CustomLoop):
         """The batches of a validation, each of which the probe follows."""
         with closing(super().validation(*words, **more)) as batches:  # type: ignore[type-var]
             for batch in batches:
-                self.probe.begin_validation_batch(self.position.step)
+                if self.phase not in (Phase.SETUP, Phase.READY):  # one before the first step follows no step
+                    self.probe.begin_validation_batch(self.position.step)
                 yield batch
 
     def _step_done(self, samples: int, ends_epoch: bool) -> None:
