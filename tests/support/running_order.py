@@ -41,6 +41,7 @@ SLOW = (
     "doctor/test_hello",
     "faults/test_faults",
     "frameworks/test_frameworks",
+    "frameworks/test_missing.py::test_a_rank",
     "gpu/",
     "loops/test_behind_a_device",
     "loops/test_custom_loop",
