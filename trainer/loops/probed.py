@@ -64,10 +64,14 @@ class ProbedCustomLoop(CustomLoop):
         self.probe = Probe(context, plan, self._state)
 
     def register(self, objects: Mapping[str, Any], *words: Any, **more: Any) -> None:
-        """Watch the registered objects, too."""
+        """Watch the registered objects, too: the optimisers in their wrappers."""
         super().register(objects, *words, **more)
-        for registered in objects.values():
-            self.probe.watch(registered)
+        registered = self._held.registered
+        assert registered is not None
+        for each in objects.values():
+            self.probe.variables.leave_out(each)
+        for watched in (*registered.modules, *registered.optimizers):
+            self.probe.watch(watched)
 
     def steps(self, *words: Any, **more: Any) -> Iterator[Any]:
         """The batches of the steps, each of which the probe follows."""
