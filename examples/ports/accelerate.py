@@ -19,7 +19,7 @@ def main(run: Run) -> None:
     loader = run.loader(digits(train=True), batch_size=BATCH_SIZE * run.size)
     val_loader = DataLoader(digits(train=False), batch_size=BATCH_SIZE)
     model, optimizer, scheduler, val_loader = accelerator.prepare(model, optimizer, scheduler, val_loader)
-    run.restore(model=model, optimizer=optimizer.optimizer, scheduler=scheduler.scheduler)
+    run.restore(model=model, optimizer=optimizer, scheduler=scheduler)
 
     for epoch in run.epochs(EPOCHS):
         model.train()

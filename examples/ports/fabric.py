@@ -17,7 +17,7 @@ def main(run: Run) -> None:
     model = nn.Sequential(nn.Linear(784, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(), nn.Linear(128, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = fabric.setup(model, optimizer)
-    run.restore(model=model, optimizer=optimizer.optimizer)
+    run.restore(model=model, optimizer=optimizer)
     loader = run.loader(digits(train=True), batch_size=BATCH_SIZE * run.size)
     val_loader = fabric.setup_dataloaders(DataLoader(digits(train=False), batch_size=BATCH_SIZE))
 

@@ -47,8 +47,7 @@ def main(run: Run) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     run.restore(model=model, optimizer=optimizer)
 
-    for _ in run.steps(run.loader(range(run.size), run.size), ITERATIONS):
-        iteration = run.step
+    for iteration in run.steps(count=ITERATIONS):
         for group in optimizer.param_groups:
             group["lr"] = rate(iteration)
         for micro_step in range(MICRO_STEPS):

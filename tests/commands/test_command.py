@@ -18,6 +18,7 @@ import pytest
 from submitit.core.utils import DelayedSubmission
 
 from tests.support.commands import REFUSING_SBATCH, fake_squeue, files, launch, refusal
+from tests.support.needs import OPTIONAL
 from tests.support.project import PROJECT
 from trainer.commands.main import main
 from trainer.commands.verbs import DEFAULT, VERBS, Verb
@@ -407,7 +408,7 @@ def test_torch_stays_away(words: list[str], slurm: Path, here: Path) -> None:
         "from trainer.commands.main import main\n"
         "try: status = main(sys.argv[1:])\n"
         "except SystemExit as end: status = end.code\n"
-        "heavy = {name.split('.')[0] for name in sys.modules} & {'torch', 'torchvision', 'numpy'}\n"
+        f"heavy = {{name.split('.')[0] for name in sys.modules}} & { {'torch', 'torchvision', 'numpy', *OPTIONAL} }\n"
         "sys.exit(f'imported {heavy}' if heavy else status)\n"
     )
     done = subprocess.run(

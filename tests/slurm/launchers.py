@@ -184,6 +184,16 @@ LAUNCHERS = (
     ),
 )
 
+LOCAL = Launcher(
+    "--local",
+    (("python", "{project}/launch.py", "--local", "--tasks-per-node=2", "--name={run}"),),
+    (),
+    shown="python launch.py --local",
+)
+# One for each way in which two ranks learn of each other.
+NAMES = {"--spawn", "torchrun", "srun in sbatch", "mpirun", "torch's own variables", "submitit, local"}
+BY_DETECTION = (LOCAL, *(launcher for launcher in LAUNCHERS if launcher.name in NAMES))
+
 
 def undisturbed(size: int, epochs: int) -> dict[str, Any]:
     """The fingerprint of an undisturbed run of `size` ranks."""

@@ -6,14 +6,18 @@ After an intended change: LASTSTEP_UPDATE_GOLDEN=1 python -m pytest tests/slurm/
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator
 
 import pytest
 
+from tests.slurm.cluster import Cluster
 from tests.slurm.desk import Desk
-from tests.slurm.launchers import LAUNCHERS, SMALL, Launcher, undisturbed
+from tests.slurm.launchers import BY_DETECTION, LAUNCHERS, SMALL, Launcher, undisturbed
+from tests.support.forked import forked_python
+from tests.support.needs import require_package
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
 
@@ -105,6 +109,34 @@ def test_it_starts_stops_and_goes_on(desk: Desk, plain_desk: Desk, table: Table,
     table.note(launcher, "after the stop", after)
     assert fingerprint(desk.run(run)) == undisturbed(launcher.size, epochs)
     table.note(launcher, "weights", "same as the undisturbed run")
+
+
+@pytest.fixture(scope="module")
+def accelerated(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    """A desk whose ranks are forked with Accelerate loaded."""
+    require_package("accelerate")
+    desk = Desk(cluster, tmp_path_factory.mktemp("desk"), forked_python("accelerate.accelerator"))
+    yield desk
+    desk.tidies_up()
+
+
+@pytest.mark.parametrize("launcher", BY_DETECTION, ids=lambda launcher: launcher.name)
+def test_a_script_on_accelerate(accelerated: Desk, plain_desk: Desk, launcher: Launcher) -> None:
+    """It used to train in each rank for itself under all launchers but torchrun, and to "finish"."""
+    desk = plain_desk if launcher.plain else accelerated
+    run = run_name(launcher, "accelerate")
+    desk.types(run, *launcher.typed, words=("task=tests.support.framework_loops.synchronised", "device=cpu"))
+    desk.waits_for_attempts(run, 1)
+    for number in range(2):
+        desk.waits_for(run, f'synchronised {{"RANK": "{number}"')
+    said = sorted(set(re.findall(r"synchronised (\{.*)$", desk.log(run), re.M)))  # a terminal may repeat the log
+    first, second = map(json.loads, said)
+    local = 3 - len(desk.attempts(run)[0]["hosts"])  # ranks per host
+    for number, place in enumerate((first, second)):
+        assert place.pop("RANK") == str(number) and place.pop("LOCAL_RANK") == str(number % local)
+        assert place.pop("accelerator") == f"{number} of 2"
+    assert (first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"]) == ("2", str(local))
+    assert first == second, "the same address and port, and the same weights"
 
 
 @every_launcher

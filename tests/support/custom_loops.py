@@ -45,6 +45,7 @@ class Struck:
         """Count one more of these units, which is half done."""
         self.left -= unit == self.unit
         if unit == self.unit and self.left == 0:
+            print(f"{self.number.name} in the middle of a {unit}", flush=True)
             os.kill(os.getpid(), self.number)
             if self.number != signal.SIGKILL:
                 await_agreement()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from examples.ports import data
 from tests.support.custom_loops import Struck
 from trainer import Run
+from trainer.config.errors import ConfigError
+from trainer.loops.digests import digest
+from trainer.world.exported import VARIABLES
 
 SIZES = {"EPOCHS": 2, "BATCH_SIZE": 4, "BLOCK": 16, "ITERATIONS": 14, "EVAL_EVERY": 5}
 
@@ -47,10 +52,62 @@ def fabric(run: Run) -> Any:
     return port(run, "fabric")
 
 
+def synchronised(run: Run) -> None:
+    """A script on Accelerate, which learns of other ranks from torchrun's variables alone. Each rank begins with its
+    own weights, and prints those that it ends with."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(run.rank)
+    model = accelerator.prepare(nn.Linear(784, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.restore(model=model, optimizer=optimizer)
+    for images, labels in run.steps(run.loader(few_digits(train=True), 8), 3):
+        accelerator.backward(nn.functional.cross_entropy(model(images), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+    place = {name: os.environ[name] for name in VARIABLES}
+    found = {**place, "accelerator": f"{accelerator.process_index} of {accelerator.num_processes}"}
+    line = json.dumps({**found, "weights": digest(model.state_dict())})
+    print(f"synchronised {line}\n", end="", flush=True)  # in one piece, as mpirun mixes the ranks' output
+
+
+LIGHTNING_REFUSES: dict[str, Any] = {
+    "strategy": "fsdp",
+    "accumulate_grad_batches": 2,
+    "max_time": "00:01:00:00",
+    "enable_checkpointing": True,
+    "max_epochs": -1,
+}
+TRANSFORMERS_REFUSES: dict[str, Any] = {
+    "gradient_accumulation_steps": 2,
+    "auto_find_batch_size": True,
+    "dataloader_drop_last": True,
+    "enable_jit_checkpoint": True,
+}
+
+
+def refused(run: Run) -> None:
+    """Prints what each adapter says of settings with which a run would not resume exactly."""
+    from transformers import Trainer, TrainingArguments
+
+    from trainer.frameworks import lightning, transformers
+
+    for name, value in LIGHTNING_REFUSES.items():
+        try:
+            lightning.Trainer(run, **{name: value})
+        except ConfigError as error:
+            print("refused:", error, flush=True)
+    for name, value in TRANSFORMERS_REFUSES.items():
+        args = TrainingArguments(use_cpu=True, report_to="none", **{name: value})
+        try:
+            transformers.train(run, Trainer(nn.Linear(1, 1), args, train_dataset=[{"x": 0}]))
+        except ConfigError as error:
+            print("refused:", error, flush=True)
+
+
 def port(run: Run, name: str) -> Any:
     """Train one script: a place to strike is a backward pass, or a batch of a validation."""
-    places = {"RANK": run.rank, "WORLD_SIZE": run.size, "LOCAL_RANK": run.local_rank, "LOCAL_WORLD_SIZE": run.size}
-    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     script = importlib.import_module(f"examples.ports.{name}")
     few = {"digits": few_digits, "text": lambda: data.text()[: 92 * SIZES["BLOCK"]]} if name != "gpt" else {}
     vars(script).update({key: value for key, value in (SIZES | few).items() if hasattr(script, key)})

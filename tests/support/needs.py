@@ -8,6 +8,9 @@ import shutil
 
 import pytest
 
+# Packages that Laststep works with, and imports only for those who name them.
+OPTIONAL = frozenset({"accelerate", "lightning", "mlflow", "optuna", "ray", "transformers", "wandb"})
+
 
 def require(missing: str | None) -> None:
     """Skip the test if something is `missing`, or fail it in CI (LASTSTEP_REQUIRE_ALL=1)."""

@@ -6,6 +6,7 @@ They are forked from a server process that has imported torch, so that an attemp
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support.preloaded import PreloadedProcess, PreloadedServer
 from tests.support.waiting import DEADLINE_S
 from trainer.commands.verify import inspect
 from trainer.config.config import Config
@@ -28,6 +30,9 @@ from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
 PRINT_STACKS = signal.SIGRTMIN
+# What the ranks of a module's tasks import besides, if that takes seconds.
+PORTS = tuple(f"examples.ports.{name}" for name in ("accelerate", "fabric", "lightning", "transformers"))
+PRELOADED = {"tests.support.framework_loops": PORTS}
 _attempts = iter(range(1, 1 << 30))
 
 
@@ -35,6 +40,19 @@ def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preload"])
     return context
+
+
+@functools.cache
+def _preloaded(module: str) -> PreloadedServer:
+    return PreloadedServer(_context(), PRELOADED[module])
+
+
+def _process(task: str, args: tuple[Any, ...]) -> BaseProcess | PreloadedProcess:
+    """A rank of a run with this task, not started yet."""
+    module = task.rpartition(".")[0]
+    if module in PRELOADED:
+        return PreloadedProcess(_preloaded(module), _rank, args)
+    return _context().Process(target=_rank, args=args)
 
 
 class Attempt:
@@ -51,7 +69,7 @@ class Attempt:
         self.run.logs.mkdir(parents=True, exist_ok=True)
         job_id, size = f"test{next(_attempts)}", config.launch.world_size
         self.logs = [self.run.logs / f"{job_id}_{rank}_log.out" for rank in range(size)]
-        self.ranks: list[BaseProcess] = []
+        self.ranks: list[BaseProcess | PreloadedProcess] = []
         for rank, log in enumerate(self.logs):
             place = {
                 "SUBMITIT_EXECUTOR": "local",
@@ -64,7 +82,7 @@ class Attempt:
                 "OMP_NUM_THREADS": "1",
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the rank: a pool would import torch again
             }
-            process = _context().Process(target=_rank, args=(config, {**place, **(env or {})}, str(log), before))
+            process = _process(config.task, (config, {**place, **(env or {})}, str(log), before))
             process.start()
             self.ranks.append(process)
 

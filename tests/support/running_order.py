@@ -41,6 +41,7 @@ SLOW = (
     "doctor/test_hello",
     "faults/test_faults",
     "frameworks/test_frameworks",
+    "frameworks/test_missing.py::test_a_rank",
     "frameworks/test_ray.py::test_a_killed_worker",
     "gpu/",
     "loops/test_behind_a_device",

@@ -55,9 +55,10 @@ class LoggedValues:
         self._validation = {"step": step}
 
     def end_validation(self) -> dict[str, Any] | None:
-        """The step that has been validated within this step, and the values, as numbers; None if there was none."""
+        """The step that has been validated within this step, and rank 0's values, as numbers; None if there was none. A
+        collective if there was one."""
         values, self._validation = self._validation, None
-        return None if values is None else as_numbers("run.log", values)
+        return None if values is None else _from_rank_0(as_numbers("run.log", values), self._group)
 
     def log_learning_rate(self, lr: float | Tensor) -> None:
         """Log the learning rate of this step, unless the function has logged one itself."""

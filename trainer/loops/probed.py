@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from trainer.loops.custom_loop import CustomLoop
+from trainer.loops.custom_steps import Phase
 from trainer.loops.loop import AttemptContext
 from trainer.loops.probe import Probe
 from trainer.loops.run import called_with_run
@@ -63,10 +64,14 @@ class ProbedCustomLoop(CustomLoop):
         self.probe = Probe(context, plan, self._state)
 
     def register(self, objects: Mapping[str, Any], *words: Any, **more: Any) -> None:
-        """Watch the registered objects, too."""
+        """Watch the registered objects, too: the optimisers in their wrappers."""
         super().register(objects, *words, **more)
-        for registered in objects.values():
-            self.probe.watch(registered)
+        registered = self._held.registered
+        assert registered is not None
+        for each in objects.values():
+            self.probe.variables.leave_out(each)
+        for watched in (*registered.modules, *registered.optimizers):
+            self.probe.watch(watched)
 
     def steps(self, *words: Any, **more: Any) -> Iterator[Any]:
         """The batches of the steps, each of which the probe follows."""
@@ -80,7 +85,8 @@ class ProbedCustomLoop(CustomLoop):
         """The batches of a validation, each of which the probe follows."""
         with closing(super().validation(*words, **more)) as batches:  # type: ignore[type-var]
             for batch in batches:
-                self.probe.begin_validation_batch(self.position.step)
+                if self.phase not in (Phase.SETUP, Phase.READY):  # one before the first step follows no step
+                    self.probe.begin_validation_batch(self.position.step)
                 yield batch
 
     def _step_done(self, samples: int, ends_epoch: bool) -> None:

@@ -27,17 +27,19 @@ from tests.support.shared import owner, shared_folder, shared_lock
 HERE = Path(__file__).parent
 
 
-def forked_python() -> str:
-    """The path of the stand-in, which all test processes of this session share; Python's where no C compiler is."""
+def forked_python(*modules: str) -> str:
+    """The path of the stand-in, which all test processes of this session share; Python's where no C compiler is. These
+    modules are loaded as well."""
     compiler = shutil.which("cc") or shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
         return sys.executable
-    folder = shared_folder() / "forked"
-    with shared_lock("forked"):
+    name = "-".join(("forked", *modules))
+    folder = shared_folder() / name
+    with shared_lock(name):
         if not folder.exists():
             folder.mkdir()
             _compile(compiler, folder)
-            _start(folder)
+            _start(folder, modules)
     return str(folder / "python")
 
 
@@ -48,11 +50,11 @@ def _compile(compiler: str, folder: Path) -> None:
     subprocess.run([compiler, "-O1", "-Wall", *places, *language, source, "-o", folder / "python"], check=True)
 
 
-def _start(folder: Path) -> None:
+def _start(folder: Path, modules: tuple[str, ...]) -> None:
     """Start the server, which ends when the session does."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYTEST", "SLURM"))}
     subprocess.run(
-        [sys.executable, str(HERE / "server.py"), str(folder / "socket"), str(owner())],
+        [sys.executable, str(HERE / "server.py"), str(folder / "socket"), str(owner()), *modules],
         env={**env, "OMP_NUM_THREADS": "1"},
         cwd="/",
         stdin=subprocess.DEVNULL,

@@ -1,7 +1,8 @@
-"""Forks processes with torch loaded for the clients of this folder: `python server.py SOCKET OWNER`, see __init__.py.
+"""Forks processes with torch loaded for the clients of this folder: `python server.py SOCKET OWNER [MODULE...]`, see
+__init__.py.
 
-It imports what ranks import except for the project itself, whose code each process finds by its own PYTHONPATH. It
-ends, with all processes, when the process OWNER does.
+It imports what ranks import except for the project itself, whose code each process finds by its own PYTHONPATH, and
+the modules named. It ends, with all processes, when the process OWNER does.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     del sys.path[0]  # this file's folder
     _defer_compiler()
-    for name in PRELOAD:
+    for name in (*PRELOAD, *sys.argv[3:]):
         importlib.import_module(name)
     import numpy
 
