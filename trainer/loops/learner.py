@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from trainer.loops.finite_check import FiniteCheck
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
 from trainer.loops.model_setup import channels_last, data_parallel, prepare_model
 from trainer.loops.rates import LearningRates
+from trainer.loops.shares import ShareSum, shares_of
 from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer, loads_in_place
 from trainer.task import Task
 from trainer.world.group import Group
@@ -47,11 +48,18 @@ class Learner:
                 f"task={config.task}: no parameter of the model requires a gradient, so none can be trained; "
                 "leave some unfrozen in model()"
             )
-        self._steps_seed = seed_of("steps", config.seed, group.world.rank)
+        self.shares = shares_of(config.train, group.world)
+        self._seeds = [seed_of("steps", config.seed, share) for share in self.shares]
+        # DDP averages over ranks. In a loss with this weight that is the mean over the global batch, even when a short
+        # last batch gives the ranks unequal shares. With train.shares the gradients are added instead.
+        self._weight = 1 if config.train.shares else group.world.size
         self._loss_tap = nn.Parameter(torch.zeros((), device=self.device))  # see _backward
         self._parameters = list(self.model.parameters())
-        self.parallel = data_parallel(self.model, self._loss_tap, group)
-        self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets=self.parallel is not self.model)
+        self.parallel = data_parallel(self.model, self._loss_tap, group, config.train)
+        in_buckets = self.parallel is not self.model and not config.train.shares
+        self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets)
+        several = len(self.shares) > 1
+        self._share_sum = ShareSum([self._loss_tap, *self._parameters], len(self.shares)) if several else None
         self.buffers = Buffers(self.model, group)
         self.optimizer = task.optimizer(self.model)
         check_made(self.optimizer, self.model, config.task)
@@ -62,24 +70,26 @@ class Learner:
         # The range of fp16 is so small that gradients vanish unless the loss is scaled up (Micikevicius et al. 2018).
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
 
-    def learn(self, step: int, micro_batches: Sequence[tuple[Any, int]], samples: int) -> None:
+    def learn(self, step: int, micro_batches: Collection[tuple[Any, int]], samples: int) -> None:
         """Forward and backward passes of one step, on pairs of a batch and how many of its samples count; `samples` is
-        their sum over all ranks.
+        their sum over all ranks. Each of this rank's shares has as many micro-batches.
 
         All collectives of the step happen here. Nothing that a checkpoint holds changes here: `update` does that.
         """
-        seed_generators(nth_seed(self._steps_seed, step), self.device)
         self._rates_now = self.rates.at(step)
+        per_share = len(micro_batches) // len(self.shares)
         for position, (batch, count) in enumerate(micro_batches):
+            share, number = divmod(position, per_share)
+            if number == 0:
+                self._begin_share(step, share)
             last = position == len(micro_batches) - 1
             with contextlib.nullcontext() if last else self._no_reduction():
                 loss = self._forward(self.parallel, batch)["loss"]
                 if last:
                     self.own_work_done()
-                # DDP averages over ranks. This weight makes that the mean over the global batch, even when a short
-                # last batch gives the ranks unequal shares.
-                weight = count * self.group.world.size / samples
-                self._backward(loss if weight == 1 else loss * weight)
+                ends_share = number == per_share - 1 and self._share_sum is not None
+                weight = count * self._weight / samples
+                self._backward(loss if weight == 1 else loss * weight, share if ends_share else None)
         self.buffers.broadcast()
 
     def update(self) -> dict[str, Tensor]:
@@ -112,12 +122,12 @@ class Learner:
         return {"loss": loss, "nonfinite": nonfinite, **measured}
 
     @torch.no_grad()
-    def evaluate(self, step: int, position: int, batch: Any, count: int) -> Tensor:
-        """The values that `names` lists, summed over the `count` samples of a validation batch; float64, in the order
-        of `names`."""
+    def evaluate(self, step: int, position: int, batch: Any, count: int, share: int = 0) -> Tensor:
+        """The values that `names` lists, summed over the `count` samples that one of this rank's shares has of a
+        validation batch; float64, in the order of `names`."""
         if not count:
             return torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
-        seed_generators(seed_of("validate", self.config.seed, step, position, self.group.world.rank), self.device)
+        seed_generators(seed_of("validate", self.config.seed, step, position, self.shares[share]), self.device)
         measured = self._forward(self.validated, batch)
         return torch.stack([measured[name].double() for name in self.names]) * count
 
@@ -194,15 +204,25 @@ class Learner:
         with torch.autocast(self.device.type, self.dtype):
             return self.task.step(model, batch)
 
-    def _backward(self, loss: Tensor) -> None:
+    def _begin_share(self, step: int, share: int) -> None:
+        seed_generators(nth_seed(self._seeds[share], step), self.device)
+        if share:
+            self.buffers.rewind()
+
+    def _backward(self, loss: Tensor, ends_share: int | None = None) -> None:
         """Backward pass that also makes the loss the gradient of the parameter `_loss_tap`: DDP averages it with the
-        other gradients, so every rank knows the loss of every step without a further collective."""
+        other gradients, so every rank knows the loss of every step without a further collective. `ends_share` is the
+        number of the share if this is the last one of several."""
+        if self._share_sum is not None and ends_share is not None:
+            self._share_sum.end_share(ends_share)
         scaled, plain = self.scaler.scale(loss), loss.detach().float()
         if self.parallel is not self.model:
             compat.backward(scaled, self._loss_tap, plain)
         else:  # the same, faster
             scaled.backward()
             self._loss_tap.grad = plain if self._loss_tap.grad is None else self._loss_tap.grad + plain
+        if self._share_sum is not None and ends_share is not None:
+            self._share_sum.end_backward()
 
     def _clip(self, limit: float) -> Tensor:
         """Clip the gradient to this norm; returns its norm before. One nonfinite gradient makes all nonfinite. An
