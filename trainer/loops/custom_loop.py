@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from trainer.config.checks import check_no_shares
 from trainer.data.loader import StepLoader, StepNumbers, end_workers
 from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops import misuse
@@ -30,7 +29,6 @@ class CustomLoop(CustomSteps):
 
     def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext) -> None:
         super().__init__(context)
-        check_no_shares(self.config)
         self.function, self.run_dir = function, context.run
         self.loaders = UserLoaders(self.group, self.config.task)
         self._function_epoch, self._epochs = 0, 1  # the epoch the function is in (from 0), and their number

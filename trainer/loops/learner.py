@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer import compat
 from trainer.config.config import Config
@@ -19,7 +19,7 @@ from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.buffers import Buffers, Committed
 from trainer.loops.finite_check import FiniteCheck
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
-from trainer.loops.model_setup import channels_last, data_parallel, prepare_model
+from trainer.loops.model_setup import channels_last, data_parallel, no_reduction, prepare_model
 from trainer.loops.rates import LearningRates
 from trainer.loops.shares import ShareSum, shares_of
 from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer, loads_in_place
@@ -58,8 +58,7 @@ class Learner:
         self.parallel = data_parallel(self.model, self._loss_tap, group, config.train)
         in_buckets = self.parallel is not self.model and not config.train.shares
         self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets)
-        several = len(self.shares) > 1
-        self._share_sum = ShareSum([self._loss_tap, *self._parameters], len(self.shares)) if several else None
+        self._share_sum = ShareSum([self._loss_tap, *self._parameters], len(self.shares))
         self.buffers = Buffers(self.model, group)
         self.optimizer = task.optimizer(self.model)
         check_made(self.optimizer, self.model, config.task)
@@ -76,20 +75,26 @@ class Learner:
 
         All collectives of the step happen here. Nothing that a checkpoint holds changes here: `update` does that.
         """
-        self._rates_now = self.rates.at(step)
-        per_share = len(micro_batches) // len(self.shares)
-        for position, (batch, count) in enumerate(micro_batches):
-            share, number = divmod(position, per_share)
-            if number == 0:
-                self._begin_share(step, share)
-            last = position == len(micro_batches) - 1
-            with contextlib.nullcontext() if last else self._no_reduction():
-                loss = self._forward(self.parallel, batch)["loss"]
-                if last:
-                    self.own_work_done()
-                ends_share = number == per_share - 1 and self._share_sum is not None
-                weight = count * self._weight / samples
-                self._backward(loss if weight == 1 else loss * weight, share if ends_share else None)
+        in_order, per_share = iter(micro_batches), len(micro_batches) // len(self.shares)
+        for share, seed in enumerate(self._seeds):
+            of_share = list(islice(in_order, per_share))  # first, as loading may draw random numbers
+            seed_generators(nth_seed(seed, step), self.device)
+            if share == 0:
+                self._rates_now = self.rates.at(step)
+            else:
+                self.buffers.rewind()
+            for number, (batch, count) in enumerate(of_share, 1):
+                ends_share = number == per_share
+                last = ends_share and share == len(self._seeds) - 1
+                with contextlib.nullcontext() if last else no_reduction(self.parallel):
+                    loss = self._forward(self.parallel, batch)["loss"]
+                    if last:
+                        self.own_work_done()
+                    weight = count * self._weight / samples
+                    if ends_share:
+                        self._share_sum.end_share(share)
+                    self._backward(loss if weight == 1 else loss * weight)
+                    self._share_sum.end_backward()
         self.buffers.broadcast()
 
     def update(self) -> dict[str, Tensor]:
@@ -104,7 +109,7 @@ class Learner:
         measured: dict[str, Tensor] = {}
         if self.config.optim.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            measured["grad_norm"] = self._clip(self.config.optim.clip_norm).float()
+            measured["grad_norm"] = _clip(self._parameters, self.config.optim.clip_norm).float()
         # Infinite gradients are part of fp16, and no fault: the scaler lowers its scale.
         nonfinite = self._finite_check.nonfinite(measured.get("grad_norm"), loss_alone=self.scaler.is_enabled())
         skips = self.config.train.nonfinite == "skip"
@@ -204,32 +209,15 @@ class Learner:
         with torch.autocast(self.device.type, self.dtype):
             return self.task.step(model, batch)
 
-    def _begin_share(self, step: int, share: int) -> None:
-        seed_generators(nth_seed(self._seeds[share], step), self.device)
-        if share:
-            self.buffers.rewind()
-
-    def _backward(self, loss: Tensor, ends_share: int | None = None) -> None:
+    def _backward(self, loss: Tensor) -> None:
         """Backward pass that also makes the loss the gradient of the parameter `_loss_tap`: DDP averages it with the
-        other gradients, so every rank knows the loss of every step without a further collective. `ends_share` is the
-        number of the share if this is the last one of several."""
-        if self._share_sum is not None and ends_share is not None:
-            self._share_sum.end_share(ends_share)
+        other gradients, so every rank knows the loss of every step without a further collective."""
         scaled, plain = self.scaler.scale(loss), loss.detach().float()
         if self.parallel is not self.model:
             compat.backward(scaled, self._loss_tap, plain)
         else:  # the same, faster
             scaled.backward()
             self._loss_tap.grad = plain if self._loss_tap.grad is None else self._loss_tap.grad + plain
-        if self._share_sum is not None and ends_share is not None:
-            self._share_sum.end_backward()
-
-    def _clip(self, limit: float) -> Tensor:
-        """Clip the gradient to this norm; returns its norm before. One nonfinite gradient makes all nonfinite. An
-        infinite limit leaves the gradient as it is."""
-        if math.isinf(limit):
-            return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        return nn.utils.clip_grad_norm_(self._parameters, limit)
 
     def _skip(self, nonfinite: Tensor) -> bool:
         """Whether to leave this step out here and now. A fused optimiser does it by itself: it reads the flag on the
@@ -241,11 +229,13 @@ class Learner:
             return False
         return bool(nonfinite)
 
-    def _no_reduction(self) -> contextlib.AbstractContextManager[None]:
-        """Keep gradients on the rank: for all micro-batches but the last."""
-        if isinstance(self.parallel, DistributedDataParallel):
-            return self.parallel.no_sync()
-        return contextlib.nullcontext()
+
+def _clip(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    """Clip the gradient to this norm; returns its norm before. One nonfinite gradient makes all nonfinite. An infinite
+    limit leaves the gradient as it is."""
+    if math.isinf(limit):
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return nn.utils.clip_grad_norm_(parameters, limit)
 
 
 class _HeldLearner:

@@ -51,6 +51,11 @@ def data_parallel(model: nn.Module, loss_tap: nn.Parameter, group: Group, train:
     return parallel
 
 
+def no_reduction(parallel: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Keep gradients on the rank: for all micro-batches but the last."""
+    return parallel.no_sync() if isinstance(parallel, DistributedDataParallel) else contextlib.nullcontext()
+
+
 def channels_last(tensor: Tensor) -> Tensor:
     """An image (4 dimensions) as NHWC in memory; any other tensor unchanged."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

@@ -29,16 +29,18 @@ class ShareSum:
         self._levels: list[dict[nn.Parameter, Tensor]] = [{} for _ in range(shares.bit_length() - 1)]
         self._share = 0  # of this rank's, the one under way
         self._left: set[nn.Parameter] = set()  # the parameters whose gradient of this share is not complete yet
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._complete)
+        if self._levels:
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(self._complete)
 
     def end_share(self, share: int) -> None:
-        """The next backward pass is the last one of this share. Call `end_backward` after it."""
-        self._share, self._left = share, set(self._parameters)
+        """The next backward pass is the last one of this share."""
+        if self._levels:
+            self._share, self._left = share, set(self._parameters)
 
     def end_backward(self) -> None:
-        """Complete the parameters that this backward pass has not reached."""
-        for parameter in self._parameters:
+        """Call this after each backward pass: completes the parameters that the last one of a share has not reached."""
+        for parameter in tuple(self._left):
             self._complete(parameter)
 
     def _complete(self, parameter: nn.Parameter) -> None:
