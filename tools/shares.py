@@ -47,20 +47,20 @@ def main() -> None:
     curves = {}
     for name, lines in metrics.items():
         sizes = [(each["start_step"], each["end_step"], each["world_size"]) for each in attempts[name]]
-        curves[name] = Curve([line["loss"] for line in lines if "loss" in line], sizes)
+        curves[name] = Curve([line["loss"] for line in lines], sizes)
     TARGET.write_text(picture(curves))
 
 
 def train(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Train one of the runs; returns the lines of its metrics without their times."""
+    """Train one of the runs; returns the lines of its steps without their times."""
     command = [sys.executable, "launch.py"]
     for ranks, until in RUNS[name]:
         size = ["--local", "--tasks-per-node", str(ranks), f"launch.root={folder}", f"train.max_steps={until}"]
         begins = not (folder / name).exists()
         words = ["submit", "--name", name, *SETTINGS] if begins else ["resume", name]
         subprocess.run([*command, *words, *size], cwd=PROJECT, check=True)
-    lines = read_lines(folder / name / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key not in ("time", "samples_per_s")} for line in lines]
+    steps = [line for line in read_lines(folder / name / "metrics.jsonl") if "loss" in line]
+    return [{key: value for key, value in line.items() if key not in ("time", "samples_per_s")} for line in steps]
 
 
 def picture(curves: dict[str, Curve]) -> str:

@@ -6,6 +6,7 @@ formed: after a resume on fewer nodes it would be another experiment.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tests.loops.test_learner import blocks, learner
 from tests.support.images import IMAGES, LABELS
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, KILLED, SMALL
+from tests.support.worlds import a_world
+from trainer.commands.main import main
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.order import Order
@@ -26,6 +29,7 @@ from trainer.loops import learner as learner_module
 from trainer.loops.learner import Learner
 from trainer.loops.shares import ShareSum
 from trainer.records.metrics import read_lines
+from trainer.world.device import set_up_device
 from trainer.world.group import Group
 from trainer.world.tree_sum import tree_sum
 
@@ -168,11 +172,14 @@ def test_one_and_two_ranks(tmp_path: Path, options: str) -> None:
     assert any(skipped) == ("nonfinite=skip" in options) and not all(skipped[:-1])
 
 
-def test_eight_ranks(tmp_path: Path) -> None:
-    """Three levels of the tree lie between the ranks, or all of them within one rank."""
+def test_eight_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Three levels of the tree lie between the ranks, or all of them within one rank. So do they in `evaluate`."""
     words = ("train.shares=8", "train.max_steps=3", "train.epochs=1")
     eight, one = (train(config(tmp_path, f"on-{n}", n, *words)) for n in (8, 1))
     assert fingerprint(eight) == fingerprint(one)
+    assert main(["evaluate", str(eight.path), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["metrics"] == found["recorded"]
 
 
 def test_a_compiled_model_has_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +196,19 @@ def test_a_compiled_model_has_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -
 
 def connect_alone(_: Group) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_the_number_of_threads_does_not_depend_on_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one machine two ranks would otherwise get half of the cores each, and threads split sums."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    for size in (1, 2):
+        words = ("device=cpu", "train.shares=2", "launch.cpus_per_task=3", f"launch.tasks_per_node={size}")
+        set_up_device(Config.load(None, words), a_world(0, size))
+    assert threads == [3, 3]
 
 
 # --- sizes that do not fit

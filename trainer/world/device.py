@@ -42,7 +42,9 @@ def set_up_device(config: Config, world: World) -> torch.device:
         # A sum's last bits depend on the number of threads, so it must be the same in every attempt.
         cores = len(os.sched_getaffinity(0)) // world.local_size
         granted = int(os.environ.get("SLURM_CPUS_PER_TASK", config.launch.cpus_per_task))
-        torch.set_num_threads(granted if world.launcher in ("submitit-slurm", "srun") else max(1, cores))
+        # With train.shares not even on the number of ranks on this machine.
+        is_granted = world.launcher in ("submitit-slurm", "srun") or config.train.shares is not None
+        torch.set_num_threads(granted if is_granted else max(1, cores))
     return device
 
 
