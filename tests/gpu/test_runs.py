@@ -70,6 +70,25 @@ def test_two_gpus(root: Path) -> None:
     stop_and_resume(root, "two", 2, (*EVERYTHING, "device=cuda", EXACT), "SIGTERM step 4 rank 1")
 
 
+@needs_gpu
+@pytest.mark.parametrize("options", ["", "model.name=resnet18 data.args.image_size=32 train.channels_last=true"])
+def test_shares(root: Path, options: str) -> None:
+    """Two ranks on one GPU compute one share each, one rank both: the same bits."""
+    name = "resnet" if options else "plain"
+    words = (*EVERYTHING, *options.split(), "train.shares=2", "device=cuda", EXACT)
+    one = train(config(root, f"{name}-one", 1, words))
+    two = train(config(root, f"{name}-two", 2, (*words, "launch.backend=gloo")), before=share_the_gpu)
+    assert fingerprint(one) == fingerprint(two)
+
+
+@needs_two_gpus
+def test_shares_over_nccl(root: Path) -> None:
+    """The sum over two GPUs is that of one GPU that computes both shares."""
+    words = (*EVERYTHING, "train.shares=2", "device=cuda", EXACT)
+    one, two = (train(config(root, f"shares-{n}", n, words)) for n in (1, 2))
+    assert fingerprint(one) == fingerprint(two)
+
+
 @needs_two_gpus
 @pytest.mark.parametrize("fault", ["kill step 5 rank 1", "kill step 5 rank 0", "sleep step 5 rank 1"])
 def test_one_of_two_gpus(root: Path, fault: str) -> None:

@@ -223,6 +223,7 @@ def test_a_killed_attempt_is_not_in_progress() -> None:
     assert Timeline.of(left, False, week, BEGAN + 60).spans({}) == [Span("running", BEGAN, BEGAN + 60)]
     timeline = Timeline.of(left, False, week, BEGAN + 60)
     assert timeline.attempts[0].reason == "lost" and "unknown" in timeline.table(), "nobody has counted its lost steps"
+    assert "<th>ranks</th>" in timeline.table() and "<td>4</td>" in timeline.table()
     assert Timeline.of(left, False, week, None).spans({}) == []
     assert Timeline.of(left, True, BEGAN + 60, BEGAN + 50).attempts[0].reason == "in progress"
 

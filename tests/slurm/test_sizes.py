@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.slurm.user import User
+from tests.support.ranks import fingerprint
 from tests.support.samples import check_samples
+from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S
+from trainer.config.config import Config
 from trainer.data.order import Order
 
 STEPS = 160  # 8 an epoch, of 60 ms on four nodes, hardly any of it CPU time
@@ -51,3 +54,24 @@ def test_one_four_two_nodes(user: User, tmp_path: Path) -> None:
     check_samples(notes, Order(96, 12, seed=0), STEPS)
     nodes = prepared.read_text().split()
     assert nodes[0] == "n1" and sorted(nodes[1:5]) == ["n1", "n2", "n3", "n4"] and sorted(nodes[5:]) == ["n1", "n2"]
+
+
+def test_the_same_bits_on_any_number_of_nodes(user: User) -> None:
+    """A run in four shares gets three nodes, of which two can divide the shares. Preempted, it comes back on one. It
+    ends with the weights and metrics of a run that one node has trained undisturbed."""
+    words = (
+        "data.name=fake", "data.args.samples=96", "data.args.image_size=8", "data.args.augment=true",
+        "train.batch_size=16", "train.shares=4", "train.epochs=5", "train.log_every=5", "optim.lr=0.02",
+    )  # fmt: skip
+    other = occupies(user, "main", "n4", 600)
+    user.types("--nodes", "1-4", "--name", "shares", "task=tests.support.tasks.Unhurried", *words)
+    user.waits_for("shares", "train.shares: training on 2 of 3 nodes")
+    user.waits_for("shares", "step 10/30")
+    user.cluster.run("scancel", other)
+    other = occupies(user, "high", "n[2-4]", 600)
+    user.waits_for_end("shares", "finished")
+    user.cluster.run("scancel", other)
+
+    ends = [(end["world_size"], end["reason"], end["lost_steps"]) for end in user.attempts("shares")]
+    assert ends == [(2, "preempted", 0), (1, "finished", 0)]
+    assert fingerprint(user.run("shares")) == undisturbed_run(Config.load("mnist", [*words, "device=cpu"]))

@@ -23,6 +23,12 @@ from trainer.tasks.classification import Classification
 from trainer.world.launchers import detect_world
 
 
+def shares_per_rank(config: Config) -> int:
+    """How many shares of each batch this rank computes, one after another."""
+    size = detect_world().size
+    return (config.train.shares or size) // size
+
+
 class Poisoned(Classification):
     """The loss of the run's 5th step is NaN on rank 1 alone, as of a bad sample."""
 
@@ -81,7 +87,7 @@ class Faulty(Classification):
         super().__init__(config)
         self.steps = -1  # the first call is the warm-up's
         self.kind, _, place, _, ranks = os.environ.get("LASTSTEP_TEST_FAULT", "none step 0 rank none").split()
-        self.place = (int(place) - 1) * config.train.accumulate + 1
+        self.place = (int(place) - 1) * config.train.accumulate * shares_per_rank(config) + 1
         self.here = str(detect_world().rank) in ranks.split(",")
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:

@@ -51,6 +51,7 @@ SLOW = (
     "loops/test_learner.py::test_activation_checkpointing_changes_nothing",
     "loops/test_opaque",
     "loops/test_script_loops",
+    "loops/test_shares",
     "loops/test_sizes",
     "loops/test_weights",
     "observe/test_report.py::test_a_million_steps",

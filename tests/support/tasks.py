@@ -28,6 +28,7 @@ from tests.support.faulty_tasks import (
     Poisoned,
     PoisonedAndKilled,
     Unprepared,
+    shares_per_rank,
 )
 from tests.support.waiting import DEADLINE_S, wait_until
 from trainer.checkpoint.store import CheckpointStore
@@ -65,6 +66,7 @@ __all__ = [
     "Slow",
     "SlowData",
     "SmallSignalled",
+    "Tokens",
     "Unhurried",
     "Unprepared",
     "await_agreement",
@@ -144,7 +146,7 @@ class Signalled(Classification):
 
     def per_unit(self, unit: str) -> int:
         """Calls of `step` per unit of work."""
-        return self.config.train.accumulate if unit == "step" else 1
+        return shares_per_rank(self.config) * (self.config.train.accumulate if unit == "step" else 1)
 
 
 class OwnOptimizer(Signalled):
@@ -254,6 +256,21 @@ class SmallSignalled(Signalled):
         side = self.image_size // 2
         convolved = (nn.Conv2d(self.channels, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1))
         return nn.Sequential(*convolved, nn.Flatten(), nn.Linear(8 * side**2, self.classes or 0))
+
+
+class Tokens(Classification):
+    """With a small transformer, whose loss is NaN on some micro-batches."""
+
+    def model(self) -> nn.Module:
+        width, block = self.channels * self.image_size, nn.TransformerEncoderLayer(24, 2, 32, batch_first=True)
+        layers = (nn.Flatten(2), nn.Linear(self.image_size**2, 24), nn.TransformerEncoder(block, 2))
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(24 * width // self.image_size, self.classes or 0))
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        output = super().step(model, batch)
+        if model.training and int(batch[0][0].abs().sum() * 1000) % 8 == 0:
+            output["loss"] = output["loss"] * float("nan")
+        return output
 
 
 class RecordedUnhurried(Unhurried, Recorded):

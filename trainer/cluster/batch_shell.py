@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 
 from trainer import say
 from trainer.cluster import code_origin, run_folders, trust
@@ -57,9 +58,18 @@ def start_again() -> list[str]:
     ]
 
 
-def rank_count(ranks_per_node: int) -> str:
-    """A line that passes the number of ranks to srun, in a job that asks for a range of nodes."""
-    return f"export SLURM_NTASKS_PER_NODE={ranks_per_node} SLURM_NTASKS=$(({ranks_per_node} * SLURM_JOB_NUM_NODES))"
+def rank_count(ranks_per_node: int, fitting: Sequence[int] = ()) -> list[str]:
+    """Lines that pass the number of ranks to srun, in a job that asks for a range of nodes. With `fitting`, ascending,
+    only these numbers of nodes can train: any more stay idle."""
+    counts = " ".join(map(str, reversed(fitting)))
+    use = [
+        "granted=$SLURM_JOB_NUM_NODES",
+        f"for nodes in {counts}; do [ $nodes -gt $granted ] || break; done",
+        '[ $nodes = $granted ] || echo "train.shares: training on $nodes of $granted nodes"',
+        "export SLURM_JOB_NUM_NODES=$nodes SLURM_NNODES=$nodes",
+    ]
+    tasks = f"export SLURM_NTASKS_PER_NODE={ranks_per_node} SLURM_NTASKS=$(({ranks_per_node} * SLURM_JOB_NUM_NODES))"
+    return [*(use if fitting else []), tasks]
 
 
 def environment(config: Config, run: RunDir) -> list[str]:

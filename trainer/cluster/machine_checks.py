@@ -28,7 +28,8 @@ def check_names(config: Config, search: Sequence[Path] = ()) -> None:
     if config.task != "classification":
         check_task(config.task, search)
         if isinstance(definition(config.task, search)[1], ast.ClassDef):
-            check_batch(config.train.batch_size, config.launch.world_sizes, config.train.accumulate)
+            train = config.train
+            check_batch(train.batch_size, config.launch.world_sizes, train.accumulate, train.shares)
         if not may_make_optimizer(config.task, search):
             check_optimizer(config.optim)
         return

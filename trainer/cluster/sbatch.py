@@ -10,6 +10,7 @@ from submitit import SlurmExecutor
 
 from trainer import compat
 from trainer.cluster import batch_shell, run_folders
+from trainer.config.checks import nodes_for
 from trainer.config.config import Config
 from trainer.rundir import RunDir
 from trainer.world.slurm import TAG_VARIABLE
@@ -63,7 +64,8 @@ def job_executor(
         # With --ntasks-per-node, Slurm 22.05 would never start the job on fewer nodes again, see docs/design.md. So
         # the job asks for the CPUs of that many ranks, and its shell passes the number of ranks to srun.
         options = {**options, "nodes": launch.nodes, "mincpus": ranks_per_node * launch.cpus_per_task}
-        setup = [*setup, batch_shell.rank_count(ranks_per_node)]
+        fitting = [] if config.train.shares is None else nodes_for(config.train.shares, launch)
+        setup = [*setup, *batch_shell.rank_count(ranks_per_node, fitting)]
     folder = run_folders.working_folder(run)
     if folder != Path.cwd():  # a run that is resumed from elsewhere
         options = {**options, "chdir": folder}

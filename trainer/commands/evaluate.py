@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.cluster import code_origin, machine_checks, run_config, run_folders
 from trainer.commands.parsers import ANY_KEY, Parser, add_checkpoint
-from trainer.config.checks import validate
+from trainer.config.checks import sizes_for, validate
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
 def _config(run: RunDir, overrides: Sequence[str], ranks: int, averaged: bool) -> Config:
     """The run's configuration for one rank that has only these weights."""
     before = run_config.as_submitted(run).train
-    words = [f"train.batch_size={max(1, before.batch_size // ranks)}", *overrides, *ONE_RANK, "train.ema_decay=0"]
+    parts = 1 if before.shares else ranks  # one rank computes all shares as the run's ranks did
+    words = [f"train.batch_size={max(1, before.batch_size // parts)}", *overrides, *ONE_RANK, "train.ema_decay=0"]
     if averaged:
         words.append("train.compile=false")  # training does not compile the average either
     return run_folders.with_absolute_data(_checked(run, words))
@@ -87,7 +88,8 @@ def _config(run: RunDir, overrides: Sequence[str], ranks: int, averaged: bool) -
 def _checked(run: RunDir, words: Sequence[str]) -> Config:
     """The run's configuration with these words, without the options of its jobs. Raises ConfigError."""
     config = run_config.as_submitted(run, words)
-    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm={}))
+    fewest = sizes_for(config.train.shares)[0] if config.train.shares else None  # here one rank can compute any number
+    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm={}, tasks_per_node=fewest))
     validate(config)
     return config
 

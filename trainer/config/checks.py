@@ -22,7 +22,8 @@ def validate(config: Settings) -> None:
     """Raise ConfigError for values that cannot work anywhere; `trainer.cluster.machine_checks` looks at the machine."""
     check_values(config)
     if config.task == "classification":  # a task of the user's own may be a custom loop, which has a batch of its own
-        check_batch(config.train.batch_size, config.launch.world_sizes, config.train.accumulate)
+        train = config.train
+        check_batch(train.batch_size, config.launch.world_sizes, train.accumulate, train.shares)
 
 
 def check_values(config: Settings) -> None:
@@ -31,10 +32,19 @@ def check_values(config: Settings) -> None:
         _check_limits(key, field, value)
     _check_single_keys(config)
     _check_launch(config)
+    _check_shares(config)
 
 
-def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int) -> None:
-    """Raise ConfigError unless the global batch divides into equal micro-batches for each of these numbers of ranks."""
+def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int, shares: int | None = None) -> None:
+    """Raise ConfigError unless the global batch divides into equal micro-batches for each of these numbers of ranks, or
+    for the shares."""
+    if shares is not None:
+        if batch_size % (divisor := shares * accumulate):
+            raise ConfigError(
+                f"train.batch_size={batch_size}: not divisible by train.shares={shares} x "
+                f"train.accumulate={accumulate}; {max(divisor, round(batch_size / divisor) * divisor)} would be"
+            )
+        return
     wrong, divisor = [], 1
     for size in world_sizes:
         divisor = math.lcm(divisor, size * accumulate)
@@ -48,6 +58,46 @@ def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int) ->
             f"train.batch_size={batch_size}: not divisible by {counted(', '.join(wrong), 'rank')} x "
             f"train.accumulate={accumulate}; {'use fewer nodes' if divisor > LARGEST_BATCH else f'{near} would be'}"
         )
+
+
+def sizes_for(shares: int) -> list[int]:
+    """The numbers of ranks that can divide this many shares among them (train.shares), ascending: shares / 2^k."""
+    return [*sizes_for(shares // 2), shares] if shares % 2 == 0 else [shares]
+
+
+def nodes_for(shares: int, launch: Launch) -> list[int]:
+    """The numbers of nodes whose ranks can divide this many shares among them, ascending."""
+    each = launch.ranks_per_node
+    return [size // each for size in sizes_for(shares) if size % each == 0]
+
+
+def check_no_shares(config: Settings) -> None:
+    """Raise ConfigError if a custom loop is configured with train.shares."""
+    if config.train.shares is not None:
+        raise ConfigError(
+            f"train.shares={config.train.shares}: {config.task} is a custom loop, which makes its own forward and "
+            "backward passes; only a Task can be computed in shares. Remove this key"
+        )
+
+
+def check_size(shares: int | None, ranks: int) -> None:
+    """Raise ConfigError unless this many ranks can divide the shares among them."""
+    if shares is not None and ranks not in (fit := sizes_for(shares)):
+        raise ConfigError(
+            f"train.shares={shares}: cannot be divided among {counted(ranks, 'rank')}; these numbers of ranks fit: "
+            f"{', '.join(map(str, fit))}"
+        )
+
+
+def _check_shares(config: Settings) -> None:
+    """Raise ConfigError unless the job's ranks can divide the shares. Of a range of nodes, each start uses the largest
+    number that fits."""
+    launch, shares = config.launch, config.train.shares
+    if shares is None:
+        return
+    is_range, fewest = len(launch.node_counts) > 1, launch.node_counts[0]
+    if not is_range or all(nodes > fewest for nodes in nodes_for(shares, launch)):
+        check_size(shares, launch.world_size)
 
 
 def _check_limits(key: str, field: dataclasses.Field[Any], value: Any) -> None:

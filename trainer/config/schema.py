@@ -115,6 +115,12 @@ class Train:
         least=1,
     )
     accumulate: int = setting(1, "micro-batches per step and rank: less memory, the same global batch", least=1)
+    shares: int | None = setting(
+        None,
+        "always compute the global batch as this many shares, divided among the ranks: a run of a Task then ends with "
+        "the same bits on any number of ranks that is shares / 2^k, also if that number changes; null: one per rank",
+        least=1,
+    )
     precision: str = setting(
         "fp32",
         "arithmetic of the forward and backward passes. tf32 (GPUs only): fp32, but products and convolutions round "

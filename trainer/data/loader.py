@@ -308,23 +308,26 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class ValidationBatchKeys:
-    """The keys of this rank's part of each validation batch. All ranks have the same number of batches."""
+    """The keys of this rank's parts of each validation batch, of which there are `shares`. All ranks have the same
+    number of batches."""
 
     samples: int
     batch_size: int
     rank: int
     size: int
+    shares: int = 1
 
     def __len__(self) -> int:
-        return -(-self.samples // self.batch_size)
+        return -(-self.samples // self.batch_size) * self.shares
 
-    def indices(self, batch: int) -> range:
-        """The sample indices of this rank's part of `batch`, which may be empty."""
+    def indices(self, batch: int, share: int = 0) -> range:
+        """The sample indices of this rank's part `share` of `batch`, which may be empty."""
         start = batch * self.batch_size
         count = min(self.batch_size, self.samples - start)
-        return range(start + count * self.rank // self.size, start + count * (self.rank + 1) // self.size)
+        part, parts = self.rank * self.shares + share, self.size * self.shares
+        return range(start + count * part // parts, start + count * (part + 1) // parts)
 
     def __iter__(self) -> Iterator[BatchKey]:
-        for batch in range(len(self)):
-            indices = self.indices(batch) or range(1)  # one sample that does not count, if empty
+        for position in range(len(self)):
+            indices = self.indices(*divmod(position, self.shares)) or range(1)  # empty: one sample that does not count
             yield VALIDATION, numpy.arange(indices.start, indices.stop)

@@ -28,7 +28,8 @@ class Buffers:
     committed, because the next forward pass changes the live ones. So at any moment each rank alone holds the complete
     state of the last finished step.
 
-    The order of calls: a forward pass, `broadcast`, `commit`.
+    The order of calls: a forward pass, `broadcast`, `commit`. With `train.shares` a step may have several forward
+    passes that each begin with the committed buffers; the first one's are broadcast. Between two of them: `rewind`.
     """
 
     def __init__(self, model: nn.Module, group: Group, *more: Tensor) -> None:
@@ -43,6 +44,7 @@ class Buffers:
         self._sizes = [len(part) for part in self._bytes]
         self._group = group
         self._received = self._gather()
+        self._rewound = False  # since the last `broadcast`
         self.snapshot()
 
     def snapshot(self) -> None:
@@ -52,8 +54,20 @@ class Buffers:
     def broadcast(self) -> None:
         """Receive rank 0's buffers, to be committed by `commit`. A collective."""
         if self._live:
-            self._received = self._gather()
+            if not self._rewound:
+                self._received = self._gather()
+            self._rewound = False
             self._group.broadcast([self._received])
+
+    def rewind(self) -> None:
+        """Put the committed buffers back into the live ones; what was there at the first call will be broadcast."""
+        if self._live:
+            if not self._rewound:
+                self._received = self._gather()
+            self._rewound = True
+            compat.copy_each(self._bytes, self.committed.row.split(self._sizes))
+        for live, committed in zip(self._elsewhere, self.committed.elsewhere):
+            live.copy_(committed)
 
     def commit(self, nonfinite: Tensor | None = None) -> None:
         """Commit the buffers that `broadcast` received, and copy them into the live ones.

@@ -22,7 +22,8 @@ def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float |
     """The validation metrics of these weights.
 
     `config` is for one rank. A model that was trained by one rank, on such a machine, gets the very metrics that its
-    own validation has recorded. With more ranks these are the same sums, added in another order. Raises ConfigError.
+    own validation has recorded; with train.shares, one that was trained by any number of ranks. Without it, with more
+    ranks, these are the same sums, added in another order. Raises ConfigError.
     """
     task_class = find_task(config)
     if not isinstance(task_class, type):

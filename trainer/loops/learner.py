@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer import compat
 from trainer.config.config import Config
@@ -19,8 +19,9 @@ from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.buffers import Buffers, Committed
 from trainer.loops.finite_check import FiniteCheck
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
-from trainer.loops.model_setup import channels_last, data_parallel, prepare_model
+from trainer.loops.model_setup import channels_last, data_parallel, no_reduction, prepare_model
 from trainer.loops.rates import LearningRates
+from trainer.loops.shares import ShareSum, shares_of
 from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer, loads_in_place
 from trainer.task import Task
 from trainer.world.group import Group
@@ -47,11 +48,17 @@ class Learner:
                 f"task={config.task}: no parameter of the model requires a gradient, so none can be trained; "
                 "leave some unfrozen in model()"
             )
-        self._steps_seed = seed_of("steps", config.seed, group.world.rank)
+        self.shares = shares_of(config.train, group.world)
+        self._seeds = [seed_of("steps", config.seed, share) for share in self.shares]
+        # DDP averages over ranks. In a loss with this weight that is the mean over the global batch, even when a short
+        # last batch gives the ranks unequal shares. With train.shares the gradients are added instead.
+        self._weight = 1 if config.train.shares else group.world.size
         self._loss_tap = nn.Parameter(torch.zeros((), device=self.device))  # see _backward
         self._parameters = list(self.model.parameters())
-        self.parallel = data_parallel(self.model, self._loss_tap, group)
-        self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets=self.parallel is not self.model)
+        self.parallel = data_parallel(self.model, self._loss_tap, group, config.train)
+        in_buckets = self.parallel is not self.model and not config.train.shares
+        self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets)
+        self._share_sum = ShareSum([self._loss_tap, *self._parameters], len(self.shares))
         self.buffers = Buffers(self.model, group)
         self.optimizer = task.optimizer(self.model)
         check_made(self.optimizer, self.model, config.task)
@@ -62,24 +69,32 @@ class Learner:
         # The range of fp16 is so small that gradients vanish unless the loss is scaled up (Micikevicius et al. 2018).
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
 
-    def learn(self, step: int, micro_batches: Sequence[tuple[Any, int]], samples: int) -> None:
+    def learn(self, step: int, micro_batches: Collection[tuple[Any, int]], samples: int) -> None:
         """Forward and backward passes of one step, on pairs of a batch and how many of its samples count; `samples` is
-        their sum over all ranks.
+        their sum over all ranks. Each of this rank's shares has as many micro-batches.
 
         All collectives of the step happen here. Nothing that a checkpoint holds changes here: `update` does that.
         """
-        seed_generators(nth_seed(self._steps_seed, step), self.device)
-        self._rates_now = self.rates.at(step)
-        for position, (batch, count) in enumerate(micro_batches):
-            last = position == len(micro_batches) - 1
-            with contextlib.nullcontext() if last else self._no_reduction():
-                loss = self._forward(self.parallel, batch)["loss"]
-                if last:
-                    self.own_work_done()
-                # DDP averages over ranks. This weight makes that the mean over the global batch, even when a short
-                # last batch gives the ranks unequal shares.
-                weight = count * self.group.world.size / samples
-                self._backward(loss if weight == 1 else loss * weight)
+        in_order, per_share = iter(micro_batches), len(micro_batches) // len(self.shares)
+        for share, seed in enumerate(self._seeds):
+            of_share = list(islice(in_order, per_share))  # first, as loading may draw random numbers
+            seed_generators(nth_seed(seed, step), self.device)
+            if share == 0:
+                self._rates_now = self.rates.at(step)
+            else:
+                self.buffers.rewind()
+            for number, (batch, count) in enumerate(of_share, 1):
+                ends_share = number == per_share
+                last = ends_share and share == len(self._seeds) - 1
+                with contextlib.nullcontext() if last else no_reduction(self.parallel):
+                    loss = self._forward(self.parallel, batch)["loss"]
+                    if last:
+                        self.own_work_done()
+                    weight = count * self._weight / samples
+                    if ends_share:
+                        self._share_sum.end_share(share)
+                    self._backward(loss if weight == 1 else loss * weight)
+                    self._share_sum.end_backward()
         self.buffers.broadcast()
 
     def update(self) -> dict[str, Tensor]:
@@ -94,7 +109,7 @@ class Learner:
         measured: dict[str, Tensor] = {}
         if self.config.optim.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            measured["grad_norm"] = self._clip(self.config.optim.clip_norm).float()
+            measured["grad_norm"] = _clip(self._parameters, self.config.optim.clip_norm).float()
         # Infinite gradients are part of fp16, and no fault: the scaler lowers its scale.
         nonfinite = self._finite_check.nonfinite(measured.get("grad_norm"), loss_alone=self.scaler.is_enabled())
         skips = self.config.train.nonfinite == "skip"
@@ -112,12 +127,12 @@ class Learner:
         return {"loss": loss, "nonfinite": nonfinite, **measured}
 
     @torch.no_grad()
-    def evaluate(self, step: int, position: int, batch: Any, count: int) -> Tensor:
-        """The values that `names` lists, summed over the `count` samples of a validation batch; float64, in the order
-        of `names`."""
+    def evaluate(self, step: int, position: int, batch: Any, count: int, share: int = 0) -> Tensor:
+        """The values that `names` lists, summed over the `count` samples that one of this rank's shares has of a
+        validation batch; float64, in the order of `names`."""
         if not count:
             return torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
-        seed_generators(seed_of("validate", self.config.seed, step, position, self.group.world.rank), self.device)
+        seed_generators(seed_of("validate", self.config.seed, step, position, self.shares[share]), self.device)
         measured = self._forward(self.validated, batch)
         return torch.stack([measured[name].double() for name in self.names]) * count
 
@@ -204,13 +219,6 @@ class Learner:
             scaled.backward()
             self._loss_tap.grad = plain if self._loss_tap.grad is None else self._loss_tap.grad + plain
 
-    def _clip(self, limit: float) -> Tensor:
-        """Clip the gradient to this norm; returns its norm before. One nonfinite gradient makes all nonfinite. An
-        infinite limit leaves the gradient as it is."""
-        if math.isinf(limit):
-            return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        return nn.utils.clip_grad_norm_(self._parameters, limit)
-
     def _skip(self, nonfinite: Tensor) -> bool:
         """Whether to leave this step out here and now. A fused optimiser does it by itself: it reads the flag on the
         device, as it does for the scaler, and the CPU does not wait. For any other, the CPU waits."""
@@ -221,11 +229,13 @@ class Learner:
             return False
         return bool(nonfinite)
 
-    def _no_reduction(self) -> contextlib.AbstractContextManager[None]:
-        """Keep gradients on the rank: for all micro-batches but the last."""
-        if isinstance(self.parallel, DistributedDataParallel):
-            return self.parallel.no_sync()
-        return contextlib.nullcontext()
+
+def _clip(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    """Clip the gradient to this norm; returns its norm before. One nonfinite gradient makes all nonfinite. An infinite
+    limit leaves the gradient as it is."""
+    if math.isinf(limit):
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return nn.utils.clip_grad_norm_(parameters, limit)
 
 
 class _HeldLearner:

@@ -15,6 +15,7 @@ from trainer import compat
 from trainer.config.schema import Train
 from trainer.loops.average import Average
 from trainer.world.group import Group
+from trainer.world.tree_sum import TreeHook
 
 
 def prepare_model(model: nn.Module, train: Train, device: torch.device) -> tuple[nn.Module, Average | None]:
@@ -31,16 +32,28 @@ def prepare_model(model: nn.Module, train: Train, device: torch.device) -> tuple
     return model, average
 
 
-def data_parallel(model: nn.Module, loss_tap: nn.Parameter, group: Group) -> nn.Module:
+def data_parallel(model: nn.Module, loss_tap: nn.Parameter, group: Group, train: Train) -> nn.Module:
     """The model in DistributedDataParallel, which also sums the gradient of `loss_tap`; one rank: the model itself."""
     if group.world.size == 1:
-        return model
-    return DistributedDataParallel(
+        if not (train.shares and train.compile):
+            return model
+        group.connect_alone()  # torch compiles a model within DDP into other graphs: one for each bucket
+    parallel = DistributedDataParallel(
         _WithLossTap(model, loss_tap),
         device_ids=[group.device] if group.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
+        # With shares the gradients lie where autograd has put them, on any number of ranks: on a GPU the order of a sum
+        # over a gradient, such as its norm, depends on how its memory is aligned.
+        gradient_as_bucket_view=not train.shares,
         **compat.no_buffer_sync(),  # `Buffers` broadcasts them instead
     )
+    if train.shares:
+        TreeHook(group.world.size, group.device).register(parallel)
+    return parallel
+
+
+def no_reduction(parallel: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Keep gradients on the rank: for all micro-batches but the last."""
+    return parallel.no_sync() if isinstance(parallel, DistributedDataParallel) else contextlib.nullcontext()
 
 
 def channels_last(tensor: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class ProbedTaskLoop(TaskLoop):
 
     def _step(self, batches: Iterator[Any]) -> None:
         step = self.position.step
-        micro_batches = list(islice(batches, self.config.train.accumulate))
+        micro_batches = list(islice(batches, self.micro_batches))
         of_epoch = step % self.order.steps_per_epoch
         variables = self.probe.variables.of_object("self", self.task)
         self.probe.begin_step(step + 1, self.order.epoch(step) + 1, of_epoch + 1, micro_batches, variables)

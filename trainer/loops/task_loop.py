@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from trainer import compat
 from trainer.checkpoint.restore import SharedCheckpoint
-from trainer.config.checks import check_batch
+from trainer.config.checks import check_batch, check_size
 from trainer.config.errors import ConfigError
 from trainer.data.loader import TrainBatchKeys
 from trainer.data.order import Order
@@ -31,7 +31,8 @@ class TaskLoop(Loop):
     def __init__(self, task: type[Task], context: AttemptContext) -> None:
         super().__init__(context)
         config, group = self.config, self.group
-        check_batch(config.train.batch_size, [self.size], config.train.accumulate)
+        check_size(config.train.shares, self.size)
+        check_batch(config.train.batch_size, [self.size], config.train.accumulate, config.train.shares)
 
         self.watch.enter("preparing data")
         self.initial_weights = context.run.initial_weights
@@ -46,6 +47,7 @@ class TaskLoop(Loop):
         self.learner = Learner(config, self.task, group, self.total_steps)
         self.loading = make_loading(config, self.task, group)
         self.validation = Validation(config, val_set, counts[1], self.loading, group)
+        self.micro_batches = config.train.accumulate * len(self.learner.shares)  # of this rank, per step
         self.learner.own_work_done = self.ring.end_work
         self.watch.measure(lambda: self.ring.busy_s)
         self.startup.done("data and model")
@@ -58,7 +60,7 @@ class TaskLoop(Loop):
         self.watch.enter("warming up")
         if train.compile:
             compat.on_compiling(self.watch.compiling)
-        micro_batch = train.batch_size // (self.size * train.accumulate)
+        micro_batch = train.batch_size // (self.size * self.micro_batches)
         self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
         self.startup.done("warm-up")
         self.watch.enter("restoring")
@@ -121,9 +123,13 @@ class TaskLoop(Loop):
         step = self.position.step
         self.ring.begin_work()
         began = time.perf_counter()
-        counts = self.order.micro_batch_sizes(step, self.rank, self.size, self.config.train.accumulate)
-        micro_batches = [(next(batches), count) for count in counts]
-        self.progress.add_data_wait(time.perf_counter() - began)
+        counts = self.order.micro_batch_sizes(step, self.rank, self.size, self.micro_batches)
+        micro_batches: Collection[tuple[Any, int]]
+        if len(self.learner.shares) == 1:
+            micro_batches = [(next(batches), count) for count in counts]
+            self.progress.add_data_wait(time.perf_counter() - began)
+        else:
+            micro_batches = _LoadedWhenDue(batches, counts, self.progress.add_data_wait)
         samples = self.order.count(step)
         self.learner.learn(step, micro_batches, samples)
         self.ring.begin_update()
@@ -193,4 +199,25 @@ class TaskLoop(Loop):
 
     def _batches(self) -> TrainBatchKeys:
         steps = range(self.position.step, self.total_steps)
-        return TrainBatchKeys(self.order, steps, self.rank, self.size, self.config.train.accumulate)
+        return TrainBatchKeys(self.order, steps, self.rank, self.size, self.micro_batches)
+
+
+class _LoadedWhenDue(Collection[tuple[Any, int]]):
+    """The micro-batches of a step, each loaded when its turn comes: a device does not hold those of all shares at once.
+    To be iterated over once."""
+
+    def __init__(self, batches: Iterator[Any], counts: Sequence[int], add_wait: Callable[[float], None]) -> None:
+        self._batches, self._counts, self._add_wait = batches, counts, add_wait
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, _: object) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        for count in self._counts:
+            began = time.perf_counter()
+            batch = next(self._batches)
+            self._add_wait(time.perf_counter() - began)
+            yield batch, count

@@ -14,8 +14,10 @@ from trainer.data.decoded_cache import DecodedCache
 from trainer.data.loader import LoaderFactory, ValidationBatchKeys
 from trainer.loops.learner import Learner
 from trainer.loops.loop import finite
+from trainer.loops.shares import shares_of
 from trainer.task import Task
 from trainer.world.group import Group
+from trainer.world.tree_sum import tree_sum
 
 
 def open_datasets(config: Config, task: Task, group: Group) -> tuple[Dataset[Any], Dataset[Any], list[int]]:
@@ -48,8 +50,9 @@ class Validation:
     def __init__(
         self, config: Config, val_set: Dataset[Any], samples: int, loading: LoaderFactory, group: Group
     ) -> None:
-        self._group = group
-        self._keys = ValidationBatchKeys(samples, config.train.batch_size, group.world.rank, group.world.size)
+        self._group, self._in_shares = group, config.train.shares is not None
+        shares, world = shares_of(config.train, group.world), group.world
+        self._keys = ValidationBatchKeys(samples, config.train.batch_size, world.rank, world.size, len(shares))
         self._loader = loading.loader(val_set, config.seed, self._keys)
 
     def measure(self, learner: Learner, step: int, begin_batch: Callable[[], bool]) -> dict[str, float | None] | None:
@@ -58,13 +61,16 @@ class Validation:
         `begin_batch` is called before each batch; once it returns False, so does this: None.
         """
         learner.train(False)
-        sums = torch.zeros(len(learner.names), dtype=torch.float64, device=self._group.device)
-        for number, batch in enumerate(self._loader):
-            if not begin_batch():
+        shares = len(learner.shares)
+        sums = torch.zeros(shares, len(learner.names), dtype=torch.float64, device=self._group.device)
+        for position, batch in enumerate(self._loader):
+            number, share = divmod(position, shares)
+            if share == 0 and not begin_batch():
                 return None
-            sums += learner.evaluate(step, number, batch, len(self._keys.indices(number)))
+            sums[share] += learner.evaluate(step, number, batch, len(self._keys.indices(number, share)), share)
         learner.train(True)
-        means = [total / self._keys.samples for total in self._group.sum(sums).tolist()]
+        totals = tree_sum(torch.cat(self._group.gather(sums))) if self._in_shares else self._group.sum(sums[0])
+        means = [total / self._keys.samples for total in totals.tolist()]
         return {f"val_{name}": finite(mean) for name, mean in zip(learner.names, means)}
 
     def close(self) -> None:

@@ -42,13 +42,18 @@ def set_up_device(config: Config, world: World) -> torch.device:
         # A sum's last bits depend on the number of threads, so it must be the same in every attempt.
         cores = len(os.sched_getaffinity(0)) // world.local_size
         granted = int(os.environ.get("SLURM_CPUS_PER_TASK", config.launch.cpus_per_task))
-        torch.set_num_threads(granted if world.launcher in ("submitit-slurm", "srun") else max(1, cores))
+        # With train.shares not even on the number of ranks on this machine.
+        is_granted = world.launcher in ("submitit-slurm", "srun") or config.train.shares is not None
+        torch.set_num_threads(granted if is_granted else max(1, cores))
     return device
 
 
-def describe_numerics(device: torch.device, world: World, backend: str) -> dict[str, str | int]:
+def describe_numerics(
+    device: torch.device, world: World, backend: str, at_any_size: bool = False
+) -> dict[str, str | int]:
     """Everything that the last bits of a step depend on: torch, the device and its libraries, threads. On GPUs also how
-    the ranks are spread over nodes, because NCCL adds along the connections between them."""
+    the ranks are spread over nodes, because NCCL adds along the connections between them; not with `at_any_size`
+    (train.shares), where NCCL adds nothing."""
     if device.type != "cuda":
         # Torch uses different loops on a processor with wider vectors.
         processor = f"cpu with {torch.backends.cpu.get_cpu_capability()}"
@@ -60,8 +65,8 @@ def describe_numerics(device: torch.device, world: World, backend: str) -> dict[
         "driver": DRIVER.read_text().strip() if DRIVER.exists() else None,
         "cuDNN": torch.backends.cudnn.version(),
         "TF32": "on" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "off",
-        "layout": layout,
-        **(nccl.describe() if backend == "nccl" and world.size > 1 else {}),
+        "layout": None if at_any_size else layout,
+        **(nccl.describe() if backend == "nccl" and world.size > 1 and not at_any_size else {}),
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -46,6 +46,7 @@ class ShownAttempt:
     job_id: str
     restart: int  # how often Slurm had requeued the job
     step: str  # which start of the ranks within the allocation, see `start_of`
+    ranks: int
     hosts: Sequence[str]
     start: float
     end: float
@@ -76,6 +77,7 @@ class ShownAttempt:
             job_id=str(record["job_id"]),
             restart=record["restart"],
             step=start_of(record),
+            ranks=record["world_size"],
             hosts=record["hosts"],
             start=record["start"],
             end=end,
@@ -179,7 +181,7 @@ class Timeline:
 
     def table(self) -> str:
         """An HTML table with a row per attempt."""
-        titles = ("attempt", "end", "steps", "lost steps", "started", "duration", "job", "hosts")
+        titles = ("attempt", "end", "steps", "lost steps", "started", "duration", "job", "ranks", "hosts")
         head = "".join(f"<th>{title}</th>" for title in titles)
         rows = "".join(f"<tr>{_row(attempt)}</tr>\n" for attempt in self.attempts)
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n'
@@ -250,6 +252,7 @@ def _row(attempt: ShownAttempt) -> str:
         when(attempt.start),
         duration(attempt.seconds),
         escape(job),
+        str(attempt.ranks),
         escape(", ".join(attempt.hosts)),
     ]
     return "".join(f"<td>{cell}</td>" for cell in cells)

@@ -1,0 +1,59 @@
+"""The shares of `train.shares`: which of them this rank computes, and how it adds their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from trainer.config.schema import Train
+from trainer.world.world import World
+
+
+def shares_of(train: Train, world: World) -> range:
+    """The numbers of this rank's shares of the global batch; without `train.shares` each rank has one."""
+    each = (train.shares or world.size) // world.size
+    return range(world.rank * each, (world.rank + 1) * each)
+
+
+class ShareSum:
+    """Adds the gradients of a rank's shares, of which there are 2^k, in the binary tree of `trainer.world.tree_sum`.
+
+    Autograd itself would add them one after another. So each parameter's gradient is taken out when a share has
+    computed it. Like a binary counter, level i holds a sum of 2^i shares or nothing. The last share's gradient stays
+    where DDP takes it from, with all others added to it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], shares: int) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._levels: list[dict[nn.Parameter, Tensor]] = [{} for _ in range(shares.bit_length() - 1)]
+        self._share = 0  # of this rank's, the one under way
+        self._left: set[nn.Parameter] = set()  # the parameters whose gradient of this share is not complete yet
+        if self._levels:
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(self._complete)
+
+    def end_share(self, share: int) -> None:
+        """The next backward pass is the last one of this share."""
+        if self._levels:
+            self._share, self._left = share, set(self._parameters)
+
+    def end_backward(self) -> None:
+        """Call this after each backward pass: completes the parameters that the last one of a share has not reached."""
+        for parameter in tuple(self._left):
+            self._complete(parameter)
+
+    def _complete(self, parameter: nn.Parameter) -> None:
+        """Autograd calls this with each parameter whose gradient it has added to."""
+        if parameter not in self._left:
+            return
+        self._left.remove(parameter)
+        level = 0
+        while self._share >> level & 1:  # the bits of the counter that are carried
+            earlier = self._levels[level].pop(parameter, None)
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+            level += 1
+        if level < len(self._levels) and parameter.grad is not None:
+            self._levels[level][parameter] = parameter.grad
+            parameter.grad = None
