@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 INDEX, TOKENIZER = "tokens.json", "tokenizer.json"
 TRAIN, VALIDATION = PARTS = "train", "validation"
 FORMAT = 1
+HASHED_BYTES = 1 << 26  # a folder that is no larger is hashed each time that it is opened
 OFFSETS = numpy.dtype("<u8")
 
 
@@ -85,11 +86,9 @@ class TokenFolder:
             raise ConfigError(f"{source}: {path / INDEX} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{source}: {path / INDEX} is damaged; prepare the texts again") from None
-        for one in folder.sources:
-            for part in PARTS:
-                folder._check_size(one, part, source)
         if folder.fingerprint != stated:
             raise ConfigError(f"{source}: {path / INDEX} is damaged; prepare the texts again")
+        folder._check_files(source)
         return folder
 
     @cached_property
@@ -119,13 +118,20 @@ class TokenFolder:
         """All tokens for training, or for validation."""
         return TokenStream(self, part)
 
-    def _check_size(self, one: Source, part: str, source: str) -> None:
-        counts = one.parts[part]
-        sizes = {"tokens": counts.tokens * self.vocabulary.dtype.itemsize, "documents": counts.documents * 8}
-        for ending, size in sizes.items():
-            file = self.path / f"{one.name}.{part}.{ending}"
-            if not file.is_file() or file.stat().st_size != size:
-                raise ConfigError(f"{source}: {file} is missing or not whole; prepare the texts again")
+    def _check_files(self, source: str) -> None:
+        """Raise ConfigError unless all files have the sizes in the index, and the hashes where that takes no time."""
+        parts = {f"{one.name}.{name}": part for one in self.sources for name, part in one.parts.items()}
+        width, total = self.vocabulary.dtype.itemsize, 0
+        for name, part in parts.items():
+            sizes = {"tokens": part.tokens * width, "documents": part.documents * OFFSETS.itemsize}
+            for ending, size in sizes.items():
+                file, total = self.path / f"{name}.{ending}", total + size
+                if not file.is_file() or file.stat().st_size != size:
+                    raise ConfigError(f"{source}: {file} is missing or not whole; prepare the texts again")
+        for name, part in parts.items() if total <= HASHED_BYTES else ():
+            content = b"".join((self.path / f"{name}.{ending}").read_bytes() for ending in ("tokens", "documents"))
+            if hashlib.sha256(content).hexdigest() != part.sha256:
+                raise ConfigError(f"{source}: {self.path / name}.tokens was changed; prepare the texts again")
 
 
 class TokenStream:
