@@ -67,6 +67,11 @@ class RunDir:
         return self.path / "initial_weights.json"
 
     @property
+    def data(self) -> Path:
+        """The fingerprint of the data that the run trains on, as JSON. Only where the task gives one."""
+        return self.path / "data.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints, each a folder such as `step_000001234/`."""
         return self.path / "checkpoints"

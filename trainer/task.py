@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,10 +13,9 @@ from torch.utils.data import Dataset, default_collate
 
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
+from trainer.config.schema import READY_MADE
 from trainer.optim.build import make_optimizer
 from trainer.optim.schedule import scheduled
-
-READY_MADE = {"classification": "trainer.tasks.classification.Classification"}
 
 
 class Task:
@@ -35,8 +34,7 @@ class Task:
                 return {"loss": cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
 
     The ready-made loop does the rest: batches, optimiser, schedule, validation after each epoch, metrics, checkpoints.
-    `datasets`, `model` and `step` must be defined; `prepare`, `on_device`, `collate`, `optimizer` and `schedule` may
-    be.
+    `datasets`, `model` and `step` must be defined; the others may be.
 
     All of these may draw random numbers from the global generators of Python, NumPy and torch. Those are seeded from
     (seed, step, rank) before each step and from (seed, epoch, sample index) before each sample, so a resumed run draws
@@ -56,6 +54,11 @@ class Task:
     def model(self) -> nn.Module:
         """The model, on the CPU, with its initial weights. Called after `datasets`."""
         raise NotImplementedError(f"{type(self).__name__} must define model()")
+
+    def fingerprint(self) -> str | None:
+        """Hook: what stands for the contents of the data sets, such as a hash. Called after `datasets`. A run is not
+        resumed with other data than it has begun with. By default that is not checked."""
+        return None
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """The "loss" to minimise and any further metrics of one batch. Each is a scalar tensor, the mean over the
@@ -85,6 +88,14 @@ class Task:
         checkpoint. Gradients are clipped as `optim.clip_norm` says. LBFGS and SparseAdam cannot be used.
         """
         return make_optimizer(model, self.config.optim)
+
+    def derived(self, line: Mapping[str, Any], samples: int, ranks: int) -> dict[str, float]:
+        """Hook: more values for a line of metrics.jsonl, computed from those that it has.
+
+        `line` is that of a step, which has `samples_per_s`, or that of an epoch. `samples` have been trained on up to
+        there, by `ranks` ranks now. Called on the CPU, for each line once.
+        """
+        return {}
 
     def schedule(self, step: int, total: int) -> float:
         """The factor on the learning rate of each parameter group at `step` (from 0) of `total` steps. By default what

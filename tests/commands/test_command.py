@@ -102,6 +102,18 @@ WRONG = [
         ["model.name=resnet18", "model.weights=IMAGENET1K_V2"],
         "model.weights=IMAGENET1K_V2: no such weights; did you mean IMAGENET1K_V1?",
     ),
+    (["task=language"], "data.name=mnist-5k: holds images; task=language takes classics or tokens"),
+    (["data.name=classics"], "data.name=classics: is text, for task=language; task=classification takes images"),
+    (["model.name=tiny-2m", "--config", "classics"], "no such size of a language model; did you mean tiny-1m?"),
+    (
+        ["model.args.heads=3", "--config", "classics"],
+        "model.args.heads=3: model.args.width=128 must be a multiple of 2 x heads",
+    ),
+    (["data.args.window=999999", "--config", "classics"], "longer than the data: data.name=classics has 694,021"),
+    (["optim.decay_share=0"], "optim.decay_share=0.0: must be above 0 and at most 1"),
+    (["prepare", "out"], "the following arguments are required: OUT"),
+    (["generate"], "name the run, or its folder"),
+    (["generate", "a", "--tokens", "0"], "--tokens 0: must be at least 1"),
     (["verify", "a", "--jsn"], "--jsn: no such option; did you mean --json?"),
     (["verify", "a", "launch.root=/proc/1/root/runs"], "/proc/1/root/runs"),  # it may not be read, or is not there
 ]  # fmt: skip

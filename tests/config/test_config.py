@@ -80,9 +80,10 @@ def test_own_configs_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert Config.load("cifar10", site="example") == Config.load(
         PACKAGED / "cifar10.yaml", site=PACKAGED / "site/example.yaml"
     )
-    assert config_names() == ["mine", "mnist", "cifar10", "imagenet"]
+    shipped = ["cifar10", "classics", "gpt2-124m", "imagenet", "llama-1b", "llama-8b"]
+    assert config_names() == ["mine", "mnist", *shipped]
     assert config_names(of_site=True) == ["lab", "example"]
-    with pytest.raises(ConfigError, match=r"--config qqq: .*; choose from mine, mnist, cifar10, imagenet"):
+    with pytest.raises(ConfigError, match=r"--config qqq: .*; choose from mine, mnist, cifar10, classics, gpt2-124m"):
         find_config("qqq")
 
 

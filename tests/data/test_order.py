@@ -35,6 +35,17 @@ def step_samples(order: Order, step: int, size: int, micro_batches: int) -> list
     ]
 
 
+@given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 16))
+def test_short_epochs_are_parts_of_a_pass(whole: int, part: int, batch_size: int) -> None:
+    """Whatever `train.epoch_samples` is, each sample is used once in each pass, in the order that it has without."""
+    order, passes = Order.of(whole, batch_size, 7, part), Order.of(whole, batch_size, 7, None)
+    epochs = -(-2 * whole // part)
+    drawn = [i for step in range(epochs * order.steps_per_epoch) for i in order.batch(step).tolist()]
+    assert drawn[: 2 * whole] == [*passes.indices(0).tolist(), *passes.indices(1).tolist()]
+    assert len(drawn) == order.seen(epochs * order.steps_per_epoch) == epochs * part
+    assert order.seen(1) == order.count(0)
+
+
 @given(ORDERS, st.data())
 def test_each_sample_once_an_epoch(order: Order, data: st.DataObject) -> None:
     """Even if each step of the epoch runs on a different number of ranks and micro-batches, as after many resumes."""

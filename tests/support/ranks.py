@@ -26,7 +26,7 @@ from tests.support.preloaded import PreloadedProcess, PreloadedServer
 from tests.support.waiting import DEADLINE_S
 from trainer.commands.verify import inspect
 from trainer.config.config import Config
-from trainer.records.metrics import read_lines
+from trainer.records.metrics import CLOCK, read_lines
 from trainer.rundir import RunDir
 
 PRINT_STACKS = signal.SIGRTMIN
@@ -141,12 +141,11 @@ def train(config: Config, env: Mapping[str, str] | None = None, before: Callable
 def fingerprint(run: RunDir) -> dict[str, Any]:
     """What interruptions must not change: the weights of the last checkpoint, and every line of metrics.jsonl except
     its times."""
-    clock = ("time", "samples_per_s")
     checkpoint = inspect(run)[-1]
     return {
         "weights": checkpoint["weights_sha256"] or checkpoint["files_sha256"],
         "step": checkpoint["step"],
-        "metrics": [{k: v for k, v in line.items() if k not in clock} for line in read_lines(run.metrics)],
+        "metrics": [{k: v for k, v in line.items() if k not in CLOCK} for line in read_lines(run.metrics)],
     }
 
 

@@ -65,6 +65,7 @@ SLOW = (
     "records/test_metrics.py::test_each_step_once",
     "proof/test_prove",
     "slurm/",
+    "tasks/test_language.py::test_exact_resume",
     "test_compat.py::test_compiled_modules",
     "test_compat.py::test_the_compiler_says_when_it_works",
     "test_docs",

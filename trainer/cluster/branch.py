@@ -24,7 +24,8 @@ from trainer.say import command
 
 # What a branch may change. The rest decides what the state consists of, or which samples its steps have used.
 CHANGEABLE = (
-    *("device", "data.workers", "optim.lr", "optim.schedule", "optim.warmup_steps", "optim.clip_norm"),
+    *("device", "data.workers", "optim.lr", "optim.schedule", "optim.decay_share", "optim.warmup_steps"),
+    "optim.clip_norm",
     *("train.epochs", "train.max_steps", "train.accumulate", "train.compile", "train.channels_last"),
     *("train.activation_checkpointing", "train.deterministic", "train.nonfinite", "train.log_every"),
 )

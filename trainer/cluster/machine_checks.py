@@ -13,9 +13,10 @@ from trainer.config.checks import check_batch
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Data, Launch
-from trainer.data.catalog import DATA_ARGS, DATASETS, FLAGS
+from trainer.data.catalog import DATA_ARGS, DATASETS, FLAGS, TEXTS
 from trainer.optim.names import check_optimizer
 from trainer.say import counted
+from trainer.tasks.language_checks import check_language
 from trainer.tasks.models import check_model_name
 from trainer.world.slurm import SlurmError, check_conf, is_silent, show_partitions
 
@@ -25,6 +26,9 @@ WITHOUT_SLURM = "add --local to train here, or try a throwaway Slurm with `make 
 def check_names(config: Config, search: Sequence[Path] = ()) -> None:
     """Check that the task exists, which is looked for in the folders `search` first, and the optimiser unless the task
     may make its own; for the ready-made task, the model and the data set too. Raises ConfigError."""
+    if config.task == "language":
+        check_optimizer(config.optim)
+        return check_language(config)
     if config.task != "classification":
         check_task(config.task, search)
         if isinstance(definition(config.task, search)[1], ast.ClassDef):
@@ -41,6 +45,8 @@ def check_names(config: Config, search: Sequence[Path] = ()) -> None:
     check_optimizer(config.optim)
     check_model_name(config.model.name)
     data = config.data
+    if data.name in TEXTS:
+        raise ConfigError(f"data.name={data.name}: is text, for task=language; task={config.task} takes images")
     if data.name not in DATASETS:
         raise ConfigError(f"data.name={data.name}: no such data set; {nearest(data.name, list(DATASETS))}")
     known = DATA_ARGS[data.name]

@@ -15,6 +15,7 @@ from trainer.cluster import machine_checks, run_folders
 from trainer.cluster.weights_source import check_weights, with_absolute_weights
 from trainer.config.config import Config
 from trainer.config.gpus import without_gpus
+from trainer.tasks.language_checks import check_same_data
 from trainer.world.slurm import EXPEDITE, cluster_settings, is_silent
 
 
@@ -43,6 +44,7 @@ def prepare(config: Config, way: Way, stem: str = "run", search: Sequence[Path] 
     """
     config = run_folders.with_root_and_name(_fit(config, way), stem)
     _check(config, way, search)
+    check_same_data(config)
     return _for_cluster(with_absolute_weights(config), way)
 
 

@@ -37,7 +37,7 @@ LATER_KEYS = (
     *("args", "checkpoint.best_by", "train.rehearsal", "train.shares"),
     *("launch.grace_s", "launch.max_failures", "launch.init_method", "launch.backend", "launch.python", "launch.srun"),
     "launch.max_restarts",
-    "launch.preflight",
+    *("launch.preflight", "optim.decay_share", "train.epoch_samples"),
 )
 PLACE = ("launch.root", "launch.name")  # a run's folder may be moved
 Change = tuple[Any, Any]  # a key's value before and after

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainer.cluster.namesake import check_namesake, imported
 from trainer.config.errors import ConfigError, nearest
+from trainer.config.schema import READY_MADE
 from trainer.frameworks import PACKAGES, missing
 
 MOST_CANDIDATES = 5
@@ -31,7 +32,7 @@ def check_task(path: str, search: Sequence[Path] = ()) -> None:
         )
     if not module:
         _refuse_module(path, _find(path, path, search))
-        raise ConfigError(f"task={path}: {nearest(path, ['classification'])} or give package.module.Name")
+        raise ConfigError(f"task={path}: {nearest(path, list(READY_MADE))} or give package.module.Name")
     check_namesake(path, [path])
     spec = _find(path, module, search)
     if spec is None:

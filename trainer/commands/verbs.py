@@ -91,6 +91,8 @@ VERBS = {
         Verb("verify", "verify RUN", "check every checkpoint of a run for damage"),
         Verb("export", "export RUN OUT", "write a run's weights to a .safetensors or .pt file"),
         Verb("evaluate", "evaluate RUN", "validate a checkpoint again, on the same or on other data"),
+        Verb("generate", "generate RUN", "print text that a language model writes"),
+        Verb("prepare", "prepare TEXT OUT", "make token files for a language model from text"),
         Verb("report", "report RUN [...]", "write the curves and attempts of runs to an HTML page"),
         Verb("tensorboard", "tensorboard", "show the curves of all runs, or of these, in TensorBoard"),
         Verb("doctor", "doctor", "check this cluster for anything that could break a run"),

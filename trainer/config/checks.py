@@ -11,7 +11,7 @@ from typing import Any
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
 from trainer.config.ranking import Ranking
-from trainer.config.schema import RESERVED_SBATCH_OPTIONS, Launch, Settings
+from trainer.config.schema import READY_MADE, RESERVED_SBATCH_OPTIONS, Launch, Settings
 from trainer.say import counted
 
 # The largest batch size to propose. For a wide range of nodes, the smallest one that divides is absurdly large.
@@ -21,7 +21,7 @@ LARGEST_BATCH = 10**9
 def validate(config: Settings) -> None:
     """Raise ConfigError for values that cannot work anywhere; `trainer.cluster.machine_checks` looks at the machine."""
     check_values(config)
-    if config.task == "classification":  # a task of the user's own may be a custom loop, which has a batch of its own
+    if config.task in READY_MADE:  # a task of the user's own may be a custom loop, which has a batch of its own
         train = config.train
         check_batch(train.batch_size, config.launch.world_sizes, train.accumulate, train.shares)
 
@@ -121,6 +121,8 @@ def _check_single_keys(config: Settings) -> None:
         raise ConfigError("optim.lr=0: the model would learn nothing; give a positive learning rate")
     if config.train.ema_decay >= 1:
         raise ConfigError(f"train.ema_decay={config.train.ema_decay}: must be below 1, e.g. 0.999")
+    if not 0 < config.optim.decay_share <= 1:
+        raise ConfigError(f"optim.decay_share={config.optim.decay_share}: must be above 0 and at most 1")
     for key in ("optim.clip_norm", "checkpoint.every_minutes", "launch.mem_gb"):
         section, name = key.split(".")
         if getattr(getattr(config, section), name) == 0:

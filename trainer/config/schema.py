@@ -8,6 +8,11 @@ from typing import Any
 
 from trainer.config.gpus import gpus_in
 
+# The tasks that need no code of the user's, and the classes that they are.
+READY_MADE = {
+    "classification": "trainer.tasks.classification.Classification",
+    "language": "trainer.tasks.language.Language",
+}
 # sbatch options that Laststep sets itself, and the key to use instead of launch.slurm.OPTION.
 RESERVED_SBATCH_OPTIONS = {
     "nodes": "launch.nodes",
@@ -41,7 +46,11 @@ def setting(default: Any, help: str, *, choices: Sequence[str] = (), least: floa
 class Model:
     """The network to train."""
 
-    name: str = setting("convnet", "convnet, or the name of any torchvision classification model")
+    name: str = setting(
+        "convnet",
+        "convnet, or the name of any torchvision classification model; task=language: a size, such as tiny-1m, "
+        "gpt2-124m or llama-8b",
+    )
     args: dict[str, Any] = setting({}, "keyword arguments for the model's constructor, e.g. model.args.dropout=0.1")
     weights: str | None = setting(
         None,
@@ -56,16 +65,22 @@ class Data:
     """The data set, and how it is loaded."""
 
     name: str = setting(
-        "mnist-5k", "data set: mnist-5k (ships with Laststep), mnist, fashion-mnist, cifar10, imagefolder or fake"
+        "mnist-5k",
+        "data set: mnist-5k (ships with Laststep), mnist, fashion-mnist, cifar10, imagefolder or fake; "
+        "task=language: classics (ships with Laststep) or tokens",
     )
     root: str = setting(
-        "data", "folder of the data set; mnist, fashion-mnist and cifar10 are downloaded into it if missing"
+        "data",
+        "folder of the data set; mnist, fashion-mnist and cifar10 are downloaded into it if missing; "
+        "tokens: what `prepare` has made",
     )
     workers: int = setting(
         0, "loader processes per rank; 0 loads in the rank itself. Data sets held in memory use none", least=0
     )
     args: dict[str, Any] = setting(
-        {}, "options of the data set: augment, image_size; imagefolder: cache, decode_on_device; fake: classes, samples"
+        {},
+        "options of the data set: augment, image_size; imagefolder: cache, decode_on_device; fake: classes, samples; "
+        "classics, tokens: window, mask_documents; tokens: sources",
     )
 
 
@@ -81,7 +96,7 @@ class Optim:
     decay_norms_and_biases: bool = setting(
         True,
         "false: no weight decay for parameters of one dimension, which are biases and the parameters of normalisation "
-        "layers",
+        "layers, nor for the embedding of task=language",
     )
     momentum: float = setting(0.9, "momentum, for sgd only; for others optim.args.momentum", least=0)
     args: dict[str, Any] = setting(
@@ -89,8 +104,12 @@ class Optim:
     )
     schedule: str = setting(
         "cosine",
-        "learning rate after the warm-up; cosine: falls to 0, step: divided by 10 after each third, constant: lr",
-        choices=("cosine", "step", "constant"),
+        "learning rate after the warm-up; cosine: falls to 0, step: divided by 10 after each third, constant: lr, wsd: "
+        "lr, and falls linearly to 0 at the end, see optim.decay_share",
+        choices=("cosine", "step", "constant", "wsd"),
+    )
+    decay_share: float = setting(
+        0.2, "optim.schedule=wsd: the last share of the steps, in which the learning rate falls", least=0
     )
     warmup_steps: int = setting(0, "steps of warm-up, in which the learning rate rises linearly from 0 to lr", least=0)
     clip_norm: float | None = setting(
@@ -108,6 +127,12 @@ class Train:
     epochs: int = setting(10, "passes over the training set (epochs)", least=1)
     max_steps: int | None = setting(
         None, "end after this many steps, even if fewer than train.epochs epochs are done; null: no limit", least=1
+    )
+    epoch_samples: int | None = setting(
+        None,
+        "samples per epoch: the next epoch continues where this one ended within the pass over the training set. A "
+        "validation follows each epoch. null: an epoch is a pass",
+        least=1,
     )
     batch_size: int = setting(
         64,
@@ -315,10 +340,13 @@ class Settings:
         "auto", "where to train; auto: the GPU if the job was given one, else the CPU", choices=("auto", "cpu", "cuda")
     )
     task: str = setting(
-        "classification", "what to train: classification, or package.module.Name of your own Task class or function"
+        "classification",
+        "what to train: classification, language, or package.module.Name of your own Task class or function",
     )
     args: dict[str, Any] = setting(
-        {}, "settings of your own for your task, e.g. args.width=64: a custom loop reads run.args.width"
+        {},
+        "settings of your own for your task, e.g. args.width=64: a custom loop reads run.args.width; task=language: "
+        "z_loss, the weight of the squared log of the softmax's sum, e.g. 1e-4",
     )
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

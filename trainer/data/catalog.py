@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MNIST_5K = Path(__file__).resolve().parent / "mnist-5k"
+CLASSICS = Path(__file__).resolve().parent / "classics"
+TEXTS = ("classics", "tokens")  # for task=language; the others are images
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,13 @@ class Order:
     seed: int
     drop_last: bool = False  # leave out a short last batch
 
+    @classmethod
+    def of(cls, samples: int, batch_size: int, seed: int, epoch_samples: int | None) -> Order:
+        """The order of a data set of this size, in epochs of all samples or of `epoch_samples`."""
+        if epoch_samples is None:
+            return Order(samples, batch_size, seed)
+        return PartOrder(epoch_samples, batch_size, seed, whole=samples)
+
     @property
     def steps_per_epoch(self) -> int:
         """Global batches per epoch, including a short last one unless `drop_last`."""
@@ -96,6 +103,12 @@ class Order:
         """The number of samples in the global batch of `step`."""
         return min(self.batch_size, self.samples - step % self.steps_per_epoch * self.batch_size)
 
+    def seen(self, steps: int) -> int:
+        """The number of samples in the first `steps` global batches."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        in_epoch = min(self.samples, self.steps_per_epoch * self.batch_size)
+        return epochs * in_epoch + min(in_epoch, rest * self.batch_size)
+
     def micro_batches(self, step: int, rank: int, size: int, accumulate: int) -> list[Indices]:
         """The sample indices of each of the rank's `accumulate` micro-batches in `step`: views, as of `batch`."""
         batch = self.batch(step)
@@ -110,6 +123,18 @@ class Order:
         return _cuts(self.count(step), self.batch_size, rank, size, accumulate)
 
 
+@dataclass(frozen=True)
+class PartOrder(Order):
+    """An order with epochs of `samples` samples, whatever the size of the data set: one epoch after the other takes the
+    next part of a permutation of all `whole` samples, and then of the next permutation."""
+
+    whole: int = 0
+
+    def indices(self, epoch: int) -> Indices:
+        """All samples of an epoch, in order."""
+        return _part(self.whole, self.samples, self.seed, epoch)
+
+
 @lru_cache(maxsize=16)  # all batches but the last of an epoch are cut alike
 def _cuts(count: int, batch_size: int, rank: int, size: int, accumulate: int) -> list[tuple[int, int]]:
     parts = size * accumulate
@@ -119,6 +144,16 @@ def _cuts(count: int, batch_size: int, rank: int, size: int, accumulate: int) ->
     first = rank * accumulate
     cuts = [count * min(i, parts) // parts for i in range(first, first + accumulate + 1)]
     return list(pairwise(cuts))
+
+
+@lru_cache(maxsize=2)  # the current epoch, and the next, which the loader may be prefetching
+def _part(whole: int, samples: int, seed: int, epoch: int) -> Indices:
+    parts, place, end = [], epoch * samples, (epoch + 1) * samples
+    while place < end:
+        number, start = divmod(place, whole)
+        parts.append(_permutation(whole, seed, number)[start : start + end - place])
+        place += len(parts[-1])
+    return numpy.concatenate(parts)
 
 
 @lru_cache(maxsize=2)  # the current epoch, and the next, which the loader may be prefetching

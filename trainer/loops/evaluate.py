@@ -56,7 +56,8 @@ def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float |
     fitted = fit(learner.model.state_dict(), weights.tensors, run.name)
     if fitted.classes is not None:
         there, here = fitted.classes
-        raise ConfigError(f"{named(config)}: {here} classes, but {run.name} was trained on {there}")
+        what = "tokens in the vocabulary" if config.task == "language" else "classes"
+        raise ConfigError(f"{named(config)}: {here} {what}, but {run.name} was trained on {there}")
     start_from(learner, fitted.tensors)
     validation = Validation(config, val_set, counts[1], loading, group)
     try:
@@ -64,4 +65,4 @@ def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float |
     finally:
         validation.close()
     assert metrics is not None
-    return metrics
+    return {**metrics, **task.derived(metrics, 0, 1)}

@@ -92,6 +92,10 @@ class Loop(Rescued):
     def _record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
         """The fields of a finished step (from 0) in metrics.jsonl. Raises NotFinite."""
 
+    def _derived(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Hook: a line of metrics.jsonl with what follows from its values."""
+        return line
+
     def _sync_measured(self) -> None:
         """Hook: every rank calls this before it requests measured values, so it may run collectives."""
 
@@ -213,7 +217,9 @@ class Loop(Rescued):
         """Write the oldest pending steps to metrics.jsonl. The caller holds `records_lock`. Raises NotFinite."""
         rate, now = round(self.progress.throughput(), 1), time.time()
         records = [
-            {"step": each.step + 1, **self._record(each.step, each.values), "samples_per_s": rate, "time": now}
+            self._derived(
+                {"step": each.step + 1, **self._record(each.step, each.values), "samples_per_s": rate, "time": now}
+            )
             for each in measured
         ]
         self.readback.remove(len(measured))

@@ -20,7 +20,8 @@ from trainer.loops.initial_weights import read_initial_weights, start_from
 from trainer.loops.learner import Learner
 from trainer.loops.loop import AttemptContext, Loop, finite
 from trainer.loops.rescued import NotFinite
-from trainer.loops.validation import Validation, make_loading, open_datasets
+from trainer.loops.validation import Validation, make_loading, named, open_datasets
+from trainer.records.data_record import check_fingerprint, write_fingerprint
 from trainer.say import counted
 from trainer.task import Task
 
@@ -35,10 +36,12 @@ class TaskLoop(Loop):
         check_batch(config.train.batch_size, [self.size], config.train.accumulate, config.train.shares)
 
         self.watch.enter("preparing data")
-        self.initial_weights = context.run.initial_weights
+        self.initial_weights, self.data_record = context.run.initial_weights, context.run.data
         self.task = task(config)
+        self._derives = task.derived is not Task.derived
         self.train_set, val_set, counts = open_datasets(config, self.task, group)
-        self.order = Order(counts[0], config.train.batch_size, config.seed)
+        train = config.train
+        self.order = Order.of(counts[0], train.batch_size, config.seed, train.epoch_samples)
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
@@ -54,6 +57,7 @@ class TaskLoop(Loop):
 
     def restore(self, checkpoint: SharedCheckpoint | None) -> None:
         """Warm up, then load the checkpoint; None: keep the initial state."""
+        self._check_data(begins=checkpoint is None)
         train = self.config.train
         starts_anew = checkpoint is None and self.config.model.weights is not None
         initial = self._read_initial_weights() if starts_anew else None
@@ -76,6 +80,14 @@ class TaskLoop(Loop):
             f"{begins}: {counted(self.total_steps, 'step')}, "
             f"{self.order.steps_per_epoch} per epoch, {counted(self.size, 'rank')} on {self.group.device.type}"
         )
+
+    def _check_data(self, begins: bool) -> None:
+        """Record what the run begins with, or raise ConfigError if these are not the data that it began with."""
+        fingerprint = self.task.fingerprint()
+        if fingerprint is not None and not begins:
+            check_fingerprint(self.data_record, fingerprint, named(self.config))
+        elif fingerprint is not None and self.rank == 0:
+            write_fingerprint(self.data_record, fingerprint)
 
     def _check_end(self) -> None:
         """The run may end later than when the checkpoint was saved. An end within an epoch has closed that epoch, which
@@ -162,6 +174,11 @@ class TaskLoop(Loop):
             position.loss_samples += samples
         return record
 
+    def _derived(self, line: dict[str, Any]) -> dict[str, Any]:
+        if self._derives:
+            line |= self.task.derived(line, self.order.seen(line["step"]), self.size)
+        return line
+
     def _not_finite(self, step: int, what: str) -> None:
         """The loss or the gradient (`what`) of `step` (from 0) is not finite: raise NotFinite, unless
         train.nonfinite=skip."""
@@ -190,7 +207,7 @@ class TaskLoop(Loop):
             "train_loss": finite(train_loss),
             **means,
         }
-        self._end_epoch(record)
+        self._end_epoch(self._derived(record))
         return True
 
     def _begin_validation_batch(self) -> bool:

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
+from trainer.config.schema import READY_MADE
 from trainer.data.decoded_cache import DecodedCache
 from trainer.data.loader import LoaderFactory, ValidationBatchKeys
 from trainer.loops.learner import Learner
@@ -35,7 +36,7 @@ def open_datasets(config: Config, task: Task, group: Group) -> tuple[Dataset[Any
 
 def named(config: Config) -> str:
     """What a message about the data names: a task of the user's own need not read `data.name`."""
-    return f"data.name={config.data.name}" if config.task == "classification" else f"task={config.task}"
+    return f"data.name={config.data.name}" if config.task in READY_MADE else f"task={config.task}"
 
 
 def make_loading(config: Config, task: Task, group: Group) -> LoaderFactory:

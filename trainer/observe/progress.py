@@ -72,7 +72,10 @@ class Progress:
             parts.append(f"lr {line['lr']:.4g}")
         if line.get("grad_norm") is not None:
             parts.append(f"grad norm {line['grad_norm']:.4g}")
-        counted = f"{self.throughput():,.0f} samples/s" if self._samples or not self._steps else ""
+        if "tokens_per_s" in line:
+            counted = f"{line['tokens_per_s']:,.0f} tokens/s" + (f"  mfu {line['mfu']:.1%}" if "mfu" in line else "")
+        else:
+            counted = f"{self.throughput():,.0f} samples/s" if self._samples or not self._steps else ""
         rate = counted or f"{self._steps / max(seconds, 1e-9):,.3g} steps/s"
         self.say("  ".join([*parts, rate, f"{duration(left_s)} left"]))
         if self._window_s > WINDOW_S:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 NOT_FUSED = {"foreach", "differentiable", "dampening"}  # arguments that keep them from being fused
 
 
-def make_optimizer(model: nn.Module, optim: Optim) -> Optimizer:
-    """The optimiser of the configuration, for the model's trainable parameters. Raises ConfigError."""
+def make_optimizer(model: nn.Module, optim: Optim, more_undecayed: Sequence[nn.Parameter] = ()) -> Optimizer:
+    """The optimiser of the configuration, for the model's trainable parameters. Raises ConfigError.
+
+    With optim.decay_norms_and_biases=false there is no weight decay for `more_undecayed` either.
+    """
     check_optimizer(optim)
     kind = getattr(torch.optim, class_name(optim.name))
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -28,7 +32,8 @@ def make_optimizer(model: nn.Module, optim: Optim) -> Optimizer:
     if "weight_decay" in inspect.signature(kind).parameters:
         arguments["weight_decay"] = optim.weight_decay
         if not optim.decay_norms_and_biases:
-            decayed, others = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
+            undecayed = {id(p) for p in parameters if p.ndim <= 1} | {id(p) for p in more_undecayed}
+            decayed, others = [[p for p in parameters if (id(p) in undecayed) is which] for which in (False, True)]
             groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     if kind is torch.optim.SGD:
         arguments["momentum"] = optim.momentum

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
-from trainer.records.metrics import is_step, read_lines
+from trainer.records.metrics import CLOCK, is_step, read_lines
 from trainer.rundir import RunDir
 
 PLAN = "LASTSTEP_PROBE"  # the variable that holds an attempt's plan
@@ -110,9 +110,8 @@ class Probed:
     def read(cls, run: RunDir, ranks: int) -> Probed:
         """What is in the run's folder."""
         lines = [read_lines(run.probes / f"{rank}.jsonl") for rank in range(ranks)]
-        clock = ("time", "samples_per_s")
         metrics = [
-            (is_step(line), {key: value for key, value in line.items() if key not in clock})
+            (is_step(line), {key: value for key, value in line.items() if key not in CLOCK})
             for line in read_lines(run.metrics)
         ]
         steps = [[line for line in of_rank if "state" in line] for of_rank in lines]

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.config.schema import READY_MADE
 from trainer.observe.progress import duration
 from trainer.observe.report.curves import Curves
 from trainer.observe.report.figures import Figure, colour, legend
@@ -147,7 +148,7 @@ def _state(run: Run) -> str:
 def _about(run: Run) -> str:
     """The task and its main settings, in one line."""
     get = run.config.get
-    task = f"{get('model.name')} on {get('data.name')}" if get("task") == "classification" else str(get("task"))
+    task = f"{get('model.name')} on {get('data.name')}" if get("task") in READY_MADE else str(get("task"))
     return f"{task}, {get('optim.name')}, lr {get('optim.lr')}, batch {get('train.batch_size')}, seed {get('seed')}"
 
 

@@ -1,0 +1,41 @@
+"""Checks of a configuration for task=language that need no torch, so that a command can refuse it at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.checkpoint.store import CheckpointStore
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError, nearest
+from trainer.data.corpus import Corpus
+from trainer.records.data_record import check_fingerprint
+from trainer.rundir import RunDir
+from trainer.tasks.sizes import size_of
+
+ARGS = ("z_loss",)
+
+
+def check_language(config: Config) -> None:
+    """Raise ConfigError unless the data are there, and the model fits them."""
+    z_loss_of(config)
+    corpus = Corpus.open(config.data)
+    size_of(config.model.name, config.model.args, corpus.vocabulary.size)
+
+
+def check_same_data(config: Config) -> None:
+    """Raise ConfigError if the run of this configuration has checkpoints, and began with other data. A rank checks this
+    for every task; only of this one are the data looked at before."""
+    run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    if config.task == "language" and CheckpointStore(run.checkpoints).steps():
+        check_fingerprint(run.data, Corpus.open(config.data).fingerprint, f"data.name={config.data.name}")
+
+
+def z_loss_of(config: Config) -> float:
+    """The weight of the z-loss. Raises ConfigError for args that the task does not read."""
+    for name in config.args:
+        if name not in ARGS:
+            raise ConfigError(f"args.{name}: task={config.task} does not read it; {nearest(name, ARGS)}")
+    found = config.args.get("z_loss", 0.0)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < 1:
+        raise ConfigError(f"args.z_loss={found}: must be at least 0 and below 1, e.g. 1e-4")
+    return float(found)
