@@ -31,6 +31,7 @@ from trainer.records.attempts import begin_attempt, find_record
 from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.world import run_lock
+from trainer.world.bad_node import blamed_host
 from trainer.world.signals import Signals
 from trainer.world.slurm import kill_wait_s
 from trainer.world.watchdog import Fault, Probes, Retry, Watchdog
@@ -206,7 +207,8 @@ class Attempt:
         if state.group is None:  # no other rank can be reached; they notice when they try to meet
             self._watchdog.close()
             step = state.start_step
-            record = record_end(state, "failed", step, step, error=text, retry=self._may_pass(error))
+            blamed = list(filter(None, [blamed_host(error, world.host_of(world.rank))]))
+            record = record_end(state, "failed", step, step, error=text, retry=self._may_pass(error), blamed=blamed)
             if not one_line or (record and record["requeue"]):  # else it is printed as the process ends
                 say(text)
             print_hint(state, text)
@@ -229,7 +231,9 @@ class Attempt:
             text = text.replace(" failed:", " lost contact:", 1)
             fault = Fault("failed", f"{rank} lost contact: {error}", cause=False)
         else:
-            fault = Fault("failed", text, retry=self._may_pass(error))
+            world = self._state.world
+            blames = blamed_host(error, world.host_of(world.rank))
+            fault = Fault("failed", text, retry=self._may_pass(error), blames=blames)
             self._end_by_fault.set_own_failure(fault, to_say=not printed_in_main)
         self._watchdog.report(fault)
         self._end_by_fault.wait()

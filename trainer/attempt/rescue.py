@@ -322,12 +322,11 @@ def _key(path: Path) -> str:
 
 
 def blamed_hosts(fault: Fault, plan: Plan, missing: list[int], world: World) -> list[str]:
-    """The hosts whose fault it seems to be: of ranks that are stuck, or gone without an error of their own. A rank that
-    raised an error blames no host: it may be a bug."""
-    if fault.blames:
-        return fault.blames.split(",")
-    known = fault.cause or plan.failures
-    return [] if known else list(dict.fromkeys(filter(None, (world.hosts[rank] for rank in missing))))
+    """The hosts whose fault it seems to be: of ranks that are stuck, that are gone without an error of their own, or
+    whose GPU has failed. Any other error blames no host: it may be a bug."""
+    known = [fault] if fault.blames or fault.cause else plan.failures
+    hosts = ",".join(one.blames for one in known).split(",") if known else [world.hosts[rank] for rank in missing]
+    return list(dict.fromkeys(filter(None, hosts)))
 
 
 def explain(fault: Fault, plan: Plan, missing: list[int], world: World) -> str:

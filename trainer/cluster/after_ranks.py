@@ -33,7 +33,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from trainer.attempt.finished import finish_of
 from trainer.attempt.signal_cause import EARLY_S, comes_back, judge
 from trainer.checkpoint.store import CheckpointStore
-from trainer.cluster import run_config, trust
+from trainer.cluster import nodes, run_config, trust
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import EndedAttempt, Reason
 from trainer.records.attempts import (
@@ -58,7 +58,6 @@ from trainer.world.slurm import (
     has_scontrol,
     requeue_job,
     show_job,
-    unfit_nodes,
     unix_time,
 )
 from trainer.world.slurm import command as slurm_command
@@ -103,6 +102,8 @@ def after_ranks(
     if rank_0_lives:  # it records the end itself
         return False
     record_abandoned_attempts(run, kept_step, continued_job=None if follows is Next.END else world.job_id)
+    if follows is Next.REQUEUE:
+        nodes.keep_from_bad_nodes(run, world, launch)
     if follows is Next.END:  # else the next attempt reads the checkpoints, and corrects the record
         correct_lost_attempt(run, lambda: _newest_intact_step(run))
     return follows is Next.RESTART
@@ -140,12 +141,15 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
         return Next.REQUEUE if returns else Next.END
     if end is None and not rank_0_lives:
         # Unless Slurm ended it, it counts as a failure: else a job that cannot start would be requeued without end.
-        end = _record_without_ranks(run, world, launch, cause.reason, failed_start, kept_step())
+        lost = nodes.lost_nodes(_newest_log(run, world))
+        end = _record_without_ranks(run, world, launch, cause.reason, failed_start, kept_step(), lost)
+        ended = [*ended, end]
         if not end["requeue"]:
-            _say_not_requeued(run, end, why_not_requeued([*ended, end], launch))
+            _say_not_requeued(run, end, why_not_requeued(ended, launch))
             return Next.END
-    elif end and can_restart and cause.reason == "failed" and decide(ended, launch).what is Next.RESTART:
-        if not (obstacle := _why_not_here(job, launch)):
+        can_restart = can_restart and bool(lost) and launch.chooses_nodes  # the same nodes could hardly start them
+    if end and can_restart and cause.reason == "failed" and decide(ended, launch).what is Next.RESTART:
+        if not (obstacle := _why_not_here(run, world, launch, job, ended)):
             say(f"restarting the ranks in job {world.job_id}: the attempt ended ({end['reason']}), the run continues")
             return Next.RESTART
         say(f"no restart in this allocation: {obstacle}")
@@ -158,14 +162,14 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
     return Next.REQUEUE
 
 
-def _why_not_here(job: Job, launch: Launch) -> str:
+def _why_not_here(run: RunDir, world: World, launch: Launch, job: Job, ended: Sequence[EndedAttempt]) -> str:
     """Why the ranks cannot start again in the job's allocation; empty if they can."""
     if job.get("JobState") != "RUNNING":
         return f"the job is {job.get('JobState')}"
     left_s = unix_time(job.get("EndTime", "")) - time.time()
     if left_s <= launch.signal_delay_s + EARLY_S:  # the ranks that received its warning have ended
         return "its time limit is near"
-    return unfit_nodes(job.get("NodeList", ""))
+    return nodes.write_choice(run, world, launch, job, ended)
 
 
 def _should_continue(ended: Sequence[EndedAttempt], end: EndedAttempt, launch: Launch) -> bool:
@@ -203,21 +207,32 @@ def _why_not_started(run: RunDir, world: World, launch: Launch, status: int, set
 
 def _last_words(run: RunDir, world: World) -> str:
     """The last line of this start in the job's log, and only if there is no other one of srun."""
-    log = run.logs / f"{world.job_id}_0_log.out"
-    text = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
-    ours = max((text.rfind(mark) for mark in ("[laststep ", "submitit ")), default=-1)
-    lines = [line.strip() for line in text[max(0, ours) :].splitlines()[ours >= 0 :] if line.strip()]
+    lines = [line.strip() for line in _newest_log(run, world).splitlines() if line.strip()]
     words = [line for line in lines if not line.startswith("srun:")] or lines
     return f": {words[-1][:300]}" if words else ""
 
 
+def _newest_log(run: RunDir, world: World) -> str:
+    """The end of the job's log, below the last line of a rank or of this program."""
+    log = run.logs / f"{world.job_id}_0_log.out"
+    text = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
+    ours = max(text.rfind(mark) for mark in ("[laststep ", "submitit "))
+    return text[ours:].partition("\n")[2] if ours >= 0 else text
+
+
 def _record_without_ranks(
-    run: RunDir, world: World, launch: Launch, reason: Reason, error: str | None, kept_step: int
+    run: RunDir,
+    world: World,
+    launch: Launch,
+    reason: Reason,
+    error: str | None,
+    kept_step: int,
+    blamed: Sequence[str] = (),
 ) -> EndedAttempt:
     """Record an attempt that ended before it began: a node could not start it, or Python was killed while it started,
     or it was cancelled."""
     begin_attempt(run, world, kept_step)
-    end = end_attempt(run, world, launch, reason, kept_step, kept_step, error=error)
+    end = end_attempt(run, world, launch, reason, kept_step, kept_step, error=error, blamed=blamed)
     assert end is not None, "no rank of the run lives that could have recorded it first"
     return end
 
@@ -275,6 +290,8 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
         restarts = restarts_in_place(os.environ)
         can_restart = restarts is not None and SIGNALLED not in os.environ
         launch = trainer.config.launch
+        if not _is_submitted(run, world):
+            launch = replace(launch, nodes=1, spare_nodes=0)  # the user's own script chooses the nodes
         if after_ranks(trainer.run, world, launch, status, setup_line, restarts or 0, can_restart):
             return 0
     except Exception as error:  # e.g. of the node or its disk: one line in the log must say so

@@ -72,6 +72,10 @@ def check_slurm() -> None:
 def check_local(config: Config) -> None:
     """Check that this machine has the GPUs that a local run asks for. Raises ConfigError."""
     launch, here = config.launch, count_gpus()
+    if launch.spare_nodes:
+        raise ConfigError(
+            f"launch.spare_nodes={launch.spare_nodes}: --local has no other nodes; add launch.spare_nodes=0"
+        )
     if launch.gpus > here:
         fix = f"use --gpus-per-node {here}" if here else "leave it out to train on the CPU"
         if not launch.gpus_per_node:
@@ -94,12 +98,13 @@ def check_partition(launch: Launch) -> None:
         return
     partitions = [one for one in show_partitions(names) if one.get("TotalNodes", "").isdecimal()]
     most = max((int(one["TotalNodes"]) for one in partitions), default=None)
-    fewest = launch.node_counts[0]
+    fewest = int(launch.job_nodes.partition("-")[0])
     if most is not None and fewest > most:
         name = ",".join(one["PartitionName"] for one in partitions)
+        spare = f" launch.spare_nodes={launch.spare_nodes}" if launch.spare_nodes else ""
         raise ConfigError(
-            f"launch.nodes={launch.nodes}: partition {name} has {counted(most, 'node')}, so the job would never start; "
-            f"use at most --nodes {most}, or another --partition"
+            f"launch.nodes={launch.nodes}{spare}: partition {name} has {counted(most, 'node')}, so the job would never "
+            f"start; use {'fewer' if spare else f'at most --nodes {most}'}, or another --partition"
         )
 
 

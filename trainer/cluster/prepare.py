@@ -61,7 +61,7 @@ def _fit(config: Config, way: Way) -> Config:
         return config
     launch = config.launch
     gpus, slurm = min(1, launch.gpus), without_gpus(launch.slurm)
-    launch = dataclasses.replace(launch, nodes=1, tasks_per_node=None, gpus_per_node=gpus, slurm=slurm)
+    launch = dataclasses.replace(launch, nodes=1, spare_nodes=0, tasks_per_node=None, gpus_per_node=gpus, slurm=slurm)
     return dataclasses.replace(config, launch=launch)
 
 

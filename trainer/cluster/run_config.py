@@ -36,7 +36,7 @@ LATER_KEYS = (
     *("model.weights", "optim.decay_norms_and_biases", "optim.args", "train.nonfinite", "checkpoint.asynchronous"),
     *("args", "checkpoint.best_by", "train.rehearsal"),
     *("launch.grace_s", "launch.max_failures", "launch.init_method", "launch.backend", "launch.python", "launch.srun"),
-    "launch.max_restarts",
+    *("launch.max_restarts", "launch.spare_nodes", "launch.exclude_after"),
 )
 PLACE = ("launch.root", "launch.name")  # a run's folder may be moved
 Change = tuple[Any, Any]  # a key's value before and after

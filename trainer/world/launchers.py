@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from submitit import JobEnvironment
 
+from trainer import compat
 from trainer.config.errors import ConfigError
 from trainer.world.exported import forget_exported
 from trainer.world.slurm_environment import (
@@ -33,6 +34,8 @@ STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the process id, a name that is 
 WORKING_FOLDER = "LASTSTEP_WORKING_FOLDER"
 # Set by a launcher that outlives the ranks and may start them again: how often it has done so in this allocation.
 RESTARTS = "LASTSTEP_RESTARTS"
+# Set in a job that chooses its nodes: the one on which its batch shell runs.
+BATCH_HOST = "LASTSTEP_BATCH_HOST"
 
 
 class Launcher(ABC):
@@ -175,8 +178,12 @@ class Submitit(Launcher):
             node, nodes = job.node, job.num_nodes
         except ValueError as error:
             raise ConfigError(f"submitit-{job.name()} set a variable that should be a number: {error}") from None
-        per_node, hosts = -(-size // nodes), job.hostnames
         step_id = slurm_step(env) if on_slurm else restarts_in_place(env)
+        hosts = job.hostnames
+        if on_slurm and "SLURM_STEP_NODELIST" in env:  # the step may have fewer nodes than the job
+            hosts = compat.step_hostnames()
+            nodes = len(hosts)
+        per_node = -(-size // nodes)
         step = "" if step_id is None else f"-{step_id}"
         return World(
             rank=rank,
