@@ -167,9 +167,8 @@ def test_too_few_are_left(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixtu
 def test_a_step_that_could_not_start(run: RunDir, slurm: Slurm) -> None:
     """A node has died between two starts. What srun says of it is the only evidence."""
     log = run.logs / f"{WORLD.job_id}_0_log.out"
-    log.write_text(
-        "[laststep 12:00:00] restarting\nsrun: error: Task launch for StepId=7.1 failed on node n2: Timeout\n"
-    )
+    said = "srun: error: Task launch for StepId=7.1 failed on node n2: Communication connection failure"
+    log.write_text(f"[laststep 12:00:00] restarting the ranks\n{said}\n")
     assert restarts_on(run) == ["n1", "n3"]
     (end,) = read_ended_attempts(run.attempts)
     assert (end["reason"], end["blamed"], end["requeue"]) == ("failed", ["n2"], True)
@@ -206,14 +205,17 @@ def test_a_requeued_job(
     assert slurm.updates == ([] if after is None else [after])
 
 
+def script(run: RunDir, *words: str) -> str:
+    """The sbatch script of a run with this configuration."""
+    config = Config.load("mnist", [f"launch.root={run.path.parent}", "launch.name=run", *words])
+    return run_executor(config, run).script()
+
+
 def test_a_resumed_run(run: RunDir, slurm: Slurm) -> None:
     """Its new job is kept from the nodes that the run leaves, and from those that the user excludes."""
 
     def excluded(*words: str) -> list[str]:
-        run_config = Config.load(
-            "mnist", [f"launch.root={run.path.parent}", "launch.name=run", "launch.nodes=2", *words]
-        )
-        return re.findall(r"#SBATCH --exclude=(\S+)", run_executor(run_config, run).script())
+        return re.findall(r"#SBATCH --exclude=(\S+)", script(run, "launch.nodes=2", *words))
 
     assert excluded() == []
     fails(run, "n2")
@@ -226,13 +228,9 @@ def test_a_resumed_run(run: RunDir, slurm: Slurm) -> None:
 def test_what_is_submitted(run: RunDir) -> None:
     """A spare node is part of the job, which outlives its nodes; the ranks start on the others."""
 
-    def script(*words: str) -> str:
-        config = Config.load("mnist", [f"launch.root={run.path.parent}", "launch.name=run", *words])
-        return run_executor(config, run).script()
-
-    plain, spare = script("launch.nodes=2"), script("launch.nodes=2", "launch.spare_nodes=1")
+    plain, spare = script(run, "launch.nodes=2"), script(run, "launch.nodes=2", "launch.spare_nodes=1")
     assert "no-kill" not in plain and "--ntasks-per-node=1" in plain
     for line in ("#SBATCH --nodes=3\n", "#SBATCH --no-kill\n", "#SBATCH --mincpus=1\n"):
         assert line in spare
     assert "trained=$((SLURM_JOB_NUM_NODES - 1))" in spare and "ntasks-per-node" not in spare
-    assert "#SBATCH --nodes=2-5\n" in script("launch.nodes=2-4", "launch.spare_nodes=1", "train.batch_size=48")
+    assert "#SBATCH --nodes=2-5\n" in script(run, "launch.nodes=2-4", "launch.spare_nodes=1", "train.batch_size=48")

@@ -485,6 +485,10 @@ def test_a_job_that_never_starts(slurm: Path, here: Path, capfd: pytest.CaptureF
         "launch.nodes=8: partition main has 4 nodes, so the job would never start; use at most --nodes 4, or another "
         "--partition"
     )
+    assert refusal(["--nodes", "4", "launch.spare_nodes=1"], capfd, here) == (
+        "launch.nodes=4 launch.spare_nodes=1: partition main has 4 nodes, so the job would never start; use fewer, or "
+        "another --partition"
+    )
     scontrol = (slurm / "scontrol").read_text()
     (slurm / "scontrol").write_text(scontrol.replace("TotalNodes=4", "TotalNodes=1"))
     assert "partition main has 1 node, so" in refusal(["--nodes", "8"], capfd, here)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.support.records import ended_attempt
+from trainer.records.attempt_record import EndedAttempt, OpenAttempt
 from trainer.records.blame import EXPIRES_S, excluded_nodes, times_blamed
 
 NOW = 1_000_000.0
 
 
-def blamed(*hosts: str, ago_s: float = 60.0) -> object:
+def blamed(*hosts: str, ago_s: float = 60.0) -> EndedAttempt:
     return ended_attempt(reason="failed", blamed=list(hosts), end=NOW - ago_s)
 
 
@@ -27,10 +28,11 @@ def blamed(*hosts: str, ago_s: float = 60.0) -> object:
         ([blamed("n2", "n2")], 2, []),  # two ranks on one node are one fault
     ],
 )
-def test_excluded(records: list, exclude_after: int | None, excluded: list[str]) -> None:
+def test_excluded(records: list[EndedAttempt], exclude_after: int | None, excluded: list[str]) -> None:
     assert excluded_nodes(records, exclude_after, NOW) == excluded
 
 
 def test_an_attempt_under_way_blames_nobody() -> None:
     """Its record has no end, and no reason."""
-    assert not times_blamed([{**ended_attempt(blamed=["n1"]), "end": None, "reason": None}], NOW)  # type: ignore
+    open_one: OpenAttempt = {**ended_attempt(blamed=["n1"]), "end": None, "reason": None}
+    assert not times_blamed([open_one], NOW)
