@@ -118,6 +118,14 @@ class RunDir:
         """Folder of each rank's output and of submitit's own files."""
         return self.path / "logs"
 
+    def next_nodes(self, job_id: str) -> Path:
+        """srun's options for the next start of the ranks in a job, which say on which of its nodes they start."""
+        return self.logs / f"{job_id}.next_nodes"
+
+    def step_over(self, job_id: str) -> Path:
+        """A file that appears when the ranks of a job have ended by a fault of a node: its srun may never end."""
+        return self.logs / f"{job_id}.step_over"
+
     def collectives(self, attempt: str) -> Path:
         """The last NCCL collectives of an attempt in which one failed; append a rank's number to get its file."""
         return self.logs / f"{attempt}_collectives_"

@@ -26,8 +26,8 @@ from tests.support.tasks import read_one_step_late
 from tests.support.worlds import a_world
 from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.grace import GracePeriod
-from trainer.attempt.rescue import Rescue, write_fields
-from trainer.attempt.rescue_plan import Holding, Survivor
+from trainer.attempt.rescue import Rescue, blamed_hosts, write_fields
+from trainer.attempt.rescue_plan import Holding, Plan, Survivor
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint import stripes
 from trainer.checkpoint.store import CheckpointStore
@@ -179,6 +179,31 @@ def test_what_a_lost_peer_looks_like(error: Exception, is_loss: bool) -> None:
     """If an error of this rank is taken for a lost peer, the record blames no rank and lacks the traceback. If a lost
     peer is taken for an error of this rank, the record blames a healthy one."""
     assert is_peer_loss(error) is is_loss
+
+
+HUNG = Fault("hung", "rank 1 on n2 is stuck", blames="n2")
+BUG, GPU = Fault("failed", "a bad sample"), Fault("failed", "CUDA error: unknown error", blames="n3")
+LOST_CONTACT = Fault("failed", "rank 0 lost contact", cause=False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "failures", "missing", "blamed"),
+    [
+        (HUNG, (), [], ["n2"]),
+        (HUNG, (BUG,), [0], ["n2"]),
+        (GPU, (GPU,), [], ["n3"]),
+        (LOST_CONTACT, (), [1, 2], ["n2"]),  # both ranks of n2 were killed
+        (LOST_CONTACT, (), [], []),
+        (LOST_CONTACT, (GPU,), [], ["n3"]),  # reported by a rank that noticed first
+        (LOST_CONTACT, (BUG,), [1], []),  # it raised an error before it ended: a bug
+        (BUG, (BUG,), [1], []),
+        (Fault("signal", "giving the step up"), (), [1], []),
+    ],
+)
+def test_who_is_blamed(fault: Fault, failures: tuple[Fault, ...], missing: list[int], blamed: list[str]) -> None:
+    """A run leaves a node that is blamed twice. The user's own bug must blame nobody."""
+    world = a_world(size=4, hosts=("n1", "n2", "n2", "n3"))
+    assert blamed_hosts(fault, cast("Plan", SimpleNamespace(failures=failures)), missing, world) == blamed
 
 
 def test_a_loader_worker_is_killed(root: Path) -> None:

@@ -27,6 +27,7 @@ from trainer.records.attempts import begin_attempt, end_attempt, lower_start_ste
 from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world import run_lock
+from trainer.world.launchers import RESTARTS as RESTARTS_VARIABLE
 from trainer.world.signals import Signals
 from trainer.world.slurm import TAG_VARIABLE
 from trainer.world.watchdog import Retry
@@ -46,7 +47,7 @@ class Slurm:
         self.refuses = self.missing = False
         self.requeues = 0
         self.cancelled: list[str] = []
-        self.updated: list[list[str]] = []
+        self.updated: list[tuple[str, ...]] = []
 
     def answer(self, words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         if self.missing:
@@ -57,7 +58,7 @@ class Slurm:
             self.cancelled.append(words[1])
             return subprocess.CompletedProcess(words, 0, "", "")
         if words[1] == "update":
-            self.updated.append(words[2:])
+            self.updated.append(tuple(words[2:]))
             return subprocess.CompletedProcess(words, int(self.refuses), "", "")
         if words[1] == "requeue":
             self.requeues += not self.refuses
@@ -110,7 +111,7 @@ def test_an_expedited_requeue_ends_too(run: RunDir, slurm: Slurm, capsys: pytest
     assert slurm.requeues == 1 and not slurm.updated
     slurm.job = {"JobState": "RUNNING", "Restarts": 1}
     after_ranks(run, begin(run, restart=1), expedited, KILLED)
-    assert slurm.requeues == 1 and slurm.updated == [["JobId=7", "Requeue=0"]]
+    assert slurm.requeues == 1 and slurm.updated == [("JobId=7", "Requeue=0")]
     slurm.refuses = True
     after_ranks(run, replace(WORLD, restart=1), expedited, KILLED)
     assert "Slurm will hold this job in the queue, where `scancel 7` ends it: " in capsys.readouterr().out
@@ -392,6 +393,7 @@ def test_srun_was_killed_while_a_rank_starts(
     """That rank lives on until the requeue ends it. If it began while the shell decides, the shell would record it as
     lost although it lives; if it began after that, its start would have two records."""
     monkeypatch.setattr(run_lock, "WAIT_S", {True: -1.0})
+    monkeypatch.setenv(RESTARTS_VARIABLE, "0")
     rank_0, signals = replace(WORLD, step_id=0), SimpleNamespace(first=None, first_at=None, requeue=None)
 
     def meanwhile(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -406,7 +408,8 @@ def test_srun_was_killed_while_a_rank_starts(
         Attempt(config(run.path, "small", 2, ()), run, rank_0, cast(Signals, signals)).run()
     assert ended.value.code == 1 and "never began; ending it" in capsys.readouterr().out
     assert ends(run) == [("failed", True)] and not run.attempt_now.exists()
-    assert not never_began(run, replace(rank_0, restart=1)), "the requeued job must begin"
+    assert not never_began(run, replace(rank_0, restart=1), 0), "the requeued job must begin"
+    assert not never_began(run, replace(rank_0, step_id=1), 1), "so must the ranks that the shell starts on other nodes"
 
 
 def test_another_job_is_at_work(run: RunDir, slurm: Slurm, locked: Path) -> None:

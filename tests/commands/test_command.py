@@ -440,7 +440,7 @@ def test_without_torch(
     for name in ("torch", "torchvision"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["--name", "mine", "model.name=resnet18", "launch.python=apptainer exec torch.sif python"]) == 0
-    assert " apptainer exec torch.sif python -u -m submitit" in (slurm / "submitted.sh").read_text()
+    assert " apptainer exec torch.sif python -u -m trainer.cluster.supervisor -u -m submitit" in (slurm / "submitted.sh").read_text()
     capfd.readouterr()
     assert "doctor needs torch" in refusal(["doctor"], capfd, here)
 
@@ -519,6 +519,10 @@ def test_a_job_that_never_starts(slurm: Path, here: Path, capfd: pytest.CaptureF
     assert refusal(["--nodes", "8"], capfd, here) == (
         "launch.nodes=8: partition main has 4 nodes, so the job would never start; use at most --nodes 4, or another "
         "--partition"
+    )
+    assert refusal(["--nodes", "4", "launch.spare_nodes=1"], capfd, here) == (
+        "launch.nodes=4 launch.spare_nodes=1: partition main has 4 nodes, so the job would never start; use fewer, or "
+        "another --partition"
     )
     scontrol = (slurm / "scontrol").read_text()
     (slurm / "scontrol").write_text(scontrol.replace("TotalNodes=4", "TotalNodes=1"))

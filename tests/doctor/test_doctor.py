@@ -6,9 +6,11 @@ A problem that it misses breaks a run at night. A false alarm teaches people to 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -16,16 +18,19 @@ import pytest
 from tests.support.commands import REFUSING_SBATCH, files, refusal
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT
+from tests.support.records import ended_attempt
 from trainer.commands.main import main
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Launch
 from trainer.doctor import file_system, hello, roll_call
+from trainer.doctor.bad_nodes import check_bad_nodes
 from trainer.doctor.file_system import RunRoot, check_run_root, mount_of
 from trainer.doctor.gpus import check_gpus
 from trainer.doctor.hello import Greeting
 from trainer.doctor.roll_call import RollCall
 from trainer.doctor.slurm_settings import SlurmSettings, check_slurm, parse_config
+from trainer.rundir import RunDir
 from trainer.world.slurm import parse_records
 
 # From Slurm 22.05.8, shortened.
@@ -207,6 +212,21 @@ def test_report() -> None:
     assert "    3000 ms   3.00 x median  n3" in lines and next(iter(hello.work_times(FOUR))) == "n3"
     wrong = [*FOUR[:3], greeting(3, "n3", 1.0, [0.01], total=3.0)]
     assert hello.report(wrong)[0] == "rank 3 on n3: the sum of 4 ones is 3"
+
+
+def test_nodes_that_runs_blame(tmp_path: Path) -> None:
+    """One fault may be chance. Two on one node, of whatever runs, are for the administrators to see."""
+    for name, nodes in (("a", ["n2", "n3"]), ("b", ["n2"]), ("c", [])):
+        run = RunDir(tmp_path / name)
+        run.path.mkdir()
+        Config.load(None).save(run.config)
+        common = {"reason": "failed", "end": time.time()}
+        lines = [ended_attempt(attempt=at, blamed=[node], **common) for at, node in enumerate(nodes)]
+        run.attempts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [str(problem) for problem in check_bad_nodes(str(tmp_path))] == [
+        "node n2 was blamed for 2 faults within a day, by run: a 1, b 1; have it checked; launch.exclude=n2 keeps new "
+        "runs from it"
+    ]
 
 
 SAY_HELLO = """

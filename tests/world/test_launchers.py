@@ -33,6 +33,7 @@ BATCH = """\
 SLURM_JOB_ID=10 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 SLURM_NTASKS=4 SLURM_NODEID=0 SLURM_LOCALID=0
 SLURM_PROCID=0 SLURMD_NODENAME=n1"""
 SALLOC = "SLURM_JOB_ID=13 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 SLURM_NTASKS=2"
+LEFT = "SLURM_JOB_NODELIST=n[1-3] SLURM_JOB_NUM_NODES=3 SLURM_STEP_ID=1 SLURM_STEP_NODELIST=n[1,3] SLURMD_NODENAME=n3"
 ARRAY = "SLURM_ARRAY_JOB_ID=11 SLURM_ARRAY_TASK_ID=3 SLURM_RESTART_COUNT=2"
 TORCHRUN = """\
 RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1 MASTER_ADDR=localhost
@@ -109,6 +110,7 @@ def detect(monkeypatch: pytest.MonkeyPatch, *environments: str) -> World:
         (MPIRUN, "1/2 local 1/2 node 0/1", "? here", "mpirun-2112749569-0"),
         (MPIRUN_IN_SBATCH, "2/4 local 0/2 node 1/2", "? ? n2 ?", "10-0-mpirun-2105802753-0"),
         (SUBMITIT, "2/4 local 0/2 node 1/2", "n1 n1 n2 n2", "10-0-0"),
+        (f"{SUBMITIT} {LEFT}", "2/4 local 0/2 node 1/2", "n1 n1 n3 n3", "10-0-1"),  # n2 is dead, or a spare node
         (f"{SUBMITIT} {ARRAY}", "2/4 local 0/2 node 1/2", "n1 n1 n2 n2", "11_3-2-0"),
         (LOCAL, "1/2 local 1/2 node 0/1", "here here", "13755-0"),
         (DEBUG, "0/1 local 0/1 node 0/1", "here", "DEBUG_139-0"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shutil
 import signal
 import time
@@ -33,6 +34,7 @@ from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.world import run_lock
 from trainer.world.bad_node import BadNode, blamed_host
+from trainer.world.launchers import restarts_in_place
 from trainer.world.signals import Signals
 from trainer.world.slurm import kill_wait_s
 from trainer.world.watchdog import Fault, Probes, Retry, Watchdog
@@ -137,7 +139,7 @@ class Attempt:
         """
         state = self._state
         run_lock.acquire(self._run_dir.lock, state.world)
-        if never_began(self._run_dir, state.world):
+        if never_began(self._run_dir, state.world, restarts_in_place(os.environ)):
             say("srun has ended, and the batch shell has recorded that this attempt never began; ending it")
             self._closing.close()
             raise SystemExit(1)

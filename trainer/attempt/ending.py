@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -13,10 +15,13 @@ from trainer.records.attempt_record import AttemptRecord, read_ended_attempts
 from trainer.records.attempts import end_attempt
 from trainer.records.retry import why_not_requeued
 from trainer.say import say
+from trainer.world.launchers import BATCH_HOST
 from trainer.world.slurm import SlurmError, requeue_job
 from trainer.world.watchdog import Retry
+from trainer.world.world import hostname
 
 EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
+SHELL_S = 15.0  # within which a batch shell that lives has killed srun, and so all ranks
 CONTINUE_BY_HAND = "every step is saved, start the run again under the same name to continue"
 
 
@@ -72,6 +77,30 @@ def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable
         say(f"{error}; the batch shell tries again")
     except SlurmError as error:
         say(f"not requeued: {error}; {CONTINUE_BY_HAND}")
+
+
+def end_srun(state: AttemptState, blamed: Sequence[str]) -> bool:
+    """After a fault of a node, in a job that chooses its nodes: ask the batch shell to end srun, which would wait for
+    the ranks of a dead node. Returns whether it was asked."""
+    if not blamed or BATCH_HOST not in os.environ:
+        return False
+    try:
+        state.run_dir.step_over(state.world.job_id).touch()
+    except OSError as error:
+        say(f"srun may wait for a dead node: {error}")
+        return False
+    return True
+
+
+def shell_is_gone(blamed: Sequence[str]) -> bool:
+    """Whether this process outlives `end_srun`: then the batch shell has died with its node. Slurm would not act,
+    since a job that chooses its nodes outlives each of them."""
+    host = os.environ[BATCH_HOST]
+    if host not in blamed or host == hostname():
+        return False
+    time.sleep(SHELL_S)
+    say(f"the batch shell on {host} has not ended this step within {SHELL_S:.0f} s: its node seems to be dead")
+    return True
 
 
 def print_hint(state: AttemptState, error: str) -> None:

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainer.attempt.ending import EndReason, ending_by_signal, print_hint, record_end, requeue
+from trainer.attempt.ending import EndReason, end_srun, ending_by_signal, print_hint, record_end, requeue, shell_is_gone
 from trainer.attempt.rescue import Rescue, Superseded, blamed_hosts, explain
 from trainer.attempt.rescue_plan import Holding, Part, Plan
 from trainer.attempt.state import AttemptState
@@ -137,8 +137,10 @@ class Rescuer:
             # A supervisor restarts or requeues. Else the batch shell does once srun has ended. But where a rank is
             # silent, srun may never end: it waits forever for a rank that ended on a node which it could not reach at
             # that moment. After a signal torchrun does not restart anything.
-            by_supervisor = state.world.step_restarts is not None
-            by_shell = by_supervisor or ((state.world.by_submitit or state.world.supervised) and not fault.silent)
+            srun_ends = end_srun(state, blamed)
+            shell_lives = (state.world.by_submitit or state.world.supervised) and (srun_ends or not fault.silent)
+            by_shell = state.world.step_restarts is not None or shell_lives
             by_torchrun = state.world.launcher_restarts and fault.reason != "signal"
-            if wants_requeue and record["requeue"] and not (by_shell or by_torchrun):
+            by_nobody = not (by_shell or by_torchrun) or (srun_ends and shell_is_gone(blamed))
+            if wants_requeue and record["requeue"] and by_nobody:
                 requeue(state, record)

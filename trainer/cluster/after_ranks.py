@@ -33,7 +33,8 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from trainer.attempt.finished import finish_of
 from trainer.attempt.signal_cause import EARLY_S, comes_back, judge
 from trainer.checkpoint.store import CheckpointStore
-from trainer.cluster import run_config, trust
+from trainer.cluster import nodes, run_config, trust
+from trainer.config.checks import nodes_for
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import EndedAttempt, Reason, read_ended_attempts
 from trainer.records.attempts import (
@@ -59,9 +60,9 @@ from trainer.world.slurm import (
     SlurmError,
     forbid_requeue,
     has_scontrol,
+    node_states,
     requeue_job,
     show_job,
-    unfit_nodes,
     unix_time,
 )
 from trainer.world.slurm import command as slurm_command
@@ -84,12 +85,14 @@ def after_ranks(
     setup_line: int | None = None,
     restarts: int = 0,
     can_restart: bool = False,
+    shares: int | None = None,
 ) -> bool:
     """Returns whether the shell is to start the ranks again. Else requeues the job if its run should continue and
     nothing else starts the job again. Records a lost attempt.
 
     `status` is that of srun, or of the line of launch.setup with this number, from 1. The shell has started the ranks
-    again `restarts` times in this allocation, and says whether it `can_restart` them once more.
+    again `restarts` times in this allocation, and says whether it `can_restart` them once more. `shares` is the run's
+    train.shares.
     """
     with run_lock.no_start(run.lock) as holder:  # a rank that survived srun does not begin meanwhile
         if holder and not run_lock.belongs_to_job(holder, world):
@@ -103,11 +106,14 @@ def after_ranks(
         # Each start of the ranks has one record: if there are no more records than earlier starts, the last has none.
         earlier = restarts + count_in_steps(run.step_restart, world)
         end = of_allocation[-1] if len(of_allocation) > earlier else None
-        situation = _Situation(end, rank_0_lives, can_restart and not rank_0_lives, failed_start)
+        counts = nodes_for(shares, launch)
+        situation = _Situation(end, rank_0_lives, can_restart and not rank_0_lives, failed_start, counts)
         follows = _continue(run, world, launch, situation, kept_step)
         if rank_0_lives:  # it records the end itself
             return False
         record_abandoned_attempts(run, kept_step, continued_job=None if follows is Next.END else world.job_id)
+    if follows is Next.REQUEUE:
+        nodes.keep_from_bad_nodes(run, world, launch)
     if follows is Next.END:  # else the next attempt reads the checkpoints, and corrects the record
         _end_for_good(world, launch)
         correct_lost_attempt(run, lambda: _newest_intact_step(run))
@@ -121,12 +127,13 @@ class _Situation(NamedTuple):
     rank_0_lives: bool
     can_restart: bool  # this shell can start the ranks again
     failed_start: str  # why the attempt did not begin, if it did not
+    counts: Sequence[int]  # the numbers of nodes that can train, ascending
 
 
 def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, kept_step: Callable[[], int]) -> Next:
     """Returns what follows; requeues the job if that is it, unless Slurm does so in any case."""
     ended = ended_attempts(run, kept_step)
-    end, rank_0_lives, can_restart, failed_start = situation
+    end, rank_0_lives, can_restart, failed_start, counts = situation
     if end is not None and not _should_continue(ended, end, launch):
         if end["reason"] in FAILURES:
             _say_not_requeued(run, end, why_not_requeued(ended, launch))
@@ -146,12 +153,16 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
         return Next.REQUEUE if returns else Next.END
     if end is None and not rank_0_lives:
         # Unless Slurm ended it, it counts as a failure: else a job that cannot start would be requeued without end.
-        end = _record_without_ranks(run, world, launch, cause.reason, failed_start, kept_step())
+        lost = nodes.lost_nodes(_newest_log(run, world))
+        end = _record_without_ranks(run, world, launch, cause.reason, failed_start, kept_step(), lost)
+        ended = [*ended, end]
         if not end["requeue"]:
-            _say_not_requeued(run, end, why_not_requeued([*ended, end], launch))
+            _say_not_requeued(run, end, why_not_requeued(ended, launch))
             return Next.END
-    elif end and can_restart and cause.reason == "failed" and decide(ended, launch).what is Next.RESTART:
-        if not (obstacle := _why_not_here(job, launch)):
+        can_restart = can_restart and bool(lost) and launch.chooses_nodes  # the same nodes could hardly start them
+    if end and can_restart and cause.reason == "failed" and decide(ended, launch).what is Next.RESTART:
+        obstacle = _why_too_late(job, launch) or nodes.write_choice(run, world, launch, counts, job, ended)
+        if not obstacle:
             say(f"restarting the ranks in job {world.job_id}: the attempt ended ({end['reason']}), the run continues")
             return Next.RESTART
         say(f"no restart in this allocation: {obstacle}")
@@ -166,25 +177,27 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
 
 def starts_again_here(run: RunDir, world: World, launch: Launch) -> bool:
     """Whether the ranks start again in their step, without the batch shell: their supervisors ask this once all ranks
-    have ended and the end is recorded. Changes nothing."""
+    have ended and the end is recorded, which blames no node that the job could leave. Changes nothing."""
     ended = read_ended_attempts(run.attempts)
     if not ended or not belongs_to(ended[-1], world) or decide(ended, launch).what is not Next.RESTART:
         return False
     job = show_job(world.job_id)
-    if job is None or judge(signal.SIGTERM, job, world.restart, 0, 0).reason != "failed" or _why_not_here(job, launch):
+    if job is None or judge(signal.SIGTERM, job, world.restart, 0, 0).reason != "failed":
+        return False
+    if _why_too_late(job, launch) or nodes.unfit_nodes(node_states(",".join(dict.fromkeys(world.hosts)))):
         return False  # the batch shell says why
     say(f"restarting the ranks in job {world.job_id}: the attempt ended ({ended[-1]['reason']}), the run continues")
     return True
 
 
-def _why_not_here(job: Job, launch: Launch) -> str:
-    """Why the ranks cannot start again in the job's allocation; empty if they can."""
+def _why_too_late(job: Job, launch: Launch) -> str:
+    """Why nothing can start in the job's allocation any more; empty if it can."""
     if job.get("JobState") != "RUNNING":
         return f"the job is {job.get('JobState')}"
     left_s = unix_time(job.get("EndTime", "")) - time.time()
     if left_s <= launch.signal_delay_s + EARLY_S:  # the ranks that received its warning have ended
         return "its time limit is near"
-    return unfit_nodes(job.get("NodeList", ""))
+    return ""
 
 
 def _should_continue(ended: Sequence[EndedAttempt], end: EndedAttempt, launch: Launch) -> bool:
@@ -231,21 +244,32 @@ def _why_not_started(run: RunDir, world: World, launch: Launch, status: int, set
 
 def _last_words(run: RunDir, world: World) -> str:
     """The last line of this start in the job's log, and only if there is no other one of srun."""
-    log = run.logs / f"{world.job_id}_0_log.out"
-    text = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
-    ours = max((text.rfind(mark) for mark in ("[laststep ", "submitit ")), default=-1)
-    lines = [line.strip() for line in text[max(0, ours) :].splitlines()[ours >= 0 :] if line.strip()]
+    lines = [line.strip() for line in _newest_log(run, world).splitlines() if line.strip()]
     words = [line for line in lines if not line.startswith("srun:")] or lines
     return f": {words[-1][:300]}" if words else ""
 
 
+def _newest_log(run: RunDir, world: World) -> str:
+    """The end of the job's log, below the last line of a rank or of this program."""
+    log = run.logs / f"{world.job_id}_0_log.out"
+    text = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
+    ours = max(text.rfind(mark) for mark in ("[laststep ", "submitit "))
+    return text[ours:].partition("\n")[2] if ours >= 0 else text
+
+
 def _record_without_ranks(
-    run: RunDir, world: World, launch: Launch, reason: Reason, error: str | None, kept_step: int
+    run: RunDir,
+    world: World,
+    launch: Launch,
+    reason: Reason,
+    error: str | None,
+    kept_step: int,
+    blamed: Sequence[str] = (),
 ) -> EndedAttempt:
     """Record an attempt that ended before it began: a node could not start it, or Python was killed while it started,
     or it was cancelled."""
     begin_attempt(run, world, kept_step)
-    end = end_attempt(run, world, launch, reason, kept_step, kept_step, error=error)
+    end = end_attempt(run, world, launch, reason, kept_step, kept_step, error=error, blamed=blamed)
     assert end is not None, "no rank of the run lives that could have recorded it first"
     return end
 
@@ -304,7 +328,10 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
             return status
         restarts = restarts_in_place(os.environ)
         can_restart = restarts is not None and SIGNALLED not in os.environ
-        if after_ranks(trainer.run, world, launch, status, setup_line, restarts or 0, can_restart):
+        if not _is_submitted(run, world):
+            launch = replace(launch, nodes=1, spare_nodes=0)  # the user's own script chooses the nodes
+        shares = trainer.config.train.shares
+        if after_ranks(trainer.run, world, launch, status, setup_line, restarts or 0, can_restart, shares):
             return 0
     except Exception as error:  # e.g. of the node or its disk: one line in the log must say so
         say(f"not requeued: {type(error).__name__}: {error}")

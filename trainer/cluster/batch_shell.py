@@ -12,7 +12,10 @@ from trainer.cluster import code_origin, run_folders, trust
 from trainer.config.config import Config
 from trainer.config.schema import Launch
 from trainer.rundir import RunDir
-from trainer.world.launchers import RESTARTS, WORKING_FOLDER
+from trainer.world.launchers import BATCH_HOST, RESTARTS, WORKING_FOLDER
+
+# How long the ranks that survived a node may take to end once the end is recorded. Then srun is killed, and they too.
+OVER_S = 3
 
 
 def after_ranks(run: RunDir) -> list[str]:
@@ -43,12 +46,14 @@ def after_ranks(run: RunDir) -> list[str]:
     ]
 
 
-def start_again() -> list[str]:
+def start_again(run: RunDir, launch: Launch) -> list[str]:
     """Lines behind the user's setup: from here on `srun` starts the ranks, and starts them again after a fault."""
+    start = "start_ranks" if launch.chooses_nodes else "command srun"
     return [
+        *(_start_ranks(run, launch) if launch.chooses_nodes else []),
         "srun() {",
         f"    export {RESTARTS}=0",
-        '    until command srun "$@"; do',
+        f'    until {start} "$@"; do',
         "        status=$?",
         "        after_ranks $status || { trap - EXIT; exit $status; }",
         '        [ -z "${LASTSTEP_SIGNALLED-}" ] || exit $status  # a signal came meanwhile: a requeue instead',
@@ -58,18 +63,40 @@ def start_again() -> list[str]:
     ]
 
 
-def rank_count(ranks_per_node: int, fitting: Sequence[int] = ()) -> list[str]:
-    """Lines that pass the number of ranks to srun, in a job that asks for a range of nodes. With `fitting`, ascending,
-    only these numbers of nodes can train: any more stay idle."""
-    counts = " ".join(map(str, reversed(fitting)))
-    use = [
-        "granted=$SLURM_JOB_NUM_NODES",
-        f"for nodes in {counts}; do [ $nodes -gt $granted ] || break; done",
-        '[ $nodes = $granted ] || echo "train.shares: training on $nodes of $granted nodes"',
-        "export SLURM_JOB_NUM_NODES=$nodes SLURM_NNODES=$nodes",
+def _start_ranks(run: RunDir, launch: Launch) -> list[str]:
+    """Lines of a job that chooses on which of its nodes the ranks start. srun runs in the background: that of a dead
+    node would never end, so it is killed once the surviving ranks have recorded the end of the attempt."""
+    logs = shlex.quote(str(run.logs))
+    return [
+        "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}; job=${job:-$SLURM_JOB_ID}",
+        f"next_nodes={logs}/{run.next_nodes('$job').name} step_over={logs}/{run.step_over('$job').name}",
+        'rm -f "$next_nodes"  # of the allocation before',
+        "start_ranks() {",
+        '    options="--nodes=$trained"',
+        '    [ ! -e "$next_nodes" ] || options=$(<"$next_nodes")',
+        '    rm -f "$step_over"',
+        '    (exec srun $options "$@") &',
+        "    srun=$!",
+        f'    (until [ -e "$step_over" ]; do sleep 1; done; sleep {OVER_S}; kill -KILL $srun) 2>/dev/null &',
+        "    watcher=$!",
+        "    # A signal ends only the wait.",
+        "    while wait $srun 2>/dev/null; status=$?; kill -0 $srun 2>/dev/null; do :; done",
+        "    kill $watcher 2>/dev/null",
+        "    return $status",
+        "}",
     ]
-    tasks = f"export SLURM_NTASKS_PER_NODE={ranks_per_node} SLURM_NTASKS=$(({ranks_per_node} * SLURM_JOB_NUM_NODES))"
-    return [*(use if fitting else []), tasks]
+
+
+def rank_count(launch: Launch, counts: Sequence[int]) -> list[str]:
+    """Lines that pass the number of ranks to srun, in a job that need not train on all of its nodes. `counts`: the
+    numbers of nodes that can train, ascending; any more stay idle."""
+    each, most_first = launch.ranks_per_node, " ".join(map(str, reversed(counts)))
+    return [
+        f"granted=$((SLURM_JOB_NUM_NODES - {launch.spare_nodes}))",
+        f"for trained in {most_first}; do ((trained > granted)) || break; done",
+        '((trained >= granted)) || echo "train.shares: training on $trained of $granted nodes"',
+        f"export SLURM_NTASKS_PER_NODE={each} SLURM_NTASKS=$(({each} * trained)) {BATCH_HOST}=$SLURMD_NODENAME",
+    ]
 
 
 def environment(config: Config, run: RunDir) -> list[str]:
@@ -96,7 +123,7 @@ def user_setup(launch: Launch) -> list[str]:
         *launch.setup,
         "trap - DEBUG; unset setup_line",
     ]
-    if launch.node_counts[-1] == 1:
+    if launch.job_nodes == "1":
         return here
     lines = shlex.quote("\n".join(launch.setup))
     return [

@@ -16,7 +16,6 @@ from trainer.config.schema import Data, Launch
 from trainer.data.catalog import DATA_ARGS, DATASETS, FLAGS, TEXTS
 from trainer.optim.names import check_optimizer
 from trainer.say import counted
-from trainer.tasks.language_checks import check_language
 from trainer.tasks.models import check_model_name
 from trainer.world.slurm import SlurmError, check_conf, is_silent, show_partitions
 
@@ -27,6 +26,8 @@ def check_names(config: Config, search: Sequence[Path] = ()) -> None:
     """Check that the task exists, which is looked for in the folders `search` first, and the optimiser unless the task
     may make its own; for the ready-made task, the model and the data set too. Raises ConfigError."""
     if config.task == "language":
+        from trainer.tasks.language_checks import check_language  # imports numpy
+
         check_optimizer(config.optim)
         return check_language(config)
     if config.task != "classification":
@@ -79,6 +80,10 @@ def check_slurm() -> None:
 def check_local(config: Config) -> None:
     """Check that this machine has the GPUs that a local run asks for. Raises ConfigError."""
     launch, here = config.launch, count_gpus()
+    if launch.spare_nodes:
+        raise ConfigError(
+            f"launch.spare_nodes={launch.spare_nodes}: --local has no other nodes; add launch.spare_nodes=0"
+        )
     if launch.gpus > here:
         fix = f"use --gpus-per-node {here}" if here else "leave it out to train on the CPU"
         if not launch.gpus_per_node:
@@ -101,12 +106,13 @@ def check_partition(launch: Launch) -> None:
         return
     partitions = [one for one in show_partitions(names) if one.get("TotalNodes", "").isdecimal()]
     most = max((int(one["TotalNodes"]) for one in partitions), default=None)
-    fewest = launch.node_counts[0]
+    fewest = int(launch.job_nodes.partition("-")[0])
     if most is not None and fewest > most:
         name = ",".join(one["PartitionName"] for one in partitions)
+        spare = f" launch.spare_nodes={launch.spare_nodes}" if launch.spare_nodes else ""
         raise ConfigError(
-            f"launch.nodes={launch.nodes}: partition {name} has {counted(most, 'node')}, so the job would never start; "
-            f"use at most --nodes {most}, or another --partition"
+            f"launch.nodes={launch.nodes}{spare}: partition {name} has {counted(most, 'node')}, so the job would never "
+            f"start; use {'fewer' if spare else f'at most --nodes {most}'}, or another --partition"
         )
 
 

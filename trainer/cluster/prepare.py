@@ -15,7 +15,6 @@ from trainer.cluster import machine_checks, run_folders
 from trainer.cluster.weights_source import check_weights, with_absolute_weights
 from trainer.config.config import Config
 from trainer.config.gpus import without_gpus
-from trainer.tasks.language_checks import check_same_data
 from trainer.world.slurm import EXPEDITE, cluster_settings, is_silent
 
 
@@ -44,7 +43,10 @@ def prepare(config: Config, way: Way, stem: str = "run", search: Sequence[Path] 
     """
     config = run_folders.with_root_and_name(_fit(config, way), stem)
     _check(config, way, search)
-    check_same_data(config)
+    if config.task == "language":
+        from trainer.tasks.language_checks import check_same_data  # imports numpy
+
+        check_same_data(config)
     return _for_cluster(with_absolute_weights(config), way)
 
 
@@ -63,7 +65,7 @@ def _fit(config: Config, way: Way) -> Config:
         return config
     launch = config.launch
     gpus, slurm = min(1, launch.gpus), without_gpus(launch.slurm)
-    launch = dataclasses.replace(launch, nodes=1, tasks_per_node=None, gpus_per_node=gpus, slurm=slurm)
+    launch = dataclasses.replace(launch, nodes=1, spare_nodes=0, tasks_per_node=None, gpus_per_node=gpus, slurm=slurm)
     return dataclasses.replace(config, launch=launch)
 
 

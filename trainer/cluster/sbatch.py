@@ -9,7 +9,7 @@ from typing import Any
 from submitit import SlurmExecutor
 
 from trainer import compat
-from trainer.cluster import batch_shell, run_folders
+from trainer.cluster import batch_shell, nodes, run_folders
 from trainer.config.checks import nodes_for
 from trainer.config.config import Config
 from trainer.rundir import RunDir
@@ -37,9 +37,13 @@ def run_executor(config: Config, run: RunDir, tag: str = "") -> SbatchExecutor:
     """The executor for the ranks of a run. `tag` is for the job's comment, by which the run knows its job."""
     # A rank that fails ends the others, even if they are stuck; at a stop every rank but 0 exits 0, see Stopped.
     srun_args, options = ["--kill-on-bad-exit=1"], {"requeue": True}
-    first, last = batch_shell.after_ranks(run), batch_shell.start_again()
+    if config.launch.chooses_nodes:
+        options["no-kill"] = True  # a node that dies does not end the job
+    first, last = batch_shell.after_ranks(run), batch_shell.start_again(run, config.launch)
     executor = job_executor(config, run, first, srun_args, options, tag, last)
     executor.python += " -u -m trainer.cluster.supervisor"  # which starts the rank
+    if exclude := nodes.excluded_at_submission(run, config.launch):
+        executor.update_parameters(exclude=exclude)
     return executor
 
 
@@ -59,13 +63,11 @@ def job_executor(
     """
     launch = config.launch
     executor = SbatchExecutor(folder=run.logs, max_num_timeout=NO_LIMIT, python=launch.python)
-    ranks_per_node, is_range = launch.ranks_per_node, len(launch.node_counts) > 1
-    if is_range:
+    if launch.chooses_nodes:
         # With --ntasks-per-node, Slurm 22.05 would never start the job on fewer nodes again, see docs/design.md. So
         # the job asks for the CPUs of that many ranks, and its shell passes the number of ranks to srun.
-        options = {**options, "nodes": launch.nodes, "mincpus": ranks_per_node * launch.cpus_per_task}
-        fitting = [] if config.train.shares is None else nodes_for(config.train.shares, launch)
-        setup = [*setup, *batch_shell.rank_count(ranks_per_node, fitting)]
+        options = {**options, "nodes": launch.job_nodes, "mincpus": launch.ranks_per_node * launch.cpus_per_task}
+        setup = [*setup, *batch_shell.rank_count(launch, nodes_for(config.train.shares, launch))]
     folder = run_folders.working_folder(run)
     if folder != Path.cwd():  # a run that is resumed from elsewhere
         options = {**options, "chdir": folder}
@@ -79,7 +81,7 @@ def job_executor(
         "qos": launch.qos,
         "constraint": launch.constraint,
         "exclude": launch.exclude,
-        "ntasks_per_node": None if is_range else ranks_per_node,
+        "ntasks_per_node": None if launch.chooses_nodes else launch.ranks_per_node,
         # Slurm would add up what two options ask for.
         "gpus_per_node": None if launch.gpus_in_slurm else launch.gpus_per_node or None,
         "mem": None if launch.mem_gb is None else f"{max(1, round(1024 * launch.mem_gb))}MB",

@@ -10,7 +10,8 @@ other ranks have ended their attempt by fault too, the supervisors agree through
     1. Each one says that its rank is gone. So the survivors do not wait for a rank that was killed. A rank that is
        frozen meanwhile is killed first.
     2. That of rank 0 waits until all ranks are gone, asks the retry policy and Slurm, and answers all supervisors.
-    3. They start their ranks again, or end; then srun ends, and the batch shell decides what follows.
+    3. They start their ranks again, or end; then srun ends, and the batch shell decides what follows. So it does at
+       once in a job that can leave the node that is blamed.
 
 No wait is without a deadline. A signal that arrives between two starts is passed on to the next start. But after a
 SIGTERM or SIGINT a supervisor does not start its rank again: Slurm, or srun, is ending the step.
@@ -149,6 +150,8 @@ class Supervisor:
             record = self._ended_record()
             if record is None:
                 return self._give_up()
+            if self._config.launch.chooses_nodes and record["blamed"]:
+                return False  # the batch shell chooses the nodes, and ends srun even if one of them is dead
             hung_before, self._hung = self._hung, record["reason"] == "hung"
             if record["requeue"] and self._answer():
                 return True

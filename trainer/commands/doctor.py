@@ -70,7 +70,7 @@ def _check_nodes(config: Config) -> int:
     from trainer.doctor.roll_call import LIMIT_MIN, RollCall
 
     launch = config.launch
-    launch.nodes = launch.node_counts[-1]  # of a range, as many as a run may get
+    launch.nodes, launch.spare_nodes = launch.node_counts[-1], 0  # of a range, as many as a run may get
     machine_checks.check_submission(config)
     machine_checks.check_writable(Path(os.path.expanduser(launch.root)).absolute())
     machine_checks.check_slurm()

@@ -35,7 +35,8 @@ def start(config: Config, run: RunDir, way: Way) -> int:
         return status
     job = submission.submit_run(config, run)
     print(f"run    {run.name}")
-    print(f"job    {job.job_id}: {counted(launch.nodes, 'node')} x {counted(launch.ranks_per_node, 'rank')}")
+    spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
+    print(f"job    {job.job_id}: {counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}")
     print(f"folder {short(run.path)}")
     print(f"log    {short(job.paths.stdout)} (rank 0)")
     for verb in ("logs -f", "status", "cancel"):

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
+from trainer.cluster.nodes import left_nodes
 from trainer.cluster.run_status import STATES, RunStatus, records_of, time_of
 from trainer.commands.fitted_table import Column, FittedTable
 from trainer.config.config import Config
@@ -134,6 +135,7 @@ def _facts(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord]) -> 
         facts["attempts"] = f"{status.attempts}, {lost}, goodput {or_dash(status.goodput, '{:.0%}')}"
         facts["time"] = str(time_of(status))
         facts["GPU hours" if _on_gpus(run) else "rank hours"] = f"{status.rank_hours:,.2f}"
+    facts["excludes"] = _excluded(run, records)
     if epoch := newest_epoch(run.metrics):
         facts[f"epoch {epoch['epoch']}"] = ", ".join(f"{name} {number(epoch[name])}" for name in metrics_in(epoch))
     facts["folder"] = str(run.path)
@@ -193,6 +195,14 @@ def _on_gpus(run: RunDir) -> bool:
         config = Config.load(run.config)
         return config.device == "cuda" or bool(config.launch.gpus)
     return False
+
+
+def _excluded(run: RunDir, records: Sequence[AttemptRecord]) -> str:
+    """The nodes that the run leaves."""
+    if any(record["blamed"] for record in records):
+        with contextlib.suppress(ConfigError):  # written by an older version
+            return left_nodes(records, Config.load(run.config).launch)
+    return ""
 
 
 def _note(run: RunStatus) -> str:

@@ -65,10 +65,13 @@ def sizes_for(shares: int) -> list[int]:
     return [*sizes_for(shares // 2), shares] if shares % 2 == 0 else [shares]
 
 
-def nodes_for(shares: int, launch: Launch) -> list[int]:
-    """The numbers of nodes whose ranks can divide this many shares among them, ascending."""
-    each = launch.ranks_per_node
-    return [size // each for size in sizes_for(shares) if size % each == 0]
+def nodes_for(shares: int | None, launch: Launch) -> list[int]:
+    """The numbers of nodes that can train, ascending: of a range, those whose ranks can divide the shares among them,
+    which may be fewer than the range has."""
+    counts, each = launch.node_counts, launch.ranks_per_node
+    if shares is None or len(counts) == 1:
+        return list(counts)
+    return [size // each for size in sizes_for(shares) if size % each == 0 and size // each <= counts[-1]]
 
 
 def check_no_shares(config: Settings) -> None:

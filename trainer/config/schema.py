@@ -218,6 +218,12 @@ class Launch:
         "number of nodes, or a range such as 1-4: each start takes as many as are free (--local: the smallest number)",
         least=1,
     )
+    spare_nodes: int = setting(
+        0,
+        "nodes that the job allocates beyond launch.nodes: after a fault one replaces a node that is dead or blamed, "
+        "without a requeue. launch.setup runs there too",
+        least=0,
+    )
     gpus_per_node: int = setting(
         0, "GPUs per node, one rank for each; 0: as many as launch.slurm asks for, else train on CPUs", least=0
     )
@@ -255,6 +261,13 @@ class Launch:
         "allocations of a job in which attempts may crash, hang or be lost without keeping a new step before it is no "
         "longer requeued",
         least=0,
+    )
+    exclude_after: int | None = setting(
+        2,
+        "faults of a run that one node may be blamed for within a day (its rank was killed or stuck, its GPU failed) "
+        "before the run leaves it: at the next start of the ranks if enough nodes are left, and in any requeue and "
+        "resume; null: never",
+        least=1,
     )
     preflight: bool = setting(
         True,
@@ -299,7 +312,7 @@ class Launch:
     @property
     def gpus_in_slurm(self) -> dict[str, int]:
         """The GPUs per node that `slurm` asks for, by the option; see trainer.config.gpus."""
-        return gpus_in(self.slurm, self.nodes, self.tasks_per_node or 1)
+        return gpus_in(self.slurm, self.job_nodes, self.tasks_per_node or 1)
 
     @property
     def gpus(self) -> int:
@@ -318,6 +331,17 @@ class Launch:
         """The numbers of nodes that the job may get."""
         least, _, most = str(self.nodes).partition("-")
         return range(int(least), int(most or least) + 1)
+
+    @property
+    def job_nodes(self) -> str:
+        """The nodes that the job asks for, as sbatch has it: a number or a range, with the spare ones."""
+        counts, most = self.node_counts, self.node_counts[-1] + self.spare_nodes
+        return str(most) if len(counts) == 1 else f"{counts[0]}-{most}"
+
+    @property
+    def chooses_nodes(self) -> bool:
+        """Whether the ranks need not run on all nodes of the job: after a fault they may start on others of them."""
+        return self.spare_nodes > 0 or len(self.node_counts) > 1
 
     @property
     def world_sizes(self) -> range:

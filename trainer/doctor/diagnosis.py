@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainer.cluster.machine_checks import count_gpus
 from trainer.config.config import Config
+from trainer.doctor.bad_nodes import check_bad_nodes
 from trainer.doctor.file_system import RunRoot, check_run_root
 from trainer.doctor.gpus import check_gpus
 from trainer.doctor.problem import Problem
@@ -43,4 +44,5 @@ def diagnose(config: Config) -> Diagnosis:
     run_root = RunRoot.inspect(Path(launch.root))
     problems += check_run_root(run_root, slurm, launch, socket.gethostname().split(".")[0])
     problems += check_gpus(in_driver=count_gpus(), in_torch=torch.cuda.device_count())
+    problems += check_bad_nodes(launch.root)
     return Diagnosis(run_root, has_slurm, slurm, problems)

@@ -20,12 +20,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.config.schema import Launch
 from trainer.records.attempt_record import EndedAttempt, OpenAttempt, Reason, read_attempts, read_ended_attempts
 from trainer.records.metrics import is_step, read_lines
 from trainer.records.retry import Next, decide
+from trainer.records.step_restart import count_in_steps
 from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir
 from trainer.world.slurm_environment import job_start
@@ -211,16 +213,17 @@ def belongs_to(record: OpenAttempt | EndedAttempt, world: World) -> bool:
     return same_step and (record["job_id"], record["restart"]) == (world.job_id, world.restart)
 
 
-def never_began(run: RunDir, world: World) -> bool:
-    """Whether the batch shell has recorded that this start of the job ended before any attempt began.
+def never_began(run: RunDir, world: World, restarts: int | None) -> bool:
+    """Whether the batch shell has recorded that this start of the ranks ended before any attempt began.
 
-    The shell does not know Slurm's step. For a rank that does not know it either, the record may be of another start.
+    `restarts`: how often the shell had started the ranks before, in this allocation; None without such a shell. Each of
+    these starts has a record too, and so has each restart within a step. The shell does not know Slurm's step.
     """
-    start = (world.job_id, world.restart, None)
-    recorded = (
-        (record["job_id"], record["restart"], record["step_id"]) for record in read_ended_attempts(run.attempts)
-    )
-    return world.step_id is not None and start in recorded
+    if restarts is None:
+        return False
+    of_job = [r for r in read_ended_attempts(run.attempts) if belongs_to(r, replace(world, step_id=None))]
+    earlier = restarts + count_in_steps(run.step_restart, world)
+    return len(of_job) > earlier and of_job[-1]["step_id"] is None
 
 
 def _unique_names(hosts: Iterable[str]) -> list[str]:

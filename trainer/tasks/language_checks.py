@@ -23,10 +23,10 @@ def check_language(config: Config) -> None:
 
 
 def check_same_data(config: Config) -> None:
-    """Raise ConfigError if the run of this configuration has checkpoints, and began with other data. A rank checks this
-    for every task; only of this one are the data looked at before."""
+    """Raise ConfigError if the run of this configuration has checkpoints, and began with other data. The ranks check
+    this again."""
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
-    if config.task == "language" and CheckpointStore(run.checkpoints).steps():
+    if CheckpointStore(run.checkpoints).steps():
         check_fingerprint(run.data, Corpus.open(config.data).fingerprint, f"data.name={config.data.name}")
 
 

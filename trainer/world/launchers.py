@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from submitit import JobEnvironment
 
+from trainer import compat
 from trainer.config.errors import ConfigError
 from trainer.world.exported import forget_exported
 from trainer.world.slurm_environment import (
@@ -35,6 +36,8 @@ WORKING_FOLDER = "LASTSTEP_WORKING_FOLDER"
 RESTARTS = "LASTSTEP_RESTARTS"
 # Set by the supervisor of a rank: how often it has started the rank again, see trainer.cluster.supervisor.
 STEP_RESTARTS = "LASTSTEP_STEP_RESTARTS"
+# Set in a job that chooses its nodes: the one on which its batch shell runs.
+BATCH_HOST = "LASTSTEP_BATCH_HOST"
 
 
 class Launcher(ABC):
@@ -195,8 +198,12 @@ class Submitit(Launcher):
             node, nodes = job.node, job.num_nodes
         except ValueError as error:
             raise ConfigError(f"submitit-{job.name()} set a variable that should be a number: {error}") from None
-        per_node, hosts = -(-size // nodes), job.hostnames
         step_id = slurm_step(env) if on_slurm else restarts_in_place(env)
+        hosts = job.hostnames
+        if on_slurm and "SLURM_STEP_NODELIST" in env:  # the step may have fewer nodes than the job
+            hosts = compat.step_hostnames()
+            nodes = len(hosts)
+        per_node = -(-size // nodes)
         step = "" if step_id is None else f"-{step_id}"
         again = read_int(env, STEP_RESTARTS) if on_slurm and STEP_RESTARTS in env else None
         return World(

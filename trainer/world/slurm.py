@@ -59,13 +59,17 @@ def show_job(job_id: str) -> Job | None:
     return None
 
 
-def unfit_nodes(names: str) -> str:
-    """Those of these nodes (`n[1-4]`) that cannot start ranks, or should not, and their states: down, drained, silent.
-    Empty if there are none, or if Slurm does not answer."""
+def node_states(names: str) -> dict[str, str]:
+    """The state of each of these nodes (`n[1-4]`), such as MIXED or DOWN*. Empty if Slurm does not answer."""
     with contextlib.suppress(SlurmError):
         nodes = parse_records(scontrol("show", "node", "--oneliner", names))
-        return ", ".join(f"{node['NodeName']} is {node['State']}" for node in nodes if UNFIT.search(node["State"]))
-    return ""
+        return {node["NodeName"]: node["State"] for node in nodes}
+    return {}
+
+
+def expand_nodes(names: str) -> list[str]:
+    """The single nodes of `n[1-4]`; none of an empty list. Raises SlurmError."""
+    return scontrol("show", "hostnames", names).split() if names and names != "(null)" else []
 
 
 def requeue_job(job_id: str) -> None:

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.say import say
+from trainer.world.bad_node import blamed_host
 from trainer.world.process import LocalProcesses, identity, is_running
 from trainer.world.world import World
 
@@ -219,8 +220,7 @@ class Watchdog:
             try:
                 self._device = passed()
             except RuntimeError as error:
-                world = self._probes.world()
-                self.report(Fault("failed", f"rank {world.rank} on {world.host_of(world.rank)} failed:\n{error}"))
+                self.report(_device_fault(self._probes.world(), error))
                 return
 
     def _beat(self) -> None:
@@ -280,6 +280,12 @@ class Watchdog:
             if slow := straggler(before, beats, seconds):
                 say(slow)
             self._window = (time.monotonic(), beats)
+
+
+def _device_fault(world: World, error: RuntimeError) -> Fault:
+    """The device of this rank has failed."""
+    host = world.host_of(world.rank)
+    return Fault("failed", f"rank {world.rank} on {host} failed:\n{error}", blames=blamed_host(error, host))
 
 
 def _work_of(beat: Beat) -> tuple[int, int, int]:

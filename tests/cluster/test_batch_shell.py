@@ -1,0 +1,99 @@
+"""The shell of a job that chooses its nodes, with a stand-in for srun. tests/slurm/test_nodes.py has a real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import DEADLINE_S, wait_until
+from trainer.cluster import batch_shell
+from trainer.config.checks import nodes_for
+from trainer.config.schema import Launch
+from trainer.rundir import RunDir
+
+SPARE = Launch(nodes=2, spare_nodes=1, tasks_per_node=4)
+# It writes down its arguments, and does what the test has put into a file.
+SRUN = '#!/bin/bash\necho "$@" >>{folder}/calls\nsource {folder}/does\n'
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    (tmp_path / "srun").write_text(SRUN.format(folder=tmp_path))
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(batch_shell, "OVER_S", 0)
+    run = RunDir(tmp_path / "a run")
+    run.logs.mkdir(parents=True)
+    return run
+
+
+def shell(run: RunDir, after: str, launch: Launch = SPARE, env: Mapping[str, str] | None = None) -> list[str]:
+    """The lines of the batch shell that start the ranks; `after` is what after_ranks does."""
+    job = {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", **(env or {})}
+    return [
+        *(f"export {name}={value}" for name, value in job.items()),
+        "trap 'export LASTSTEP_SIGNALLED=1' TERM",
+        *batch_shell.rank_count(launch, nodes_for(None, launch)),
+        f"after_ranks() {{ {after}; }}",
+        *batch_shell.start_again(run, launch),
+        "srun --label python",
+    ]
+
+
+def calls(run: RunDir) -> list[str]:
+    """The arguments of each srun so far."""
+    path = run.path.parent / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def does(run: RunDir, *lines: str) -> None:
+    (run.path.parent / "does").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("array", "job"), [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}, "5_3")]
+)
+def test_other_nodes(run: RunDir, array: dict[str, str], job: str) -> None:
+    """First as many nodes as train, of those that the job has; after a fault those that after_ranks has chosen. A
+    choice of an earlier allocation does not count. The exit status is srun's."""
+    run.next_nodes(job).write_text("--nodelist=n8,n9\n")
+    does(run, 'echo "$SLURM_NTASKS $LASTSTEP_BATCH_HOST $LASTSTEP_RESTARTS"; exit $((5 + LASTSTEP_RESTARTS))')
+    choice = f"echo --nodes=2 --nodelist=n1,n3 >'{run.next_nodes(job)}'; [ $1 = 5 ]"
+    done = subprocess.run(["bash", "-c", "\n".join(shell(run, choice, env=array))], capture_output=True, text=True)
+    assert calls(run) == ["--nodes=2 --label python", "--nodes=2 --nodelist=n1,n3 --label python"]
+    assert (done.returncode, done.stdout, done.stderr) == (6, "8 n1 0\n8 n1 1\n", "")
+
+
+def test_srun_waits_for_a_dead_node(run: RunDir) -> None:
+    """It would wait until Slurm notices, for minutes. The ranks that survive ask the shell to end it."""
+    does(run, f"[ $LASTSTEP_RESTARTS = 1 ] || {{ touch '{run.step_over('7')}'; exec sleep {DEADLINE_S}; }}")
+    lines = shell(run, "[ $1 = 137 ]")
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=DEADLINE_S / 2)
+    assert done.returncode == 0 and len(calls(run)) == 2, done
+
+
+def test_a_signal_does_not_end_the_wait(run: RunDir) -> None:
+    """Slurm signals the shell, too; the ranks still have to save. And it is too late for a restart."""
+    does(run, "touch $0.runs; until [ -e $0.go ]; do sleep 0.05; done; exit 9")
+    process = subprocess.Popen(["bash", "-c", "\n".join(shell(run, "true"))], start_new_session=True)
+    srun = run.path.parent / "srun"
+    wait_until(srun.with_name("srun.runs").exists, "srun was not started")
+    os.kill(process.pid, signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    srun.with_name("srun.go").touch()
+    assert process.wait(DEADLINE_S) == 9 and len(calls(run)) == 1
+
+
+@pytest.mark.parametrize(("allocated", "trained"), [("2", "2"), ("3", "2"), ("4", "3"), ("5", "4")])
+def test_spare_nodes_of_a_range(run: RunDir, allocated: str, trained: str) -> None:
+    """Of 2-4 nodes and one spare: no spare one only where the minimum was free."""
+    does(run, "exit 0")
+    lines = shell(run, "false", Launch(nodes="2-4", spare_nodes=1), {"SLURM_JOB_NUM_NODES": allocated})
+    subprocess.run(["bash", "-c", "\n".join(lines)], check=True)
+    assert calls(run) == [f"--nodes={trained} --label python"]

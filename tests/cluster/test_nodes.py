@@ -1,0 +1,236 @@
+"""Which nodes the next ranks start on, and which ones a job is kept from, with a stand-in for Slurm.
+
+tests/slurm/test_nodes.py tests it on a real one.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.worlds import a_world
+from trainer.cluster import nodes
+from trainer.cluster.after_ranks import after_ranks
+from trainer.cluster.sbatch import run_executor
+from trainer.config.config import Config
+from trainer.config.schema import Launch
+from trainer.records.attempt_record import read_ended_attempts
+from trainer.records.attempts import begin_attempt, end_attempt
+from trainer.rundir import RunDir
+
+FOUR = ("n1", "n2", "n3", "n4")
+KILLED = 137
+# The batch shell of a job on n1, n2 and n3, which trains on two of them.
+WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n2"), local_size=1, nodes=3)
+SPARE = Launch(nodes=2, spare_nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("unfit", "blamed", "excluded", "least", "most", "chosen"),
+    [
+        # Two of four nodes train.
+        ("", {}, "", 2, 2, "n1 n2"),
+        ("n2", {}, "", 2, 2, "n1 n3"),
+        ("", {"n1": 1}, "", 2, 2, "n2 n3"),
+        ("", {"n1": 1, "n2": 1, "n3": 1}, "", 2, 2, "n1 n4"),
+        ("n3 n4", {"n1": 1}, "", 2, 2, "n1 n2"),
+        ("", {"n1": 2}, "n1", 2, 2, "n2 n3"),
+        ("n3 n4", {"n1": 2}, "n1", 2, 2, "n1 n2"),  # better than a place in the queue
+        ("n2 n3 n4", {}, "", 2, 2, ""),
+        # As many as are left, of 2-4.
+        ("", {"n1": 1}, "", 2, 4, "n1 n2 n3 n4"),
+        ("n4", {"n1": 1}, "", 2, 4, "n1 n2 n3"),
+        ("", {"n1": 2}, "n1", 2, 4, "n2 n3 n4"),
+        ("n3 n4", {"n1": 2}, "n1", 2, 4, "n1 n2"),
+        ("n4", {"n1": 3, "n2": 2}, "n1 n2", 2, 4, "n2 n3"),  # the least bad
+        ("n1 n2 n3", {}, "", 2, 4, ""),
+    ],
+)
+def test_choice(unfit: str, blamed: Mapping[str, int], excluded: str, least: int, most: int, chosen: str) -> None:
+    found = nodes.choose_nodes(FOUR, unfit.split(), blamed, excluded.split(), least, most)
+    assert found == chosen.split()
+
+
+def test_nodes_that_srun_names() -> None:
+    """As Slurm 22.05 prints it where slurmd does not answer, and once slurmctld has given up the node."""
+    log = """\
+srun: error: Task launch for StepId=87303.1 failed on node n2: Communication connection failure
+srun: error: Application launch failed: Communication connection failure
+srun: error: Node failure on gpu-07.cluster
+srun: error: n1: task 0: Exited with exit code 1
+"""
+    assert nodes.lost_nodes(log) == ["n2", "gpu-07.cluster"]
+
+
+class Slurm:
+    """Stands in for Slurm: a job on three nodes in a partition of five."""
+
+    def __init__(self) -> None:
+        self.states = {"n1": "ALLOCATED", "n2": "ALLOCATED", "n3": "ALLOCATED"}
+        self.job = {"JobState": "RUNNING", "Restarts": "0", "Partition": "main", "ExcNodeList": "(null)"}
+        self.silent: set[str] = set()  # nodes that are dead, which Slurm does not know yet
+        self.total = 5
+        self.updates: list[str] = []
+
+    def answer(self, words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        out = ""
+        if words[0] == "srun":
+            (node,) = (word.partition("=")[2] for word in words if word.startswith("--nodelist="))
+            return subprocess.CompletedProcess(words, int(node in self.silent), "", "")
+        if words[1] == "update":
+            self.updates += [word.partition("=")[2] for word in words if word.startswith("ExcNodeList=")]
+        elif words[1] == "requeue":
+            self.job["Restarts"] = "1"
+        elif words[2] == "job":
+            out = " ".join(f"{key}={value}" for key, value in {**self.job, "NodeList": ",".join(self.states)}.items())
+        elif words[2] == "node":
+            out = "\n".join(f"NodeName={node} State={state}" for node, state in self.states.items())
+        elif words[2] == "hostnames":
+            out = "\n".join(words[3].split(","))
+        elif words[2] == "partition":
+            out = f"PartitionName=main Default=YES TotalNodes={self.total}"
+        return subprocess.CompletedProcess(words, 0, out, "")
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    slurm = Slurm()
+    monkeypatch.setattr(subprocess, "run", slurm.answer)
+    return slurm
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    return run
+
+
+def fails(run: RunDir, *blamed: str, launch: Launch = SPARE) -> None:
+    """An attempt keeps a step and fails, which it blames on these nodes."""
+    begin_attempt(run, WORLD, start_step=0)
+    end_attempt(run, WORLD, launch, "failed", 5, 5, error="gone", blamed=blamed)
+
+
+def restarts_on(run: RunDir, launch: Launch = SPARE, starts: int = 1) -> list[str]:
+    """The nodes on which the ranks start after the last of these starts; none if they do not."""
+    run.next_nodes(WORLD.job_id).unlink(missing_ok=True)
+    if not after_ranks(run, WORLD, launch, KILLED, restarts=starts - 1, can_restart=True):
+        return []
+    options = run.next_nodes(WORLD.job_id).read_text()
+    chosen = re.search(r"--nodelist=(\S+)", options)
+    assert chosen is not None
+    names = chosen[1].split(",")
+    assert f"--nodes={len(names)} --ntasks={len(names) * launch.ranks_per_node} " in options
+    return names
+
+
+def test_a_blamed_node_is_replaced(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether it is dead or only killed a rank: the spare one is there."""
+    fails(run, "n2")
+    assert restarts_on(run) == ["n1", "n3"]
+    assert "the ranks start on n1, n3 (n2 was blamed)" in capsys.readouterr().out
+    fails(run)
+    assert restarts_on(run, starts=2) == ["n1", "n3"], "it is remembered"
+    fails(run, "n3")
+    assert restarts_on(run, starts=3) == ["n1", "n2"], "n2 and n3 were blamed once each"
+    fails(run, "n2")
+    assert restarts_on(run, starts=4) == ["n1", "n3"], "n2 was blamed twice"
+
+
+def test_a_node_that_is_silent(run: RunDir, slurm: Slurm) -> None:
+    """No spare node is left, or there never was one, and Slurm has not noticed yet: a blamed node is asked itself."""
+    either = Launch(nodes="1-3")
+    fails(run, "n2", launch=either)
+    assert restarts_on(run, either) == ["n1", "n2", "n3"], "only a rank was killed"
+    slurm.silent = {"n2"}
+    assert restarts_on(run, either) == ["n1", "n3"]
+    slurm.states["n3"] = "DOWN*"
+    assert restarts_on(run, either) == ["n1"]
+
+
+def test_too_few_are_left(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """The allocation is given back."""
+    fails(run, "n2")
+    slurm.states["n1"] = "DOWN*"
+    slurm.silent = {"n2"}
+    assert restarts_on(run) == [] and slurm.job["Restarts"] == "1"
+    assert "no restart in this allocation: n1 is DOWN*, n2 does not answer, 1 node left" in capsys.readouterr().out
+
+
+def test_a_step_that_could_not_start(run: RunDir, slurm: Slurm) -> None:
+    """A node has died between two starts. What srun says of it is the only evidence."""
+    log = run.logs / f"{WORLD.job_id}_0_log.out"
+    said = "srun: error: Task launch for StepId=7.1 failed on node n2: Communication connection failure"
+    log.write_text(f"[laststep 12:00:00] restarting the ranks\n{said}\n")
+    assert restarts_on(run) == ["n1", "n3"]
+    (end,) = read_ended_attempts(run.attempts)
+    assert (end["reason"], end["blamed"], end["requeue"]) == ("failed", ["n2"], True)
+
+
+def test_a_job_that_cannot_start_anywhere(run: RunDir, slurm: Slurm) -> None:
+    """No node is named, so it would fail on others as well: it is requeued, as without spare nodes."""
+    assert restarts_on(run) == [] and slurm.job["Restarts"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("before", "blamed", "total", "exclude_after", "after"),
+    [
+        ("(null)", ["n2"], 5, 2, None),
+        ("(null)", ["n2", "n2"], 5, 2, "n2"),
+        ("n5", ["n2", "n2"], 5, 2, "n2,n5"),  # the user's own
+        ("n2", ["n2", "n2"], 5, 2, None),  # it is excluded already
+        ("n2,n5", ["n2"], 5, 2, "n5"),  # the earlier faults have expired
+        ("(null)", ["n2", "n2"], 5, None, None),
+        ("(null)", ["n2", "n2", "n2", "n3", "n3"], 4, 2, "n2"),  # the job needs three of four nodes
+        ("(null)", ["n2", "n2"], 3, 2, None),  # else it would never start again
+    ],
+)
+def test_a_requeued_job(
+    run: RunDir, slurm: Slurm, before: str, blamed: list[str], total: int, exclude_after: int | None, after: str | None
+) -> None:
+    """It must not start again on a node that the run leaves, and must start somewhere."""
+    launch = replace(SPARE, exclude_after=exclude_after, max_restarts=0, exclude="n5")
+    for node in blamed:
+        fails(run, node, launch=launch)
+    slurm.job["ExcNodeList"], slurm.total = before, total
+    after_ranks(run, WORLD, launch, KILLED)
+    assert slurm.job["Restarts"] == "1"
+    assert slurm.updates == ([] if after is None else [after])
+
+
+def script(run: RunDir, *words: str) -> str:
+    """The sbatch script of a run with this configuration."""
+    config = Config.load("mnist", [f"launch.root={run.path.parent}", "launch.name=run", *words])
+    return run_executor(config, run).script()
+
+
+def test_a_resumed_run(run: RunDir, slurm: Slurm) -> None:
+    """Its new job is kept from the nodes that the run leaves, and from those that the user excludes."""
+
+    def excluded(*words: str) -> list[str]:
+        return re.findall(r"#SBATCH --exclude=(\S+)", script(run, "launch.nodes=2", *words))
+
+    assert excluded() == []
+    fails(run, "n2")
+    fails(run, "n2")
+    assert excluded() == ["n2"]
+    assert excluded("launch.exclude=n[4-5]") == ["'n[4-5],n2'"]
+    assert excluded("launch.exclude_after=null") == []
+
+
+def test_what_is_submitted(run: RunDir) -> None:
+    """A spare node is part of the job, which outlives its nodes; the ranks start on the others."""
+
+    plain, spare = script(run, "launch.nodes=2"), script(run, "launch.nodes=2", "launch.spare_nodes=1")
+    assert "no-kill" not in plain and "--ntasks-per-node=1" in plain
+    for line in ("#SBATCH --nodes=3\n", "#SBATCH --no-kill\n", "#SBATCH --mincpus=1\n"):
+        assert line in spare
+    assert "granted=$((SLURM_JOB_NUM_NODES - 1))" in spare and "ntasks-per-node" not in spare
+    assert "#SBATCH --nodes=2-5\n" in script(run, "launch.nodes=2-4", "launch.spare_nodes=1", "train.batch_size=48")

@@ -1,0 +1,121 @@
+"""A node of a job dies, or keeps failing, on a real Slurm: the run continues on other nodes, and leaves a bad one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import missing as missing_slurm
+from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
+from tests.slurm.user import User
+from tests.support.needs import require
+from tests.support.ranks import fingerprint
+from tests.support.undisturbed import undisturbed_run
+from tests.support.waiting import DEADLINE_S
+from trainer.config.config import Config
+from trainer.records.metrics import newest_step, read_lines
+
+SPARE = ("--nodes", "2", "launch.spare_nodes=1")
+SOON_S = 30.0  # 10 s on an idle machine; Slurm itself takes minutes to notice a dead node
+
+
+@pytest.fixture(scope="module")
+def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    """A user of a cluster whose nodes die. One that is silent for 40 s is DOWN."""
+    require(missing_slurm())
+    folder = tmp_path_factory.mktemp("nodes")
+    cluster = Cluster.start(folder / "slurm", slurmd_timeout_s=40, accounting=False, owner=os.getpid())
+    yield User(cluster, folder / "runs")
+    cluster.stop()
+
+
+def trains(user: User, name: str, attempt: int) -> list[str]:
+    """Wait until this attempt has done a step; returns its nodes."""
+    run = user.run(name)
+
+    def hosts() -> list[str]:
+        records = [record for record in read_lines(run.attempt_now) if record["attempt"] == attempt]
+        done = [record for record in records if (newest_step(run.metrics) or {"time": 0})["time"] > record["start"]]
+        return done[0]["hosts"] if done else []
+
+    return user.cluster.wait_for(hosts, DEADLINE_S, f"attempt {attempt} of {name} did no step")
+
+
+def undisturbed(ranks: int) -> dict[str, Any]:
+    """The fingerprint of an undisturbed run, on one host."""
+    return undisturbed_run(Config.load("mnist", [*UNHURRIED, f"launch.tasks_per_node={ranks}"]))
+
+
+def test_a_spare_node_replaces_a_dead_one(fragile: User) -> None:
+    """A node loses its slurmd and its rank, as in a power cut. Slurm has not even noticed when the ranks start again on
+    the spare node: the same job, no queue, no lost step, the same bits."""
+    said = fragile.types(*SPARE, "--name", "spare", *UNHURRIED)
+    assert "2 nodes + 1 spare x 1 rank" in said
+    fragile.waits_for("spare", IN_EPOCH_2)
+    shell, dead = trains(fragile, "spare", 0)
+    fragile.kills_node(dead)
+    died_at = time.time()
+    first, second = fragile.waits_for_end("spare", "finished")
+    fragile.cluster.start_daemon(f"slurmd.{dead}")
+    assert (first["reason"], first["blamed"], second["hosts"][0]) == ("failed", [dead], shell)
+    assert second["hosts"][1] not in (shell, dead)
+    assert (first["job_id"], first["restart"]) == (second["job_id"], second["restart"]) and first["lost_steps"] == 0
+    assert second["start"] - died_at < SOON_S, "the job waited for the dead node"
+    assert fingerprint(fragile.run("spare")) == undisturbed(2)
+
+
+def test_a_range_shrinks(fragile: User) -> None:
+    """Without a spare node a job on 1-2 nodes continues on the one that is left."""
+    fragile.types("--nodes", "1-2", "--name", "range", *UNHURRIED)
+    fragile.waits_for("range", IN_EPOCH_2)
+    shell, dead = trains(fragile, "range", 0)
+    fragile.kills_node(dead)
+    died_at = time.time()
+    first, second = fragile.waits_for_end("range", "finished")
+    fragile.cluster.start_daemon(f"slurmd.{dead}")
+    assert (first["blamed"], first["lost_steps"]) == ([dead], 0)
+    assert (second["job_id"], second["restart"], second["hosts"]) == (first["job_id"], 0, [shell])
+    assert second["world_size"] == 1 and second["start"] - died_at < SOON_S
+    steps = [line["step"] for line in fingerprint(fragile.run("range"))["metrics"] if "loss" in line]
+    assert steps == list(range(1, 121)), "each step once"
+
+
+def test_a_node_that_fails_twice(fragile: User) -> None:
+    """A rank is killed. So is the one on its replacement, and the first node is used once more. Then the run leaves it,
+    for the rest of the allocation and after a requeue."""
+    fragile.types(*SPARE, "--name", "twice", *UNHURRIED, "train.max_steps=1000")
+    on = []
+    for attempt in range(3):
+        on.append(trains(fragile, "twice", attempt))
+        fragile.kills("twice", 1)
+    (shell, bad), (_, spare), again = on
+    assert again == [shell, bad] and trains(fragile, "twice", 3) == [shell, spare]
+    job = fragile.job_of("twice")
+    fragile.cluster.run("scontrol", "requeue", job)
+    assert bad not in trains(fragile, "twice", 4)
+    assert f"ExcNodeList={bad} " in fragile.cluster.run("scontrol", "show", "job", "--oneliner", job)
+    assert f"{bad}, blamed for 2 faults" in fragile.types("status", "twice")
+    fragile.types("cancel", "twice")
+    fragile.waits_until_gone(job)
+    assert f"#SBATCH --exclude={bad}\n" in fragile.types("resume", "twice", "--dry-run")
+
+
+def test_the_node_of_the_batch_shell_dies(fragile: User) -> None:
+    """Nothing is left that could restart the ranks here, and Slurm would keep the rest of the job forever: a rank that
+    survived has the job requeued."""
+    fragile.types(*SPARE, "--name", "shell", *UNHURRIED)
+    fragile.waits_for("shell", IN_EPOCH_2)
+    shell, _ = trains(fragile, "shell", 0)
+    fragile.kills_node(shell)
+    (first,) = fragile.waits_for_end("shell", "failed")
+    assert first["blamed"] == [shell]
+    fragile.waits_for("shell", "requeued job")
+    fragile.cluster.start_daemon(f"slurmd.{shell}")
+    *_, last = fragile.waits_for_end("shell", "finished")
+    assert (last["job_id"], last["restart"]) == (first["job_id"], 1)
+    assert fingerprint(fragile.run("shell")) == undisturbed(2)
