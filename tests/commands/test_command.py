@@ -440,7 +440,8 @@ def test_without_torch(
     for name in ("torch", "torchvision"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["--name", "mine", "model.name=resnet18", "launch.python=apptainer exec torch.sif python"]) == 0
-    assert " apptainer exec torch.sif python -u -m trainer.cluster.supervisor -u -m submitit" in (slurm / "submitted.sh").read_text()
+    ranks = " apptainer exec torch.sif python -u -m trainer.cluster.supervisor -u -m submitit"
+    assert ranks in (slurm / "submitted.sh").read_text()
     capfd.readouterr()
     assert "doctor needs torch" in refusal(["doctor"], capfd, here)
 
