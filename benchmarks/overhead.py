@@ -2,9 +2,9 @@
 
 `python -m benchmarks.overhead [--trials N]`. Two models on CPUs, on 1 and on 2 ranks of one thread each: a 64-64-10
 perceptron on batches of 32 per rank, whose step is almost free, and a wider one whose step takes 10 ms or more. The
-bare loop is a minimal hand-written one, written to be fast. Laststep has everything on: metrics of every step,
-progress, stop agreement, watchdog, an asynchronous save every second or two, TensorBoard. Lightning and Accelerate are
-included if they are installed (`pip install lightning accelerate`).
+bare loop is a minimal hand-written one, written to be fast. Laststep, around a Task and around a custom loop, has
+everything on: metrics of every step, progress, stop agreement, watchdog, an asynchronous save every second or two,
+TensorBoard. Lightning and Accelerate are included if they are installed (`pip install lightning accelerate`).
 
 The contenders take turns. A figure is the mean time of a step, leaving out the first fifth of the trial; a ratio is to
 the bare loop of the same turn. If Laststep's median ratio is over its limit, the exit status is 1, and a profile of
@@ -40,6 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from benchmarks._measure import PROJECT, spread, write_results
+from trainer import Run
 from trainer.task import Task
 
 # In the environment of every rank.
@@ -125,20 +126,9 @@ def trial(name: str, workload: str, ranks: int, more: Mapping[str, str] | None =
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "seconds"
         words = ["benchmarks.overhead", "--contender", name]
-        if name == "laststep":
-            load = WORKLOADS[workload]
-            words = [
-                "trainer",
-                "--name=overhead",
-                f"launch.root={folder}",
-                "task=benchmarks.overhead.Perceptron",
-                "data.name=fake",
-                f"optim.lr={LEARNING_RATE}",
-                "optim.schedule=constant",
-                f"train.batch_size={load.batch_size * ranks}",
-                f"train.max_steps={load.steps[ranks - 1]}",
-                f"checkpoint.every_minutes={1 / 60}",
-            ]
+        if name.startswith("laststep"):
+            words = ["trainer", "--name=overhead", f"launch.root={folder}", f"checkpoint.every_minutes={1 / 60}"]
+            words += ["task=benchmarks.overhead.custom_loop"] if "custom" in name else _task_words(workload, ranks)
         launcher = ["torch.distributed.run", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
         env = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result), WORKLOAD: workload, **(more or {})}
         command = [sys.executable, "-m", *launcher, *words]
@@ -148,6 +138,18 @@ def trial(name: str, workload: str, ranks: int, more: Mapping[str, str] | None =
         if not result.exists():
             raise RuntimeError(f"{name} did not train:\n{log.read_text()}")
         return float(result.read_text())
+
+
+def _task_words(workload: str, ranks: int) -> list[str]:
+    load = WORKLOADS[workload]
+    return [
+        "task=benchmarks.overhead.Perceptron",
+        "data.name=fake",
+        f"optim.lr={LEARNING_RATE}",
+        "optim.schedule=constant",
+        f"train.batch_size={load.batch_size * ranks}",
+        f"train.max_steps={load.steps[ranks - 1]}",
+    ]
 
 
 def _installed(package: str) -> bool:
@@ -314,6 +316,20 @@ class Perceptron(Task):
         return {"loss": functional.cross_entropy(model(batch[0]), batch[1])}
 
 
+def custom_loop(run: Run) -> None:
+    """The same training as a custom loop under Laststep."""
+    model = DistributedDataParallel(_model(), gradient_as_bucket_view=True)
+    optimizer = _optimizer(model)
+    run.restore(model=model, optimizer=optimizer)
+    _measure()
+    for x, y in run.steps(run.loader(TensorDataset(*_data()), _load().batch_size * run.size)):
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        run.log(loss=loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def laststep() -> None:
     """Does nothing: `trial` starts it with `python -m trainer`."""
 
@@ -321,6 +337,7 @@ def laststep() -> None:
 CONTENDERS: dict[str, Callable[[], None]] = {
     "bare": bare,
     "laststep": laststep,
+    "laststep custom loop": laststep,
     "lightning": lightning,
     "lightning barebones": lambda: lightning(barebones=True),
     "accelerate": accelerate,

@@ -1,1 +1,1 @@
-"""The training lost to each fault, under Laststep and under the two usual ways of requeueing on Slurm."""
+"""The training lost to each fault, under Laststep and under the usual ways of requeueing on Slurm."""

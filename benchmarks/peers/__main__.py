@@ -1,6 +1,6 @@
-"""The training that Laststep loses to each fault, compared with a checkpointable submitit job and Lightning.
+"""The training that Laststep loses to each fault, compared with a checkpointable submitit job, Lightning, transformers.
 
-`python -m benchmarks.peers [--runs N]`: half an hour per run, on a throwaway Slurm (Debian or Ubuntu, as root); needs
+`python -m benchmarks.peers [--runs N]`: an hour per run, on a throwaway Slurm (Debian or Ubuntu, as root); needs
 `pip install -e '.[bench]'`. Writes results/peers.json and docs/peers.md. Exit status: 1 if a run of Laststep ended
 with different weights than the undisturbed run, 2 if something is not installed.
 """
@@ -26,19 +26,22 @@ if TYPE_CHECKING:
 
     Outcomes = dict[str, dict[str, list[Outcome]]]  # by fault and trainer
 
+PEERS = ("lightning", "transformers")
 WEIGHTS = {True: "same weights", False: "other weights", None: "did not finish"}
 PAGE = PROJECT / "docs" / "peers.md"
 TEXT = """\
 # What each fault costs
 
 The same training (the small network on 4,000 digits, 2 ranks on 2 nodes, {steps} steps of {step_ms} ms in {epochs}
-epochs) under three trainers, hit {times} in the middle of the second epoch, on a real Slurm with
+epochs) under six trainers, hit {times} in the middle of the second epoch, on a real Slurm with
 KillWait={kill_wait} s.
 
-Both peers write a checkpoint after each epoch, and are configured more kindly than the scripts that people usually
+The peers write a checkpoint after each epoch, and are configured more kindly than the scripts that people usually
 copy: they resume from their newest checkpoint however they were started. The usual submitit script looks for a
 checkpoint only after SIGUSR2, and Lightning's page on Slurm only after its own signal, so both start over after a
-preemption. One harness for all three (`python -m benchmarks.peers`) reads the steps from the model's own count.
+preemption. transformers resumes only if it is told to, and its checkpoint at SIGTERM is off by default; here it is on.
+"On Laststep" are the same scripts with Laststep's adapter (docs/frameworks.md). One harness for all
+(`python -m benchmarks.peers`) reads the steps from the model's own count.
 
 *Lost* steps had to be done again. *Back in* is the time from the last step before the fault to the first new step,
 including the queue. *By hand* means that the job was gone, or hung for {deadline} s, and somebody had to restart it.
@@ -52,14 +55,14 @@ including the queue. *By hand* means that the job was gone, or hung for {deadlin
 
 def main() -> int:
     """Measure, print the table, write the results and the page; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="benchmarks.peers", description="What each fault costs under three trainers.")
+    parser = argparse.ArgumentParser(prog="benchmarks.peers", description="What each fault costs under six trainers.")
     parser.add_argument("--runs", type=int, default=1, help="runs per fault and trainer (default: 1)")
     runs = parser.parse_args().runs
     if runs < 1:
         parser.error("--runs must be at least 1")
     lacks = missing()
-    if importlib.util.find_spec("lightning") is None:
-        lacks = "benchmarks.peers needs Lightning in addition to Laststep: pip install -e '.[bench]'"
+    if lacking := [name for name in PEERS if importlib.util.find_spec(name) is None]:
+        lacks = f"benchmarks.peers needs {' and '.join(lacking)}: pip install -e '.[bench]'"
     if lacks:
         print(lacks, file=sys.stderr)
         return 2
@@ -67,7 +70,7 @@ def main() -> int:
     # Imported late, as they import torch.
     from benchmarks.peers import harness, workload
 
-    versions = {"lightning": version("lightning"), "slurm": slurm_version()}
+    versions = {**{name: version(name) for name in PEERS}, "slurm": slurm_version()}
     outcomes: Outcomes = {fault: {trainer: [] for trainer in harness.COMMANDS} for fault in harness.FAULTS}
     kill_wait_s = 15
     with tempfile.TemporaryDirectory() as name:
@@ -75,7 +78,7 @@ def main() -> int:
         cluster = Cluster.start(folder / "slurm", kill_wait_s=kill_wait_s)
         try:
             for trainer in harness.COMMANDS:
-                place = folder / trainer.split(",")[0]
+                place = folder / trainer.replace(" ", "-").replace(",", "")
                 weights = harness.undisturbed(harness.TaskLoop(trainer, place / "undisturbed", cluster))
                 for number, (fault, strike) in enumerate(runs * list(harness.FAULTS.items())):
                     training = harness.TaskLoop(trainer, place / str(number), cluster)
@@ -99,7 +102,8 @@ def main() -> int:
             machine=", ".join(f"{k} {v}" for k, v in {**machine(), **versions}.items()),
         )
     )
-    return int(not all(o.same_weights for row in outcomes.values() for o in row["Laststep"]))
+    ours = [cell for row in outcomes.values() for trainer, cell in row.items() if harness.is_ours(trainer)]
+    return int(not all(outcome.same_weights for cell in ours for outcome in cell))
 
 
 def in_words(runs: list[Outcome]) -> str:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,11 +70,14 @@ class TaskLoop:
 
     def weights(self) -> str | None:
         """Fingerprint of the final weights; None until the run has finished."""
-        if self.trainer != "Laststep":
+        if not is_ours(self.trainer):
             file = self.folder / "weights.sha256"
             return file.read_text() if file.exists() else None
         newest = inspect(RunDir(self.folder / "run"))[-1:]
-        return newest[0]["weights_sha256"] if newest and newest[0]["step"] == TOTAL_STEPS else None
+        if not newest or newest[0]["step"] != TOTAL_STEPS:
+            return None
+        found: str = newest[0]["weights_sha256"] or newest[0]["files_sha256"]
+        return found
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for the condition. Raises TimeoutError with `what`, a predicate such as "did not end"."""
@@ -174,16 +177,22 @@ def _plain(folder: Path, again: bool) -> list[str]:
 
 
 def _lightning(folder: Path, again: bool) -> list[str]:
-    rank = f"{sys.executable} -u -m benchmarks.peers.autorequeue {folder}"
-    size = ("--nodes=2", "--ntasks-per-node=1", f"--time={TIME_MIN}", "--signal=SIGUSR2@20")
+    return _sbatch("autorequeue", folder, "SIGUSR2")
+
+
+def _transformers(folder: Path, again: bool) -> list[str]:
+    return _sbatch("huggingface", folder, "SIGTERM")
+
+
+def _sbatch(module: str, folder: Path, warning: str) -> list[str]:
+    """Start a script with srun in a job of its own, which gets this signal before its time limit."""
+    rank = f"{sys.executable} -u -m benchmarks.peers.{module} {folder}"
+    size = ("--nodes=2", "--ntasks-per-node=1", f"--time={TIME_MIN}", f"--signal={warning}@20", "--requeue")
     logs = ("--open-mode=append", f"--output={folder}/log_%j.txt")
     return ["sbatch", *size, *logs, f"--wrap=srun {rank}"]
 
 
 def _laststep(folder: Path, again: bool) -> list[str]:
-    root = f"launch.root={folder}"
-    if again:
-        return [sys.executable, "launch.py", "resume", "run", root]
     training = {
         "task": "benchmarks.peers.laststep.Recorded",
         "train.epochs": EPOCHS,
@@ -193,16 +202,35 @@ def _laststep(folder: Path, again: bool) -> list[str]:
         "optim.weight_decay": 0,
         "optim.schedule": "constant",
         "optim.warmup_steps": 0,
-        "launch.signal_delay_s": 20,
     }
-    words = [f"{key}={value}" for key, value in training.items()]
+    return _launch(folder, again, training)
+
+
+def _adapted(framework: str) -> Callable[[Path, bool], list[str]]:
+    task = {"task": f"benchmarks.peers.adapted.{framework}", "device": "cpu"}
+    return lambda folder, again: _launch(folder, again, task)
+
+
+def _launch(folder: Path, again: bool, training: Mapping[str, object]) -> list[str]:
+    root = f"launch.root={folder}"
+    if again:
+        return [sys.executable, "launch.py", "resume", "run", root]
+    words = [f"{key}={value}" for key, value in {**training, "launch.signal_delay_s": 20}.items()]
     return [sys.executable, "launch.py", "--nodes", "2", "--time", str(TIME_MIN), "--name", "run", root, *words]
+
+
+def is_ours(trainer: str) -> bool:
+    """Whether a run under this trainer is a run of Laststep."""
+    return "Laststep" in trainer
 
 
 # The command that a user types to start a run in a folder, or to continue it.
 COMMANDS: dict[str, Callable[[Path, bool], list[str]]] = {
     "submitit, checkpointable": _plain,
     "Lightning, auto-requeue": _lightning,
+    "Lightning on Laststep": _adapted("lightning"),
+    "transformers, own resume": _transformers,
+    "transformers on Laststep": _adapted("transformers"),
     "Laststep": _laststep,
 }
 FAULTS: dict[str, Callable[[TaskLoop, str], None]] = {

@@ -1,4 +1,4 @@
-"""The training that all three trainers do, and the record that they write.
+"""The training that all trainers do, and the record that they write.
 
 The step is read from the model itself (batch norm counts the batches that it has seen, and that count is part of the
 weights), so that no trainer can misreport where it has resumed.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import framework_loops
 from tests.support.needs import require_package
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.undisturbed import undisturbed_run
@@ -53,3 +54,17 @@ def test_resumes_exactly(root: Path, task: str, package: str, third: int, last: 
     records = read_lines(run.attempts)
     assert [record["start_step"] for record in records] == [0, 3, 5, 7]
     assert [record["lost_steps"] for record in records] == [0, 0, 0, 0]
+
+
+def test_refused_settings(root: Path) -> None:
+    """Each would end in other weights, or in a checkpoint of the framework's own at SIGTERM: one line says what to
+    write instead, before the training."""
+    for package in ("lightning", "transformers"):
+        require_package(package)
+    attempt = Attempt(config(root, "refused", "refused"))
+    attempt.wait()
+    said = [line for line in attempt.logs[0].read_text().splitlines() if line.startswith("refused: ")]
+    settings = [*framework_loops.LIGHTNING_REFUSES, *framework_loops.TRANSFORMERS_REFUSES]
+    assert len(said) == len(settings), attempt.output()
+    for name, line in zip(settings, said):
+        assert f"({name}=" in line, line

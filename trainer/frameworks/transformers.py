@@ -30,6 +30,13 @@ except ImportError as error:
     raise unusable(__name__, error) from error
 
 STATE = ("global_step", "epoch", "total_flos", "num_input_tokens_seen", "best_metric", "best_global_step")
+# Settings with which a run would not resume exactly. `enable_jit_checkpoint` takes SIGTERM for a checkpoint of theirs.
+USUAL = {
+    "auto_find_batch_size": False,
+    "dataloader_drop_last": False,
+    "deepspeed": None,
+    "enable_jit_checkpoint": False,
+}
 NOT_LOGGED = ("epoch", "_runtime", "_per_second", "_preparation_time")  # of an evaluation: what the clock says
 
 
@@ -86,9 +93,9 @@ def _refuse(trainer: Any) -> None:
             "TrainingArguments(load_best_model_at_end=True): no checkpoint of transformers is saved; use "
             "checkpoint.keep_best, and load_weights(run, best=True) after the run"
         )
-    for name, usual in (("auto_find_batch_size", False), ("dataloader_drop_last", False), ("deepspeed", None)):
-        if getattr(args, name) not in (usual, None):
-            raise ConfigError(f"TrainingArguments({name}={getattr(args, name)!r}): use {usual}")
+    for name, usual in USUAL.items():
+        if (given := getattr(args, name, None)) not in (usual, None):
+            raise ConfigError(f"TrainingArguments({name}={given!r}): use {usual}")
     if args.fsdp:
         raise ConfigError(f"TrainingArguments(fsdp={args.fsdp!r}): sharded models cannot be registered; use DDP")
     order = (
