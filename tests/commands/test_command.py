@@ -104,7 +104,7 @@ WRONG = [
     ),
     (["task=language"], "data.name=mnist-5k: holds images; task=language takes classics or tokens"),
     (["data.name=classics"], "data.name=classics: is text, for task=language; task=classification takes images"),
-    (["model.name=tiny-2m", "--config", "classics"], "no such size of a language model; did you mean tiny-1m?"),
+    (["model.name=gpt2-124", "--config", "classics"], "no such size of a language model; did you mean gpt2-124m?"),
     (
         ["model.args.heads=3", "--config", "classics"],
         "model.args.heads=3: model.args.width=128 must be a multiple of 2 x heads",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import numpy
 import pytest
 
+from tests.support.needs import require_package
+from tests.support.project import PROJECT
 from trainer.commands.main import main
 from trainer.config.errors import ConfigError
 from trainer.data import token_writer
@@ -117,6 +120,45 @@ def test_an_interruption_leaves_nothing_that_looks_whole(
     files = [sorted(path.name for path in Path(name).iterdir()) for name in ("out", "calm")]
     assert files[0] == files[1]
     assert main([*words, "out"]) == 0, "typed once more, it finds all done"
+
+
+def test_a_tokenizer_and_parquet(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Text comes back as it was from the tokens of any tokenizer, which the folder keeps; another one is refused."""
+    for package in ("tokenizers", "pyarrow"):
+        require_package(package)
+    from pyarrow import parquet, table
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet, end = pre_tokenizers.ByteLevel.alphabet(), "<|endoftext|>"
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, special_tokens=[end], show_progress=False)
+    made.train_from_iterator(DOCUMENTS, trainer)
+    made.save("mine.json")
+    parquet.write_table(table({"text": DOCUMENTS}), "rows.parquet")
+    assert main(["prepare", "--tokenizer", "mine.json", "plain.txt", "rows.parquet", "out", "--validation", "0"]) == 0
+    folder = opened()
+    assert text_of(folder, TRAIN) == Path("plain.txt").read_text() + "".join(DOCUMENTS)
+    assert folder.vocabulary.dtype == numpy.uint16 and len(folder.stream(TRAIN)) < folder.stream(TRAIN).text_bytes
+    assert "tokenizer mine.json (2" in capfd.readouterr().out
+
+    text = json.loads(Path("out/tokenizer.json").read_text())
+    Path("out/tokenizer.json").write_text(json.dumps(text | {"version": "1.0"}))
+    with pytest.raises(ConfigError, match=r"out/tokenizer.json does not fit the data: they were made by another"):
+        folder.tokenizer("data.root")
+    parquet.write_table(table({"words": ["a"]}), "words.parquet")
+    assert "words.parquet: has no column 'text', but words" in refusal(capfd, "words.parquet", "other")
+    Path("no.parquet").write_text("PAR1")
+    assert "no.parquet: is no parquet file, or a damaged one: " in refusal(capfd, "no.parquet", "third")
+
+
+def test_prepare_imports_no_torch(here: Path) -> None:
+    """Text is often prepared on machines without a GPU or much memory."""
+    code = (
+        "import sys; from trainer.commands.main import main; main(['prepare', 'plain.txt', 'out'])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(PROJECT)})
 
 
 def test_wrong_input(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

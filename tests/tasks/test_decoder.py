@@ -39,6 +39,18 @@ def test_sizes_are_as_named(name: str) -> None:
     assert parameters == SIZES[name].parameters
 
 
+def test_weights_do_not_depend_on_where_the_model_was_made() -> None:
+    """A model that is too large for one rank is made on the meta device, and given its weights in parts."""
+    torch.manual_seed(1)
+    here = Decoder(SMALL).state_dict()
+    with torch.device("meta"):
+        there = Decoder(SMALL)
+    assert all(tensor.is_meta for tensor in there.state_dict().values())
+    torch.manual_seed(1)
+    there.to_empty(device="cpu").init_weights()
+    assert all(torch.equal(tensor, here[name]) for name, tensor in there.state_dict().items())
+
+
 @pytest.mark.parametrize("size", [SMALL, dataclasses.replace(SMALL, kv_heads=4, tied=False)], ids=["tied", "untied"])
 def test_no_position_sees_a_later_one(size: Size) -> None:
     tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(1))

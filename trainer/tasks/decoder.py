@@ -20,17 +20,20 @@ class Decoder(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.size = size
-        self.embedding = nn.Embedding(size.vocabulary, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.width, EPSILON)
-        self.head = None if size.tied else nn.Linear(size.width, size.vocabulary, bias=False)
+        device = torch.get_default_device()
+        with torch.device("meta"):  # torch's own initial weights would only cost time, and draws
+            self.embedding = nn.Embedding(size.vocabulary, size.width)
+            self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+            self.norm = nn.RMSNorm(size.width, EPSILON)
+            self.head = None if size.tied else nn.Linear(size.width, size.vocabulary, bias=False)
+        self.to_empty(device=device)
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draw the initial weights, as GPT-2 does: what adds to the residual stream is scaled by its depth.
 
-        There are no buffers, so a model that was made on the meta device needs nothing else.
+        There are no buffers, so a model that was made on the meta device needs nothing else after `to_empty`.
         """
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
