@@ -58,7 +58,7 @@ def test_a_killed_worker_and_a_drained_node(root: Path, folder: Path) -> None:
     driver = subprocess.run(
         [sys.executable, "-m", "tests.support.ray_driver", folder, forked_python(), "--config", folder / "run.yaml"],
         cwd=PROJECT,
-        env={**os.environ, **RAY, **SOON},
+        env={**os.environ, **RAY, **SOON, "RAY_TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
