@@ -329,16 +329,16 @@ def load_no_transformers_checkpoint(trainer: Any) -> None:
 # --- Ray
 
 
-def ray_preemption_announced() -> bool:
-    """Whether Ray takes away the node of a worker in this worker's group. `ray.train.get_preemption_info` waits for all
-    workers to ask at once."""
+def ray_drains_a_node() -> bool:
+    """Whether Ray drains the node of any worker in this worker's group. `ray.train.get_preemption_info` would wait for
+    all workers."""
     from ray.train.v2._internal.execution.context import get_train_context
 
     return get_train_context().preemption_context.preemption_info is not None
 
 
 def count_in_ray(key: str) -> int:
-    """How often this was called before with this key, by any process of the Ray cluster."""
+    """How often this was called with this key before, in the whole Ray cluster."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
     count = int(_internal_kv_get(key) or 0)

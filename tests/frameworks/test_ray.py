@@ -58,7 +58,7 @@ def test_a_killed_worker_and_a_drained_node(root: Path, folder: Path) -> None:
     driver = subprocess.run(
         [sys.executable, "-m", "tests.support.ray_driver", folder, forked_python(), "--config", folder / "run.yaml"],
         cwd=PROJECT,
-        env={**os.environ, **RAY, **SOON},
+        env={**os.environ, **RAY, **SOON, "RAY_TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -89,8 +89,8 @@ def test_a_worker_learns_how_its_rank_ended(end: str, status: str) -> None:
         assert keeper.stdout and keeper.stdout.read().decode() == status
 
 
-def test_a_rank_is_told_to_stop() -> None:
-    """By the worker, which closes its end, or dies."""
+def test_a_rank_stops_when_its_worker_is_gone() -> None:
+    """Then the pipe between them is closed."""
     with keep(STOPPED) as keeper:
         assert keeper.stdin and keeper.stdout
         keeper.stdin.close()
@@ -136,7 +136,7 @@ class Workers:
             vars(module).update(content)
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.delitem(sys.modules, "trainer.frameworks.ray", raising=False)
-        monkeypatch.setattr(compat, "ray_preemption_announced", lambda: False)
+        monkeypatch.setattr(compat, "ray_drains_a_node", lambda: False)
         self.adapter = importlib.import_module("trainer.frameworks.ray")
 
     def work(self, *of_rank_0: int) -> int:
@@ -168,16 +168,16 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
     ("own", "of_rank_0", "restarts", "announced", "outcome"),
     [
         (0, 0, 0, False, 0),
-        (0, 0, 1, True, 0),  # it has finished before the node was taken away
+        (0, 0, 1, True, 0),  # it has finished before the node was drained
         (-signal.SIGKILL, 1, 0, False, "rank 1 on .* was killed by SIGKILL"),
         (1, -signal.SIGKILL, 0, False, "rank 1 on .* failed with exit status 1"),
-        (0, STOP, 0, True, "rank 1 on .* has stopped: Ray takes away a node"),
-        (0, 2, 0, False, 2),  # the configuration is refused: Ray would try it again, and again
-        (1, 2, 3, False, "rank 1 on .* failed"),  # but here it was accepted before, so a node is to blame
-        (2, 1, 0, False, "rank 1 on .* failed"),  # as it was by rank 0
+        (0, STOP, 0, True, "rank 1 on .* has stopped: Ray drains a node"),
+        (0, 2, 0, False, 2),  # the configuration is wrong: a retry would fail the same way
+        (1, 2, 3, False, "rank 1 on .* failed"),  # it was accepted before, so a node is to blame
+        (2, 1, 0, False, "rank 1 on .* failed"),  # rank 0 accepted it
     ],
 )
-def test_what_ray_is_told(
+def test_what_a_worker_returns_or_raises(
     workers: Workers,
     monkeypatch: pytest.MonkeyPatch,
     own: int,
@@ -214,15 +214,13 @@ def test_a_rank_learns_its_place(workers: Workers, monkeypatch: pytest.MonkeyPat
     assert (world.launcher, world.restart, world.on_slurm) == ("ray", 3, False)
 
 
-def test_an_announced_preemption_stops_the_rank(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Ray sends no signal. It announces the end of a node to its workers, here after the rank has started."""
+def test_a_drained_node_stops_the_rank(workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray sends no signal: it announces a drained node to its workers, here after the rank has started."""
     (tmp_path / "rank.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'up')!r}).touch(); {STOPPED}")
     monkeypatch.setattr(workers.adapter, "PACKAGE", tmp_path / "rank.py")
     monkeypatch.setattr(workers.adapter, "POLL_S", 0.01)
-    monkeypatch.setattr(compat, "ray_preemption_announced", (tmp_path / "up").exists)
-    with pytest.raises(Refusal, match="has stopped: Ray takes away a node"):
+    monkeypatch.setattr(compat, "ray_drains_a_node", (tmp_path / "up").exists)
+    with pytest.raises(Refusal, match="has stopped: Ray drains a node"):
         workers.work(0, STOP)
 
 

@@ -49,7 +49,7 @@ def work(test: dict[str, Any]) -> int:
 def main(folder: Path, python: str, words: list[str]) -> None:
     """Start Ray, train, and end it."""
     least = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-    cluster = Cluster(True, head_node_args={"num_cpus": 2, "temp_dir": str(folder), **least})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **least})
     ray.init(cluster.address)
     threading.Thread(target=disturb, args=(folder,), daemon=True).start()
     try:

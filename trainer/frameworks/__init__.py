@@ -15,7 +15,7 @@ PACKAGES = {
 }
 VERSIONS = {
     "lightning": "lightning>=2.5,<3",
-    "ray": "ray[train]>=2.57,<3",
+    "ray": "ray[train]>=2.58,<3",
     "transformers": "transformers[torch]>=5,<6",
 }
 

@@ -1,9 +1,9 @@
 """A run on a Ray cluster: `from trainer.frameworks.ray import TorchTrainer`, and `TorchTrainer(words, ...).fit()`.
 
 Each worker of Ray Train starts one rank as a process of its own, `python -m trainer WORDS`. In the worker itself the
-rank would run in a thread, which can catch no signal, and Ray would kill it without notice. As it is, the rank
-outlives its worker for as long as it needs to save its last step, see trainer/frameworks/ray_keeper.py. Ray then starts
-all workers again, as its FailureConfig says, and their ranks continue.
+rank would run in a thread, which cannot catch signals, and Ray would kill it without notice. A rank in a process of its
+own outlives its worker until it has saved its last step, see trainer/frameworks/ray_keeper.py. Ray then starts all
+workers again, as its FailureConfig says, and their ranks continue.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class TorchTrainer(DataParallelTrainer):
         super().__init__(work, train_loop_config=start, **options)
 
     def fit(self) -> Result:
-        """Train until the run is finished. Raises ConfigError when rank 0 refuses its configuration, and
-        ray.train.TrainingFailedError when Ray starts the workers no more."""
+        """Train until the run is finished. Raises ConfigError when rank 0 refuses the configuration, and
+        ray.train.TrainingFailedError when Ray does not start the workers again."""
         result: Result = super().fit()
         if result.return_value == REFUSED:
-            raise ConfigError("rank 0 has refused its configuration, see the line `error: ...` that it has printed")
+            raise ConfigError("rank 0 refused the configuration; the line `error: ...` in its output says why")
         return result
 
 
 def work(start: dict[str, Any]) -> int:
-    """What a worker does: start its rank, wait for all ranks to end, and return, or raise what makes Ray start the
-    workers again."""
+    """What a worker does: start its rank, and wait for all ranks to end. Returns when there is nothing left to do;
+    raises for Ray to start the workers again."""
     context = get_context()
     rank = context.get_world_rank()
     # Two attempts must not have the same number.
@@ -86,19 +86,20 @@ def work(start: dict[str, Any]) -> int:
     environment |= {f"LASTSTEP_RAY_{name}": str(value) for name, value in place.items()}
     environment["PYTHONPATH"] = start["python_path"]
     status, preempted = _keep(start, environment)
-    # All workers wait here for each other: while one rank dies, the others save its last step.
+    # All workers wait here until all ranks have ended: after a fault the survivors save the last step, and Ray would
+    # kill their workers.
     of_rank_0 = broadcast_from_rank_zero(status)
     if status == of_rank_0 == 0 or (of_rank_0 == REFUSED and not restarts):
         return of_rank_0
     text = f"rank {rank} on {hostname()} {_how_it_ended(status)}"
     if preempted:  # Ray does not count this against max_failures
-        raise RayActorError(error_msg=f"{text}: Ray takes away a node", preempted=True)
+        raise RayActorError(error_msg=f"{text}: Ray drains a node", preempted=True)
     raise RuntimeError(text)
 
 
 def _keep(start: dict[str, Any], environment: dict[str, str]) -> tuple[int, bool]:
-    """Run the rank of this worker to its end; returns its exit status, and whether it was told to stop because Ray
-    takes away a node."""
+    """Run this worker's rank to its end, and stop it if Ray drains a node; returns its exit status, and whether it was
+    stopped."""
     rank = [sys.executable, "-u", str(PACKAGE), *start["words"]]
     try:
         keeper = subprocess.Popen(
@@ -115,9 +116,9 @@ def _keep(start: dict[str, Any], environment: dict[str, str]) -> tuple[int, bool
     preempted = False
     with keeper:
         while not wait([keeper.stdout.fileno()], POLL_S):
-            if not preempted and compat.ray_preemption_announced():
+            if not preempted and compat.ray_drains_a_node():
                 preempted = True
-                say("Ray takes away a node: stopping after this step")
+                say("Ray drains a node: stopping after this step")
                 keeper.stdin.close()
         return int(keeper.stdout.read() or -signal.SIGKILL), preempted
 

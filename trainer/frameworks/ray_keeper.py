@@ -1,9 +1,9 @@
 """`python ray_keeper.py COMMAND...`: starts one rank for a worker of Ray, and outlives that worker.
 
-Ray kills a worker without notice, and the processes that the worker has started. So the keeper leaves the worker's
-children and its session. When the worker has closed the keeper's input, or is gone, the keeper sends the rank a signal
-to stop, so it saves its last step, together with the other ranks. When the rank has ended, the keeper writes its exit
-status to its output.
+Ray kills a worker without notice, and with it the processes that the worker has started. So the keeper detaches itself
+from the worker. When the worker closes the keeper's input, or dies, the keeper sends the rank a signal to stop: the
+rank saves its last step, together with the other ranks. When the rank has ended, the keeper writes its exit status to
+its output.
 
 Python runs this file alone, without Laststep.
 """
@@ -21,13 +21,13 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
-    # For good, and in the rank until it can catch them.
+    # The keeper never unblocks them, the rank does when it can catch them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT})
     rank = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=2)
 
     def stop() -> None:
         os.read(0, 1)
-        rank.send_signal(signal.SIGUSR2)  # which an attempt takes for a preemption
+        rank.send_signal(signal.SIGUSR2)  # recorded as a preemption
 
     threading.Thread(target=stop, daemon=True).start()
     status = rank.wait()
