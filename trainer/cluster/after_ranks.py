@@ -283,12 +283,12 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
         if status == REFUSED and not _is_submitted(run, world):
             return status
         trainer = _trainer_of_job(run, world)
-        launch = trainer.config.launch
         if finish_of(trainer.run, trainer.config):
-            _end_for_good(world, launch)
+            _end_for_good(world, trainer.config.launch)
             return status
         restarts = restarts_in_place(os.environ)
         can_restart = restarts is not None and SIGNALLED not in os.environ
+        launch = trainer.config.launch
         if after_ranks(trainer.run, world, launch, status, setup_line, restarts or 0, can_restart):
             return 0
     except Exception as error:  # e.g. of the node or its disk: one line in the log must say so

@@ -34,10 +34,9 @@ from trainer.say import command
 # Keys added since the first version. A test reads a file of that version, and fails until a new key is listed here.
 LATER_KEYS = (
     *("model.weights", "optim.decay_norms_and_biases", "optim.args", "train.nonfinite", "checkpoint.asynchronous"),
-    *("args", "checkpoint.best_by", "train.rehearsal"),
+    *("args", "checkpoint.best_by", "train.rehearsal", "launch.preflight"),
     *("launch.grace_s", "launch.max_failures", "launch.init_method", "launch.backend", "launch.python", "launch.srun"),
     "launch.max_restarts",
-    "launch.preflight",
 )
 PLACE = ("launch.root", "launch.name")  # a run's folder may be moved
 Change = tuple[Any, Any]  # a key's value before and after
