@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -15,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from tests.support.project import PROJECT
 from tests.support.runs import config
 from tests.support.worlds import a_world
 from trainer.attempt import preflight as preflight_module
@@ -198,7 +201,6 @@ def test_clocks() -> None:
 
 def test_which_rank_checks_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One rank of each node, and the driver only where GPUs are asked for: a run on CPUs must not wait for it."""
-    monkeypatch.setattr(gpu_checks, "load_nvml", FakeNvml)
 
     def asked(*words: str) -> list[str]:
         return [what for what, _ in checks_of(Config.load(None, words), a_world())]
@@ -206,8 +208,7 @@ def test_which_rank_checks_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert asked() == ["its memory or disks"]
     assert asked("launch.gpus_per_node=2") == ["its memory or disks", "the GPU driver"]
     assert asked("device=cuda") == ["its memory or disks", "the GPU driver"]
-    monkeypatch.setattr(gpu_checks, "load_nvml", lambda: None)
-    assert asked("device=cuda") == ["its memory or disks"], "nvidia-ml-py is not installed"
+    assert not list(gpu_checks.check_gpus(None, 8, None)), "nvidia-ml-py is not installed"
     monkeypatch.setattr(preflight_module, "checks_of", lambda *_: pytest.fail("another rank checks this node"))
     Preflight.of(Config.load(None, ["launch.preflight=false"]), a_world()).wait()
     Preflight.of(Config.load(None), a_world(rank=1, size=2)).wait()
@@ -261,3 +262,10 @@ def test_without_a_gpu_it_takes_no_time() -> None:
     began = time.perf_counter()
     Preflight.of(Config.load(None), a_world()).wait()
     assert time.perf_counter() - began < 0.5
+
+
+def test_torch_is_imported_late() -> None:
+    """Else there would be no import for the preflight to run beside, nor for a signal to arrive in, and rank 0 would
+    take the run's folder seconds later."""
+    code = "import sys, trainer.attempt.attempt; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT).returncode == 0

@@ -75,6 +75,9 @@ def test_parsing() -> None:
     assert HEALTHY.config["SlurmctldHost[0]"] == "vm(127.0.0.1)"
     assert not {"RequeueExit", "TaskPluginParam"} & set(HEALTHY.config)
     assert (HEALTHY.kill_wait_s, HEALTHY.cred_expire_s, HEALTHY.sends_user_signal) == (30, 5, False)
+    assert HEALTHY.requeue_delay.startswith("waits 5 s")
+    expedited = with_settings(SLURM_VERSION="26.05.5", SlurmctldParameters="enable_expedited_requeue")
+    assert expedited.requeue_delay.startswith("starts again as soon as")
     assert with_settings(AuthInfo="").cred_expire_s == 120
     assert with_settings(SlurmctldParameters="preempt_send_user_signal").sends_user_signal
     assert with_settings(PreemptParameters="send_user_signal").sends_user_signal

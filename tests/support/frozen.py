@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.frozen import FrozenState, StateChanged
+from trainer.checkpoint.files import StateChanged
+from trainer.checkpoint.frozen import FrozenState
 from trainer.checkpoint.store import CheckpointStore, shard_name
 from trainer.checkpoint.stripes import Stripe
 from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo, reason_of

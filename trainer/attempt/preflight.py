@@ -78,9 +78,9 @@ def checks_of(config: Config, world: World) -> list[Check]:
     root = config.launch.root if world.rank == 0 else None
     checks: list[Check] = [("its memory or disks", lambda: node_checks.check_host(world.local_size, root))]
     wanted = config.launch.gpus or world.local_size * (config.device == "cuda")
-    if wanted and (nvml := gpu_checks.load_nvml()) is not None:
+    if wanted:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        checks.append(("the GPU driver", lambda: gpu_checks.check_gpus(nvml, wanted, visible)))
+        checks.append(("the GPU driver", lambda: gpu_checks.check_gpus(gpu_checks.load_nvml(), wanted, visible)))
     return checks
 
 

@@ -11,7 +11,7 @@ from trainer.attempt.ending import EndReason, end_srun, ending_by_signal, print_
 from trainer.attempt.rescue import Rescue, Superseded, blamed_hosts, explain
 from trainer.attempt.rescue_plan import Holding, Part, Plan
 from trainer.attempt.state import AttemptState
-from trainer.checkpoint.frozen import StateChanged
+from trainer.checkpoint.files import StateChanged
 from trainer.checkpoint.store import CheckpointError
 from trainer.records.retry import least_hopeful
 from trainer.say import counted, say

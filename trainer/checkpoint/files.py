@@ -23,6 +23,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is damaged, or could not be written."""
 
 
+class StateChanged(RuntimeError):
+    """The device has continued, and changed the state that was frozen."""
+
+
 class FileEntry(TypedDict):
     """What the manifest records about one file of a checkpoint."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.checkpoint.files import StateChanged
 from trainer.checkpoint.pack import Packed, serialized_structure
 from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, shard_name
 from trainer.checkpoint.stripes import Stripe
@@ -20,10 +21,6 @@ from trainer.checkpoint.writer import CheckpointInfo, make_manifest, reason_of, 
 
 # A writer whose sync takes as long as that of a whole stripe would look stuck to those that wait for it.
 SYNC_BYTES = 256 << 20
-
-
-class StateChanged(RuntimeError):
-    """The device has continued, and changed the state that was frozen."""
 
 
 class FrozenState:

@@ -322,9 +322,8 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
         if status == REFUSED and not _is_submitted(run, world):
             return status
         trainer = _trainer_of_job(run, world)
-        launch = trainer.config.launch
         if finish_of(trainer.run, trainer.config):
-            _end_for_good(world, launch)
+            _end_for_good(world, trainer.config.launch)
             return status
         restarts = restarts_in_place(os.environ)
         can_restart = restarts is not None and SIGNALLED not in os.environ

@@ -153,7 +153,7 @@ def _cluster(slurm: SlurmSettings) -> Facts:
         ("KillWait", f"{slurm.kill_wait_s} s"),
         ("preemption", f"{config.get('PreemptType', 'none')}, {config.get('PreemptMode')}; user signal {signal}"),
         ("JobRequeue", f"{config.get('JobRequeue')} (has no effect: Laststep submits with --requeue)"),
-        ("requeued", f"waits {slurm.cred_expire_s} s before it starts again (AuthInfo's cred_expire)"),
+        ("requeued", slurm.requeue_delay),
         ("RequeueExit", config.get("RequeueExit", "none")),
         ("accounting", f"{config.get('AccountingStorageType', 'none')}; sacct: {slurm.sacct_error or 'answers'}"),
         ("plugins", f"{config.get('TaskPlugin')}, {config.get('ProctrackType')}"),

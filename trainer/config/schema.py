@@ -269,11 +269,6 @@ class Launch:
         "resume; null: never",
         least=1,
     )
-    preflight: bool = setting(
-        True,
-        "check each node while its ranks start: GPUs (their errors with nvidia-ml-py installed, and a product of "
-        "matrices), memory, disks, clock. A node that fails is named and blamed, and the attempt is retried",
-    )
     hang_timeout_s: int = setting(600, "seconds that a rank waits for its peers before it ends the attempt", least=1)
     init_method: str | None = setting(
         None,
@@ -285,6 +280,11 @@ class Launch:
         "backend of the ranks' collectives; auto: nccl on GPUs, gloo on CPUs. gloo runs on both, slowly on GPUs: use "
         "it to find out whether NCCL is the problem",
         choices=("auto", "nccl", "gloo"),
+    )
+    preflight: bool = setting(
+        True,
+        "check each node while its ranks start: GPUs (their errors with nvidia-ml-py installed, and a product of "
+        "matrices), memory, disks, clock. A node that fails is named and blamed, and the attempt is retried",
     )
     setup: list[str] = setting(
         [], "shell lines that run once on every node before the ranks start, e.g. 'module load cuda'"

@@ -15,7 +15,7 @@ from trainer.attempt.grace import LAST_MOMENT_S
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.schema import Launch
 from trainer.doctor.problem import Problem
-from trainer.world.slurm import DEFAULT_KILL_WAIT_S, SlurmError, command, parse_records, scontrol
+from trainer.world.slurm import DEFAULT_KILL_WAIT_S, SlurmError, can_expedite, command, parse_records, scontrol
 
 CRED_EXPIRE_S = 120  # Slurm's default
 Fields = Mapping[str, str]
@@ -52,6 +52,15 @@ class SlurmSettings:
         """Seconds that a requeued job waits before it may start again."""
         found = re.search(r"cred_expire=(\d+)", self.config.get("AuthInfo", ""))
         return int(found[1]) if found else CRED_EXPIRE_S
+
+    @property
+    def requeue_delay(self) -> str:
+        """When a requeued job may start again."""
+        if "enable_expedited_requeue" in self.config.get("SlurmctldParameters", "") and can_expedite(
+            self.config.get("SLURM_VERSION", "")
+        ):
+            return "starts again as soon as it finds nodes (--requeue=expedite)"
+        return f"waits {self.cred_expire_s} s before it starts again (AuthInfo's cred_expire)"
 
     @property
     def sends_user_signal(self) -> bool:

@@ -39,7 +39,9 @@ def load_nvml() -> Any:
 
 def check_gpus(nvml: Any, wanted: int, visible: str | None) -> Iterator[Finding]:
     """Ask the driver about the GPUs of this process: those that CUDA_VISIBLE_DEVICES (`visible`) names, else all, of
-    which there should be `wanted`."""
+    which there should be `wanted`. `nvml` is what `load_nvml` returns."""
+    if nvml is None:
+        return
     try:
         nvml.nvmlInit()
     except nvml.NVMLError_LibraryNotFound:  # GPUs of another maker
