@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from tools import report
+from tools import report, shares
 from tools.desk import PROJECT, Desk, throwaway_desk
 from tools.picture import picture
 from tools.recording import recording
@@ -89,6 +89,11 @@ def draw_report(desk: Desk) -> None:
     report.main([str(DOCS / "report.png")])
 
 
+def draw_shares(desk: Desk) -> None:
+    """Three runs of changing sizes."""
+    shares.main()
+
+
 def types(desk: Desk, command: str, columns: int = NARROW) -> list[Line]:
     """Run a command in a terminal; returns what it prints."""
     return desk.types(command, columns).lines
@@ -105,6 +110,7 @@ PICTURES: dict[str, tuple[Callable[[Desk], None], list[str]]] = {  # how to draw
     "logs": (draw_logs, ["logs.svg"]),
     "local": (draw_local, ["local.svg"]),
     "report": (draw_report, ["report.png"]),
+    "shares": (draw_shares, ["shares.svg"]),
 }
 
 

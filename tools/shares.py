@@ -76,7 +76,7 @@ def picture(curves: dict[str, Curve]) -> str:
     body = [f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{y(0)}" y2="{y(0)}" class="axis"/>']
     for loss in range(int(highest) + 1):
         body.append(f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" class="end">{loss}</text>')
-    body.append(f'<text x="{LEFT + 10}" y="{TOP + 8}">loss</text>')
+    body.append(f'<text x="{WIDTH - 20}" y="{TOP + 8}" class="end">loss</text>')
     body += [f'<text x="{x(step)}" y="{y(0) + 18}" class="mid">{step}</text>' for step in range(0, STEPS + 1, 20)]
     for name, curve in curves.items():
         points = " ".join(f"{x(number + 1):.1f},{y(loss):.1f}" for number, loss in enumerate(curve.losses))

@@ -7,6 +7,7 @@ formed: after a resume on fewer nodes it would be another experiment.
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,10 @@ from tests.support.images import IMAGES, LABELS
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, KILLED, SMALL
 from tests.support.worlds import a_world
+from trainer.cluster.batch_shell import rank_count
+from trainer.cluster.loop_keys import check_keys
 from trainer.commands.main import main
+from trainer.config.checks import nodes_for
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.order import Order
@@ -232,10 +236,22 @@ def test_refused(words: str, message: str) -> None:
         Config.load(None, ["train.batch_size=48", *words.split()])
 
 
-@pytest.mark.parametrize("words", ["train.shares=4 launch.nodes=1-4", "train.shares=8 launch.nodes=3-8"])
-def test_a_range_of_nodes_fits(words: str) -> None:
-    """Three of four nodes do not divide four shares: a start that gets three uses two of them."""
-    assert Config.load(None, words.split()).train.shares in (4, 8)
+@pytest.mark.parametrize(("granted", "used"), [(1, 1), (2, 2), (3, 2), (4, 4), (5, 4)])
+def test_a_range_of_nodes(granted: int, used: int) -> None:
+    """Eight shares do not divide among the ranks of three nodes: a start that gets three uses two of them."""
+    launch = Config.load(None, ["train.shares=8", "launch.nodes=1-5", "launch.tasks_per_node=2"]).launch
+    lines = [f"SLURM_JOB_NUM_NODES={granted}", *rank_count(2, nodes_for(8, launch))]
+    script = "\n".join([*lines, "echo $SLURM_JOB_NUM_NODES $SLURM_NNODES $SLURM_NTASKS"])
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said[-1] == f"{used} {used} {2 * used}"
+    assert said[:-1] == ([] if used == granted else [f"train.shares: training on {used} of {granted} nodes"])
+
+
+def test_a_custom_loop_is_refused() -> None:
+    """It would ignore the key, and end with other bits at another size."""
+    config = Config.load(None, ["task=examples.custom_loop.main", "train.shares=2"])
+    with pytest.raises(ConfigError, match=r"train.shares=2: examples.custom_loop.main is a custom loop"):
+        check_keys(config, [])
 
 
 def test_a_rank_refuses_too(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.buffers import Buffers, Committed
 from trainer.loops.finite_check import FiniteCheck
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
-from trainer.loops.model_setup import channels_last, data_parallel, no_reduction, prepare_model
+from trainer.loops.model_setup import channels_last, data_parallel, lays_in_buckets, no_reduction, prepare_model
 from trainer.loops.rates import LearningRates
 from trainer.loops.shares import ShareSum, shares_of
 from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer, loads_in_place
@@ -56,7 +56,7 @@ class Learner:
         self._loss_tap = nn.Parameter(torch.zeros((), device=self.device))  # see _backward
         self._parameters = list(self.model.parameters())
         self.parallel = data_parallel(self.model, self._loss_tap, group, config.train)
-        in_buckets = self.parallel is not self.model and not config.train.shares
+        in_buckets = self.parallel is not self.model and lays_in_buckets(config.train, self.device)
         self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets)
         self._share_sum = ShareSum([self._loss_tap, *self._parameters], len(self.shares))
         self.buffers = Buffers(self.model, group)

@@ -41,14 +41,18 @@ def data_parallel(model: nn.Module, loss_tap: nn.Parameter, group: Group, train:
     parallel = DistributedDataParallel(
         _WithLossTap(model, loss_tap),
         device_ids=[group.device] if group.device.type == "cuda" else None,
-        # With shares the gradients lie where autograd has put them, on any number of ranks: on a GPU the order of a sum
-        # over a gradient, such as its norm, depends on how its memory is aligned.
-        gradient_as_bucket_view=not train.shares,
+        gradient_as_bucket_view=lays_in_buckets(train, group.device),
         **compat.no_buffer_sync(),  # `Buffers` broadcasts them instead
     )
     if train.shares:
         TreeHook(group.world.size, group.device).register(parallel)
     return parallel
+
+
+def lays_in_buckets(train: Train, device: torch.device) -> bool:
+    """Whether DDP leaves the gradients in its buckets, which saves a copy. On a GPU the order of a sum over a gradient,
+    such as its norm, depends on how its memory is aligned: with shares it stays where one rank has it, too."""
+    return device.type != "cuda" or not train.shares
 
 
 def no_reduction(parallel: nn.Module) -> contextlib.AbstractContextManager[None]:

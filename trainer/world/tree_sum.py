@@ -36,9 +36,10 @@ class ScatteredSum:
     """A sum over the ranks under way, of which each rank gets one chunk. The first half of an all-reduce; alone it is a
     reduce-scatter."""
 
-    def __init__(self, flat: Tensor, size: int) -> None:
-        """Start it. `flat` has one dimension; its length is a multiple of `size`, the number of ranks."""
-        self._received = torch.empty_like(flat)
+    def __init__(self, flat: Tensor, size: int, received: Tensor | None = None) -> None:
+        """Start it. `flat` has one dimension; its length is a multiple of `size`, the number of ranks. `received` is
+        memory of the same shape to use."""
+        self._received = torch.empty_like(flat) if received is None else received
         self._size = size
         self._work = dist.all_to_all_single(self._received, flat, async_op=True)
 
@@ -51,11 +52,11 @@ class ScatteredSum:
 class BucketSum:
     """The sum of one of DDP's buckets over the ranks, in the bucket's own memory."""
 
-    def __init__(self, buffer: Tensor, size: int) -> None:
+    def __init__(self, buffer: Tensor, size: int, received: Tensor | None = None) -> None:
         self._buffer = buffer
         missing = -len(buffer) % size
         self._whole = torch.nn.functional.pad(buffer, (0, missing)) if missing else buffer
-        self._scattered = ScatteredSum(self._whole, size)
+        self._scattered = ScatteredSum(self._whole, size, received)
         self._finish: Callable[[], object] | None = None
 
     def gather(self) -> None:
@@ -85,6 +86,7 @@ class TreeHook:
         self._size = size
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._under_way: list[tuple[BucketSum, Future[Tensor]]] = []
+        self._received: dict[int, Tensor] = {}  # by bucket, on a CPU: new memory costs as much time as the sum
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Have DDP call this from now on."""
@@ -93,7 +95,7 @@ class TreeHook:
     def _bucket_ready(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if self._stream is not None:
             return self._queue(bucket.buffer(), self._stream)
-        started, future = BucketSum(bucket.buffer(), self._size), Future[Tensor]()
+        started, future = BucketSum(bucket.buffer(), self._size, self._memory_for(bucket)), Future[Tensor]()
         for earlier, _ in self._under_way:
             earlier.gather()
         self._under_way.append((started, future))
@@ -103,6 +105,13 @@ class TreeHook:
             for each, its_future in under_way:
                 its_future.set_result(each.wait())
         return future
+
+    def _memory_for(self, bucket: dist.GradBucket) -> Tensor:
+        buffer, known = bucket.buffer(), self._received.get(bucket.index())
+        length = -(-len(buffer) // self._size) * self._size
+        if known is None or len(known) != length or known.dtype != buffer.dtype:  # DDP changes its buckets once
+            known = self._received[bucket.index()] = buffer.new_empty(length)
+        return known
 
     def _queue(self, buffer: Tensor, stream: torch.cuda.Stream) -> Future[Tensor]:
         """Queue both halves on a GPU. DDP's wait for the result is a wait of its stream for this one."""
