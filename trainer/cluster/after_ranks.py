@@ -291,7 +291,7 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
         can_restart = restarts is not None and SIGNALLED not in os.environ
         launch = trainer.config.launch
         if not _is_submitted(run, world):
-            launch = replace(launch, nodes=1, spare_nodes=0)  # the user's own script chooses the nodes
+            launch = replace(launch, nodes=world.nodes, spare_nodes=0)  # the user's own script starts the ranks
         if after_ranks(trainer.run, world, launch, status, setup_line, restarts or 0, can_restart):
             return 0
     except Exception as error:  # e.g. of the node or its disk: one line in the log must say so
