@@ -58,9 +58,7 @@ def test_local(monkeypatch: pytest.MonkeyPatch) -> None:
         machine_checks.check_local(config("launch.gpus_per_node=3", "train.batch_size=63"))
     with pytest.raises(ConfigError, match=r"launch\.slurm\.gres=gpu:4: .* 2 GPUs; launch\.slurm\.gres=null"):
         machine_checks.check_local(config("launch.slurm.gres=gpu:4"))
-    with pytest.raises(
-        ConfigError, match=r"launch\.spare_nodes=1: --local has no other nodes; add launch\.spare_nodes=0"
-    ):
+    with pytest.raises(ConfigError, match=r"launch\.spare_nodes=1: --local has no other nodes; add"):
         machine_checks.check_local(config("launch.spare_nodes=1"))
 
 

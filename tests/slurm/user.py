@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -116,8 +117,13 @@ class User:
         ours = {"SLURM_CONF": str(self.cluster.conf), "SLURMD_NODENAME": node}
         tasks = {pid for pid, _, environ in processes() if ours.items() <= environ.items()}
         keepers = {pid for pid, command, _ in processes() if command[0].startswith("slurmstepd")}
-        for pid in tasks | keepers & {parent(pid) for pid in tasks}:
-            os.kill(pid, signal.SIGKILL)
+        parents = set()
+        for pid in tasks:
+            with contextlib.suppress(OSError):  # it has ended
+                parents.add(parent(pid))
+        for pid in tasks | keepers & parents:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def waits_until_gone(self, job: str, deadline_s: float = DEADLINE_S) -> None:
         """Wait until the job has left the queue."""

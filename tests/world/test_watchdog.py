@@ -86,22 +86,42 @@ def test_a_rank_whose_cpu_is_behind_is_named() -> None:
     assert name_stuck(waiting, silent=[]) == f"rank 1 on n1 is stuck in {LOADS}"
 
 
-def slowest(busy_s: Sequence[float], steps: int = 100) -> str | None:
-    """The straggler of a minute in which each rank took these `steps` and was busy for this many seconds."""
+def slowest(busy_s: Sequence[float], steps: int = 100) -> str:
+    """The straggler's host in a minute in which each rank took these `steps` and was busy for this many seconds."""
     before = beats(*[(5, WAITS)] * len(busy_s))
     after = [replace(beat, progress=5 + steps, busy_s=seconds) for beat, seconds in zip(before, busy_s)]
     return straggler(before, after, seconds=60)
 
 
-def test_stragglers() -> None:
+def test_stragglers(capsys: pytest.CaptureFixture[str]) -> None:
     """One slow disk or throttled GPU slows every rank down. But a rank is named only if it costs more than a tenth of
     the time, or every log would be full of such lines."""
-    line = "rank 2 on n2 is slowing the others down: 0.55 s of its own work per step, the median rank 0.2 s"
-    assert slowest([20.0, 20.0, 55.0, 21.0]) == line
-    assert str(slowest([20.0, 45.0], steps=1)).startswith("rank 1 on n1 is slowing the others down: 45 s")
-    assert slowest([20.0, 21.0, 22.0, 30.0]) is None
-    assert slowest([0.1, 0.1, 4.0, 0.1]) is None
-    assert slowest([30.0]) is None
+    assert slowest([20.0, 20.0, 55.0, 21.0]) == "n2" and slowest([20.0, 45.0], steps=1) == "n1"
+    first, second = capsys.readouterr().out.splitlines()
+    assert "rank 2 on n2 is slowing the others down: 0.55 s of its own work per step, the median rank 0.2 s" in first
+    assert "rank 1 on n1 is slowing the others down: 45 s" in second
+    assert not any(map(slowest, ([20.0, 21.0, 22.0, 30.0], [0.1, 0.1, 4.0, 0.1], [30.0])))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_slow_node_is_blamed_for_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are stuck alike, in a collective: the only evidence is who made the others wait before."""
+    reported: list[Fault] = []
+    watch = Watchdog(Probes(world=lambda: a_world(size=2)), hang_timeout_s=1.0, on_fault=lambda _: None)
+    monkeypatch.setattr(watch, "report", reported.append)
+    monkeypatch.setattr(watchdog, "SLOW_WINDOW_S", 0.0)
+    try:
+        watch.phase = "training"
+        for step in range(3):
+            took = [
+                replace(beat, busy_s=step * own_s) for beat, own_s in zip(beats((step, WAITS), (step, WAITS)), (1, 9))
+            ]
+            watch._compare([replace(beat, round=step) for beat in took])
+        for number in range(4):
+            watch._compare([replace(beat, round=10 + number) for beat in took])
+    finally:
+        watch.close()
+    assert reported[0].reason == "hung" and reported[0].blames == "n1"
 
 
 def test_a_failed_device_is_reported() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trainer.attempt import compiler, user_error
 from trainer.attempt.deadline import Deadline, LastExit, run_for
 from trainer.attempt.end_by_fault import EndByFault
-from trainer.attempt.ending import ending_by_signal, print_hint, record_end, requeue
+from trainer.attempt.ending import end_srun, ending_by_signal, print_hint, record_end, requeue
 from trainer.attempt.grace import GracePeriod
 from trainer.attempt.preflight import Preflight
 from trainer.attempt.rescue import has_begun
@@ -221,6 +221,8 @@ class Attempt:
             if not one_line or (record and record["requeue"]):  # else it is printed as the process ends
                 say(text)
             print_hint(state, text)
+            if record and isinstance(error, MeetingError):
+                end_srun(state)
         else:
             record = self._end_with_others(error, rank, text)
         if record is not None and record["requeue"]:

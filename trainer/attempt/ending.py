@@ -79,10 +79,10 @@ def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable
         say(f"not requeued: {error}; {CONTINUE_BY_HAND}")
 
 
-def end_srun(state: AttemptState, blamed: Sequence[str]) -> bool:
+def end_srun(state: AttemptState) -> bool:
     """After a fault of a node, in a job that chooses its nodes: ask the batch shell to end srun, which would wait for
     the ranks of a dead node. Returns whether it was asked."""
-    if not blamed or BATCH_HOST not in os.environ:
+    if BATCH_HOST not in os.environ:
         return False
     try:
         state.run_dir.step_over(state.world.job_id).touch()

@@ -137,7 +137,7 @@ class Rescuer:
             # A supervisor restarts or requeues. Else the batch shell does once srun has ended. But where a rank is
             # silent, srun may never end: it waits forever for a rank that ended on a node which it could not reach at
             # that moment. After a signal torchrun does not restart anything.
-            srun_ends = end_srun(state, blamed)
+            srun_ends = bool(blamed) and end_srun(state)
             shell_lives = (state.world.by_submitit or state.world.supervised) and (srun_ends or not fault.silent)
             by_shell = state.world.step_restarts is not None or shell_lives
             by_torchrun = state.world.launcher_restarts and fault.reason != "signal"

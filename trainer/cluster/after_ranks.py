@@ -327,8 +327,9 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
             return status
         restarts = restarts_in_place(os.environ)
         can_restart = restarts is not None and SIGNALLED not in os.environ
+        launch = trainer.config.launch
         if not _is_submitted(run, world):
-            launch = replace(launch, nodes=1, spare_nodes=0)  # the user's own script chooses the nodes
+            launch = replace(launch, nodes=world.nodes, spare_nodes=0)  # the user's own script starts the ranks
         shares = trainer.config.train.shares
         if after_ranks(trainer.run, world, launch, status, setup_line, restarts or 0, can_restart, shares):
             return 0

@@ -105,6 +105,7 @@ class Watchdog:
         self._still_s = 0.0  # since any rank made progress
         self._beats: list[Beat] = []
         self._window: tuple[float, list[Beat]] | None = None
+        self._slow_host = ""  # of the straggler of the last window
         self._faulted = threading.Lock()
         self._closed = threading.Event()
         self._main_thread = threading.main_thread().ident or 0
@@ -268,7 +269,8 @@ class Watchdog:
         if silent or self._still_s > self._timeout_s:
             waited_s = min((self._silent_s[rank] for rank in silent), default=self._still_s)
             text = f"{name_stuck(beats, silent)}, for {waited_s:.0f} s"
-            self.report(Fault("hung", text, silent=bool(silent), blames=hosts_of_stuck(beats, silent)))
+            host = hosts_of_stuck(beats, silent) or self._slow_host
+            self.report(Fault("hung", text, silent=bool(silent), blames=host))
         self._name_straggler(beats)
 
     def _name_straggler(self, beats: list[Beat]) -> None:
@@ -277,8 +279,7 @@ class Watchdog:
         since, before = self._window
         seconds = time.monotonic() - since
         if seconds > SLOW_WINDOW_S and beats[0].progress > before[0].progress:
-            if slow := straggler(before, beats, seconds):
-                say(slow)
+            self._slow_host = straggler(before, beats, seconds)
             self._window = (time.monotonic(), beats)
 
 
@@ -314,8 +315,8 @@ def hosts_of_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
     return ",".join(dict.fromkeys(beats[rank].host for rank in stuck)) if len(stuck) < len(beats) else ""
 
 
-def straggler(before: Sequence[Beat], after: Sequence[Beat], seconds: float) -> str | None:
-    """A message that names the rank that made the others wait, if one did.
+def straggler(before: Sequence[Beat], after: Sequence[Beat], seconds: float) -> str:
+    """Print which rank made the others wait, if one did, and return its host.
 
     `before` and `after` are two heartbeats of each rank, `seconds` and at least one step apart. A straggler was busy
     with its own work for more than twice as long as the median rank, and that cost more than a tenth of the time.
@@ -326,11 +327,13 @@ def straggler(before: Sequence[Beat], after: Sequence[Beat], seconds: float) -> 
     median = statistics.median_low(busy_s)
     late = busy_s[slowest] - median
     if late <= median or late <= 0.1 * seconds:
-        return None
-    return (
-        f"rank {slowest} on {after[slowest].host} is slowing the others down: {busy_s[slowest] / steps:.3g} s of its "
-        f"own work per step, the median rank {median / steps:.3g} s"
+        return ""
+    host, own_s, median_s = after[slowest].host, busy_s[slowest] / steps, median / steps
+    say(
+        f"rank {slowest} on {host} is slowing the others down: {own_s:.3g} s of its own work per step, the median rank "
+        f"{median_s:.3g} s"
     )
+    return host
 
 
 def innermost_line(thread: int) -> tuple[str, bool]:
