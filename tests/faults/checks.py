@@ -20,11 +20,12 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, order=True)
 class Attempt:
-    """One start of the ranks: the job's id and restart count, and Slurm's step."""
+    """One start of the ranks: the job's id and restart count, Slurm's step, and the restarts within that step."""
 
     job_id: str
     restart: int
     step: int = 0
+    again: int = 0
 
     @classmethod
     def of(cls, record: Record) -> Attempt:
@@ -32,10 +33,16 @@ class Attempt:
         step = record.get("step_id", 0)
         if step is None:  # it ended before it began
             step = -1 - record["attempt"]
-        return cls(str(record["job_id"]), int(record["restart"]), step)
+        return cls(str(record["job_id"]), int(record["restart"]), step, record.get("step_restarts", 0))
+
+    @classmethod
+    def named(cls, name: str) -> Attempt:
+        """The attempt that World has a name for, such as 7-0-0 or, after two restarts in place, 7-0-0-2."""
+        job_id, *numbers = name.split("-")
+        return cls(job_id, *map(int, numbers))
 
     def __str__(self) -> str:
-        return f"{self.job_id}-{self.restart}-{self.step}"
+        return f"{self.job_id}-{self.restart}-{self.step}" + (f"-{self.again}" if self.again else "")
 
 
 @dataclass(frozen=True)
