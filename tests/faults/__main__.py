@@ -1,4 +1,8 @@
-"""`python -m tests.faults --faults N --seed S`: inject N random faults into real runs on a throwaway Slurm."""
+"""`python -m tests.faults --faults N --seed S`: inject N random faults into real runs on a throwaway Slurm.
+
+With --results FILE the outcome of each run is kept there; the same command, typed again after an interruption,
+continues with the runs that are missing. --report then says what was found so far.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from tests.faults.plan import RunPlan, layouts, make_plan
 from tests.faults.report import Hit, Report
 from tests.faults.run import Run
 from tests.faults.site import MOST_AT_ONCE, Site
+from tests.faults.storm import run_storm
 from tests.slurm.cluster import missing
 
 LIVES = 3  # how many runs may try a fault before it is reported as never injected
@@ -27,13 +32,15 @@ LIVES = 3  # how many runs may try a fault before it is reported as never inject
 class Harness:
     """Carries out the plan, several runs at a time, and collects their reports."""
 
-    def __init__(self, site: Site, plan: Sequence[RunPlan], report: Report, keep: Path) -> None:
+    def __init__(self, site: Site, plan: Sequence[RunPlan], report: Report, keep: Path, results: Path | None) -> None:
         self.site = site
-        self.plan = deque(plan)
+        self.plan = deque(run for run in plan if run.name not in report.done)
+        self.results = results
         self.report = report
         self.keep = keep
         self.undisturbed: dict[str, Undisturbed] = {}
-        self._layouts = deque(layouts(plan))
+        self._layouts = deque(layouts(self.plan))
+        self._taken: dict[str, list[Hit]] = {}  # by runs of which a part is left
         self._slots = range(report.at_once)
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()
@@ -68,7 +75,13 @@ class Harness:
     def _under_faults(self, slot: int) -> None:
         while self.plan:
             plan = self.plan.popleft()
-            run = Run(self.site, slot, plan, self._tell)
+            hits: list[Hit] = []
+
+            def tell(hit: Hit, hits: list[Hit] = hits) -> None:
+                hits.append(hit)
+                self._tell(hit)
+
+            run = Run(self.site, slot, plan, tell)
             try:
                 left = run.live(self.undisturbed[plan.setting.layout])
             except Exception as error:  # the reports of the other runs are still worth having
@@ -82,9 +95,16 @@ class Harness:
                     print(f"         WRONG  {plan.name}: {what}", flush=True)
             name, _, life = plan.name.partition(".")
             if left and int(life or 1) < LIVES:
-                self.plan.append(replace(plan, name=f"{name}.{int(life or 1) + 1}", shots=tuple(left)))
-            elif left:
+                # At the front: the run's faults are kept together with those that it has taken.
+                self.plan.appendleft(replace(plan, name=f"{name}.{int(life or 1) + 1}", shots=tuple(left)))
+                self._taken.setdefault(name, []).extend(hits)
+                continue
+            if left:
                 self.report.wrong.append(f"{plan.name}: never injected: {', '.join(shot.fault for shot in left)}")
+            with self._lock:
+                self.report.done[name] = [*self._taken.pop(name, []), *hits]
+                if self.results is not None:
+                    self.report.save(self.results)
 
     def _tell(self, hit: Hit) -> None:
         with self._lock:
@@ -102,6 +122,11 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--only", action="append", choices=sorted(FAULTS), help="inject this kind only; repeatable")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report to this file, e.g. docs/chaos.md")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keep the outcome of each run in this file")
+    storm = parser.add_argument_group("storm", "a rank is killed again and again, until the run has finished")
+    storm.add_argument("--storm", action="store_true", help="do this instead of random faults")
+    storm.add_argument("--period", type=float, default=15, metavar="S", help="a death every so often (default: 15 s)")
+    storm.add_argument("--deaths", type=int, default=40, metavar="N", help="least number of deaths (default: 40)")
     given = parser.parse_args(words)
     if lack := missing():
         print(lack, file=sys.stderr)
@@ -110,15 +135,24 @@ def main(words: Sequence[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="laststep-faults-"))
     site = Site(folder)
     try:
+        if given.storm:
+            return run_storm(site, given.period, given.deaths)
         kinds = {name: fault for name, fault in FAULTS.items() if not given.only or name in given.only}
         plan = make_plan(kinds, given.faults, given.seed, site.lacks.keys())
         report = Report(given.seed, given.faults, given.at_once, site.lacks)
-        Harness(site, plan, report, folder / "kept").run()
+        if given.results:
+            report.load(given.results)
+        try:
+            Harness(site, plan, report, folder / "kept", given.results).run()
+        except (KeyboardInterrupt, SystemExit):  # what was found so far is worth having
+            report.interrupted = True
     finally:
         site.close()
     print(report.terminal())
     if given.report:
         given.report.write_text(report.markdown())
+    if report.interrupted:
+        return 130
     if report.violations:
         print(f"the folders of runs with violations are in {folder / 'kept'}")
         return 1

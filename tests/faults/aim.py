@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 
 from tests.faults.checks import Attempt
@@ -31,6 +32,8 @@ def aim(victim: Victim, moment: Moment, delay_ms: int) -> None:
             victim.wait(lambda: set(victim.traces()) - traced, DEADLINE_S, "no attempt began", QUICK_POLL_S)
         elif moment is Moment.STOP:
             victim.wait(lambda: victim.log.last("stop") is not stopped, DEADLINE_S, "no rank logged a stop")
+        elif moment is Moment.AGAIN:
+            victim.signal(signal.SIGKILL, victim.rank(victim.setting.world_size - 1).pid)
         elif moment is Moment.HOLD:
             victim.wait(lambda: not victim.ranks() and victim.job.state == "PENDING", DEADLINE_S, "no requeue")
         elif moment is Moment.VALIDATION:

@@ -21,25 +21,33 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, order=True)
 class Attempt:
-    """One start of the ranks: the job's id and restart count, and Slurm's step."""
+    """One start of the ranks: the job's id and restart count, Slurm's step, and the restarts within that step."""
 
     job_id: str
     restart: int
     step: int = 0
+    again: int = 0
 
     @classmethod
     def of(cls, record: Record) -> Attempt:
         """The attempt that a line of attempts.jsonl is about."""
         step = record.get("step_id", 0)
-        return cls(str(record["job_id"]), int(record["restart"]), NO_STEP if step is None else step)
+        step_id = NO_STEP if step is None else step
+        return cls(str(record["job_id"]), int(record["restart"]), step_id, record.get("step_restarts", 0))
 
     @property
     def never_began(self) -> Attempt:
         """How its record names it if it ended before it began: the batch shell does not know the step."""
         return Attempt(self.job_id, self.restart, NO_STEP)
 
+    @classmethod
+    def named(cls, name: str) -> Attempt:
+        """The attempt that World has a name for, such as 7-0-0 or, after two restarts in place, 7-0-0-2."""
+        job_id, *numbers = name.split("-")
+        return cls(job_id, *map(int, numbers))
+
     def __str__(self) -> str:
-        return f"{self.job_id}-{self.restart}-{self.step}"
+        return f"{self.job_id}-{self.restart}-{self.step}" + (f"-{self.again}" if self.again else "")
 
 
 @dataclass(frozen=True)

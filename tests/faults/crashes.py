@@ -11,6 +11,7 @@ from tests.faults.site import SLURMD_TIMEOUT_S
 from tests.faults.victim import Missed, Victim
 
 CONTROLLER = "slurmctld"
+BAD_NODE_KILLS = 3
 REQUEUE_HOLD_S = 6  # how long Slurm holds a requeued job, with this cluster's cred_expire
 
 
@@ -27,6 +28,28 @@ def kill_other_rank(victim: Victim, shot: Shot) -> None:
 def kill_all(victim: Victim, shot: Shot) -> None:
     """Kill every rank: none is left to save, or to record why the attempt ended."""
     victim.signal(signal.SIGKILL, *(rank.pid for rank in victim.all_ranks()))
+
+
+def kill_supervisor(victim: Victim, shot: Shot) -> None:
+    """Kill the process that starts a rank, and with it the rank."""
+    supervisors = victim.supervisors()
+    if (number := victim.pick(shot.aim)) not in supervisors:
+        raise Missed(f"rank {number} has no supervisor")
+    victim.signal(signal.SIGKILL, supervisors[number].pid)
+
+
+def bad_node(victim: Victim, shot: Shot) -> None:
+    """A node kills its ranks, and those that start there next, and once more."""
+    node = victim.node(shot.aim)
+    killed: set[int] = set()
+
+    def ranks_there() -> list[int]:
+        return [p.pid for p in victim.ranks().values() if p.env.get("SLURMD_NODENAME") == node and p.pid not in killed]
+
+    for _ in range(BAD_NODE_KILLS):
+        found = victim.wait(ranks_there, 60, f"no rank starts on {node}")
+        killed |= set(found)
+        victim.signal(signal.SIGKILL, *found)
 
 
 def kill_srun(victim: Victim, shot: Shot) -> None:
@@ -106,12 +129,14 @@ def _back_later(victim: Victim, node: str, seconds: float) -> None:
 SINCE_SAVE, STAYS = Loss.SINCE_SAVE, Return.STAYS
 STEADY = (Moment.STEP, Moment.VALIDATION, Moment.SAVE)
 FAULTS = [
-    Fault("kill-rank-0", "SIGKILL of rank 0", kill_rank_0, ALWAYS),
-    Fault("kill-rank", "SIGKILL of another rank", kill_other_rank, ALWAYS),
+    Fault("kill-rank-0", "SIGKILL of rank 0", kill_rank_0, (*ALWAYS, Moment.AGAIN)),
+    Fault("kill-rank", "SIGKILL of another rank", kill_other_rank, (*ALWAYS, Moment.AGAIN)),
     Fault("kill-all", "SIGKILL of every rank", kill_all, ALWAYS, SINCE_SAVE),
-    Fault("kill-srun", "SIGKILL of srun", kill_srun, WITH_RANKS, SINCE_SAVE),
+    Fault("kill-supervisor", "SIGKILL of a rank's supervisor", kill_supervisor, (*AT_WORK, Moment.AGAIN)),
+    Fault("bad-node", "a node kills its ranks three times in a row", bad_node, STEADY, SINCE_SAVE),
+    Fault("kill-srun", "SIGKILL of srun", kill_srun, (*WITH_RANKS, Moment.AGAIN), SINCE_SAVE),
     Fault("kill-worker", "SIGKILL of a loader worker", kill_worker, STEADY, needs=lambda run: run.workers > 0),
-    Fault("freeze-rank", "SIGSTOP of a rank", freeze_rank, AT_WORK),
+    Fault("freeze-rank", "SIGSTOP of a rank", freeze_rank, (*AT_WORK, Moment.AGAIN)),
     Fault("node-crash", "a node loses power", crash_node, STEADY, Loss.UNLESS_A_NODE_LIVES),
     Fault("slurmd-restart", "slurmd away for 1 to 3 s", restart_slurmd, STEADY, returns=STAYS, slow=True),
     Fault(

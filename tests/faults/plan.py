@@ -27,6 +27,7 @@ class Moment(Enum):
     VALIDATION = "validation", 150
     SAVE = "save", 40
     STOP = "stop", 400
+    AGAIN = "restart in place", 1500  # a rank was killed a moment ago
     HOLD = "waiting in the queue", 3000
 
     @property

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from tests.faults import site
 from tests.faults.faults import FAULTS
@@ -54,6 +57,35 @@ class Report:
     wrong: list[str] = field(default_factory=list)  # violations of a whole run, not of one fault
     runs: int = 0
     began: float = field(default_factory=time.time)
+    spent_s: float = 0.0  # before this process
+    done: dict[str, list[Hit]] = field(default_factory=dict)  # the faults of each run that is complete
+    interrupted: bool = False
+
+    def save(self, path: Path) -> None:
+        """Keep what is known of complete runs, for `load`."""
+        done = {run: [{**asdict(hit), "moment": hit.moment.name} for hit in hits] for run, hits in self.done.items()}
+        kept = {"seed": self.seed, "planned": self.planned, "runs": self.runs, "wrong": self.wrong, "done": done}
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({**kept, "spent_s": self.elapsed_s}))
+        temporary.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Continue with the results of an interrupted harness, if there are any. Raises ValueError if they are those of
+        another plan."""
+        if not path.exists():
+            return
+        kept: dict[str, Any] = json.loads(path.read_text())
+        if (kept["seed"], kept["planned"]) != (self.seed, self.planned):
+            raise ValueError(f"{path} has the results of --seed {kept['seed']} --faults {kept['planned']}")
+        self.runs, self.wrong, self.spent_s = kept["runs"], kept["wrong"], kept["spent_s"]
+        for run, hits in kept["done"].items():
+            self.done[run] = [Hit(**{**hit, "moment": Moment[hit["moment"]]}) for hit in hits]
+            self.hits += self.done[run]
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the harness has taken so far."""
+        return self.spent_s + time.time() - self.began
 
     @property
     def violations(self) -> list[str]:
@@ -63,7 +95,7 @@ class Report:
     def line(self, hit: Hit) -> str:
         """The line for one fault."""
         outcome = f"{hit.by or 'lost'} after {hit.back_s:.1f} s".ljust(32) + f"lost {hit.lost}".ljust(10) + hit.recorded
-        head = f"{len(self.hits):>3}/{self.planned}  {_minutes(time.time() - self.began)}  {_place(hit):<66}"
+        head = f"{len(self.hits):>3}/{self.planned}  {_minutes(self.elapsed_s)}  {_place(hit):<66}"
         return "".join([head, outcome, *(f"\n         WRONG  {what}" for what in hit.wrong)])
 
     def terminal(self) -> str:
@@ -107,7 +139,7 @@ class Report:
             f"partitions {site.BATCH}, {site.NOTICE} (GraceTime={site.NOTICE_S}), {site.SCAVENGE} (PreemptMode=CANCEL, "
             f"GraceTime={site.CANCEL_NOTICE_S}), {site.URGENT} (preempts); KillWait={site.KILL_WAIT_S}, "
             f"SlurmdTimeout={site.SLURMD_TIMEOUT_S}",
-            f"{time.strftime('%Y-%m-%d', time.localtime(self.began))}, {_minutes(time.time() - self.began)} (min:s)",
+            f"{time.strftime('%Y-%m-%d', time.localtime(self.began))}, {_minutes(self.elapsed_s)} (min:s)",
         ]
         return lines + [f"not tested ({what}): {why}" for what, why in self.lacks.items()]
 

@@ -8,7 +8,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.faults.plan import Fault, Loss, Moment, Return, RunPlan, Shot
 from tests.faults.report import Hit
 from tests.faults.site import NODES, Site
 from tests.faults.task import ASIDE
-from tests.faults.victim import Missed, NeverCame, Victim
+from tests.faults.victim import Missed, NeverCame, Process, Victim
 from trainer.config.config import Config
 from trainer.config.keys import fields_of
 from trainer.records.metrics import read_lines
@@ -44,10 +45,19 @@ class GaveUp(Exception):
     """The run cannot continue."""
 
 
+def _outlives(process: Process, now: Attempt, is_supervisor: bool) -> bool:
+    """Whether a process may be older than the attempt: a supervisor of its step, or what started the step."""
+    attempt = process.attempt
+    same_job = (attempt.job_id, attempt.restart) == (now.job_id, now.restart)
+    return same_job and (attempt.step == now.step if is_supervisor else not process.trains)
+
+
 class Run:
     """Submits a run, injects its planned faults, waits until it has recovered from each, and checks it."""
 
-    def __init__(self, site: Site, slot: int, plan: RunPlan, tell: Callable[[Hit], None]) -> None:
+    def __init__(
+        self, site: Site, slot: int, plan: RunPlan, tell: Callable[[Hit], None], words: Sequence[str] = ()
+    ) -> None:
         self.site = site
         self.plan = plan
         self.tell = tell
@@ -57,10 +67,10 @@ class Run:
         if plan.setting.disk:
             site.mount(self.root, DISK_MB)
         self.victim = Victim(site, RunDir(self.root / plan.name), site.folder / "aside" / plan.name, plan.setting)
-        config = Config.load(CONFIG)
+        config = Config.load(CONFIG, list(words))
         self.log_every = config.train.log_every
         self.total = config.train.epochs * int(config.data.args["samples"]) // config.train.batch_size
-        self.words = self._words(slot)
+        self.words = [*self._words(slot), *words]
         self.resumed = 0  # the step after which the current attempt began
         self.settled: set[Attempt] = set()  # attempts whose lost steps have been checked
         self.set_back: set[Attempt] = set()  # attempts whose last checkpoint the harness damaged
@@ -91,7 +101,7 @@ class Run:
         missed: list[Shot] = []
         shots = list(self.plan.shots)
         try:
-            self._types("submit", *self.words)
+            self.submit()
             while shots and self._is_ready(shots[0]):
                 shot = shots.pop(0)
                 if not self._take(shot):
@@ -103,6 +113,10 @@ class Run:
             self.wrong += filter(None, [str(error)])
             self._clear_away()
         return missed + shots
+
+    def submit(self) -> None:
+        """Submit the run. Raises GaveUp."""
+        self._types("submit", *self.words)
 
     def result(self) -> Undisturbed:
         """The result of the finished run."""
@@ -172,7 +186,9 @@ class Run:
         kept = victim.kept()
         if fault.slow:
             victim.set_pace(SLOW_MS)
-        hit = Hit(self.plan.name, fault.name, where, shot.delay_ms)
+        if again := shot.moment is Moment.AGAIN:  # two faults: there may be no rank left to save
+            fault = fault if fault.loses is Loss.NEWEST else replace(fault, loses=Loss.SINCE_SAVE)
+        hit = Hit(self.plan.name, fault.name, shot.moment if again else where, shot.delay_ms)
         struck = time.monotonic()
         try:
             if later := fault.inject(victim, shot):
@@ -293,7 +309,12 @@ class Run:
         now, _ = whereabouts(victim)
 
         def strays() -> list[str]:
-            return [f"{p.pid} {' '.join(p.argv)[:80]}" for p in victim.processes() if p.attempt != now]
+            lasting = {p.pid for p in victim.supervisors().values()}
+            return [
+                f"{p.pid} {' '.join(p.argv)[:80]}"
+                for p in victim.processes()
+                if p.attempt != now and not (now and _outlives(p, now, p.pid in lasting))
+            ]
 
         self.victim.set_pace(SLOW_MS)
         try:

@@ -84,16 +84,16 @@ def _in(partition: str) -> Needs:
 
 EITHER = Return.EITHER
 FAULTS = [
-    Fault("requeue", "`scontrol requeue`", requeue, ALWAYS),
+    Fault("requeue", "`scontrol requeue`", requeue, (*ALWAYS, Moment.AGAIN)),
     Fault("preempt", "preemption with requeue", preempt, ALWAYS, needs=_in(BATCH)),
     Fault("preempt-notice", "preemption with requeue after a GraceTime", preempt, ALWAYS, needs=_in(NOTICE)),
     Fault("preempt-cancel", "preemption with cancel after a GraceTime", preempt, WITH_RANKS, needs=_in(SCAVENGE)),
-    Fault("usr2", "`scancel --signal USR2`", user_signal, ALWAYS),
+    Fault("usr2", "`scancel --signal USR2`", user_signal, (*ALWAYS, Moment.AGAIN)),
     Fault("usr2-rank", "SIGUSR2 to one rank", rank_signal(signal.SIGUSR2), ALWAYS),
     Fault("term-rank", "SIGTERM to one rank", rank_signal(signal.SIGTERM), ALWAYS, returns=EITHER),
     Fault("term-twice", "SIGTERM twice to one rank", rank_signal(signal.SIGTERM, 2), ALWAYS, returns=EITHER),
     Fault("int-rank", "SIGINT (Ctrl-C) to one rank", rank_signal(signal.SIGINT), ALWAYS, returns=EITHER),
     Fault("usr2-and-term", "SIGUSR2 to one rank and SIGTERM to one", two_signals, ALWAYS, returns=EITHER),
-    Fault("scancel", "`scancel`", cancel, (*WITH_RANKS, Moment.HOLD), returns=Return.USER),
+    Fault("scancel", "`scancel`", cancel, (*WITH_RANKS, Moment.HOLD, Moment.AGAIN), returns=Return.USER),
     Fault("time-limit", "the time limit", time_limit, (Moment.STEP,), slow=True),
 ]

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +19,13 @@ from tests.faults.plan import Setting
 from tests.faults.site import Job, Site
 from tests.faults.task import ASIDE, TRAINED, VALIDATED
 from trainer.records.metrics import read_lines
+from trainer.records.step_restart import read_answer
 from trainer.rundir import RunDir
 
 T = TypeVar("T")
 POLL_S = 0.02
+BOOTED = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # Unix time
+CLOCK_TICK_S = 0.05  # the times of processes are exact to a tick
 # Log lines that show what the run is doing; "resume" and "skip" are also compared with the run's files.
 MARKS = {
     "resume": re.compile(r"\[laststep[^]]*\] (?:resuming after step (\d+)|starting)"),
@@ -48,16 +51,18 @@ class Process:
     parent: int
     argv: tuple[str, ...]
     env: dict[str, str]
+    began: float  # Unix time
+    again: int = 0  # restarts within its step before it began
 
     @property
     def attempt(self) -> Attempt:
         """The attempt that it belongs to."""
         restart, step = (int(self.env.get(name, 0)) for name in ("SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
-        return Attempt(self.env.get("SLURM_JOB_ID", "none"), restart, step)
+        return Attempt(self.env.get("SLURM_JOB_ID", "none"), restart, step, self.again)
 
     @property
     def trains(self) -> bool:
-        """Whether it is a rank, or a worker that a rank forked."""
+        """Whether it is a rank, its supervisor, or a worker that a rank forked."""
         return "submitit.core._submit" in self.argv and "python" in os.path.basename(self.argv[0])
 
 
@@ -162,12 +167,29 @@ class Victim:
         """All processes of the run: ranks, loader workers, srun, the batch script, and what they left running."""
         marks = (f"{ASIDE}={self.aside}\0".encode(), f"SLURM_JOB_NAME={self.run.name}\0".encode())
         conf = f"SLURM_CONF={self.site.cluster.conf}\0".encode()
-        return [p for p in _processes(marks, f"{self.run.path}/".encode()) if _mine(p, conf) and p.pid != os.getpid()]
+        found = [p for p in _processes(marks, f"{self.run.path}/".encode()) if _mine(p, conf) and p.pid != os.getpid()]
+        return [replace(process, again=self._restarts_before(process)) for process in found]
 
-    def ranks(self) -> dict[int, Process]:
-        """The running ranks, by number."""
+    def _restarts_before(self, process: Process) -> int:
+        """How often the ranks had been started again in the process's step when it began."""
+        with contextlib.suppress(OSError):
+            answer, answered_at = read_answer(self.run.step_restart), self.run.step_restart.stat().st_mtime
+            if answer and answer.again and process.trains:
+                before = Attempt.named(answer.after)
+                if replace(before, again=0) == process.attempt:
+                    return before.again + (process.began > answered_at - CLOCK_TICK_S)
+        return 0
+
+    def supervisors(self) -> dict[int, Process]:
+        """The supervisors of the ranks, by number."""
         training = {p.pid: p for p in self.processes() if p.trains and "SLURM_PROCID" in p.env}
         return {int(p.env["SLURM_PROCID"]): p for p in training.values() if p.parent not in training}
+
+    def ranks(self) -> dict[int, Process]:
+        """The running ranks, by number: each is the child of its supervisor."""
+        found = {p.pid: p for p in self.processes() if p.trains and "SLURM_PROCID" in p.env}
+        supervisors = {p.pid for p in found.values() if p.parent not in found}
+        return {int(p.env["SLURM_PROCID"]): p for p in found.values() if p.parent in supervisors}
 
     def pick(self, aim: float) -> int:
         """A rank's number, from `aim` in [0, 1)."""
@@ -200,8 +222,8 @@ class Victim:
 
     def workers(self) -> list[Process]:
         """The loader workers."""
-        training = {p.pid: p for p in self.processes() if p.trains}
-        return [p for p in training.values() if p.parent in training]
+        ranks = {rank.pid for rank in self.ranks().values()}
+        return [p for p in self.processes() if p.trains and p.parent in ranks]
 
     def signal(self, number: signal.Signals, *pids: int) -> None:
         """Send a signal to these processes. Raises Missed if all of them have ended."""
@@ -219,8 +241,7 @@ class Victim:
         """The number of training batches that each attempt has begun on any rank, without the warm-up."""
         begun: dict[Attempt, int] = {}
         for path in self.aside.glob("*.trace"):
-            job_id, restart, step = path.name.split(".")[0].rsplit("-", 2)
-            attempt = Attempt(job_id, int(restart), int(step))
+            attempt = Attempt.named(path.name.split(".")[0])
             begun[attempt] = max(begun.get(attempt, 0), path.read_bytes().count(TRAINED) - 1)
         return begun
 
@@ -296,7 +317,8 @@ def _processes(marks: tuple[bytes, ...], word: bytes) -> Iterator[Process]:
             environ, command = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
             if not command or not (word in command or any(mark in environ for mark in marks)):
                 continue
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            parent, began = int(stat[1]), int(stat[19]) / os.sysconf("SC_CLK_TCK") + BOOTED
             argv = tuple(command.decode(errors="replace").split("\0"))
             pairs = (pair.partition("=") for pair in environ.decode(errors="replace").split("\0"))
-            yield Process(int(entry.name), parent, argv, {key: value for key, _, value in pairs})
+            yield Process(int(entry.name), parent, argv, {key: value for key, _, value in pairs}, began)

@@ -22,7 +22,7 @@ from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.ending import end_srun, ending_by_signal, print_hint, record_end, requeue
 from trainer.attempt.grace import GracePeriod
 from trainer.attempt.preflight import Preflight
-from trainer.attempt.rescue import has_begun
+from trainer.attempt.rescue_files import has_begun
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.store import CheckpointError, Manifest
 from trainer.config.config import Config

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainer.attempt.rescue_files import gone_file, leader_file
 from trainer.attempt.rescue_plan import (
     ALONE_S,
     SILENT_S,
@@ -265,11 +266,6 @@ class Rescue:
             self._changed.notify_all()
 
 
-def leader_file(folder: Path, term: int) -> Path:
-    """The file of the leader of a term, from 0."""
-    return folder / f"leader_{term}.json"
-
-
 def read_board(folder: Path, term: int, seal: Seal) -> Board | None:
     """What the leader of a term has published, None if nothing that can be read."""
     fields = read_fields(leader_file(folder, term), seal)
@@ -286,16 +282,6 @@ def read_survivor(folder: Path, rank: int, seal: Seal) -> Survivor | None:
         if fields is not None and fields["rank"] == rank:
             return Survivor.parse(fields)
     return None
-
-
-def gone_file(folder: Path, rank: int) -> Path:
-    """The file that a rank's supervisor creates when its process has ended."""
-    return folder / f"gone_{rank}"
-
-
-def has_begun(folder: Path) -> bool:
-    """Whether any rank has begun its end by fault, and so given up on the others."""
-    return leader_file(folder, 0).exists()
 
 
 # Every file of a rescue is written and read by these two.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainer.attempt.ending import EndReason, end_srun, ending_by_signal, print_hint, record_end, requeue, shell_is_gone
 from trainer.attempt.rescue import Rescue, Superseded, blamed_hosts, explain
+from trainer.attempt.rescue_files import silent_file
 from trainer.attempt.rescue_plan import Holding, Part, Plan
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.files import StateChanged
@@ -129,6 +130,8 @@ class Rescuer:
         else:
             reason, wants_requeue = fault.reason, True
         retry = least_hopeful([fault.retry, *(failure.retry for failure in plan.failures)])
+        if fault.silent:  # for the supervisors
+            silent_file(state.run_dir.rescues / state.world.attempt).touch()
         record = record_end(state, reason, end_step, saved_step, error=error, retry=retry, blamed=blamed)
         if record is not None:
             lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"

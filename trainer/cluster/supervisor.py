@@ -29,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -37,7 +38,8 @@ from submitit.core.utils import DelayedSubmission
 
 from trainer.attempt import compiler
 from trainer.attempt.finished import finish_of
-from trainer.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S, gone_file, has_begun
+from trainer.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
+from trainer.attempt.rescue_files import gone_file, has_begun, silent_file
 from trainer.cluster.after_ranks import after_ranks, starts_again_here
 from trainer.config.config import Config
 from trainer.records.attempt_record import EndedAttempt
@@ -46,13 +48,14 @@ from trainer.records.step_restart import read_answer, write_answer
 from trainer.rundir import RunDir
 from trainer.say import flush_output, say
 from trainer.trainer import Trainer
-from trainer.world.launchers import STEP_RESTARTS, detect_world
+from trainer.world.launchers import STEP_RESTARTS, detect_world, restarts_in_place
 from trainer.world.signals import STOP_SIGNALS, die_with_parent
 from trainer.world.world import World
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 HELD = (*STOP_SIGNALS, signal.SIGCHLD)  # blocked, and waited for
 LOOK_S = 0.25  # how often a supervisor looks whether its rank is frozen
+STUCK_S = 2.0  # a rank that waits for a disk, say, may wait in the kernel for a shorter time
 # After a rank has failed, the survivors begin their end by fault within this time if they notice.
 BEGUN_S = 2.0
 # The end by fault may take launch.hang_timeout_s, or this where that is shorter.
@@ -73,7 +76,8 @@ class Supervisor:
         self._world = self._next_world()
         self._round_s = max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * self._world.size)
         self._ends = False  # after a signal that ends the step
-        self._hung = False  # whether this attempt, or the one before, ended as hung
+        self._stuck_s = 0.0  # how long the rank has been waiting in the kernel
+        self._hung = False  # whether an attempt hung, and none has made progress since
 
     @classmethod
     def of_job(cls, logs: str) -> Supervisor:
@@ -94,10 +98,10 @@ class Supervisor:
             if rank == 0:
                 return _begin_rank()
             status = self._wait(rank)
-            with suppress(ProcessLookupError):  # processes that the rank has started
-                os.killpg(rank, signal.SIGKILL)
-            if not _failed(status) or not self._agree():
+            if not _failed(status) or not self._agree(status):
                 _end_as(status)
+            with suppress(ProcessLookupError):  # what the rank has started and left behind; at its end Slurm does this
+                os.killpg(rank, signal.SIGKILL)
             self._restarts += 1
             self._world = self._next_world()
 
@@ -142,28 +146,27 @@ class Supervisor:
         state = _state(rank)
         if state in "Tt":
             return has_begun(self._run.rescues / self._world.attempt)
-        return state == "D" and find_record(self._run, self._world) is not None
+        self._stuck_s = self._stuck_s + LOOK_S if state == "D" else 0.0
+        return self._stuck_s >= STUCK_S and find_record(self._run, self._world) is not None
 
-    def _agree(self) -> bool:
+    def _agree(self, status: int) -> bool:
         """Whether all ranks start again, now that this one has failed."""
         with suppress(OSError):
-            record = self._ended_record()
-            if record is None:
-                return self._give_up()
-            if self._config.launch.chooses_nodes and record["blamed"]:
-                return False  # the batch shell chooses the nodes, and ends srun even if one of them is dead
-            hung_before, self._hung = self._hung, record["reason"] == "hung"
-            if record["requeue"] and self._answer():
-                return True
-            self._hung |= hung_before
-            return self._give_up()
+            if record := self._ended_record(status):
+                if self._config.launch.chooses_nodes and record["blamed"]:
+                    return False  # the batch shell chooses the nodes, and ends srun even if one of them is dead
+                progress = record["end_step"] - record["lost_steps"] > record["start_step"]
+                self._hung = record["reason"] == "hung" or (self._hung and not progress)
+                if record["requeue"] and self._answer():
+                    return True
+            self._give_up()
         return False
 
-    def _ended_record(self) -> EndedAttempt | None:
+    def _ended_record(self, status: int) -> EndedAttempt | None:
         """Say that the rank is gone, and wait for the record of the attempt's end."""
         folder = self._run.rescues / self._world.attempt
         folder.mkdir(parents=True, exist_ok=True)
-        gone_file(folder, self._world.rank).touch()
+        _write(gone_file(folder, self._world.rank), str(status))
         if not self._until(lambda: has_begun(folder), BEGUN_S):
             return None
         seen: list[int] = [0]
@@ -186,23 +189,30 @@ class Supervisor:
             )
             return answer is not None and answer.again
         folder = self._run.rescues / world.attempt
-        waiting = set(range(world.size))
+        files = {rank: gone_file(folder, rank) for rank in range(world.size)}
+        statuses: dict[int, int] = {}
 
         def all_gone() -> bool:
-            waiting.difference_update([rank for rank in waiting if gone_file(folder, rank).exists()])
-            return not waiting
+            found = {rank: int(file.read_text()) for rank, file in files.items() if file.exists()}
+            statuses.update(found)
+            for rank in found:
+                del files[rank]
+            return not files
 
-        again = bool(self._until(all_gone, GONE_S)) and starts_again_here(self._run, world, self._config.launch)
+        again = bool(self._until(all_gone, GONE_S))
+        if silent_file(folder).exists() and min(statuses.values(), default=0) >= 0:
+            again = False  # no rank was frozen, or killed: the ranks do not reach each other
+        again = again and starts_again_here(self._run, world, self._config.launch)
         write_answer(path, world, again)
         return again
 
-    def _give_up(self) -> bool:
+    def _give_up(self) -> None:
         """The supervisor ends, and so does srun. But after a hang srun may never end, because it cannot reach a node:
         then the lowest rank whose supervisor lives requeues the job."""
         folder = self._run.rescues / self._world.attempt
         if self._hung and not any(gone_file(folder, rank).exists() for rank in range(self._world.rank)):
-            after_ranks(self._run, self._world, self._config.launch, status=1)
-        return False
+            job = replace(self._world, step_id=None)
+            after_ranks(self._run, job, self._config.launch, status=1, restarts=restarts_in_place(os.environ) or 0)
 
     def _until(self, condition: Callable[[], T | None], deadline_s: float) -> T | None:
         """Poll until `condition` returns something true; None at the deadline, or once the step ends."""
@@ -215,6 +225,13 @@ class Supervisor:
                 self._ends |= found.si_signo in ENDING
                 self._pending.append(found.si_signo)
         return None
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a small file, at once for any reader."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def _begin_rank() -> None:

@@ -1,0 +1,281 @@
+"""The supervisors of two ranks, with stand-ins for the ranks and for Slurm. tests/slurm/ tests them on a real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from submitit.core.utils import DelayedSubmission, JobPaths
+
+from tests.support.forked import forked_python
+from tests.support.project import PROJECT
+from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.worlds import a_world
+from trainer.attempt.rescue_files import gone_file, silent_file
+from trainer.cluster import run_folders
+from trainer.config.config import Config
+from trainer.records.attempt_record import Reason
+from trainer.records.attempts import begin_attempt, end_attempt
+from trainer.rundir import RunDir
+from trainer.trainer import Trainer
+from trainer.world.world import World
+
+WORLD = a_world(
+    size=2, job_id="7", launcher="submitit-slurm", on_slurm=True, hosts=("n1", "n1"), step_id=0, step_restarts=0
+)
+SCONTROL = """\
+#!/bin/bash
+echo "$@" >> {folder}/asked
+case "$1 $2" in
+"show job") echo "JobId=7 JobState=$(cat {folder}/state) Restarts=0 EndTime=Unknown NodeList=n1 Reason=None" ;;
+"show node") echo "NodeName=n1 State=IDLE" ;;
+esac
+"""
+
+
+class Step:
+    """A step of a job: two supervisors, each with its rank."""
+
+    def __init__(self, root: Path, ranks: Sequence[int] = (0, 1)) -> None:
+        words = [f"launch.root={root}", "launch.name=run", "launch.tasks_per_node=2", "launch.hang_timeout_s=5"]
+        self.run: RunDir = run_folders.create(Config.load("mnist", words))
+        self.folder = self.run.path / "ranks"
+        self.folder.mkdir()
+        (self.folder / "state").write_text("RUNNING")
+        (self.folder / "scontrol").write_text(SCONTROL.format(folder=self.folder))
+        (self.folder / "scontrol").chmod(0o755)
+        self.config = Config.load("mnist", words)
+        DelayedSubmission(Trainer(self.config)).dump(JobPaths(self.run.logs, "7").submitted_pickle)
+        self.supervisors = {rank: self._start(rank) for rank in ranks}
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        place = {
+            "SUBMITIT_EXECUTOR": "slurm",
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NTASKS": "2",
+            "SLURM_NODEID": "0",
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_JOB_NODELIST": "n1",
+            "LASTSTEP_RESTARTS": "0",
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+        }
+        words = ["-u", "-m", "trainer.cluster.supervisor", "-u", "-m", "tests.support.supervised", str(self.run.logs)]
+        with (self.run.logs / f"rank_{rank}.log").open("wb") as log:
+            return subprocess.Popen(
+                [forked_python(), *words], cwd=PROJECT, env={**os.environ, **place}, stdout=log, stderr=log
+            )
+
+    def began(self, rank: int, restarts: int = 0) -> int:
+        """Wait for this start of the rank; returns its pid."""
+        file = self.folder / f"began.{rank}.{restarts}"
+        wait_until(file.exists, f"rank {rank} did not start for the {restarts + 1}. time: {self.said(rank)}")
+        return int(file.read_text())
+
+    def ends(self, rank: int, status: int, restarts: int = 0) -> None:
+        """Have this start of the rank end with a status, or by the signal with this negative number."""
+        temporary = self.folder / f"end.{rank}.tmp"
+        temporary.write_text(str(status))
+        temporary.rename(self.folder / f"end.{rank}.{restarts}")
+
+    def attempt_begins(self, restarts: int = 0) -> None:
+        """What rank 0 does first."""
+        begin_attempt(self.run, self.world(restarts), 0)
+
+    def world(self, restarts: int) -> World:
+        name = "7-0-0" + (f"-{restarts}" if restarts else "")
+        return replace(WORLD, step_restarts=restarts, attempt=name)
+
+    def rescue(self, reason: Reason = "failed", restarts: int = 0, kept: int = 5) -> None:
+        """What the survivors do: they begin their end by fault, and one of them records the end."""
+        self.rescue_begins(restarts)
+        assert end_attempt(self.run, self.world(restarts), self.config.launch, reason, kept, kept)
+
+    def rescue_begins(self, restarts: int = 0) -> None:
+        folder = self.run.rescues / self.world(restarts).attempt
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "leader_0.json").touch()
+
+    def is_gone(self, rank: int, restarts: int = 0) -> bool:
+        return gone_file(self.run.rescues / self.world(restarts).attempt, rank).exists()
+
+    def waits_for_gone(self, rank: int, restarts: int = 0) -> None:
+        """Wait until the rank's supervisor says that the rank has ended: the survivors would wait for it."""
+        wait_until(lambda: self.is_gone(rank, restarts), f"the supervisor of rank {rank} says nothing")
+
+    def status(self, rank: int) -> int:
+        """Wait for the end of a supervisor; returns its exit status."""
+        return self.supervisors[rank].wait(DEADLINE_S)
+
+    def signal(self, rank: int) -> str:
+        """Wait until the first start of the rank has caught a signal; returns its name."""
+        return self.caught(rank, 0)
+
+    def caught(self, rank: int, restarts: int) -> str:
+        file = self.folder / f"signal.{rank}.{restarts}"
+        return wait_until(lambda: file.read_text() if file.exists() else "", f"rank {rank} has caught no signal")
+
+    def asked(self, word: str) -> int:
+        """How often scontrol was asked for this."""
+        file = self.folder / "asked"
+        return file.read_text().count(word) if file.exists() else 0
+
+    def said(self, rank: int) -> str:
+        return (self.run.logs / f"rank_{rank}.log").read_text()
+
+    def close(self) -> None:
+        for supervisor in self.supervisors.values():
+            supervisor.kill()
+            supervisor.wait()
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Iterator[Step]:
+    step = Step(tmp_path)
+    yield step
+    step.close()
+
+
+def test_the_ranks_start_again(step: Step) -> None:
+    """A rank is killed, the other saves and fails: both start again under the same supervisors, also a second time.
+    After the rank's orderly end a supervisor ends as the rank does."""
+    for restarts in range(2):
+        step.began(0, restarts), step.began(1, restarts)
+        step.attempt_begins(restarts)
+        step.ends(1, -signal.SIGKILL, restarts)
+        step.waits_for_gone(1, restarts)
+        step.rescue(restarts=restarts, kept=5 + restarts)
+        step.ends(0, 1, restarts)
+    step.began(0, 2), step.began(1, 2)
+    step.ends(0, 143, 2)
+    step.ends(1, 0, 2)
+    assert (step.status(0), step.status(1)) == (143, 0)
+    assert step.asked("requeue") == 0
+
+
+def test_a_frozen_rank_is_killed(step: Step) -> None:
+    """Nothing else would end it, and srun would never end. The others need not wait for it either."""
+    frozen = step.began(1)
+    step.began(0)
+    step.attempt_begins()
+    os.kill(frozen, signal.SIGSTOP)
+    step.rescue_begins()
+    step.waits_for_gone(1)
+    step.rescue("hung")
+    step.ends(0, 1)
+    step.began(0, 1), step.began(1, 1)
+
+
+def test_ranks_that_do_not_reach_each_other(step: Step) -> None:
+    """The link between two nodes has dropped: each side has waited for the other, and ended by itself. Ranks that start
+    again would not meet, and srun would not end: the job is requeued at once, and only once."""
+    step.began(0), step.began(1)
+    step.attempt_begins()
+    step.rescue_begins()
+    silent_file(step.run.rescues / step.world(0).attempt).touch()
+    step.rescue("hung")
+    step.ends(0, 1)
+    step.ends(1, 1)
+    assert (step.status(0), step.status(1)) == (1, 1)
+    assert step.asked("requeue 7") == 1
+
+
+def test_a_rank_that_nobody_saves(step: Step) -> None:
+    """It failed before the ranks met, say: its supervisor ends as it did, so srun ends the others."""
+    step.began(0), step.began(1)
+    step.ends(1, 3)
+    assert step.status(1) == 3 and step.asked("job") == 0
+    assert step.supervisors[0].poll() is None
+
+
+def test_a_rank_dies_with_its_supervisor(step: Step) -> None:
+    """It would hold the run's lock, and train unseen."""
+    rank = step.began(1)
+    step.supervisors[1].kill()
+    wait_until(lambda: not Path(f"/proc/{rank}").exists(), "the rank outlives its supervisor")
+    assert step.status(1) == -signal.SIGKILL
+
+
+def test_a_supervisor_that_died_is_not_waited_for(step: Step) -> None:
+    """Its node may have died: the ranks cannot start again here. The batch shell, or the requeue, is next."""
+    step.began(0), step.began(1)
+    step.attempt_begins()
+    step.supervisors[1].kill()
+    step.rescue()
+    step.ends(0, 1)
+    assert step.status(0) == 1
+    assert not (step.folder / "began.0.1").exists() and step.asked("requeue") == 0
+
+
+def test_after_a_hang_somebody_requeues(step: Step) -> None:
+    """srun may wait forever for a node that it cannot reach, so it is not waited for."""
+    step.began(0), step.began(1)
+    step.attempt_begins()
+    step.supervisors[1].kill()
+    step.rescue("hung")
+    step.ends(0, 1)
+    assert step.status(0) == 1 and step.asked("requeue 7") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on(step: Step, number: signal.Signals) -> None:
+    """It is sent to what srun has started."""
+    step.began(0), step.began(1)
+    step.supervisors[1].send_signal(number)
+    assert step.signal(1) == number.name
+
+
+def test_a_warning_between_two_starts(step: Step) -> None:
+    """The next start receives it, and stops in an orderly way: the time limit must not find steps unsaved."""
+    step.began(0), step.began(1)
+    step.attempt_begins()
+    step.ends(1, -signal.SIGKILL)
+    step.waits_for_gone(1)
+    step.supervisors[1].send_signal(signal.SIGUSR2)
+    step.rescue()
+    step.ends(0, 1)
+    assert step.caught(1, 1) == "SIGUSR2"
+
+
+def test_a_signal_to_end_between_two_starts(step: Step) -> None:
+    """Slurm ends the step: a supervisor that started its rank again would be killed with it."""
+    step.began(0), step.began(1)
+    step.attempt_begins()
+    step.rescue_begins()
+    step.ends(1, -signal.SIGKILL)
+    step.waits_for_gone(1)
+    step.supervisors[1].send_signal(signal.SIGTERM)
+    assert step.status(1) == -signal.SIGKILL
+    assert step.supervisors[0].poll() is None
+
+
+def test_a_job_that_slurm_ends(step: Step) -> None:
+    """No restart in an allocation that is being taken away; the batch shell learns why."""
+    step.began(0), step.began(1)
+    step.attempt_begins()
+    (step.folder / "state").write_text("COMPLETING")
+    step.ends(1, -signal.SIGKILL)
+    step.rescue()
+    step.ends(0, 1)
+    assert (step.status(0), step.status(1)) == (1, -signal.SIGKILL)
+    assert step.asked("requeue") == 0
+
+
+def test_a_run_that_may_not_continue(step: Step) -> None:
+    """Both supervisors read that in the record, and neither waits for the other."""
+    step.began(0), step.began(1)
+    step.attempt_begins()
+    step.rescue_begins()
+    step.ends(1, 1)
+    assert end_attempt(step.run, step.world(0), step.config.launch, "failed", 5, 5, error="NaN", retry="no")
+    assert step.status(1) == 1
+    step.ends(0, 1)
+    assert step.status(0) == 1 and step.asked("job") == 0

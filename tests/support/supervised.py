@@ -1,0 +1,35 @@
+"""A stand-in for a rank: `python -m tests.support.supervised LOGS` writes down each start and its signals, then waits.
+
+It ends with the status in the file `end.RANK.RESTARTS`, or by the signal whose negative number is there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from trainer.world.launchers import detect_world
+from trainer.world.signals import STOP_SIGNALS
+
+if __name__ == "__main__":
+    world = detect_world()
+    me = f"{world.rank}.{world.step_restarts}"
+    folder = Path(sys.argv[1]).parent / "ranks"
+
+    def caught(number: int, _: object) -> None:
+        (folder / f"signal.{me}").write_text(signal.Signals(number).name)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, caught)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    (folder / f"began.{me}.tmp").write_text(str(os.getpid()))
+    (folder / f"began.{me}.tmp").rename(folder / f"began.{me}")
+    while not (folder / f"end.{me}").exists():
+        time.sleep(0.01)
+    status = int((folder / f"end.{me}").read_text())
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    sys.exit(status)

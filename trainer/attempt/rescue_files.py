@@ -1,0 +1,25 @@
+"""The files by which ranks and their supervisors know of a rescue; trainer.attempt.rescue says what the others are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def leader_file(folder: Path, term: int) -> Path:
+    """The file of the leader of a term, from 0."""
+    return folder / f"leader_{term}.json"
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether any rank has begun its end by fault, and so given up on the others."""
+    return leader_file(folder, 0).exists()
+
+
+def gone_file(folder: Path, rank: int) -> Path:
+    """A rank's supervisor writes the rank's exit status there, the negative number of the signal that killed it."""
+    return folder / f"gone_{rank}"
+
+
+def silent_file(folder: Path) -> Path:
+    """Exists if a rank gave no sign of life."""
+    return folder / "silent"
