@@ -1,6 +1,6 @@
 """Writes docs/configuration.md, which lists every key of the configuration, from the schema.
 
-Run `python -m tools.reference` after changing trainer/config/schema.py; tests/test_docs.py fails until you do.
+Run `python -m tools.reference` after changing the schema in trainer/config; tests/test_docs.py fails until you do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ A run's configuration has four layers; a later layer overrides an earlier one:
 `python launch.py --dry-run ...` prints the result. `null` means "none". The run folder keeps the resolved configuration
 as `config.yaml`, and a resumed run reads that file.
 
-`python -m tools.reference` writes this page from `trainer/config/schema.py`.
+`python -m tools.reference` writes this page from the schema in `trainer/config`.
 """
 
 

@@ -19,7 +19,8 @@ from trainer.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
 from trainer.checkpoint.interval import best_interval
 from trainer.checkpoint.restore import PIECE_BYTES
 from trainer.checkpoint.stripes import STRIPE_BYTES, stripe_count
-from trainer.config.schema import Checkpoint, Launch
+from trainer.config.launch import Launch
+from trainer.config.schema import Checkpoint
 from trainer.world.address import POLL_S
 from trainer.world.slurm import DEFAULT_KILL_WAIT_S
 from trainer.world.stop import ANSWER_S

@@ -7,7 +7,7 @@ from signal import SIGTERM, SIGUSR2, Signals
 import pytest
 
 from trainer.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from trainer.attempt.attempt import Attempt
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
 from trainer.cluster.after_ranks import after_ranks
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.records.attempt_record import Reason, read_ended_attempts
 from trainer.records.attempts import begin_attempt, end_attempt, lower_start_step, never_began
 from trainer.records.metrics import MetricsFile

@@ -13,7 +13,7 @@ import pytest
 from tests.support.waiting import DEADLINE_S, wait_until
 from trainer.cluster import batch_shell
 from trainer.config.checks import nodes_for
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.rundir import RunDir
 
 SPARE = Launch(nodes=2, spare_nodes=1, tasks_per_node=4)

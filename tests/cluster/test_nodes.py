@@ -19,7 +19,7 @@ from trainer.cluster import nodes
 from trainer.cluster.after_ranks import after_ranks
 from trainer.cluster.sbatch import run_executor
 from trainer.config.config import Config
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.records.attempt_record import read_ended_attempts
 from trainer.records.attempts import begin_attempt, end_attempt
 from trainer.rundir import RunDir

@@ -22,7 +22,7 @@ from tests.support.records import ended_attempt
 from trainer.commands.main import main
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.doctor import file_system, hello, roll_call
 from trainer.doctor.bad_nodes import check_bad_nodes
 from trainer.doctor.file_system import RunRoot, check_run_root, mount_of

@@ -240,10 +240,10 @@ def test_refused(words: str, message: str) -> None:
 def test_a_range_of_nodes(granted: int, used: int) -> None:
     """Eight shares do not divide among the ranks of three nodes: a start that gets three uses two of them."""
     launch = Config.load(None, ["train.shares=8", "launch.nodes=1-5", "launch.tasks_per_node=2"]).launch
-    lines = [f"SLURM_JOB_NUM_NODES={granted}", *rank_count(2, nodes_for(8, launch))]
-    script = "\n".join([*lines, "echo $SLURM_JOB_NUM_NODES $SLURM_NNODES $SLURM_NTASKS"])
+    lines = [f"SLURM_JOB_NUM_NODES={granted}", *rank_count(launch, nodes_for(8, launch))]
+    script = "\n".join([*lines, "echo $trained $SLURM_NTASKS"])
     said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said[-1] == f"{used} {used} {2 * used}"
+    assert said[-1] == f"{used} {2 * used}"
     assert said[:-1] == ([] if used == granted else [f"train.shares: training on {used} of {granted} nodes"])
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.records import add_metrics
 from tests.support.worlds import a_world
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.records import attempts
 from trainer.records.attempt_record import EndedAttempt, Reason, read_attempts, read_ended_attempts
 from trainer.records.attempts import begin_attempt, end_attempt, find_record, lower_start_step, raise_kept_step

@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.ranks import fingerprint, train
 from tests.support.shared import shared_folder, shared_lock
 from trainer.config.config import Config
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.rundir import RunDir
 
 

@@ -217,7 +217,7 @@ class Attempt:
             self._watchdog.close()
             step = state.start_step
             blamed = list(filter(None, [blamed_host(error, world.host_of(world.rank))]))
-            record = record_end(state, "failed", step, step, error=text, retry=self._may_pass(error), blamed=blamed)
+            record = record_end(state, "failed", step, step, error=text, retry=_may_pass(error, state), blamed=blamed)
             if not one_line or (record and record["requeue"]):  # else it is printed as the process ends
                 say(text)
             print_hint(state, text)
@@ -242,9 +242,9 @@ class Attempt:
             text = text.replace(" failed:", " lost contact:", 1)
             fault = Fault("failed", f"{rank} lost contact: {error}", cause=False)
         else:
-            world = self._state.world
+            state, world = self._state, self._state.world
             blames = blamed_host(error, world.host_of(world.rank))
-            fault = Fault("failed", text, retry=self._may_pass(error), blames=blames)
+            fault = Fault("failed", text, retry=_may_pass(error, state), blames=blames)
             self._end_by_fault.set_own_failure(fault, to_say=not printed_in_main)
         self._watchdog.report(fault)
         self._end_by_fault.wait()
@@ -260,17 +260,17 @@ class Attempt:
         deadline.cancel()
         return record
 
-    def _may_pass(self, error: Exception) -> Retry:
-        """Whether an error of this rank's main thread may be gone at the next attempt."""
-        state = self._state
-        if isinstance(error, ArithmeticError):  # a step that is not finite
-            return "no"
-        if isinstance(error, ConfigError):
-            in_training = state.loop is not None and state.loop.position.step > state.start_step
-            return "no" if in_training else "if_trained"
-        building = (
-            state.group is not None
-            and state.loop is None
-            and not isinstance(error, (MeetingError, CheckpointError, BadNode))
-        )
-        return "if_trained" if building else "yes"
+
+def _may_pass(error: Exception, state: AttemptState) -> Retry:
+    """Whether an error of this rank's main thread may be gone at the next attempt."""
+    if isinstance(error, ArithmeticError):  # a step that is not finite
+        return "no"
+    if isinstance(error, ConfigError):
+        in_training = state.loop is not None and state.loop.position.step > state.start_step
+        return "no" if in_training else "if_trained"
+    building = (
+        state.group is not None
+        and state.loop is None
+        and not isinstance(error, (MeetingError, CheckpointError, BadNode))
+    )
+    return "if_trained" if building else "yes"

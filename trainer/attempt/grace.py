@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from trainer.attempt.signal_cause import USER_SIGNALS
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.world.slurm import DEFAULT_KILL_WAIT_S
 
 # This close to SIGKILL the attempt stops waiting for anything, and uses the time left to record how it ended.

@@ -35,7 +35,7 @@ from trainer.attempt.signal_cause import EARLY_S, comes_back, judge
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cluster import nodes, run_config, trust
 from trainer.config.checks import nodes_for
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.records.attempt_record import EndedAttempt, Reason, read_ended_attempts
 from trainer.records.attempts import (
     begin_attempt,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from trainer import say
 from trainer.cluster import code_origin, run_folders, trust
 from trainer.config.config import Config
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.rundir import RunDir
 from trainer.world.launchers import BATCH_HOST, RESTARTS, WORKING_FOLDER
 

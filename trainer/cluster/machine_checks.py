@@ -12,7 +12,8 @@ from trainer.cluster.task_check import check_task, definition, may_make_optimize
 from trainer.config.checks import check_batch
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError, nearest
-from trainer.config.schema import Data, Launch
+from trainer.config.launch import Launch
+from trainer.config.schema import Data
 from trainer.data.catalog import DATA_ARGS, DATASETS, FLAGS, TEXTS
 from trainer.optim.names import check_optimizer
 from trainer.say import counted

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.records.attempt_record import AttemptRecord, read_attempts
 from trainer.records.blame import excluded_nodes, times_blamed
 from trainer.rundir import RunDir

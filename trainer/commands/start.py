@@ -13,7 +13,7 @@ from trainer.cluster.run_folders import short, typed
 from trainer.cluster.run_status import StatusReader, records_of
 from trainer.cluster.waiting import may_never_start
 from trainer.config.config import Config
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.records.metrics import newest_step
 from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir

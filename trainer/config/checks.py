@@ -10,8 +10,9 @@ from typing import Any
 
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
+from trainer.config.launch import RESERVED_SBATCH_OPTIONS, Launch
 from trainer.config.ranking import Ranking
-from trainer.config.schema import READY_MADE, RESERVED_SBATCH_OPTIONS, Launch, Settings
+from trainer.config.schema import READY_MADE, Settings
 from trainer.say import counted
 
 # The largest batch size to propose. For a wide range of nodes, the smallest one that divides is absurdly large.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.doctor.problem import Problem
 from trainer.doctor.slurm_settings import SlurmSettings
 from trainer.say import command

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from trainer import say
 from trainer.attempt.grace import LAST_MOMENT_S
 from trainer.config.errors import ConfigError, nearest
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.doctor.problem import Problem
 from trainer.world.slurm import DEFAULT_KILL_WAIT_S, SlurmError, can_expedite, command, parse_records, scontrol
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.records.attempt_record import EndedAttempt, OpenAttempt, Reason, read_attempts, read_ended_attempts
 from trainer.records.metrics import is_step, read_lines
 from trainer.records.retry import Next, decide

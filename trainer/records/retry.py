@@ -32,7 +32,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from trainer.config.schema import Launch
+from trainer.config.launch import Launch
 from trainer.records.attempt_record import EndedAttempt
 from trainer.records.submissions import SubmissionRecord
 from trainer.world.watchdog import Retry
