@@ -40,7 +40,7 @@ The peers write a checkpoint after each epoch, and are configured more kindly th
 copy: they resume from their newest checkpoint however they were started. The usual submitit script looks for a
 checkpoint only after SIGUSR2, and Lightning's page on Slurm only after its own signal, so both start over after a
 preemption. transformers resumes only if it is told to, and its checkpoint at SIGTERM is off by default; here it is on.
-"On Laststep" are the same scripts with Laststep's adapter (docs/frameworks.md). One harness for all
+"On Laststep" are the same scripts with [Laststep's adapter](frameworks.md). One harness for all
 (`python -m benchmarks.peers`) reads the steps from the model's own count.
 
 *Lost* steps had to be done again. *Back in* is the time from the last step before the fault to the first new step,
