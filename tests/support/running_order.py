@@ -29,6 +29,7 @@ SLOW = (
     "cluster/test_local",
     "cluster/test_silent_slurm",
     "cluster/test_spawn",
+    "cluster/test_supervisor",
     "commands/test_command.py::test_debug_opens_the_debugger",
     "commands/test_command.py::test_refused_by_the_rank",
     "commands/test_completion",
