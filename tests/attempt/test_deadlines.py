@@ -154,4 +154,7 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
         assert hanging.called and not attempt._run_dir.attempts.exists(), "it hung there"
     finally:
         forever.set()
+        for thread in threading.enumerate():
+            if thread.name == "rescuer":  # what it says now must not stand in the output of the next test
+                thread.join(DEADLINE_S)
     end.wait()  # so a main thread that failed by itself is not held up either

@@ -35,7 +35,8 @@ def attempt(
     number: int, start: float, end: float | None, steps: tuple[int, int], reason: str | None, **more: Any
 ) -> Any:
     """A record of attempts.jsonl; times are in seconds since the start of the run."""
-    record = {"attempt": number, "job_id": "7", "restart": number, "hosts": ["n1", "n2"], "world_size": 4}
+    record = {"attempt": number, "job_id": "7", "restart": number, "step_id": 0, "step_restarts": 0}
+    record |= {"hosts": ["n1", "n2"], "world_size": 4}
     record |= {"start": BEGAN + start, "end": end and BEGAN + end, "start_step": steps[0], "end_step": steps[1]}
     record |= {"reason": reason, "lost_steps": 0, "lost_s": 0.0, "step_s": 1.0, "requeue": False, "error": None}
     return record | more
