@@ -285,7 +285,8 @@ def test_unknown_file_names_the_nearest() -> None:
         ConfigError, match=r"--config minst: no such file, and no configuration of that name; did you mean mnist\?"
     ):
         Config.load("minst")
-    with pytest.raises(ConfigError, match="choose from cifar10, classics, gpt2-124m, imagenet, llama-1b, llama-8b, mnist"):
+    known = "choose from cifar10, classics, gpt2-124m, imagenet, llama-1b, llama-8b, mnist"
+    with pytest.raises(ConfigError, match=known):
         Config.load("zzz")
 
 
