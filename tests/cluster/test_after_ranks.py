@@ -51,7 +51,7 @@ class Slurm:
             self.cancelled.append(words[1])
             return subprocess.CompletedProcess(words, 0, "", "")
         if words[1] == "update":
-            self.updated.append(words[2:])
+            self.updated.append(list(words[2:]))
             return subprocess.CompletedProcess(words, int(self.refuses), "", "")
         if words[1] == "requeue":
             self.requeues += not self.refuses
