@@ -158,7 +158,7 @@ def test_one_fits(shell: Shell, typed: str, becomes: str) -> None:
     ("typed", "candidates"),
     [
         ("python launch.py train.precision=", "fp32 tf32 bf16 fp16"),
-        ("python launch.py --config ", "mnist cifar10 imagenet"),
+        ("python launch.py --config ", "mnist cifar10 imagenet classics gpt2-124m llama-1b llama-8b"),
         ("python launch.py logs ", "first second launch.root="),
         ("python launch.py status first ", "first second launch.root="),
         ("python launch.py cancel --", "--help --sweep"),

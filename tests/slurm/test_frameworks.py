@@ -39,7 +39,7 @@ def test_requeued_and_restarted(user: User) -> None:
         calm = Config.load(None, [f"task={LOOPS}.{name}", "device=cpu", "launch.tasks_per_node=2"])
         assert fingerprint(user.run(name)) == undisturbed_run(calm), name
         found[name] = [
-            (end["reason"], end["restart"], end["step_id"], end["end_step"], end["lost_steps"])
+            (end["reason"], end["restart"], end["step_restarts"], end["end_step"], end["lost_steps"])
             for end in user.attempts(name)
         ]
     assert found == {

@@ -203,6 +203,8 @@ class Supervisor:
         if silent_file(folder).exists() and min(statuses.values(), default=0) >= 0:
             again = False  # no rank was frozen, or killed: the ranks do not reach each other
         again = again and starts_again_here(self._run, world, self._config.launch)
+        self._take_signals(0)  # that arrived meanwhile
+        again = again and not self._ends
         write_answer(path, world, again)
         return again
 
@@ -220,11 +222,17 @@ class Supervisor:
         while not self._ends and time.monotonic() < deadline:
             if value := condition():
                 return value
-            found = signal.sigtimedwait(HELD, self._round_s)
-            if found is not None and found.si_signo != signal.SIGCHLD:
+            self._take_signals(self._round_s)
+        return None
+
+    def _take_signals(self, wait_s: float) -> None:
+        """Take the signals that are pending, after waiting up to `wait_s` for the first one."""
+        found = signal.sigtimedwait(HELD, wait_s)
+        while found is not None:
+            if found.si_signo != signal.SIGCHLD:
                 self._ends |= found.si_signo in ENDING
                 self._pending.append(found.si_signo)
-        return None
+            found = signal.sigtimedwait(HELD, 0)
 
 
 def _write(path: Path, text: str) -> None:

@@ -29,6 +29,7 @@ NO_LIMIT = sys.maxsize
 FOREVER = timedelta(days=3650)
 # A thread answers, however busy its rank's main thread is. So a rank that takes longer than this is dead or suspended.
 ANSWER_S = 10.0
+LOOK_S = 0.5  # how often a thread that waits for the answers looks whether it is no longer needed
 
 
 class Stop:
@@ -45,6 +46,7 @@ class Stop:
         self._world = world
         self._last_tick = NO_LIMIT  # -1 while the ranks agree
         self._agreed = threading.Event()
+        self._closed = threading.Event()
         self._on_failure = on_failure
         # A client of TCPStore serves one caller at a time, so a thread that waits needs its own connection.
         self._notices = store.clone()
@@ -64,7 +66,9 @@ class Stop:
         self._agreed.wait()
 
     def close(self) -> None:
-        """End the thread. Call once all ranks have left the loop: then no tick is left to agree on."""
+        """End the thread, even if it waits for a dead rank. Call once all ranks have left the loop: then there is no
+        tick to agree on."""
+        self._closed.set()
         with contextlib.suppress(dist.DistError):
             self._write_notice(self._store, 0)
         self._thread.join(timeout=5)
@@ -98,12 +102,26 @@ class Stop:
             self._last_tick = -1
             self._waiting.set(f"stop/tick/{self._world.rank}", str(self.tick))
             self.signal, self.noticed_at = signal.Signals(number), time.monotonic()
-            self._waiting.set_timeout(timedelta(seconds=ANSWER_S))
-            self._last_tick = max(int(tick) for tick in self._waiting.multi_get(keys))
+            ticks = self._answers(keys)
+            if ticks is None:
+                return
+            self._last_tick = max(ticks)
         except dist.DistError as error:
             self._on_failure(self._missing(keys) or f"the ranks could not agree on where to stop: {error}")
             return
         self._agreed.set()
+
+    def _answers(self, keys: list[str]) -> list[int] | None:
+        """The ticks of all ranks; None if this is closed meanwhile. Raises DistError after ANSWER_S."""
+        deadline = time.monotonic() + ANSWER_S
+        self._waiting.set_timeout(timedelta(seconds=LOOK_S))
+        while not self._closed.is_set():
+            try:
+                return [int(tick) for tick in self._waiting.multi_get(keys)]
+            except dist.DistStoreError:
+                if time.monotonic() > deadline:
+                    raise
+        return None
 
     def _missing(self, keys: list[str]) -> str:
         """A message that names the ranks that did not answer; empty if the store does not answer either."""
