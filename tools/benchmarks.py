@@ -15,7 +15,7 @@ from trainer.say import counted
 
 MEASURED = (
     *("agreement", "goodput", "loading", "meeting", "memory", "overhead", "requeue"),
-    *("restore", "save", "shares", "start", "status", "stops", "submit"),
+    *("rescue", "restart", "restore", "save", "shares", "start", "status", "stops", "submit"),
 )
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PAGE = """\
@@ -54,6 +54,7 @@ def _rows(of: dict[str, Any]) -> Iterator[Row]:
     yield _shares(of["shares"]["pairs"])
     yield from _ranks(of)
     yield from _starts(of["requeue"])
+    yield from _faults(of["restart"], of["rescue"])
     yield from _checkpoints(of)
     yield from _loading(of["loading"]["figures"])
     yield from _memory(of["memory"])
@@ -137,6 +138,28 @@ def _starts(requeue: dict[str, Any]) -> Iterator[Row]:
         "with `train.compile`, from start to first step: first start, requeue (`requeue`, once each)",
         f"{first['in all']:.1f}, {again['in all']:.1f} s",
         f"of which compiling {first['warm-up']:.1f}, {again['warm-up']:.1f} s",
+    )
+
+
+def _faults(restart: dict[str, Any], rescue: dict[str, Any]) -> Iterator[Row]:
+    """From a fault to the first new step, and the rescue alone."""
+    killed, hung, floor, requeue = (restart[way]["in all"]["median"] for way in ("killed", "hung", "floor", "requeue"))
+    limit = restart["limit_s"]
+    yield (
+        "from SIGKILL of a rank to the first new step in the same allocation, 2 nodes x 2 ranks (`restart`)",
+        f"{killed:.2f} s{_over(killed, limit)}",
+        f"new processes to their first step, at the least {floor:.2f} s; with a requeue {requeue:.1f} s",
+    )
+    yield (
+        "the same for a frozen rank, beyond `launch.hang_timeout_s`",
+        f"{hung:.2f} s{_over(hung, limit)}",
+        "",
+    )
+    ratio = rescue["ratio"]
+    yield (
+        f"{rescue['ranks']} surviving ranks save {rescue['gigabytes']:g} GB together (`rescue`)",
+        f"{rescue['rescue_s']:.2f} s; {ratio:.2f} times the plain write{_over(ratio, rescue['limit'])}",
+        f"the same ranks write a stripe each, hashed and fsynced {rescue['plain_s']:.2f} s",
     )
 
 
