@@ -27,6 +27,8 @@ the results.
 Slurm has accounting there unless its name says otherwise: sid's slurmdbd does not work with sid's MariaDB library. A
 test that asks for the state of a job then asks slurmctld.
 
+Tests that the table lacks are newer than these results.
+
 {totals}
 
 {results}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from trainer.config.errors import ConfigError
 
-# What each adapter needs, and the versions that are tested at both ends.
+# What each adapter needs, and the versions that it supports.
 PACKAGES = {
     "trainer.frameworks.fabric": "lightning",
     "trainer.frameworks.lightning": "lightning",
