@@ -1,8 +1,9 @@
-"""The shell of a job that chooses its nodes, with a stand-in for srun. tests/slurm/test_nodes.py has a real one."""
+"""The shell of a job, with a stand-in for srun. tests/slurm/ has a real one."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -36,9 +37,9 @@ def shell(run: RunDir, after: str, launch: Launch = SPARE, env: Mapping[str, str
     """The lines of the batch shell that start the ranks; `after` is what after_ranks does."""
     job = {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", **(env or {})}
     return [
-        *(f"export {name}={value}" for name, value in job.items()),
+        *(f"export {name}={shlex.quote(value)}" for name, value in job.items()),
         "trap 'export LASTSTEP_SIGNALLED=1' TERM",
-        *batch_shell.rank_count(launch, nodes_for(None, launch)),
+        *(batch_shell.rank_count(launch, nodes_for(None, launch)) if launch.chooses_nodes else []),
         f"after_ranks() {{ {after}; }}",
         *batch_shell.start_again(run, launch),
         "srun --label python",
@@ -65,16 +66,20 @@ def test_other_nodes(run: RunDir, array: dict[str, str], job: str) -> None:
     does(run, 'echo "$SLURM_NTASKS $LASTSTEP_BATCH_HOST $LASTSTEP_RESTARTS"; exit $((5 + LASTSTEP_RESTARTS))')
     choice = f"echo --nodes=2 --nodelist=n1,n3 >'{run.next_nodes(job)}'; [ $1 = 5 ]"
     done = subprocess.run(["bash", "-c", "\n".join(shell(run, choice, env=array))], capture_output=True, text=True)
-    assert calls(run) == ["--nodes=2 --label python", "--nodes=2 --nodelist=n1,n3 --label python"]
+    again = "--nodes=2 --nodelist=n1,n3 --overlap --mem=0 --label python"
+    assert calls(run) == ["--nodes=2 --label python", again]
     assert (done.returncode, done.stdout, done.stderr) == (6, "8 n1 0\n8 n1 1\n", "")
 
 
-def test_srun_waits_for_a_dead_node(run: RunDir) -> None:
-    """It would wait until Slurm notices, for minutes. The ranks that survive ask the shell to end it."""
+@pytest.mark.parametrize("launch", [SPARE, Launch(nodes=2)])
+def test_srun_waits_for_a_dead_node(run: RunDir, launch: Launch) -> None:
+    """It would wait until Slurm notices, for minutes, or forever if the node is soon back. The ranks that survive, or
+    their supervisors, ask the shell to end it. The next step shares what Slurm still counts as the old one's."""
     does(run, f"[ $LASTSTEP_RESTARTS = 1 ] || {{ touch '{run.step_over('7')}'; exec sleep {DEADLINE_S}; }}")
-    lines = shell(run, "[ $1 = 137 ]")
+    lines = shell(run, "[ $1 = 137 ]", launch, {"size": "the user's"})
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=DEADLINE_S / 2)
-    assert done.returncode == 0 and len(calls(run)) == 2, done
+    size = "--nodes=2 " if launch is SPARE else ""
+    assert done.returncode == 0 and calls(run) == [f"{size}--label python", f"{size}--overlap --mem=0 --label python"]
 
 
 def test_a_signal_does_not_end_the_wait(run: RunDir) -> None:

@@ -164,6 +164,18 @@ def test_too_few_are_left(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixtu
     assert "no restart in this allocation: n1 is DOWN*, n2 does not answer, 1 node left" in capsys.readouterr().out
 
 
+def test_a_silent_node_of_a_plain_job(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """No other node could take its place, so the allocation is given back at once. If only a rank was killed there, or
+    the node is back, the ranks start again."""
+    plain = Launch(nodes=2)
+    fails(run, "n2", launch=plain)
+    assert after_ranks(run, WORLD, plain, KILLED, can_restart=True)
+    fails(run, "n2", launch=plain)
+    slurm.silent = {"n2"}
+    assert not after_ranks(run, WORLD, plain, KILLED, restarts=1, can_restart=True) and slurm.job["Restarts"] == "1"
+    assert "no restart in this allocation: n2 does not answer" in capsys.readouterr().out
+
+
 def test_a_step_that_could_not_start(run: RunDir, slurm: Slurm) -> None:
     """A node has died between two starts. What srun says of it is the only evidence."""
     log = run.logs / f"{WORLD.job_id}_0_log.out"

@@ -205,7 +205,8 @@ def test_a_rank_dies_with_its_supervisor(step: Step) -> None:
 
 
 def test_a_supervisor_that_died_is_not_waited_for(step: Step) -> None:
-    """Its node may have died: the ranks cannot start again here. The batch shell, or the requeue, is next."""
+    """Its node may have died: the ranks cannot start again here. srun does not know, and might wait for the node
+    forever, so the batch shell is asked to end it."""
     step.began(0), step.began(1)
     step.attempt_begins()
     step.supervisors[1].kill()
@@ -213,6 +214,20 @@ def test_a_supervisor_that_died_is_not_waited_for(step: Step) -> None:
     step.ends(0, 1)
     assert step.status(0) == 1
     assert not (step.folder / "began.0.1").exists() and step.asked("requeue") == 0
+    assert step.run.step_over("7").exists()
+
+
+def test_a_supervisor_that_died_ends_the_step(step: Step) -> None:
+    """Its node lives, so srun knows, and ends the other ranks by itself."""
+    step.began(0), step.began(1)
+    step.attempt_begins()
+    step.supervisors[1].kill()
+    step.rescue()
+    step.ends(0, 1)
+    step.waits_for_gone(0)
+    step.supervisors[0].send_signal(signal.SIGTERM)
+    assert step.status(0) == 1
+    assert not step.run.step_over("7").exists()
 
 
 def test_after_a_hang_somebody_requeues(step: Step) -> None:

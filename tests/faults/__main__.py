@@ -7,6 +7,7 @@ continues with the runs that are missing. --report then says what was found so f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import signal
 import sys
@@ -133,31 +134,31 @@ def main(words: Sequence[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the cluster is stopped too
     folder = Path(tempfile.mkdtemp(prefix="laststep-faults-"))
-    site = Site(folder)
+    with contextlib.closing(Site(folder)) as site:
+        status = run_storm(site, given.period, given.deaths, given.report) if given.storm else _chaos(given, site)
+    if status == 0:
+        shutil.rmtree(folder)
+    return status
+
+
+def _chaos(given: argparse.Namespace, site: Site) -> int:
+    """Inject random faults; returns the exit status."""
+    kinds = {name: fault for name, fault in FAULTS.items() if not given.only or name in given.only}
+    plan = make_plan(kinds, given.faults, given.seed, site.lacks.keys())
+    report = Report(given.seed, given.faults, given.at_once, site.lacks)
+    if given.results:
+        report.load(given.results)
+    kept = site.folder / "kept"
     try:
-        if given.storm:
-            return run_storm(site, given.period, given.deaths)
-        kinds = {name: fault for name, fault in FAULTS.items() if not given.only or name in given.only}
-        plan = make_plan(kinds, given.faults, given.seed, site.lacks.keys())
-        report = Report(given.seed, given.faults, given.at_once, site.lacks)
-        if given.results:
-            report.load(given.results)
-        try:
-            Harness(site, plan, report, folder / "kept", given.results).run()
-        except (KeyboardInterrupt, SystemExit):  # what was found so far is worth having
-            report.interrupted = True
-    finally:
-        site.close()
+        Harness(site, plan, report, kept, given.results).run()
+    except (KeyboardInterrupt, SystemExit):  # what was found so far is worth having
+        report.interrupted = True
     print(report.terminal())
     if given.report:
         given.report.write_text(report.markdown())
-    if report.interrupted:
-        return 130
     if report.violations:
-        print(f"the folders of runs with violations are in {folder / 'kept'}")
-        return 1
-    shutil.rmtree(folder)
-    return 0
+        print(f"the folders of runs with violations are in {kept}")
+    return 130 if report.interrupted else int(bool(report.violations))
 
 
 if __name__ == "__main__":

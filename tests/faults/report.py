@@ -17,6 +17,7 @@ from typing import Any
 from tests.faults import site
 from tests.faults.faults import FAULTS
 from tests.faults.plan import Moment
+from tests.support.project import PROJECT
 
 COLUMNS = (
     "fault",
@@ -59,14 +60,16 @@ class Report:
     began: float = field(default_factory=time.time)
     spent_s: float = 0.0  # before this process
     done: dict[str, list[Hit]] = field(default_factory=dict)  # the faults of each run that is complete
+    commits: list[str] = field(default_factory=lambda: [commit()])  # of the code under faults, the newest last
     interrupted: bool = False
 
     def save(self, path: Path) -> None:
         """Keep what is known of complete runs, for `load`."""
         done = {run: [{**asdict(hit), "moment": hit.moment.name} for hit in hits] for run, hits in self.done.items()}
         kept = {"seed": self.seed, "planned": self.planned, "runs": self.runs, "wrong": self.wrong, "done": done}
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({**kept, "spent_s": self.elapsed_s}))
+        temporary.write_text(json.dumps({**kept, "spent_s": self.elapsed_s, "commits": self.commits}))
         temporary.replace(path)
 
     def load(self, path: Path) -> None:
@@ -78,6 +81,7 @@ class Report:
         if (kept["seed"], kept["planned"]) != (self.seed, self.planned):
             raise ValueError(f"{path} has the results of --seed {kept['seed']} --faults {kept['planned']}")
         self.runs, self.wrong, self.spent_s = kept["runs"], kept["wrong"], kept["spent_s"]
+        self.commits = list(dict.fromkeys([*kept["commits"], *self.commits]))
         for run, hits in kept["done"].items():
             self.done[run] = [Hit(**{**hit, "moment": Moment[hit["moment"]]}) for hit in hits]
             self.hits += self.done[run]
@@ -95,7 +99,7 @@ class Report:
     def line(self, hit: Hit) -> str:
         """The line for one fault."""
         outcome = f"{hit.by or 'lost'} after {hit.back_s:.1f} s".ljust(32) + f"lost {hit.lost}".ljust(10) + hit.recorded
-        head = f"{len(self.hits):>3}/{self.planned}  {_minutes(self.elapsed_s)}  {_place(hit):<66}"
+        head = f"{len(self.hits):>3}/{self.planned}  {minutes(self.elapsed_s)}  {_place(hit):<66}"
         return "".join([head, outcome, *(f"\n         WRONG  {what}" for what in hit.wrong)])
 
     def terminal(self) -> str:
@@ -128,18 +132,15 @@ class Report:
 
     def _summary(self) -> list[str]:
         moments = Counter(hit.moment for hit in self.hits)
-        versions = {name: importlib.metadata.version(name) for name in ("torch", "submitit")}
-        slurm = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True).stdout.split()[-1]
         lines = [
             f"{len(self.hits)} faults of {self.planned} planned, seed {self.seed}, in {self.runs} runs, "
             f"{self.at_once} at a time; {len(self.violations)} violations",
             f"what the runs were doing: {', '.join(f'{moment.words} {moments[moment]}' for moment in Moment)}",
-            f"torch {versions['torch']}, submitit {versions['submitit']}, Slurm {slurm}, "
-            f"Python {platform.python_version()}, {os.cpu_count()} cores",
+            *machine_lines(self.commits),
             f"partitions {site.BATCH}, {site.NOTICE} (GraceTime={site.NOTICE_S}), {site.SCAVENGE} (PreemptMode=CANCEL, "
             f"GraceTime={site.CANCEL_NOTICE_S}), {site.URGENT} (preempts); KillWait={site.KILL_WAIT_S}, "
             f"SlurmdTimeout={site.SLURMD_TIMEOUT_S}",
-            f"{time.strftime('%Y-%m-%d', time.localtime(self.began))}, {_minutes(self.elapsed_s)} (min:s)",
+            f"{minutes(self.elapsed_s)} (min:s)",
         ]
         return lines + [f"not tested ({what}): {why}" for what, why in self.lacks.items()]
 
@@ -166,6 +167,29 @@ what the fault costs, also depends on the speed of the machine.
 """
 
 
+def machine_lines(commits: Sequence[str] = ()) -> list[str]:
+    """What was tested, where, and when."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "submitit")}
+    slurm = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True).stdout.split()[-1]
+    return [
+        f"{time.strftime('%Y-%m-%d')}, commit {', '.join(commits or [commit()])}",
+        f"torch {versions['torch']}, submitit {versions['submitit']}, Slurm {slurm}, "
+        f"Python {platform.python_version()}, {os.cpu_count()} cores",
+    ]
+
+
+def commit() -> str:
+    """The commit of the code under faults, with "-dirty" if files have been changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def minutes(seconds: float) -> str:
+    """Such as 2:05."""
+    whole, rest = divmod(round(seconds), 60)
+    return f"{whole}:{rest:02}"
+
+
 def _row(name: str, does: str, hits: Sequence[Hit]) -> tuple[str, ...]:
     ways = Counter(hit.by for hit in hits if hit.by)
     came = ", ".join(f"{count} {way}" for way, count in ways.most_common()) or "0"
@@ -177,8 +201,3 @@ def _row(name: str, does: str, hits: Sequence[Hit]) -> tuple[str, ...]:
 
 def _place(hit: Hit) -> str:
     return f"{hit.run}  {hit.fault} in: {hit.moment.words} (+{hit.after_ms} ms)"
-
-
-def _minutes(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02}"

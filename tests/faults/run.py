@@ -108,7 +108,7 @@ class Run:
                     missed.append(shot)
             self._end()
             if undisturbed is not None:
-                self._check(undisturbed)
+                self.check(undisturbed)
         except GaveUp as error:
             self.wrong += filter(None, [str(error)])
             self._clear_away()
@@ -337,7 +337,8 @@ class Run:
             self.wrong.append(f"{error}: {victim.jobs} {left}")
             self._clear_away()
 
-    def _check(self, undisturbed: Undisturbed) -> None:
+    def check(self, undisturbed: Undisturbed) -> None:
+        """Compare the finished run with the undisturbed one, and its records with what the harness saw."""
         victim = self.victim
         seen = Seen(
             begun=victim.traces(),

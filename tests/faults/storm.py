@@ -1,7 +1,7 @@
 """The storm: a rank is killed every few seconds for as long as the run takes; the run must finish, with the same bits.
 
-Beside it the same training under torchrun's elastic restart with a checkpoint after each epoch, which has as long as
-Laststep took, twice. Goodput is the time that the kept steps take undisturbed, divided by the time that passed.
+Beside it the same training under torchrun's elastic restart with a checkpoint after each epoch, in the same time.
+Goodput is the time that the kept steps take undisturbed, divided by the time that passed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks._measure import write_results
 from tests.faults import checks
+from tests.faults.checks import Attempt
 from tests.faults.plan import RunPlan, Setting
+from tests.faults.report import machine_lines, minutes
 from tests.faults.run import BACK_DEADLINE_S, Run
 from tests.faults.site import BATCH, NODES, Site
 from tests.support.project import PROJECT
-from trainer.records.metrics import is_step, read_lines
+from trainer.records.metrics import is_step, newest_step, read_lines
 
 PACE_MS = 100  # of a batch
 EPOCH_STEPS = 50
 SETTING = Setting(2, 1, BATCH, 0, disk=False, clock=False)
 MARGIN = 1.1  # the run is long enough for more deaths than asked for
+TOO_LONG = 3  # a run that takes this many times as long as undisturbed gets nowhere
 POLL_S = 0.1
 
 
@@ -39,65 +41,82 @@ POLL_S = 0.1
 class Outcome:
     """What a trainer made of the storm."""
 
-    deaths: int
-    finished: bool
-    wall_s: float  # from the first step
-    kept_steps: int
-    repeated_steps: int  # done more than once
-    step_s: float  # median
+    died: list[float] = field(default_factory=list)  # when ranks were killed, in Unix time
+    finished: bool = False
+    wall_s: float = 0.0  # from the first step
+    kept_steps: int = 0
+    lost_steps: int = 0  # completed, and done again
+    step_times: list[float] = field(default_factory=list)
+
+    @property
+    def step_s(self) -> float:
+        """The median time of a step."""
+        return statistics.median(after - before for before, after in itertools.pairwise(self.step_times))
 
     @property
     def goodput(self) -> float:
         """The share of the time in which the run got on."""
         return self.kept_steps * self.step_s / self.wall_s
 
+    @property
+    def pauses_s(self) -> list[float]:
+        """After each death but one at the end: the longest time between two steps until the next death."""
+        gaps = list(itertools.pairwise(self.step_times))
+        spans = list(itertools.pairwise([*self.died, float("inf")]))
+        around = [[end - begin for begin, end in gaps if end > died and begin < later] for died, later in spans]
+        return [max(found) for found in around if found]
 
-def run_storm(site: Site, period_s: float, deaths: int) -> int:
+
+def run_storm(site: Site, period_s: float, deaths: int, report: Path | None) -> int:
     """Carry out the storm; returns 1 if the run does not finish with the same bits or has too few deaths."""
     epochs = round(MARGIN * deaths * period_s / (EPOCH_STEPS * PACE_MS / 1000))
     words = [f"train.epochs={epochs}"]
     calm = Run(site, 0, RunPlan("storm-undisturbed", SETTING, ()), lambda _: None, words)
     calm.live(None)
     print(f"undisturbed: {calm.total} steps", flush=True)
-    found = {"Laststep": _laststep(site, words, period_s, wrong := list(calm.wrong), calm)}
-    found["torchrun"] = _torchrun(site, epochs, period_s, 2 * found["Laststep"].wall_s)
-    print(f"one rank of two killed every {period_s:g} s; {EPOCH_STEPS * epochs} steps")
-    for name, one in found.items():
-        end = "finished" if one.finished else "did not finish"
-        print(
-            f"{name:>9}: goodput {one.goodput:.1%}, {one.deaths} deaths, {end} in {one.wall_s:.0f} s, "
-            f"kept {one.kept_steps} steps, repeated {one.repeated_steps}"
-        )
-    if found["Laststep"].deaths < deaths:
-        wrong.append(f"only {found['Laststep'].deaths} deaths of {deaths}")
-    for what in wrong:
-        print(f"VIOLATION  {what}")
-    results = {name: {**asdict(one), "goodput": round(one.goodput, 4)} for name, one in found.items()}
-    write_results("storm", {"period_s": period_s, "violations": wrong, **results})
+    laststep, wrong = _laststep(site, words, period_s, calm)
+    if len(laststep.died) < deaths:
+        wrong.append(f"only {len(laststep.died)} deaths of {deaths}")
+    torchrun = _torchrun(site, epochs, period_s, laststep.wall_s)
+    page = _page(period_s, calm.total, laststep, torchrun, wrong)
+    print(page)
+    if report:
+        report.write_text(page)
     return int(bool(wrong))
 
 
-def _laststep(site: Site, words: list[str], period_s: float, wrong: list[str], calm: Run) -> Outcome:
+def _laststep(site: Site, words: list[str], period_s: float, calm: Run) -> tuple[Outcome, list[str]]:
     run = Run(site, 0, RunPlan("storm", SETTING, ()), lambda _: None, words)
     victim = run.victim
     victim.set_pace(PACE_MS)
     run.submit()
     victim.wait(lambda: victim.log.last("step"), BACK_DEADLINE_S, "no step")
-    began = time.time()
-    with _killing(period_s, lambda: [rank.pid for rank in victim.ranks().values()]) as killed:
+    began, found = time.time(), Outcome()
+
+    def step() -> int:
+        newest = newest_step(victim.run.metrics)
+        return int(newest["step"]) if newest else 0
+
+    with _killing("Laststep", period_s, lambda: [rank.pid for rank in victim.ranks().values()], step) as found.died:
         while not victim.finished:
             if not victim.jobs and not victim.finished:
-                wrong.append("its job left the queue before the run finished")
+                run.wrong.append("its job left the queue before the run finished")
+                break
+            if time.time() > began + TOO_LONG * calm.total * PACE_MS / 1000:
+                run.wrong.append(f"HANGS: not finished after {time.time() - began:.0f} s")
                 break
             time.sleep(POLL_S)
-    times = [line["time"] for line in read_lines(victim.run.metrics) if is_step(line)]
-    lost = sum(record["lost_steps"] for record in victim.records())
-    if not wrong:
-        undisturbed = calm.result()
-        wrong += checks.check_metrics(read_lines(victim.run.metrics), undisturbed.metrics)
-        if run.result().weights != undisturbed.weights:
-            wrong.append("the final weights differ from the undisturbed run's")
-    return Outcome(len(killed), victim.finished, max(times) - began, len(times), lost, _median_gap(times))
+            victim.log.poll()
+    if not run.wrong:
+        run.check(calm.result())
+    found.step_times = [line["time"] for line in read_lines(victim.run.metrics) if is_step(line)]
+    records, begun = victim.records(), victim.traces()
+    for record, after in itertools.pairwise(records):
+        trained = begun.get(Attempt.of(record), 0)
+        found.lost_steps += checks.lost_steps(record["start_step"], trained, after["start_step"])
+    found.finished, found.kept_steps = victim.finished, len(found.step_times)
+    found.wall_s = max(found.step_times) - began
+    return found, [*calm.wrong, *run.wrong]
 
 
 def _torchrun(site: Site, epochs: int, period_s: float, longest_s: float) -> Outcome:
@@ -112,7 +131,7 @@ def _torchrun(site: Site, epochs: int, period_s: float, longest_s: float) -> Out
     )
     steps, kept = folder / "steps.txt", folder / "epochs.txt"
     site.cluster.wait_for(steps.exists, BACK_DEADLINE_S, "torchrun did no step")
-    began = time.time()
+    began, found = time.time(), Outcome()
 
     def ranks() -> list[int]:
         pids = [int(file.read_text() or 0) for file in folder.glob("rank_*.pid")]
@@ -121,40 +140,93 @@ def _torchrun(site: Site, epochs: int, period_s: float, longest_s: float) -> Out
     def done() -> int:
         return int(kept.read_text() or 0) if kept.exists() else 0
 
-    with _killing(period_s, ranks) as killed:
+    with _killing("torchrun", period_s, ranks, lambda: EPOCH_STEPS * done()) as found.died:
         while done() < epochs and time.time() < began + longest_s:
             time.sleep(POLL_S)
-    wall_s = time.time() - began
+    found.wall_s = time.time() - began
     site.cluster.run("scancel", job.strip(), check=False)
     lines = [line.split() for line in steps.read_text().splitlines()]
-    numbers, times = [int(number) for number, _ in lines], [float(at) for _, at in lines]
-    repeated = len(numbers) - len(set(numbers))
-    return Outcome(len(killed), done() == epochs, wall_s, done() * EPOCH_STEPS, repeated, _median_gap(times))
+    found.step_times = [float(at) for _, at in lines]
+    numbers = [int(number) for number, _ in lines]
+    # A step is certainly complete once the next has begun, as for `checks.lost_steps`.
+    found.lost_steps = sum(max(0, last - first) for last, first in itertools.pairwise(numbers))
+    found.finished, found.kept_steps = done() == epochs, EPOCH_STEPS * done()
+    return found
 
 
 @contextlib.contextmanager
-def _killing(period_s: float, ranks: Callable[[], list[int]]) -> Iterator[list[int]]:
-    """Kill one of the ranks every `period_s`; gives the list of those killed."""
-    done, killed, draw = threading.Event(), list[int](), random.Random(0)
+def _killing(
+    name: str, period_s: float, ranks: Callable[[], list[int]], step: Callable[[], int]
+) -> Iterator[list[float]]:
+    """Kill one of the ranks every `period_s`, and print how far the run is; gives the list of the times."""
+    done, died, draw, began = threading.Event(), list[float](), random.Random(0), time.time()
 
     def kill() -> None:
         while not done.wait(period_s):
             while not (alive := ranks()) and not done.wait(POLL_S):
                 pass
             with contextlib.suppress(ProcessLookupError, IndexError):
-                pid = draw.choice(sorted(alive))
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-                print(f"death {len(killed)}", flush=True)
+                os.kill(draw.choice(sorted(alive)), signal.SIGKILL)
+                died.append(time.time())
+                print(f"{name}: death {len(died)} after {minutes(died[-1] - began)}, step {step()}", flush=True)
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
     try:
-        yield killed
+        yield died
     finally:
         done.set()
         thread.join()
 
 
-def _median_gap(times: list[float]) -> float:
-    return statistics.median(after - before for before, after in itertools.pairwise(times))
+def _page(period_s: float, total: int, laststep: Outcome, torchrun: Outcome, wrong: Sequence[str]) -> str:
+    lines = [
+        f"2 nodes with a rank each, {total} steps of {PACE_MS / 1000:g} s and more; one rank, chosen at random, is "
+        f"killed every {period_s:g} s; {len(wrong)} violations",
+        *machine_lines(),
+        *(f"VIOLATION: {what}" for what in wrong),
+    ]
+    both = (laststep, torchrun)
+    rows = [
+        ("ranks killed", *(str(len(one.died)) for one in both)),
+        ("time", *(f"{one.wall_s:.0f} s, {'finished' if one.finished else 'not finished'}" for one in both)),
+        ("steps kept", *(f"{one.kept_steps} of {total}" for one in both)),
+        ("finished steps done again", *(str(one.lost_steps) for one in both)),
+        ("pause after a death: median, longest", *(_pauses(one.pauses_s) for one in both)),
+        ("goodput", *(f"{one.goodput:.1%}" for one in both)),
+    ]
+    return "\n".join(
+        [
+            HEAD,
+            *(f"* {line}" for line in lines),
+            "",
+            "| | Laststep | torchrun |",
+            "| --- | --- | --- |",
+            *(f"| {' | '.join(row)} |" for row in rows),
+            "",
+            FOOT.format(steps=EPOCH_STEPS, seconds=EPOCH_STEPS * PACE_MS / 1000),
+        ]
+    )
+
+
+def _pauses(found: Sequence[float]) -> str:
+    return f"{statistics.median(found):.1f} s, {max(found):.1f} s" if found else ""
+
+
+HEAD = """\
+# The storm
+
+`python -m tests.faults --storm --report docs/storm.md` kills a rank of a run again and again until the run has
+finished, on a throwaway Slurm, and writes this page. The weights and metrics must be those of an undisturbed run.
+Then the same model trains under torchrun's elastic restart, under such deaths too, for as long as Laststep took.
+"""
+FOOT = """\
+*Goodput*: the time that the kept steps take undisturbed (their number times the median time of a step), divided by the
+time since the first step.
+
+*torchrun*: `torchrun --max-restarts`, DistributedDataParallel and a checkpoint after each epoch, as in torch's own
+examples. An epoch has {steps} steps, {seconds:g} s. The longer an epoch, the more is lost at each death; one that is
+longer than the time between two deaths would never be finished.
+
+*Pause*: the longest time between two steps after a death, so it includes one step.
+"""

@@ -16,6 +16,9 @@ from trainer.world.launchers import BATCH_HOST, RESTARTS, WORKING_FOLDER
 
 # How long the ranks that survived a node may take to end once the end is recorded. Then srun is killed, and they too.
 OVER_S = 3
+# srun's options for a restart. Where a node has died, Slurm may still count the old step, although the node is back:
+# srun would wait without end for what that step held, so the new step shares it.
+SHARE = "--overlap --mem=0"
 
 
 def after_ranks(run: RunDir) -> list[str]:
@@ -47,35 +50,18 @@ def after_ranks(run: RunDir) -> list[str]:
 
 
 def start_again(run: RunDir, launch: Launch) -> list[str]:
-    """Lines behind the user's setup: from here on `srun` starts the ranks, and starts them again after a fault."""
-    start = "start_ranks" if launch.chooses_nodes else "command srun"
-    return [
-        *(_start_ranks(run, launch) if launch.chooses_nodes else []),
-        "srun() {",
-        f"    export {RESTARTS}=0",
-        f'    until {start} "$@"; do',
-        "        status=$?",
-        "        after_ranks $status || { trap - EXIT; exit $status; }",
-        '        [ -z "${LASTSTEP_SIGNALLED-}" ] || exit $status  # a signal came meanwhile: a requeue instead',
-        f"        {RESTARTS}=$(({RESTARTS} + 1))",
-        "    done",
-        "}",
-    ]
+    """Lines behind the user's setup: from here on `srun` starts the ranks, and starts them again after a fault.
 
-
-def _start_ranks(run: RunDir, launch: Launch) -> list[str]:
-    """Lines of a job that chooses on which of its nodes the ranks start. srun runs in the background: that of a dead
-    node would never end, so it is killed once the surviving ranks have recorded the end of the attempt."""
+    srun runs in the background: that of a dead node may never end, so it is killed once the attempt is over."""
     logs = shlex.quote(str(run.logs))
     return [
         "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}; job=${job:-$SLURM_JOB_ID}",
-        f"next_nodes={logs}/{run.next_nodes('$job').name} step_over={logs}/{run.step_over('$job').name}",
-        'rm -f "$next_nodes"  # of the allocation before',
+        f"step_over={logs}/{run.step_over('$job').name} size= share=",
+        *(_choice(run, logs) if launch.chooses_nodes else []),
         "start_ranks() {",
-        '    options="--nodes=$trained"',
-        '    [ ! -e "$next_nodes" ] || options=$(<"$next_nodes")',
+        *(['    [ ! -e "$next_nodes" ] || size=$(<"$next_nodes")'] if launch.chooses_nodes else []),
         '    rm -f "$step_over"',
-        '    (exec srun $options "$@") &',
+        '    (exec srun $size $share "$@") &',
         "    srun=$!",
         f'    (until [ -e "$step_over" ]; do sleep 1; done; sleep {OVER_S}; kill -KILL $srun) 2>/dev/null &',
         "    watcher=$!",
@@ -84,6 +70,23 @@ def _start_ranks(run: RunDir, launch: Launch) -> list[str]:
         "    kill $watcher 2>/dev/null",
         "    return $status",
         "}",
+        "srun() {",
+        f"    export {RESTARTS}=0",
+        '    until start_ranks "$@"; do',
+        "        after_ranks $status || { trap - EXIT; exit $status; }",
+        '        [ -z "${LASTSTEP_SIGNALLED-}" ] || exit $status  # a signal came meanwhile: a requeue instead',
+        f"        {RESTARTS}=$(({RESTARTS} + 1)) share='{SHARE}'",
+        "    done",
+        "}",
+    ]
+
+
+def _choice(run: RunDir, logs: str) -> list[str]:
+    """Lines of a job that chooses on which of its nodes the ranks start."""
+    return [
+        f"next_nodes={logs}/{run.next_nodes('$job').name}",
+        'rm -f "$next_nodes"  # of the allocation before',
+        'size="--nodes=$trained"',
     ]
 
 

@@ -61,12 +61,13 @@ def write_choice(
     in this allocation; empty if they can."""
     states = node_states(job.get("NodeList", ""))
     unfit = unfit_nodes(states)
+    suspects = [node for node in records[-1]["blamed"] if node in states]
     if not launch.chooses_nodes:
-        return ", ".join(unfit.values())
+        silent = [node for node in suspects if node not in unfit and not _answers(node)]
+        return ", ".join([*unfit.values(), *(f"{node} does not answer" for node in silent)])
     now, least = time.time(), counts[0]
     most = max(least, *(count for count in counts if count <= world.nodes - launch.spare_nodes))
     blamed, excluded = times_blamed(records, now), excluded_nodes(records, launch.exclude_after, now)
-    suspects = [node for node in records[-1]["blamed"] if node in states]
     while chosen := choose_nodes(list(states), unfit, blamed, excluded, least, most):
         if len(chosen) not in counts:
             most = max(count for count in counts if count < len(chosen))
@@ -78,9 +79,8 @@ def write_choice(
     if not chosen:
         left = counted(len(states) - len(unfit), "node")
         return ", ".join([*unfit.values(), f"{left} left" if states else "Slurm does not show the job's nodes"])
-    # The old step may still hold what a dead node had: share it.
     size = f"--nodes={len(chosen)} --ntasks={len(chosen) * launch.ranks_per_node}"
-    run.next_nodes(world.job_id).write_text(f"{size} --nodelist={','.join(chosen)} --overlap --mem=0\n")
+    run.next_nodes(world.job_id).write_text(f"{size} --nodelist={','.join(chosen)}\n")
     left_out = [unfit.get(node) or _why_left(node, blamed) for node in states if node not in chosen]
     say(f"the ranks start on {', '.join(chosen)}" + (f" ({', '.join(left_out)})" if left_out else ""))
     return ""

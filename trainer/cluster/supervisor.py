@@ -11,7 +11,7 @@ other ranks have ended their attempt by fault too, the supervisors agree through
        frozen meanwhile is killed first.
     2. That of rank 0 waits until all ranks are gone, asks the retry policy and Slurm, and answers all supervisors.
     3. They start their ranks again, or end; then srun ends, and the batch shell decides what follows. So it does at
-       once in a job that can leave the node that is blamed.
+       once in a job that can leave the node that is blamed. Where a node has died, the shell ends srun.
 
 No wait is without a deadline. A signal that arrives between two starts is passed on to the next start. But after a
 SIGTERM or SIGINT a supervisor does not start its rank again: Slurm, or srun, is ending the step.
@@ -200,6 +200,8 @@ class Supervisor:
             return not files
 
         again = bool(self._until(all_gone, GONE_S))
+        if not again and not self._ends:  # a node has died, and srun does not know: the batch shell ends it
+            self._run.step_over(world.job_id).touch()
         if silent_file(folder).exists() and min(statuses.values(), default=0) >= 0:
             again = False  # no rank was frozen, or killed: the ranks do not reach each other
         again = again and starts_again_here(self._run, world, self._config.launch)
