@@ -47,7 +47,7 @@ slurm-down:
 N ?= 30
 SEED ?= 1
 chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, reported in docs/chaos.md
-	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) --report docs/chaos.md
+	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) --results .cache/faults/$(N)-$(SEED).json --report docs/chaos.md
 
 gpu-check: $(VENV)/installed-dev  ## on a machine with a GPU: tests, then benchmarks; about 20 minutes
 	$(BIN)/python -m pytest tests/gpu -W default

@@ -1,7 +1,8 @@
 """`python -m tests.faults --faults N --seed S`: inject N random faults into real runs on a throwaway Slurm.
 
-With --results FILE the outcome of each run is kept there; the same command, typed again after an interruption,
-continues with the runs that are missing. --report then says what was found so far.
+With --results FILE the outcome of each run is kept there until all are done; the same command, typed again after an
+interruption, continues with the runs that are missing, also with newer code. --report then says what was found so far,
+and names the commits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.faults.faults import FAULTS
 from tests.faults.plan import RunPlan, layouts, make_plan
 from tests.faults.report import Hit, Report
 from tests.faults.run import Run
-from tests.faults.site import MOST_AT_ONCE, Site
+from tests.faults.site import FOLDER, Site
 from tests.faults.storm import run_storm
 from tests.slurm.cluster import missing
 
@@ -33,8 +34,10 @@ LIVES = 3  # how many runs may try a fault before it is reported as never inject
 class Harness:
     """Carries out the plan, several runs at a time, and collects their reports."""
 
-    def __init__(self, site: Site, plan: Sequence[RunPlan], report: Report, keep: Path, results: Path | None) -> None:
-        self.site = site
+    def __init__(
+        self, sites: Sequence[Site], plan: Sequence[RunPlan], report: Report, keep: Path, results: Path | None
+    ) -> None:
+        self.sites = sites
         self.plan = deque(run for run in plan if run.name not in report.done)
         self.results = results
         self.report = report
@@ -42,7 +45,6 @@ class Harness:
         self.undisturbed: dict[str, Undisturbed] = {}
         self._layouts = deque(layouts(self.plan))
         self._taken: dict[str, list[Hit]] = {}  # by runs of which a part is left
-        self._slots = range(report.at_once)
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()
 
@@ -50,7 +52,7 @@ class Harness:
         """Carry out the whole plan: first the undisturbed runs, then the others."""
         for work in (self._undisturbed, self._under_faults):
             # Daemon threads: an interrupted harness must not wait for runs whose cluster it stops.
-            threads = [threading.Thread(target=self._do, args=(work, slot), daemon=True) for slot in self._slots]
+            threads = [threading.Thread(target=self._do, args=(work, site), daemon=True) for site in self.sites]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -58,22 +60,22 @@ class Harness:
             if self._errors:
                 raise self._errors[0]
 
-    def _do(self, work: Callable[[int], None], slot: int) -> None:
+    def _do(self, work: Callable[[Site], None], site: Site) -> None:
         try:
-            work(slot)
+            work(site)
         except BaseException as error:  # the main thread raises it again
             self._errors.append(error)
 
-    def _undisturbed(self, slot: int) -> None:
+    def _undisturbed(self, site: Site) -> None:
         while self._layouts:
             setting = self._layouts.popleft()
-            run = Run(self.site, slot, RunPlan(f"undisturbed-{setting.layout}", setting, ()), self._tell)
+            run = Run(site, RunPlan(f"undisturbed-{setting.layout}", setting, ()), self._tell)
             run.live(None)
             if run.wrong:
                 raise RuntimeError(f"the undisturbed run {run.victim.run.path}: {run.wrong}")
             self.undisturbed[setting.layout] = run.result()
 
-    def _under_faults(self, slot: int) -> None:
+    def _under_faults(self, site: Site) -> None:
         while self.plan:
             plan = self.plan.popleft()
             hits: list[Hit] = []
@@ -82,7 +84,7 @@ class Harness:
                 hits.append(hit)
                 self._tell(hit)
 
-            run = Run(self.site, slot, plan, tell)
+            run = Run(site, plan, tell)
             try:
                 left = run.live(self.undisturbed[plan.setting.layout])
             except Exception as error:  # the reports of the other runs are still worth having
@@ -119,11 +121,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--faults", type=int, default=30, metavar="N", help="faults to inject (default: 30)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the plan (default: 0)")
     parser.add_argument(
-        "--at-once", type=int, default=3, metavar="K", choices=range(1, MOST_AT_ONCE + 1), help="runs at a time"
+        "--at-once", type=int, default=3, metavar="K", help="runs at a time, each on a Slurm of its own (default: 3)"
     )
     parser.add_argument("--only", action="append", choices=sorted(FAULTS), help="inject this kind only; repeatable")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report to this file, e.g. docs/chaos.md")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="keep the outcome of each run in this file")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keep the outcome of each run here meanwhile")
     storm = parser.add_argument_group("storm", "a rank is killed again and again, until the run has finished")
     storm.add_argument("--storm", action="store_true", help="do this instead of random faults")
     storm.add_argument("--period", type=float, default=15, metavar="S", help="a death every so often (default: 15 s)")
@@ -133,24 +135,37 @@ def main(words: Sequence[str]) -> int:
         print(lack, file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the cluster is stopped too
-    folder = Path(tempfile.mkdtemp(prefix="laststep-faults-"))
-    with contextlib.closing(Site(folder)) as site:
-        status = run_storm(site, given.period, given.deaths, given.report) if given.storm else _chaos(given, site)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER))
+    with contextlib.ExitStack() as stack:
+        count = 1 if given.storm else min(given.at_once, given.faults)
+        sites = [stack.enter_context(contextlib.closing(_site(folder, number))) for number in range(count)]
+        if given.storm:
+            status = run_storm(sites[0], given.period, given.deaths, given.report)
+        else:
+            status = _chaos(given, sites, folder / "kept")
     if status == 0:
         shutil.rmtree(folder)
     return status
 
 
-def _chaos(given: argparse.Namespace, site: Site) -> int:
+def _site(folder: Path, number: int) -> Site:
+    (own := folder / f"site-{number}").mkdir()
+    return Site(own, accounting=number == 0)
+
+
+def _chaos(given: argparse.Namespace, sites: Sequence[Site], kept: Path) -> int:
     """Inject random faults; returns the exit status."""
     kinds = {name: fault for name, fault in FAULTS.items() if not given.only or name in given.only}
-    plan = make_plan(kinds, given.faults, given.seed, site.lacks.keys())
-    report = Report(given.seed, given.faults, given.at_once, site.lacks)
+    plan = make_plan(kinds, given.faults, given.seed, sites[0].lacks.keys())
+    report = Report(given.seed, plan, len(sites), sites[0].lacks)
     if given.results:
-        report.load(given.results)
-    kept = site.folder / "kept"
+        try:
+            report.load(given.results)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
     try:
-        Harness(site, plan, report, kept, given.results).run()
+        Harness(sites, plan, report, kept, given.results).run()
     except (KeyboardInterrupt, SystemExit):  # what was found so far is worth having
         report.interrupted = True
     print(report.terminal())
@@ -158,7 +173,11 @@ def _chaos(given: argparse.Namespace, site: Site) -> int:
         given.report.write_text(report.markdown())
     if report.violations:
         print(f"the folders of runs with violations are in {kept}")
-    return 130 if report.interrupted else int(bool(report.violations))
+    if report.interrupted:
+        return 130
+    if given.results:
+        given.results.unlink(missing_ok=True)  # the same command begins anew
+    return int(bool(report.violations))
 
 
 if __name__ == "__main__":

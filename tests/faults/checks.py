@@ -70,13 +70,13 @@ class Seen:
 
 
 def check_run(
-    run: RunDir, verified: Sequence[Record], undisturbed: Undisturbed, seen: Seen, log_every: int
+    run: RunDir, verified: Sequence[Record], undisturbed: Undisturbed, seen: Seen, unwritten: int
 ) -> list[str]:
     """Check the folder of a finished run; `verified` is the output of `launch.py verify --json`."""
     return [
         *check_metrics(read_lines(run.metrics), undisturbed.metrics),
         *check_checkpoints(verified, seen.damaged, undisturbed.weights),
-        *check_attempts(read_lines(run.attempts), seen, log_every),
+        *check_attempts(read_lines(run.attempts), seen, unwritten),
     ]
 
 
@@ -133,8 +133,8 @@ def check_checkpoints(verified: Sequence[Record], damaged: AbstractSet[int], wei
     return wrong
 
 
-def check_attempts(records: Sequence[Record], seen: Seen, log_every: int) -> list[str]:
-    """attempts.jsonl records what happened. For a lost attempt its last `log_every` steps may be unknown."""
+def check_attempts(records: Sequence[Record], seen: Seen, unwritten: int) -> list[str]:
+    """attempts.jsonl records what happened. For a lost attempt its last `unwritten` steps may be unknown."""
     wrong = []
     numbers = [record["attempt"] for record in records]
     first = numbers[0] if numbers else 0
@@ -156,7 +156,7 @@ def check_attempts(records: Sequence[Record], seen: Seen, log_every: int) -> lis
         wrong.append(f"attempts.jsonl ends with {reasons[-1:]}, and has finished {reasons.count('finished')} times")
     for attempt, record in zip(known, records):
         did, trained = record["end_step"] - record["start_step"], seen.begun.get(attempt, 0)
-        least = 0 if attempt in seen.unwritten and record["reason"] == "lost" else trained - 1 - log_every
+        least = 0 if attempt in seen.unwritten and record["reason"] == "lost" else trained - 1 - unwritten
         if not least <= did <= trained:
             wrong.append(f"attempt {attempt} is recorded with {did} steps, but began {trained}")
     for (attempt, record), after in zip(zip(known, records), records[1:]):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
 
-from tests.faults.plan import Fault, Loss, Moment, Return, Shot
+from tests.faults.plan import Fault, Loss, Moment, Needs, Return, Shape, Shot
 from tests.faults.signals import ALWAYS, AT_WORK, WITH_RANKS
 from tests.faults.site import SLURMD_TIMEOUT_S
 from tests.faults.victim import Missed, Victim
@@ -79,6 +80,14 @@ def crash_node(victim: Victim, shot: Shot) -> None:
     _back_later(victim, node, 3 + 2 * SLURMD_TIMEOUT_S * shot.aim)
 
 
+def crash_other_node(victim: Victim, shot: Shot) -> None:
+    """A node loses power, but not that of the batch shell: nothing would be left that could continue on one node."""
+    shell = next((p.env["SLURMD_NODENAME"] for p in victim.processes() if p.argv[0].endswith("srun")), "")
+    if victim.node(0) == victim.node(0.99):
+        raise Missed("the run has one node left")
+    crash_node(victim, replace(shot, aim=0.5 if victim.node(0) == shell else 0))
+
+
 def restart_slurmd(victim: Victim, shot: Shot) -> None:
     """Restart a node's slurmd, as an upgrade does; its ranks continue."""
     node = victim.node(shot.aim)
@@ -126,28 +135,37 @@ def _back_later(victim: Victim, node: str, seconds: float) -> None:
     victim.later(seconds, lambda: victim.site.cluster.start_daemon(f"slurmd.{node}"))
 
 
-SINCE_SAVE, STAYS = Loss.SINCE_SAVE, Return.STAYS
+def _is(shape: Shape) -> Needs:
+    return lambda setting: setting.shape is shape
+
+
+SINCE_SAVE, A_NODE_LIVES, STAYS = Loss.SINCE_SAVE, Loss.UNLESS_A_NODE_LIVES, Return.STAYS
+FIXED, SPARE, RANGE = Shape
+AGAIN = Moment.AGAIN
 STEADY = (Moment.STEP, Moment.VALIDATION, Moment.SAVE)
 FAULTS = [
-    Fault("kill-rank-0", "SIGKILL of rank 0", kill_rank_0, (*ALWAYS, Moment.AGAIN)),
-    Fault("kill-rank", "SIGKILL of another rank", kill_other_rank, (*ALWAYS, Moment.AGAIN)),
-    Fault("kill-all", "SIGKILL of every rank", kill_all, ALWAYS, SINCE_SAVE),
-    Fault("kill-supervisor", "SIGKILL of a rank's supervisor", kill_supervisor, (*AT_WORK, Moment.AGAIN)),
-    Fault("bad-node", "a node kills its ranks three times in a row", bad_node, STEADY, SINCE_SAVE),
-    Fault("kill-srun", "SIGKILL of srun", kill_srun, (*WITH_RANKS, Moment.AGAIN), SINCE_SAVE),
+    Fault("kill-rank-0", "SIGKILL of rank 0", kill_rank_0, (*ALWAYS, AGAIN)),
+    Fault("kill-rank", "SIGKILL of another rank", kill_other_rank, (*ALWAYS, AGAIN)),
+    Fault("kill-all", "SIGKILL of every rank", kill_all, (*ALWAYS, AGAIN), SINCE_SAVE),
+    Fault("kill-supervisor", "SIGKILL of a rank's supervisor", kill_supervisor, (*AT_WORK, AGAIN)),
+    Fault("bad-node", "a node kills its ranks three times in a row", bad_node, STEADY, SINCE_SAVE, needs=_is(FIXED)),
+    Fault("kill-srun", "SIGKILL of srun", kill_srun, (*WITH_RANKS, AGAIN), SINCE_SAVE),
     Fault("kill-worker", "SIGKILL of a loader worker", kill_worker, STEADY, needs=lambda run: run.workers > 0),
-    Fault("freeze-rank", "SIGSTOP of a rank", freeze_rank, (*AT_WORK, Moment.AGAIN)),
-    Fault("node-crash", "a node loses power", crash_node, STEADY, Loss.UNLESS_A_NODE_LIVES),
-    Fault("slurmd-restart", "slurmd away for 1 to 3 s", restart_slurmd, STEADY, returns=STAYS, slow=True),
+    Fault("freeze-rank", "SIGSTOP of a rank", freeze_rank, (*AT_WORK, AGAIN)),
+    Fault("node-crash", "a node loses power", crash_node, (*STEADY, AGAIN), A_NODE_LIVES, needs=_is(FIXED)),
+    Fault("spare-node", "node-crash with a spare node", crash_node, (*STEADY, AGAIN), A_NODE_LIVES, needs=_is(SPARE)),
+    Fault("fewer-nodes", "the same with `--nodes 1-2`", crash_other_node, STEADY, A_NODE_LIVES, needs=_is(RANGE)),
+    Fault("slurmd-restart", "slurmd away for 1 to 3 s", restart_slurmd, (*STEADY, AGAIN), returns=STAYS, slow=True),
     Fault(
-        "slurmd-lost", "a node marked DOWN, its ranks alive", lose_slurmd, STEADY, SINCE_SAVE, slow=True, deadline_s=150
+        "slurmd-lost",
+        "a node marked DOWN, its ranks alive",
+        lose_slurmd,
+        STEADY,
+        SINCE_SAVE,
+        needs=_is(FIXED),
+        slow=True,
+        deadline_s=150,
     ),
-    Fault("slurmctld-restart", "slurmctld away for 1 to 5 s", restart_controller, AT_WORK, returns=STAYS, alone=True),
-    Fault(
-        "slurmctld-at-stop",
-        "SIGUSR2 with slurmctld away for 1 to 5 s",
-        controller_away_at_stop,
-        AT_WORK,
-        alone=True,
-    ),
+    Fault("slurmctld-restart", "slurmctld away for 1 to 5 s", restart_controller, (*AT_WORK, AGAIN), returns=STAYS),
+    Fault("slurmctld-at-stop", "SIGUSR2 with slurmctld away for 1 to 5 s", controller_away_at_stop, AT_WORK),
 ]

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -60,16 +60,25 @@ class Return(Enum):
     EITHER = "itself or launch.py resume"
 
 
+class Shape(Enum):
+    """What a run does when it loses a node."""
+
+    FIXED = "requeued"
+    SPARE = "continues on a spare node"
+    RANGE = "continues on the nodes that are left, with the same bits: it has shares"
+
+
 @dataclass(frozen=True)
 class Setting:
     """The settings of a run: its size, its partition and what it runs with."""
 
-    nodes: int
+    nodes: int  # to train on; of a range the most
     tasks_per_node: int
     partition: str
     workers: int
     disk: bool  # in a small file system of its own
     clock: bool  # with a clock that the harness can set
+    shape: Shape = Shape.FIXED
 
     @property
     def world_size(self) -> int:
@@ -78,8 +87,8 @@ class Setting:
 
     @property
     def layout(self) -> str:
-        """Nodes times ranks per node, such as 2x1."""
-        return f"{self.nodes}x{self.tasks_per_node}"
+        """Nodes times ranks per node, such as 2x1. Runs of the same layout learn the same."""
+        return f"{'1-' * (self.shape is Shape.RANGE)}{self.nodes}x{self.tasks_per_node}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,6 @@ class Fault:
     loses: Loss = Loss.NOTHING
     returns: Return = Return.ITSELF
     needs: Needs = lambda setting: True
-    alone: bool = False  # it affects every run, so no other fault may be in progress
     slow: bool = False  # it takes long, so the run slows down meanwhile
     saves_again: bool = False  # the run has recovered only after its next save
     deadline_s: float = 120.0  # from the fault to the first new step
@@ -154,13 +162,17 @@ def make_plan(
 
 
 def layouts(plan: Sequence[RunPlan]) -> list[Setting]:
-    """One undisturbed setting per layout of ranks: partition, workers and disk must not change what a run learns."""
-    sizes = sorted({(run.setting.nodes, run.setting.tasks_per_node) for run in plan})
-    return [Setting(nodes, tasks, BATCH, 0, disk=False, clock=False) for nodes, tasks in sizes]
+    """One undisturbed setting per layout of ranks: partition, workers, disk and a spare node must not change what a run
+    learns."""
+    one_of = {run.setting.layout: run.setting for run in plan}
+    return [
+        replace(setting, partition=BATCH, workers=0, disk=False, clock=False) for _, setting in sorted(one_of.items())
+    ]
 
 
 def _draw_setting(draw: random.Random, lacks: AbstractSet[str]) -> Setting:
     (size,) = draw.choices([(2, 1), (1, 2), (2, 2)], [4, 4, 1])
     (partition,) = draw.choices([BATCH, NOTICE, SCAVENGE], [3, 1, 1])
     workers, disk, clock = (draw.random() < share for share in (0.3, 0.3, 0.3))
-    return Setting(*size, partition, int(workers), disk and "disk" not in lacks, clock and "clock" not in lacks)
+    (shape,) = draw.choices(list(Shape), [4, 3, 2]) if size == (2, 1) else [Shape.FIXED]
+    return Setting(*size, partition, int(workers), disk and "disk" not in lacks, clock and "clock" not in lacks, shape)

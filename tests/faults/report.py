@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 from tests.faults import site
 from tests.faults.faults import FAULTS
-from tests.faults.plan import Moment
+from tests.faults.plan import Moment, RunPlan
 from tests.support.project import PROJECT
 
 COLUMNS = (
@@ -51,7 +52,7 @@ class Report:
     """The faults injected so far."""
 
     seed: int
-    planned: int
+    plan: Sequence[RunPlan]
     at_once: int
     lacks: dict[str, str]
     hits: list[Hit] = field(default_factory=list)
@@ -63,10 +64,15 @@ class Report:
     commits: list[str] = field(default_factory=lambda: [commit()])  # of the code under faults, the newest last
     interrupted: bool = False
 
+    @property
+    def planned(self) -> int:
+        """How many faults are planned."""
+        return sum(len(run.shots) for run in self.plan)
+
     def save(self, path: Path) -> None:
         """Keep what is known of complete runs, for `load`."""
         done = {run: [{**asdict(hit), "moment": hit.moment.name} for hit in hits] for run, hits in self.done.items()}
-        kept = {"seed": self.seed, "planned": self.planned, "runs": self.runs, "wrong": self.wrong, "done": done}
+        kept = {"plan": fingerprint(self.plan), "runs": self.runs, "wrong": self.wrong, "done": done}
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps({**kept, "spent_s": self.elapsed_s, "commits": self.commits}))
@@ -78,8 +84,8 @@ class Report:
         if not path.exists():
             return
         kept: dict[str, Any] = json.loads(path.read_text())
-        if (kept["seed"], kept["planned"]) != (self.seed, self.planned):
-            raise ValueError(f"{path} has the results of --seed {kept['seed']} --faults {kept['planned']}")
+        if kept["plan"] != fingerprint(self.plan):
+            raise ValueError(f"{path} has the results of other faults: remove it, or name another file")
         self.runs, self.wrong, self.spent_s = kept["runs"], kept["wrong"], kept["spent_s"]
         self.commits = list(dict.fromkeys([*kept["commits"], *self.commits]))
         for run, hits in kept["done"].items():
@@ -165,6 +171,11 @@ It includes 6 s for which Slurm holds a requeued job.
 The plan of runs, faults, delays and targets depends on the seed alone. What a run is doing when a fault strikes, and so
 what the fault costs, also depends on the speed of the machine.
 """
+
+
+def fingerprint(plan: Sequence[RunPlan]) -> str:
+    """A string that differs between any two plans."""
+    return hashlib.sha256(repr(list(plan)).encode()).hexdigest()
 
 
 def machine_lines(commits: Sequence[str] = ()) -> list[str]:

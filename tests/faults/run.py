@@ -18,14 +18,14 @@ from tests.faults.aim import aim, whereabouts
 from tests.faults.checks import Attempt, Seen, Undisturbed
 from tests.faults.damage import Unrefused
 from tests.faults.faults import FAULTS
-from tests.faults.plan import Fault, Loss, Moment, Return, RunPlan, Shot
+from tests.faults.plan import Fault, Loss, Moment, Return, RunPlan, Shape, Shot
 from tests.faults.report import Hit
-from tests.faults.site import NODES, Site
+from tests.faults.site import SPARE, Site
 from tests.faults.task import ASIDE
 from tests.faults.victim import Missed, NeverCame, Process, Victim
 from trainer.config.config import Config
 from trainer.config.keys import fields_of
-from trainer.records.metrics import read_lines
+from trainer.records.metrics import WRITE_EVERY_S, read_lines
 from trainer.rundir import RunDir
 
 CONFIG = Path(__file__).with_name("run.yaml")
@@ -55,9 +55,7 @@ def _outlives(process: Process, now: Attempt, is_supervisor: bool) -> bool:
 class Run:
     """Submits a run, injects its planned faults, waits until it has recovered from each, and checks it."""
 
-    def __init__(
-        self, site: Site, slot: int, plan: RunPlan, tell: Callable[[Hit], None], words: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, site: Site, plan: RunPlan, tell: Callable[[Hit], None], words: Sequence[str] = ()) -> None:
         self.site = site
         self.plan = plan
         self.tell = tell
@@ -69,21 +67,27 @@ class Run:
         self.victim = Victim(site, RunDir(self.root / plan.name), site.folder / "aside" / plan.name, plan.setting)
         config = Config.load(CONFIG, list(words))
         self.log_every = config.train.log_every
+        # Steps that metrics.jsonl may lack when all ranks are killed: those since the last log line, and of 0.1 s.
+        self.unwritten_steps = self.log_every + round(1000 * WRITE_EVERY_S / FAST_MS)
         self.total = config.train.epochs * int(config.data.args["samples"]) // config.train.batch_size
-        self.words = [*self._words(slot), *words]
+        self.words = [*self._words(), *words]
         self.resumed = 0  # the step after which the current attempt began
         self.settled: set[Attempt] = set()  # attempts whose lost steps have been checked
         self.set_back: set[Attempt] = set()  # attempts whose last checkpoint the harness damaged
         self.unwritten: set[Attempt] = set()  # attempts whose disk was full
 
-    def _words(self, slot: int) -> list[str]:
+    def _words(self) -> list[str]:
         setting, victim = self.plan.setting, self.victim
-        others = ",".join(node for node in NODES if node not in self.site.pair(slot))
+        shapes = {
+            Shape.FIXED: (str(setting.nodes), f"launch.exclude={SPARE}"),
+            Shape.SPARE: (str(setting.nodes), "launch.spare_nodes=1"),
+            Shape.RANGE: (f"1-{setting.nodes}", f"launch.exclude={SPARE}", f"train.shares={setting.world_size}"),
+        }
+        nodes, *others = shapes[setting.shape]
         words = [
             *("--config", str(CONFIG), "--name", self.plan.name, "--partition", setting.partition),
-            *("--nodes", str(setting.nodes), "--tasks-per-node", str(setting.tasks_per_node)),
+            *("--nodes", nodes, "--tasks-per-node", str(setting.tasks_per_node), *others),
             f"launch.root={self.root}",
-            f"launch.exclude={others}",
             f"launch.env.{ASIDE}={victim.aside}",
             f"data.workers={setting.workers}",
         ]
@@ -161,16 +165,14 @@ class Run:
         fault, victim = FAULTS[shot.fault], self.victim
         again = Moment.STEP if Moment.STEP in fault.moments else shot.moment
         for moment in (shot.moment, again, again):
-            victim.set_pace(SLOW_MS)
-            with self.site.turn.take(fault.alone):
-                victim.set_pace(FAST_MS)
-                try:
-                    aim(victim, moment, shot.delay_ms)
-                    self._strike(fault, shot)
-                except Missed:
-                    self._gets_to_work()
-                else:
-                    return True
+            victim.set_pace(FAST_MS)
+            try:
+                aim(victim, moment, shot.delay_ms)
+                self._strike(fault, shot)
+            except Missed:
+                self._gets_to_work()
+            else:
+                return True
             if victim.finished:
                 break
         return False
@@ -189,6 +191,7 @@ class Run:
         if again := shot.moment is Moment.AGAIN:  # two faults: there may be no rank left to save
             fault = fault if fault.loses is Loss.NEWEST else replace(fault, loses=Loss.SINCE_SAVE)
         hit = Hit(self.plan.name, fault.name, shot.moment if again else where, shot.delay_ms)
+        nodes = len({rank.env["SLURMD_NODENAME"] for rank in victim.ranks().values()}) or self.plan.setting.nodes
         struck = time.monotonic()
         try:
             if later := fault.inject(victim, shot):
@@ -207,7 +210,7 @@ class Run:
             hit.back_s = time.monotonic() - struck
             victim.set_pace(FAST_MS)
             victim.settle()
-            self._judge(hit, fault, attempt, kept)
+            self._judge(hit, fault, attempt, kept, nodes)
         except GaveUp as error:
             hit.wrong.append(str(error))
             raise GaveUp() from None  # the violation is in the Hit
@@ -262,8 +265,8 @@ class Run:
 
     # --- checks
 
-    def _judge(self, hit: Hit, fault: Fault, attempt: Attempt | None, kept: int) -> None:
-        """Enter in `hit` what the fault cost, and any violations."""
+    def _judge(self, hit: Hit, fault: Fault, attempt: Attempt | None, kept: int, nodes: int) -> None:
+        """Enter in `hit` what the fault cost, which struck a run on that many nodes, and any violations."""
         victim, returns, itself = self.victim, fault.returns, hit.by == "itself"
         names = (attempt, attempt and attempt.never_began)
         record = next((r for r in victim.records() if Attempt.of(r) in names), None)
@@ -275,7 +278,7 @@ class Run:
         if returns is Return.USER and itself:
             hit.wrong.append("continued although it was cancelled")
         of_slurm = record is not None and OF_SLURM in (record["error"] or "")
-        had_to_end = hit.moment in (Moment.STOP, Moment.HOLD)  # as `aim` requeued it
+        had_to_end = hit.moment in (Moment.STOP, Moment.HOLD, Moment.AGAIN)  # as `aim` requeued it, or killed a rank
         if returns is Return.STAYS and hit.by != "stayed" and not (had_to_end or of_slurm):
             hit.wrong.append("ended although it should have continued")
         if hit.by == "stayed":
@@ -293,8 +296,8 @@ class Run:
             *(checks.lost_steps(starts[a], count, resume.number) for a, count in begun.items()),
             0,
         )
-        hit.allowed = 0 if checks.spares(fault.loses, self.plan.setting.nodes) else hit.lost + resume.number - kept
-        hit.wrong += checks.check_loss(fault.loses, self.plan.setting.nodes, resume.number, hit.lost, kept)
+        hit.allowed = 0 if checks.spares(fault.loses, nodes) else hit.lost + resume.number - kept
+        hit.wrong += checks.check_loss(fault.loses, nodes, resume.number, hit.lost, kept)
         if fault.loses is Loss.NEWEST:
             said = {event.number for event in victim.log.events if event.kind == "skip"}
             unsaid = [step for step in victim.spoiled() if step > resume.number and step not in said]
@@ -347,7 +350,7 @@ class Run:
             set_back=self.set_back,
             unwritten=self.unwritten,
         )
-        self.wrong += checks.check_run(victim.run, self._verified(), undisturbed, seen, self.log_every)
+        self.wrong += checks.check_run(victim.run, self._verified(), undisturbed, seen, self.unwritten_steps)
         self.wrong += checks.check_curves(victim.run, self.log_every)
 
     def _verified(self) -> list[dict[str, Any]]:

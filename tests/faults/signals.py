@@ -29,7 +29,7 @@ def preempt(victim: Victim, shot: Shot) -> None:
     if not nodes:
         raise Missed("the job has no nodes")
     words = ("--exclusive", "--output=/dev/null", "--wrap=sleep 1")
-    victim.slurm("sbatch", "-p", URGENT, "-w", nodes, "-N", str(victim.setting.nodes), "-J", "urgent", *words)
+    victim.slurm("sbatch", "-p", URGENT, "-w", nodes, "-J", "urgent", *words)
 
 
 def user_signal(victim: Victim, shot: Shot) -> None:
@@ -82,18 +82,20 @@ def _in(partition: str) -> Needs:
     return lambda setting: setting.partition == partition
 
 
-EITHER = Return.EITHER
+EITHER, AGAIN = Return.EITHER, Moment.AGAIN
 FAULTS = [
-    Fault("requeue", "`scontrol requeue`", requeue, (*ALWAYS, Moment.AGAIN)),
-    Fault("preempt", "preemption with requeue", preempt, ALWAYS, needs=_in(BATCH)),
-    Fault("preempt-notice", "preemption with requeue after a GraceTime", preempt, ALWAYS, needs=_in(NOTICE)),
-    Fault("preempt-cancel", "preemption with cancel after a GraceTime", preempt, WITH_RANKS, needs=_in(SCAVENGE)),
-    Fault("usr2", "`scancel --signal USR2`", user_signal, (*ALWAYS, Moment.AGAIN)),
-    Fault("usr2-rank", "SIGUSR2 to one rank", rank_signal(signal.SIGUSR2), ALWAYS),
-    Fault("term-rank", "SIGTERM to one rank", rank_signal(signal.SIGTERM), ALWAYS, returns=EITHER),
-    Fault("term-twice", "SIGTERM twice to one rank", rank_signal(signal.SIGTERM, 2), ALWAYS, returns=EITHER),
-    Fault("int-rank", "SIGINT (Ctrl-C) to one rank", rank_signal(signal.SIGINT), ALWAYS, returns=EITHER),
-    Fault("usr2-and-term", "SIGUSR2 to one rank and SIGTERM to one", two_signals, ALWAYS, returns=EITHER),
-    Fault("scancel", "`scancel`", cancel, (*WITH_RANKS, Moment.HOLD, Moment.AGAIN), returns=Return.USER),
+    Fault("requeue", "`scontrol requeue`", requeue, (*ALWAYS, AGAIN)),
+    Fault("preempt", "preemption with requeue", preempt, (*ALWAYS, AGAIN), needs=_in(BATCH)),
+    Fault("preempt-notice", "preemption with requeue after a GraceTime", preempt, (*ALWAYS, AGAIN), needs=_in(NOTICE)),
+    Fault(
+        "preempt-cancel", "preemption with cancel after a GraceTime", preempt, (*WITH_RANKS, AGAIN), needs=_in(SCAVENGE)
+    ),
+    Fault("usr2", "`scancel --signal USR2`", user_signal, (*ALWAYS, AGAIN)),
+    Fault("usr2-rank", "SIGUSR2 to one rank", rank_signal(signal.SIGUSR2), (*ALWAYS, AGAIN)),
+    Fault("term-rank", "SIGTERM to one rank", rank_signal(signal.SIGTERM), (*ALWAYS, AGAIN), returns=EITHER),
+    Fault("term-twice", "SIGTERM twice to one rank", rank_signal(signal.SIGTERM, 2), (*ALWAYS, AGAIN), returns=EITHER),
+    Fault("int-rank", "SIGINT (Ctrl-C) to one rank", rank_signal(signal.SIGINT), (*ALWAYS, AGAIN), returns=EITHER),
+    Fault("usr2-and-term", "SIGUSR2 to one rank and SIGTERM to one", two_signals, (*ALWAYS, AGAIN), returns=EITHER),
+    Fault("scancel", "`scancel`", cancel, (*WITH_RANKS, Moment.HOLD, AGAIN), returns=Return.USER),
     Fault("time-limit", "the time limit", time_limit, (Moment.STEP,), slow=True),
 ]

@@ -1,4 +1,4 @@
-"""The throwaway Slurm of the runs under faults, with partitions and timeouts of its own."""
+"""The throwaway Slurm of a run under faults, with partitions and timeouts of its own."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.slurm.cluster import SLURM_CONF, Cluster
 from tests.support.project import PROJECT
 
-NODES = tuple(f"f{number}" for number in range(1, 9))
-MOST_AT_ONCE = len(NODES) // 2  # each run has two nodes of its own, so that a fault of one node affects one run
+NODES = ("f1", "f2", "f3")
+SPARE = NODES[2]  # used by runs with a spare node only
 KILL_WAIT_S, NOTICE_S, CANCEL_NOTICE_S, SLURMD_TIMEOUT_S = 10, 20, 12, 10
 BATCH, NOTICE, SCAVENGE, URGENT = "batch", "notice", "scavenge", "urgent"
 PARTITIONS = f"""\
@@ -26,6 +25,7 @@ PartitionName={NOTICE} Nodes=ALL PriorityTier=1 GraceTime={NOTICE_S}
 PartitionName={SCAVENGE} Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime={CANCEL_NOTICE_S}
 PartitionName={URGENT} Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
+FOLDER = "laststep-faults-"  # begins the name of the folder of all runs
 LOOK_S = 0.3  # how old a cached answer of squeue may be
 COMMAND_DEADLINE_S = 60.0
 
@@ -41,17 +41,24 @@ class Job:
 
 
 class Site:
-    """A cluster, the launch.py command, and the file systems and the clock library that faults need."""
+    """A cluster, the launch.py command, and the file systems and the clock library that faults need.
 
-    def __init__(self, folder: Path) -> None:
+    Runs at the same time have a site each, so that a fault of slurmctld or of a node affects one run. The first cluster
+    has accounting, the others have none, as there are both.
+    """
+
+    def __init__(self, folder: Path, accounting: bool = True) -> None:
         self.folder = folder
-        self.turn = Turn()
         self.lacks: dict[str, str] = {}  # what this machine cannot provide to runs, and why
         self._mounted: set[Path] = set()
         conf = re.sub(r"^PartitionName=.*\n", "", SLURM_CONF, flags=re.MULTILINE)
         conf = re.sub(r"^SlurmdTimeout=.*$", f"SlurmdTimeout={SLURMD_TIMEOUT_S}", conf, flags=re.MULTILINE)
         self.cluster = Cluster.start(
-            folder / "slurm", kill_wait_s=KILL_WAIT_S, nodes=NODES, slurm_conf=conf + PARTITIONS
+            folder / "slurm",
+            kill_wait_s=KILL_WAIT_S,
+            nodes=NODES,
+            slurm_conf=conf + PARTITIONS,
+            accounting=accounting,
         )
         self._looking = threading.Lock()
         self._looked_at, self._jobs = 0.0, list[Job]()
@@ -85,7 +92,7 @@ class Site:
         )
 
     def jobs(self, name: str) -> list[Job]:
-        """Jobs with this name in the queue, as of at most `LOOK_S` ago: one squeue serves all runs."""
+        """Jobs with this name in the queue, as of at most `LOOK_S` ago."""
         with self._looking:
             if time.monotonic() > self._looked_at + LOOK_S:
                 # While slurmctld is away, the last answer is kept.
@@ -94,10 +101,6 @@ class Site:
                     self._jobs = [Job(*line.split("|")) for line in lines]
                 self._looked_at = time.monotonic()
             return [job for job in self._jobs if job.name == name]
-
-    def pair(self, slot: int) -> tuple[str, str]:
-        """The two nodes of a slot."""
-        return NODES[2 * slot], NODES[2 * slot + 1]
 
     def mount(self, folder: Path, megabytes: int) -> None:
         """Mount a small file system. Raises OSError if this process may not mount."""
@@ -123,33 +126,3 @@ def compile_clock(folder: Path) -> Path:
     library, source = folder / "clock.so", Path(__file__).with_name("clock.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
     return library
-
-
-class Turn:
-    """A lock that many faults share or one holds alone: a fault of slurmctld affects every run."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._sharing, self._waiting, self._alone = 0, 0, False
-
-    @contextlib.contextmanager
-    def take(self, alone: bool) -> Iterator[None]:
-        """Hold the lock alone, or share it. Waiters for exclusive use come first."""
-        with self._changed:
-            if alone:
-                self._waiting += 1
-                self._changed.wait_for(lambda: not self._sharing and not self._alone)
-                self._waiting -= 1
-                self._alone = True
-            else:
-                self._changed.wait_for(lambda: not self._waiting and not self._alone)
-                self._sharing += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                if alone:
-                    self._alone = False
-                else:
-                    self._sharing -= 1
-                self._changed.notify_all()

@@ -71,7 +71,7 @@ def run_storm(site: Site, period_s: float, deaths: int, report: Path | None) -> 
     """Carry out the storm; returns 1 if the run does not finish with the same bits or has too few deaths."""
     epochs = round(MARGIN * deaths * period_s / (EPOCH_STEPS * PACE_MS / 1000))
     words = [f"train.epochs={epochs}"]
-    calm = Run(site, 0, RunPlan("storm-undisturbed", SETTING, ()), lambda _: None, words)
+    calm = Run(site, RunPlan("storm-undisturbed", SETTING, ()), lambda _: None, words)
     calm.live(None)
     print(f"undisturbed: {calm.total} steps", flush=True)
     laststep, wrong = _laststep(site, words, period_s, calm)
@@ -86,7 +86,7 @@ def run_storm(site: Site, period_s: float, deaths: int, report: Path | None) -> 
 
 
 def _laststep(site: Site, words: list[str], period_s: float, calm: Run) -> tuple[Outcome, list[str]]:
-    run = Run(site, 0, RunPlan("storm", SETTING, ()), lambda _: None, words)
+    run = Run(site, RunPlan("storm", SETTING, ()), lambda _: None, words)
     victim = run.victim
     victim.set_pace(PACE_MS)
     run.submit()

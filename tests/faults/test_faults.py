@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from tests.faults.checks import Attempt, Seen, Undisturbed, check_curves, check_loss, check_run, lost_steps
 from tests.faults.faults import FAULTS
 from tests.faults.plan import Loss, make_plan
-from tests.faults.site import Turn, compile_clock
+from tests.faults.site import compile_clock
 from tests.slurm.cluster import missing
 from tests.support.needs import require, require_program
 from tests.support.project import PROJECT
@@ -67,13 +66,13 @@ class Folder:
         self.set_back: set[Attempt] = set()
         self.unwritten: set[Attempt] = set()
 
-    def wrong(self, log_every: int = 0) -> str:
+    def wrong(self, unwritten: int = 0) -> str:
         """The violations that the harness finds in it."""
         self.run.path.mkdir(exist_ok=True)
         for path, lines in ((self.run.metrics, self.metrics), (self.run.attempts, self.attempts)):
             path.write_text("".join(json.dumps({**line, "time": 2.0}) + "\n" for line in lines))
         seen = Seen(self.begun, self.resumed, self.damaged, self.set_back, self.unwritten)
-        return "; ".join(check_run(self.run, self.verified, self.undisturbed, seen, log_every))
+        return "; ".join(check_run(self.run, self.verified, self.undisturbed, seen, unwritten))
 
 
 @pytest.fixture
@@ -180,7 +179,7 @@ def test_a_record_that_hides_what_was_done_is_found(folder: Folder) -> None:
     """The harness counts steps itself, and so finds a run that hides lost ones."""
     folder.begun[FIRST] = 9
     assert folder.wrong() == "attempt 7-0-0 is recorded with 6 steps, but began 9"
-    assert folder.wrong(log_every=5) == "", "of an attempt without a record of its own, metrics.jsonl shows the rest"
+    assert folder.wrong(unwritten=5) == "", "of an attempt without a record of its own, metrics.jsonl shows the rest"
     folder.unwritten = {FIRST}
     assert folder.wrong(), "a full disk excuses a missing record, not a wrong one"
     folder.attempts[0]["reason"] = "lost"
@@ -248,24 +247,6 @@ def test_the_plan_leaves_out_what_the_machine_lacks() -> None:
     assert not {"clock-step", "disk-full", "disk-full-at-stop"} & {shot.fault for run in plan for shot in run.shots}
     with pytest.raises(ValueError, match="can inject none of clock-step"):
         make_plan({"clock-step": FAULTS["clock-step"]}, 8, seed=1, lacks={"clock"})
-
-
-def test_faults_that_everybody_feels_are_alone() -> None:
-    """A run that is hit while the controller is away for another's sake would be judged by the wrong fault."""
-    turn, alone, order = Turn(), threading.Event(), list[str]()
-
-    def take_alone() -> None:
-        with turn.take(alone=True):
-            alone.set()
-            order.append("alone")
-
-    with turn.take(alone=False), turn.take(alone=False):
-        waiting = threading.Thread(target=take_alone)
-        waiting.start()
-        assert not alone.wait(0.2)
-        order.append("shared")
-    waiting.join(timeout=10)
-    assert order == ["shared", "alone"]
 
 
 def test_the_clock_can_be_set(tmp_path: Path) -> None:

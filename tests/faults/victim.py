@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tests.faults.checks import Attempt
 from tests.faults.plan import Setting
-from tests.faults.site import Job, Site
+from tests.faults.site import FOLDER, Job, Site
 from tests.faults.task import ASIDE, TRAINED, VALIDATED
 from trainer.records.metrics import read_lines
 from trainer.records.step_restart import read_answer
@@ -310,11 +310,21 @@ def _mine(process: Process, conf: bytes) -> bool:
     return "SLURM_CONF" not in process.env or f"SLURM_CONF={process.env['SLURM_CONF']}\0".encode() == conf
 
 
+_foreign: dict[str, float] = {}  # since when a process is known that belongs to no run
+FOREIGN_S = 3.0  # by then a process has begun the program for which it was forked
+
+
 def _processes(marks: tuple[bytes, ...], word: bytes) -> Iterator[Process]:
     """Processes with one of `marks` in their environment or `word` in their command line."""
-    for entry in Path("/proc").glob("[0-9]*"):
+    now = time.monotonic()
+    present = [name for name in os.listdir("/proc") if name.isdecimal()]
+    for gone in {*_foreign}.difference(present):
+        _foreign.pop(gone, None)
+    for entry in (Path("/proc", name) for name in present if now < _foreign.get(name, now) + FOREIGN_S):
         with contextlib.suppress(OSError, ValueError, IndexError):
             environ, command = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
+            if b"SLURM_JOB_NAME=" not in environ and FOLDER.encode() not in environ + command:
+                _foreign.setdefault(entry.name, now)
             if not command or not (word in command or any(mark in environ for mark in marks)):
                 continue
             stat = (entry / "stat").read_text().rpartition(")")[2].split()
