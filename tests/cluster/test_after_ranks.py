@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import config
 from tests.support.worlds import a_world
 from trainer.attempt.attempt import Attempt
@@ -38,38 +39,9 @@ LAUNCH = Launch(max_failures=1, max_restarts=0)
 KILLED = 137
 
 
-class Slurm:
-    """Stands in for scontrol: shows the job that a test sets, and counts the requeues."""
-
-    def __init__(self) -> None:
-        self.job: dict[str, Any] | None = {"JobState": "RUNNING", "Restarts": 0}
-        self.node_state = "MIXED"
-        self.refuses = self.missing = False
-        self.requeues = 0
-        self.cancelled: list[str] = []
-        self.updated: list[tuple[str, ...]] = []
-
-    def answer(self, words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        if self.missing:
-            raise FileNotFoundError(words[0])
-        if self.job is None:
-            return subprocess.CompletedProcess(words, 1, "", "Unable to contact slurm controller (connect failure)")
-        if words[0] == "scancel":
-            self.cancelled.append(words[1])
-            return subprocess.CompletedProcess(words, 0, "", "")
-        if words[1] == "update":
-            self.updated.append(tuple(words[2:]))
-            return subprocess.CompletedProcess(words, int(self.refuses), "", "")
-        if words[1] == "requeue":
-            self.requeues += not self.refuses
-            return subprocess.CompletedProcess(words, int(self.refuses), "", "Operation disabled\n" * self.refuses)
-        shown = self.job if words[2] == "job" else {"NodeName": "n1", "State": self.node_state}
-        return subprocess.CompletedProcess(words, 0, " ".join(f"{k}={v}" for k, v in shown.items()), "")
-
-
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    slurm = Slurm()
+def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    slurm = FakeSlurm("n1")
     monkeypatch.setattr(subprocess, "run", slurm.answer)
     return slurm
 
@@ -91,7 +63,7 @@ def ends(run: RunDir) -> list[tuple[str, bool]]:
     return [(end["reason"], end["requeue"]) for end in read_ended_attempts(run.attempts)]
 
 
-def test_all_ranks_were_killed(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_ranks_were_killed(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """The job is requeued, and the attempt recorded as lost at once, for `status` to show while the job is queued."""
     after_ranks(run, begin(run), LAUNCH, KILLED)
     assert slurm.requeues == 1 and ends(run) == [("lost", True)] and not run.attempt_now.exists()
@@ -103,7 +75,7 @@ def test_all_ranks_were_killed(run: RunDir, slurm: Slurm, capsys: pytest.Capture
     assert "not requeued: the attempt ended (lost): retry budget used up (launch.max_failures=1); `python " in said
 
 
-def test_an_expedited_requeue_ends_too(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_expedited_requeue_ends_too(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """Slurm requeues such a job by itself when it fails, but holds it: a run that has ended would seem to wait in the
     queue. Where the run continues, nothing must stand in the way of the requeue."""
     expedited = replace(LAUNCH, slurm={"requeue": "expedite"})
@@ -127,7 +99,7 @@ def restarts(run: RunDir, done: int, world: World = WORLD, status: int = KILLED)
     return after_ranks(run, world, RESTARTS, status, restarts=done, can_restart=True)
 
 
-def test_restarted_in_the_allocation(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_restarted_in_the_allocation(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """A killed rank must not cost a place at the end of the queue. Restarts that get nowhere give the nodes back, and
     the next allocation has as many again."""
     for done in range(2):
@@ -141,7 +113,7 @@ def test_restarted_in_the_allocation(run: RunDir, slurm: Slurm, capsys: pytest.C
     assert ends(run)[3:] == [("lost", False)] and slurm.requeues == 1
 
 
-def test_a_restart_that_began_no_attempt(run: RunDir, slurm: Slurm) -> None:
+def test_a_restart_that_began_no_attempt(run: RunDir, slurm: FakeSlurm) -> None:
     """These nodes cannot start the ranks, so the job leaves them. The record of the attempt before must not be taken
     for that start's own: it counts, or the job would be requeued forever."""
     end_attempt(run, begin(run), RESTARTS, "failed", 5, 5)
@@ -164,16 +136,16 @@ def test_a_restart_that_began_no_attempt(run: RunDir, slurm: Slurm) -> None:
         ({"JobState": "COMPLETING", "Reason": "TimeLimit"}, "MIXED", "requeue"),
     ],
 )
-def test_the_allocation_must_last(run: RunDir, slurm: Slurm, job: dict[str, Any], node: str, follows: str) -> None:
+def test_the_allocation_must_last(run: RunDir, slurm: FakeSlurm, job: dict[str, Any], node: str, follows: str) -> None:
     """Ranks that start on a bad node, or in a job that Slurm is about to end, would die again."""
-    slurm.job, slurm.node_state = {"Restarts": 0, "NodeList": "n1", **job}, node
+    slurm.job, slurm.states["n1"] = {"Restarts": 0, **job}, node
     assert restarts(run, 0, begin(run)) == (follows == "restart")
     assert slurm.requeues == (follows == "requeue")
     assert ends(run) == [("lost", follows != "end")]
 
 
 @pytest.mark.parametrize(("left_s", "restarted"), [(3600, True), (140, False)])
-def test_shortly_before_the_time_limit(run: RunDir, slurm: Slurm, left_s: int, restarted: bool) -> None:
+def test_shortly_before_the_time_limit(run: RunDir, slurm: FakeSlurm, left_s: int, restarted: bool) -> None:
     """Slurm sends its warning once, up to 60 s early: ranks that start after it would never receive it."""
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + left_s))
     slurm.job = {"JobState": "RUNNING", "Restarts": 0, "EndTime": end}
@@ -181,14 +153,14 @@ def test_shortly_before_the_time_limit(run: RunDir, slurm: Slurm, left_s: int, r
     assert slurm.requeues == (not restarted) and ends(run) == [("lost", True)]
 
 
-def test_the_shell_cannot_restart(run: RunDir, slurm: Slurm) -> None:
+def test_the_shell_cannot_restart(run: RunDir, slurm: FakeSlurm) -> None:
     """It has received a signal, or it is a user's own script that only asks for a requeue: the job is requeued."""
     end_attempt(run, begin(run), RESTARTS, "failed", 5, 5)
     assert not after_ranks(run, WORLD, RESTARTS, KILLED)
     assert slurm.requeues == 1 and ends(run) == [("failed", True)]
 
 
-def test_a_signal_while_it_decides(run: RunDir, slurm: Slurm) -> None:
+def test_a_signal_while_it_decides(run: RunDir, slurm: FakeSlurm) -> None:
     """The shell asks twice about the same attempt: first it is to restart, then a signal comes, and it asks again."""
     assert restarts(run, 0, begin(run))
     assert not after_ranks(run, WORLD, RESTARTS, KILLED, restarts=0, can_restart=False)
@@ -196,7 +168,7 @@ def test_a_signal_while_it_decides(run: RunDir, slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize("reason", ["preempted", "timeout"])
-def test_a_stopped_attempt_is_not_restarted(run: RunDir, slurm: Slurm, reason: Reason) -> None:
+def test_a_stopped_attempt_is_not_restarted(run: RunDir, slurm: FakeSlurm, reason: Reason) -> None:
     """Its nodes are wanted by another job, or its time is up."""
     end_attempt(run, begin(run), RESTARTS, reason, 5, 5)
     assert not restarts(run, 0) and slurm.requeues == 1
@@ -218,7 +190,7 @@ def lost_with_two_checkpoints(run: RunDir) -> World:
     return world
 
 
-def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: Slurm) -> None:
+def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: FakeSlurm) -> None:
     """The next attempt begins at the checkpoint before it, so the steps since then are recorded as lost: at once where
     nothing starts the job again, else by that attempt, which reads the checkpoints."""
     slurm.refuses = True
@@ -227,7 +199,7 @@ def test_the_newest_checkpoint_is_damaged(run: RunDir, slurm: Slurm) -> None:
     assert (end["end_step"], end["lost_steps"], end["requeue"]) == (2, 1, False)
 
 
-def test_requeued_before_checkpoints_are_read(run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requeued_before_checkpoints_are_read(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """To hash a checkpoint of a terabyte takes longer than the batch shell lives, and longer than KillWait after the
     requeue: a shell that read it first would be killed, and the run would never continue."""
     world = lost_with_two_checkpoints(run)
@@ -242,7 +214,7 @@ def test_requeued_before_checkpoints_are_read(run: RunDir, slurm: Slurm, monkeyp
     assert json.loads(run.attempt_now.read_text())["start_step"] == 1
 
 
-def test_not_requeued_and_slow_to_read(run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_requeued_and_slow_to_read(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shell is killed while it reads (`timeout -s KILL`): by then the attempt is recorded, with its reason."""
     slurm.refuses = True
     world = lost_with_two_checkpoints(run)
@@ -256,14 +228,14 @@ def test_not_requeued_and_slow_to_read(run: RunDir, slurm: Slurm, monkeypatch: p
     assert ends(run) == [("lost", False)] and not run.attempt_now.exists()
 
 
-def test_a_rank_recorded_that_the_run_continues(run: RunDir, slurm: Slurm) -> None:
+def test_a_rank_recorded_that_the_run_continues(run: RunDir, slurm: FakeSlurm) -> None:
     """Rank 0 could not reach Slurm at a stop, or a rank failed that may be retried: the shell requeues the job."""
     end_attempt(run, begin(run), LAUNCH, "preempted", 1, 1)
     after_ranks(run, WORLD, LAUNCH, 140)
     assert slurm.requeues == 1 and ends(run) == [("preempted", True)]
 
 
-def test_a_node_without_scontrol(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_without_scontrol(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """Waiting for the controller would be in vain. The log names the way back, for a login node."""
     end_attempt(run, begin(run), LAUNCH, "preempted", 1, 1)
     slurm.missing = True
@@ -274,7 +246,7 @@ def test_a_node_without_scontrol(run: RunDir, slurm: Slurm, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("reason", "retry"), [("cancelled", "yes"), ("finished", "yes"), ("failed", "no")])
-def test_ends_for_good(run: RunDir, slurm: Slurm, reason: Reason, retry: Retry) -> None:
+def test_ends_for_good(run: RunDir, slurm: FakeSlurm, reason: Reason, retry: Retry) -> None:
     """A run that is over, or would fail the same way, is not requeued, and Slurm is not even asked."""
     end_attempt(run, begin(run), LAUNCH, reason, 1, 1, retry=retry)
     slurm.job = None
@@ -285,14 +257,14 @@ def test_ends_for_good(run: RunDir, slurm: Slurm, reason: Reason, retry: Retry) 
 @pytest.mark.parametrize(
     ("job", "returns"), [({"JobState": "COMPLETING", "Restarts": 1}, True), ({"JobState": "COMPLETING"}, False)]
 )
-def test_slurm_has_decided(run: RunDir, slurm: Slurm, job: dict[str, Any], returns: bool) -> None:
+def test_slurm_has_decided(run: RunDir, slurm: FakeSlurm, job: dict[str, Any], returns: bool) -> None:
     """Else a job that Slurm requeues would be requeued twice, and a cancelled job would start again."""
     slurm.job = job
     after_ranks(run, begin(run), LAUNCH, KILLED)
     assert slurm.requeues == 0 and ends(run) == [("lost", returns)]
 
 
-def test_slurm_refuses(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_refuses(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """A site may forbid requeues: then the record promises none, and the log has Slurm's own error."""
     slurm.refuses = True
     after_ranks(run, begin(run), LAUNCH, KILLED)
@@ -300,7 +272,7 @@ def test_slurm_refuses(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.endswith("] not requeued: Operation disabled\n")
 
 
-def test_slurm_is_away_for_a_while(run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_away_for_a_while(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slurmctld that is just restarting answers a little later."""
     job, slurm.job = slurm.job, None
 
@@ -312,7 +284,7 @@ def test_slurm_is_away_for_a_while(run: RunDir, slurm: Slurm, monkeypatch: pytes
     assert slurm.requeues == 1
 
 
-def test_killed_before_it_began(run: RunDir, slurm: Slurm) -> None:
+def test_killed_before_it_began(run: RunDir, slurm: FakeSlurm) -> None:
     """It counts as a failure, or a job that cannot even start would be requeued without end."""
     for restart in range(3):
         slurm.job = {"JobState": "RUNNING", "Restarts": restart}
@@ -325,14 +297,16 @@ def test_killed_before_it_began(run: RunDir, slurm: Slurm) -> None:
     ("job", "recorded"),
     [({"JobState": "COMPLETING"}, [("cancelled", False)]), ({"JobState": "COMPLETING", "Restarts": 1}, [])],
 )
-def test_slurm_ended_it_before_it_began(run: RunDir, slurm: Slurm, job: dict[str, Any], recorded: list[Any]) -> None:
+def test_slurm_ended_it_before_it_began(
+    run: RunDir, slurm: FakeSlurm, job: dict[str, Any], recorded: list[Any]
+) -> None:
     """A job that is cancelled or preempted in its first second has not failed."""
     slurm.job = job
     after_ranks(run, WORLD, LAUNCH, 143)
     assert slurm.requeues == 0 and ends(run) == recorded
 
 
-def test_why_it_failed_before_it_began(run: RunDir, slurm: Slurm) -> None:
+def test_why_it_failed_before_it_began(run: RunDir, slurm: FakeSlurm) -> None:
     """`status` shows the error: it must say which line of the setup, which program, or what the log ends with."""
     launch = replace(LAUNCH, max_failures=0)
 
@@ -351,7 +325,7 @@ def test_why_it_failed_before_it_began(run: RunDir, slurm: Slurm) -> None:
     assert error(launch) == "srun exited with 3 before the attempt began: No module named torch"
 
 
-def test_a_cancelled_run_ends_as_cancelled(run: RunDir, slurm: Slurm) -> None:
+def test_a_cancelled_run_ends_as_cancelled(run: RunDir, slurm: FakeSlurm) -> None:
     """By its exit status Slurm would take its job for FAILED, for sacct and in its mail."""
     run.logs.mkdir()
     (run.logs / f"{WORLD.job_id}_submitted.pkl").touch()
@@ -360,7 +334,7 @@ def test_a_cancelled_run_ends_as_cancelled(run: RunDir, slurm: Slurm) -> None:
     assert slurm.cancelled == [WORLD.job_id]
 
 
-def test_another_job_has_the_id_now(run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_job_has_the_id_now(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller lost its state, and has given this job's id to another one: it must be left alone."""
     (run.logs).mkdir()
     (run.logs / f"{WORLD.job_id}_submitted.pkl").touch()
@@ -380,7 +354,7 @@ def locked(run: RunDir) -> Iterator[Path]:
         yield run.lock
 
 
-def test_only_srun_was_killed(run: RunDir, slurm: Slurm, locked: Path) -> None:
+def test_only_srun_was_killed(run: RunDir, slurm: FakeSlurm, locked: Path) -> None:
     """The ranks live on. The requeue stops them in an orderly way, and they record the end themselves."""
     locked.write_text("job 7, restart 0, on n1")
     assert not restarts(run, 0, begin(run)), "two attempts at once would tear the run apart"
@@ -388,7 +362,7 @@ def test_only_srun_was_killed(run: RunDir, slurm: Slurm, locked: Path) -> None:
 
 
 def test_srun_was_killed_while_a_rank_starts(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """That rank lives on until the requeue ends it. If it began while the shell decides, the shell would record it as
     lost although it lives; if it began after that, its start would have two records."""
@@ -412,7 +386,7 @@ def test_srun_was_killed_while_a_rank_starts(
     assert not never_began(run, replace(rank_0, step_id=1), 1), "so must the ranks that the shell starts on other nodes"
 
 
-def test_another_job_is_at_work(run: RunDir, slurm: Slurm, locked: Path) -> None:
+def test_another_job_is_at_work(run: RunDir, slurm: FakeSlurm, locked: Path) -> None:
     """A second job on the same run was refused. It must not be requeued, nor touch the record of the first."""
     locked.write_text("job 6, restart 0, on n3")
     begin_attempt(run, replace(WORLD, job_id="6"), start_step=0)

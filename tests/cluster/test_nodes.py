@@ -10,10 +10,10 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.worlds import a_world
 from trainer.cluster import nodes
 from trainer.cluster.after_ranks import after_ranks
@@ -68,39 +68,11 @@ srun: error: n1: task 0: Exited with exit code 1
     assert nodes.lost_nodes(log) == ["n2", "gpu-07.cluster"]
 
 
-class Slurm:
-    """Stands in for Slurm: a job on three nodes in a partition of five."""
-
-    def __init__(self) -> None:
-        self.states = {"n1": "ALLOCATED", "n2": "ALLOCATED", "n3": "ALLOCATED"}
-        self.job = {"JobState": "RUNNING", "Restarts": "0", "Partition": "main", "ExcNodeList": "(null)"}
-        self.silent: set[str] = set()  # nodes that are dead, which Slurm does not know yet
-        self.total = 5
-        self.updates: list[str] = []
-
-    def answer(self, words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        out = ""
-        if words[0] == "srun":
-            (node,) = (word.partition("=")[2] for word in words if word.startswith("--nodelist="))
-            return subprocess.CompletedProcess(words, int(node in self.silent), "", "")
-        if words[1] == "update":
-            self.updates += [word.partition("=")[2] for word in words if word.startswith("ExcNodeList=")]
-        elif words[1] == "requeue":
-            self.job["Restarts"] = "1"
-        elif words[2] == "job":
-            out = " ".join(f"{key}={value}" for key, value in {**self.job, "NodeList": ",".join(self.states)}.items())
-        elif words[2] == "node":
-            out = "\n".join(f"NodeName={node} State={state}" for node, state in self.states.items())
-        elif words[2] == "hostnames":
-            out = "\n".join(words[3].split(","))
-        elif words[2] == "partition":
-            out = f"PartitionName=main Default=YES TotalNodes={self.total}"
-        return subprocess.CompletedProcess(words, 0, out, "")
-
-
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    slurm = Slurm()
+def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A job on three nodes in a partition of five."""
+    slurm = FakeSlurm("n1", "n2", "n3")
+    slurm.job = {"JobState": "RUNNING", "Restarts": 0, "Partition": "main", "ExcNodeList": "(null)"}
     monkeypatch.setattr(subprocess, "run", slurm.answer)
     return slurm
 
@@ -131,7 +103,7 @@ def restarts_on(run: RunDir, launch: Launch = SPARE, starts: int = 1) -> list[st
     return names
 
 
-def test_a_blamed_node_is_replaced(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_blamed_node_is_replaced(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """Whether it is dead or only killed a rank: the spare one is there."""
     fails(run, "n2")
     assert restarts_on(run) == ["n1", "n3"]
@@ -144,7 +116,7 @@ def test_a_blamed_node_is_replaced(run: RunDir, slurm: Slurm, capsys: pytest.Cap
     assert restarts_on(run, starts=4) == ["n1", "n3"], "n2 was blamed twice"
 
 
-def test_a_node_that_is_silent(run: RunDir, slurm: Slurm) -> None:
+def test_a_node_that_is_silent(run: RunDir, slurm: FakeSlurm) -> None:
     """No spare node is left, or there never was one, and Slurm has not noticed yet: a blamed node is asked itself."""
     either = Launch(nodes="1-3")
     fails(run, "n2", launch=either)
@@ -155,16 +127,16 @@ def test_a_node_that_is_silent(run: RunDir, slurm: Slurm) -> None:
     assert restarts_on(run, either) == ["n1"]
 
 
-def test_too_few_are_left(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_are_left(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """The allocation is given back."""
     fails(run, "n2")
     slurm.states["n1"] = "DOWN*"
     slurm.silent = {"n2"}
-    assert restarts_on(run) == [] and slurm.job["Restarts"] == "1"
+    assert restarts_on(run) == [] and slurm.requeues == 1
     assert "no restart in this allocation: n1 is DOWN*, n2 does not answer, 1 node left" in capsys.readouterr().out
 
 
-def test_a_silent_node_of_a_plain_job(run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_node_of_a_plain_job(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """No other node could take its place, so the allocation is given back at once. If only a rank was killed there, or
     the node is back, the ranks start again."""
     plain = Launch(nodes=2)
@@ -172,11 +144,11 @@ def test_a_silent_node_of_a_plain_job(run: RunDir, slurm: Slurm, capsys: pytest.
     assert after_ranks(run, WORLD, plain, KILLED, can_restart=True)
     fails(run, "n2", launch=plain)
     slurm.silent = {"n2"}
-    assert not after_ranks(run, WORLD, plain, KILLED, restarts=1, can_restart=True) and slurm.job["Restarts"] == "1"
+    assert not after_ranks(run, WORLD, plain, KILLED, restarts=1, can_restart=True) and slurm.requeues == 1
     assert "no restart in this allocation: n2 does not answer" in capsys.readouterr().out
 
 
-def test_a_step_that_could_not_start(run: RunDir, slurm: Slurm) -> None:
+def test_a_step_that_could_not_start(run: RunDir, slurm: FakeSlurm) -> None:
     """A node has died between two starts. What srun says of it is the only evidence."""
     log = run.logs / f"{WORLD.job_id}_0_log.out"
     said = "srun: error: Task launch for StepId=7.1 failed on node n2: Communication connection failure"
@@ -186,9 +158,9 @@ def test_a_step_that_could_not_start(run: RunDir, slurm: Slurm) -> None:
     assert (end["reason"], end["blamed"], end["requeue"]) == ("failed", ["n2"], True)
 
 
-def test_a_job_that_cannot_start_anywhere(run: RunDir, slurm: Slurm) -> None:
+def test_a_job_that_cannot_start_anywhere(run: RunDir, slurm: FakeSlurm) -> None:
     """No node is named, so it would fail on others as well: it is requeued, as without spare nodes."""
-    assert restarts_on(run) == [] and slurm.job["Restarts"] == "1"
+    assert restarts_on(run) == [] and slurm.requeues == 1
 
 
 @pytest.mark.parametrize(
@@ -205,16 +177,24 @@ def test_a_job_that_cannot_start_anywhere(run: RunDir, slurm: Slurm) -> None:
     ],
 )
 def test_a_requeued_job(
-    run: RunDir, slurm: Slurm, before: str, blamed: list[str], total: int, exclude_after: int | None, after: str | None
+    run: RunDir,
+    slurm: FakeSlurm,
+    before: str,
+    blamed: list[str],
+    total: int,
+    exclude_after: int | None,
+    after: str | None,
 ) -> None:
     """It must not start again on a node that the run leaves, and must start somewhere."""
     launch = replace(SPARE, exclude_after=exclude_after, max_restarts=0, exclude="n5")
     for node in blamed:
         fails(run, node, launch=launch)
-    slurm.job["ExcNodeList"], slurm.total = before, total
+    assert slurm.job
+    slurm.job["ExcNodeList"] = before
+    slurm.partition_nodes = total
     after_ranks(run, WORLD, launch, KILLED)
-    assert slurm.job["Restarts"] == "1"
-    assert slurm.updates == ([] if after is None else [after])
+    assert slurm.requeues == 1
+    assert slurm.excluded == ([] if after is None else [after])
 
 
 def script(run: RunDir, *words: str) -> str:
@@ -223,7 +203,7 @@ def script(run: RunDir, *words: str) -> str:
     return run_executor(config, run).script()
 
 
-def test_a_resumed_run(run: RunDir, slurm: Slurm) -> None:
+def test_a_resumed_run(run: RunDir, slurm: FakeSlurm) -> None:
     """Its new job is kept from the nodes that the run leaves, and from those that the user excludes."""
 
     def excluded(*words: str) -> list[str]:

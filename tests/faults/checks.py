@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -43,8 +44,10 @@ class Attempt:
     @classmethod
     def named(cls, name: str) -> Attempt:
         """The attempt that World has a name for, such as 7-0-0 or, after two restarts in place, 7-0-0-2."""
-        job_id, *numbers = name.split("-")
-        return cls(job_id, *map(int, numbers))
+        found = re.fullmatch(r"(local-\d+-\d+-\d+|[^-]+)-(\d+)-(\d+)(?:-(\d+))?", name)
+        assert found is not None, name
+        job_id, *numbers = found.groups()
+        return cls(job_id, *(int(number) for number in numbers if number))
 
     def __str__(self) -> str:
         return f"{self.job_id}-{self.restart}-{self.step}" + (f"-{self.again}" if self.again else "")

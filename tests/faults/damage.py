@@ -107,9 +107,17 @@ def start_beside(victim: Victim, shot: Shot) -> None:
 
 
 def _refused(victim: Victim, *words: str, env: dict[str, str] | None = None) -> None:
+    """Type a command, which must be refused as long as the attempt lasts."""
+    before = len(victim.records())
+
+    def is_over() -> bool:
+        return len(victim.records()) > before
+
     try:
-        done = victim.site.launch(*words, f"launch.root={victim.run.path.parent}", env=env)
+        done = victim.site.launch(*words, f"launch.root={victim.run.path.parent}", env=env, gives_up=is_over)
     except subprocess.TimeoutExpired as error:
+        if is_over():
+            raise Missed("Slurm has just ended the attempt once more") from None
         raise Unrefused(f"`launch.py {' '.join(words)}` was not refused in {error.timeout:.0f} s") from None
     said = (done.stdout + done.stderr).strip()
     if done.returncode == 0 or "error: " not in said:

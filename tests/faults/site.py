@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,17 +80,22 @@ class Site:
         for folder in list(self._mounted):
             self.unmount(folder)
 
-    def launch(self, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run `python launch.py WORDS` as a user of this cluster."""
+    def launch(
+        self, *words: str, env: dict[str, str] | None = None, gives_up: Callable[[], bool] = lambda: False
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python launch.py WORDS` as a user of this cluster. Raises subprocess.TimeoutExpired at the deadline, or
+        once it `gives_up`; the command has been killed then."""
         variables = {**self.cluster.env, "OMP_NUM_THREADS": "1", **(env or {})}
-        return subprocess.run(
-            [sys.executable, "launch.py", *words],
-            cwd=PROJECT,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_DEADLINE_S,
-        )
+        command, pipe = [sys.executable, "launch.py", *words], subprocess.PIPE
+        deadline = time.monotonic() + COMMAND_DEADLINE_S
+        with subprocess.Popen(command, cwd=PROJECT, env=variables, stdout=pipe, stderr=pipe, text=True) as child:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    out, err = child.communicate(timeout=LOOK_S)
+                    return subprocess.CompletedProcess(command, child.returncode, out, err)
+                if gives_up() or time.monotonic() > deadline:
+                    child.kill()
+                    raise subprocess.TimeoutExpired(command, COMMAND_DEADLINE_S)
 
     def jobs(self, name: str) -> list[Job]:
         """Jobs with this name in the queue, as of at most `LOOK_S` ago."""

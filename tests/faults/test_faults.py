@@ -204,6 +204,19 @@ def test_a_run_that_did_not_finish_is_found(folder: Folder) -> None:
     assert "attempts.jsonl ends with ['failed'], and has finished 0 times" in folder.wrong()
 
 
+@pytest.mark.parametrize(
+    ("name", "attempt"),
+    [
+        ("7-1-0", Attempt("7", 1)),
+        ("7_3-1-0-2", Attempt("7_3", 1, 0, 2)),
+        ("local-20261122-214230-5323-0-0", Attempt("local-20261122-214230-5323", 0)),
+    ],
+)
+def test_names_of_attempts(name: str, attempt: Attempt) -> None:
+    """A trace that is not understood would end the harness."""
+    assert Attempt.named(name) == attempt
+
+
 def test_lost_steps_are_counted() -> None:
     """A step is known to be complete once the next has begun: of 11 begun after step 20, 10 are."""
     assert lost_steps(start=20, begun=11, resumed=30) == 0

@@ -8,15 +8,15 @@ torch.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.config.config import Config
 from trainer.say import say
 from trainer.world import gpu_checks, node_checks
+from trainer.world.alarm import alarm
 from trainer.world.bad_node import BadNode
 from trainer.world.node_checks import Finding
 from trainer.world.watchdog import Fault, Watchdog
@@ -90,19 +90,7 @@ def check_device(device: torch.device, watchdog: Watchdog) -> None:
     stuck = Fault(
         "hung", f"{host}: preflight: {device} has not multiplied two matrices in {DEADLINE_S:.0f} s", blames=host
     )
-    with _alarm(DEADLINE_S, lambda: watchdog.report(stuck)):
+    with alarm(DEADLINE_S, lambda: watchdog.report(stuck)):
         error = gpu_checks.product_error(device)
     if error:
         raise BadNode(host, f"preflight: {device}: {error}")
-
-
-@contextlib.contextmanager
-def _alarm(seconds: float, ring: Callable[[], None]) -> Iterator[None]:
-    """Call `ring` if the block takes longer than this."""
-    timer = threading.Timer(seconds, ring)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
@@ -20,6 +19,7 @@ from torch import Tensor
 from trainer.config.errors import first_line
 from trainer.say import say
 from trainer.world.address import use_interface
+from trainer.world.alarm import alarm
 from trainer.world.node_checks import skewed_clocks
 from trainer.world.seal import Seal
 from trainer.world.sealed_store import SealedStore
@@ -244,16 +244,9 @@ class Group:
             dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def log_if_slow(missing: Callable[[], str]) -> Iterator[None]:
+def log_if_slow(missing: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
     """Log which ranks this one is waiting for, long before it gives up."""
-    timer = threading.Timer(SLOW_MEETING_S, lambda: say(f"still waiting for {missing()} after {SLOW_MEETING_S:.0f} s"))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return alarm(SLOW_MEETING_S, lambda: say(f"still waiting for {missing()} after {SLOW_MEETING_S:.0f} s"))
 
 
 def meeting_timeout(timeout_s: float) -> timedelta:
