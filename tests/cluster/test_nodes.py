@@ -68,6 +68,20 @@ srun: error: n1: task 0: Exited with exit code 1
     assert nodes.lost_nodes(log) == ["n2", "gpu-07.cluster"]
 
 
+@pytest.mark.parametrize(
+    ("log", "node"),
+    [
+        ("srun: error: n2: tasks 0-3: Killed\nsrun: Force Terminated StepId=7.0\n", ["n2"]),
+        ("srun: error: n2: task 5: Out Of Memory\nsrun: error: n1: task 0: Exited with exit code 1\n", ["n2"]),
+        ("srun: error: n1: task 0: Killed\nsrun: error: n2: task 1: Killed\n", []),
+        ("slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-22T21:21:28 ***\n", []),
+    ],
+)
+def test_where_all_ranks_were_killed(log: str, node: list[str]) -> None:
+    """One node is to blame if it alone killed its ranks. A dead srun says nothing about a node."""
+    assert nodes.where_killed(log) == node
+
+
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """A job on three nodes in a partition of five."""
@@ -146,6 +160,17 @@ def test_a_silent_node_of_a_plain_job(run: RunDir, slurm: FakeSlurm, capsys: pyt
     slurm.silent = {"n2"}
     assert not after_ranks(run, WORLD, plain, KILLED, restarts=1, can_restart=True) and slurm.requeues == 1
     assert "no restart in this allocation: n2 does not answer" in capsys.readouterr().out
+
+
+def test_a_node_that_kills_all_ranks(run: RunDir, slurm: FakeSlurm) -> None:
+    """No rank is left to blame it. The next ranks start on the spare node."""
+    alone = Launch(nodes=1, spare_nodes=1)
+    begin_attempt(run, replace(WORLD, size=2, hosts=("n1", "n1"), nodes=1), start_step=0)
+    log = run.logs / f"{WORLD.job_id}_0_log.out"
+    log.write_text("[laststep 12:00:00] step 5\nsrun: error: n1: tasks 0-1: Killed\n")
+    assert restarts_on(run, alone) == ["n2"]
+    (end,) = read_ended_attempts(run.attempts)
+    assert (end["reason"], end["blamed"]) == ("lost", ["n1"])
 
 
 def test_a_step_that_could_not_start(run: RunDir, slurm: FakeSlurm) -> None:

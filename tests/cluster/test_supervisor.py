@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from trainer.world.world import World
 WORLD = a_world(
     size=2, job_id="7", launcher="submitit-slurm", on_slurm=True, hosts=("n1", "n1"), step_id=0, step_restarts=0
 )
+SUPERVISOR = "trainer.cluster.supervisor"
 SCONTROL = """\
 #!/bin/bash
 echo "$@" >> {folder}/asked
@@ -41,7 +42,7 @@ esac
 class Step:
     """A step of a job: two supervisors, each with its rank."""
 
-    def __init__(self, root: Path, ranks: Sequence[int] = (0, 1)) -> None:
+    def __init__(self, root: Path, of_rank_0: str = SUPERVISOR) -> None:
         words = [f"launch.root={root}", "launch.name=run", "launch.tasks_per_node=2", "launch.hang_timeout_s=5"]
         self.run: RunDir = run_folders.create(Config.load("mnist", words))
         self.folder = self.run.path / "ranks"
@@ -51,9 +52,9 @@ class Step:
         (self.folder / "scontrol").chmod(0o755)
         self.config = Config.load("mnist", words)
         DelayedSubmission(Trainer(self.config)).dump(JobPaths(self.run.logs, "7").submitted_pickle)
-        self.supervisors = {rank: self._start(rank) for rank in ranks}
+        self.supervisors = {rank: self._start(rank, module) for rank, module in enumerate((of_rank_0, SUPERVISOR))}
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, module: str) -> subprocess.Popen[bytes]:
         place = {
             "SUBMITIT_EXECUTOR": "slurm",
             "SLURM_JOB_ID": "7",
@@ -68,7 +69,7 @@ class Step:
             "OMP_NUM_THREADS": "1",
             "PATH": f"{self.folder}:{os.environ['PATH']}",
         }
-        words = ["-u", "-m", "trainer.cluster.supervisor", "-u", "-m", "tests.support.supervised", str(self.run.logs)]
+        words = ["-u", "-m", module, "-u", "-m", "tests.support.supervised", str(self.run.logs)]
         with (self.run.logs / f"rank_{rank}.log").open("wb") as log:
             return subprocess.Popen(
                 [forked_python(), *words], cwd=PROJECT, env={**os.environ, **place}, stdout=log, stderr=log
@@ -270,6 +271,25 @@ def test_a_signal_to_end_between_two_starts(step: Step) -> None:
     step.supervisors[1].send_signal(signal.SIGTERM)
     assert step.status(1) == -signal.SIGKILL
     assert step.supervisors[0].poll() is None
+
+
+def test_a_signal_to_end_after_the_answer(tmp_path: Path) -> None:
+    """All ranks start again: it is too late to say otherwise. The start receives the signal, stops in an orderly way,
+    and is the last one."""
+    step = Step(tmp_path, of_rank_0="tests.support.signalled_supervisor")
+    try:
+        step.began(0), step.began(1)
+        step.attempt_begins()
+        step.ends(1, -signal.SIGKILL)
+        step.waits_for_gone(1)
+        step.rescue()
+        step.ends(0, 1)
+        step.began(1, 1)
+        assert step.caught(0, 1) == "SIGTERM"
+        step.ends(0, 1, 1)
+        assert step.status(0) == 1 and not (step.folder / "began.0.2").exists()
+    finally:
+        step.close()
 
 
 def test_a_job_that_slurm_ends(step: Step) -> None:

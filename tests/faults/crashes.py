@@ -9,7 +9,7 @@ from dataclasses import replace
 from tests.faults.plan import Fault, Loss, Moment, Needs, Return, Shape, Shot
 from tests.faults.signals import ALWAYS, AT_WORK, WITH_RANKS
 from tests.faults.site import SLURMD_TIMEOUT_S
-from tests.faults.victim import Missed, Victim
+from tests.faults.victim import Missed, Process, Victim
 
 CONTROLLER = "slurmctld"
 BAD_NODE_KILLS = 3
@@ -40,17 +40,21 @@ def kill_supervisor(victim: Victim, shot: Shot) -> None:
 
 
 def bad_node(victim: Victim, shot: Shot) -> None:
-    """A node kills its ranks, and those that start there next, and once more."""
+    """A node kills its ranks, and those that start there next, and once more, unless the run leaves it."""
     node = victim.node(shot.aim)
     killed: set[int] = set()
 
-    def ranks_there() -> list[int]:
-        return [p.pid for p in victim.ranks().values() if p.env.get("SLURMD_NODENAME") == node and p.pid not in killed]
+    def started() -> list[Process]:
+        ranks = [rank for rank in victim.ranks().values() if rank.pid not in killed]
+        there = [rank for rank in ranks if rank.env.get("SLURMD_NODENAME") == node]
+        return there or (ranks if len(ranks) == victim.setting.world_size else [])
 
     for _ in range(BAD_NODE_KILLS):
-        found = victim.wait(ranks_there, 60, f"no rank starts on {node}")
-        killed |= set(found)
-        victim.signal(signal.SIGKILL, *found)
+        found = victim.wait(started, 60, "no rank starts")
+        if found[0].env.get("SLURMD_NODENAME") != node:
+            return
+        killed |= {rank.pid for rank in found}
+        victim.signal(signal.SIGKILL, *(rank.pid for rank in found))
 
 
 def kill_srun(victim: Victim, shot: Shot) -> None:

@@ -70,7 +70,7 @@ class Outcome:
 def run_storm(site: Site, period_s: float, deaths: int, report: Path | None) -> int:
     """Carry out the storm; returns 1 if the run does not finish with the same bits or has too few deaths."""
     epochs = round(MARGIN * deaths * period_s / (EPOCH_STEPS * PACE_MS / 1000))
-    words = [f"train.epochs={epochs}"]
+    words = [f"train.epochs={epochs}", "train.log_every=1"]  # which dates each step by itself
     calm = Run(site, RunPlan("storm-undisturbed", SETTING, ()), lambda _: None, words)
     calm.live(None)
     print(f"undisturbed: {calm.total} steps", flush=True)
@@ -102,7 +102,7 @@ def _laststep(site: Site, words: list[str], period_s: float, calm: Run) -> tuple
             if not victim.jobs and not victim.finished:
                 run.wrong.append("its job left the queue before the run finished")
                 break
-            if time.time() > began + TOO_LONG * calm.total * PACE_MS / 1000:
+            if time.time() > began + TOO_LONG * calm.total * PACE_MS / 1000 + BACK_DEADLINE_S:
                 run.wrong.append(f"HANGS: not finished after {time.time() - began:.0f} s")
                 break
             time.sleep(POLL_S)

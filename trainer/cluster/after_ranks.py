@@ -102,16 +102,18 @@ def after_ranks(
         rank_0_lives = bool(holder)  # only srun was killed, or the node of rank 0 is cut off
         kept_step = cache(lambda: _newest_step(run))
         failed_start = _why_not_started(run, world, launch, status, setup_line)
-        of_allocation = [record for record in ended_attempts(run, kept_step) if belongs_to(record, world)]
+        killed = nodes.where_killed(_newest_log(run, world))
+        ended = ended_attempts(run, kept_step, blamed=killed)
+        of_allocation = [record for record in ended if belongs_to(record, world)]
         # Each start of the ranks has one record: if there are no more records than earlier starts, the last has none.
         earlier = restarts + count_in_steps(run.step_restart, world)
         end = of_allocation[-1] if len(of_allocation) > earlier else None
         counts = nodes_for(shares, launch)
-        situation = _Situation(end, rank_0_lives, can_restart and not rank_0_lives, failed_start, counts)
+        situation = _Situation(ended, end, rank_0_lives, can_restart and not rank_0_lives, failed_start, counts)
         follows = _continue(run, world, launch, situation, kept_step)
         if rank_0_lives:  # it records the end itself
             return False
-        record_abandoned_attempts(run, kept_step, continued_job=None if follows is Next.END else world.job_id)
+        record_abandoned_attempts(run, kept_step, None if follows is Next.END else world.job_id, killed)
     if follows is Next.REQUEUE:
         nodes.keep_from_bad_nodes(run, world, launch)
     if follows is Next.END:  # else the next attempt reads the checkpoints, and corrects the record
@@ -123,6 +125,7 @@ def after_ranks(
 class _Situation(NamedTuple):
     """What the shell knows when srun has ended."""
 
+    ended: Sequence[EndedAttempt]
     end: EndedAttempt | None  # of the attempt, if it began; one that did not would hardly begin on these nodes
     rank_0_lives: bool
     can_restart: bool  # this shell can start the ranks again
@@ -132,8 +135,7 @@ class _Situation(NamedTuple):
 
 def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, kept_step: Callable[[], int]) -> Next:
     """Returns what follows; requeues the job if that is it, unless Slurm does so in any case."""
-    ended = ended_attempts(run, kept_step)
-    end, rank_0_lives, can_restart, failed_start, counts = situation
+    ended, end, rank_0_lives, can_restart, failed_start, counts = situation
     if end is not None and not _should_continue(ended, end, launch):
         if end["reason"] in FAILURES:
             _say_not_requeued(run, end, why_not_requeued(ended, launch))

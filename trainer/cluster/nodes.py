@@ -27,6 +27,9 @@ PROBE_S = 5.0
 # What srun prints about a node that could not start ranks, or that Slurm has given up.
 _LOST_NODE = re.compile(r"srun: error: .*(?:failed on node|[Nn]ode failure on) ([\w.-]+)")
 
+# ... and about a node whose ranks were killed.
+_KILLED = re.compile(r"srun: error: ([\w.-]+): tasks? [\d,-]+: (?:Killed|Out Of Memory)")
+
 
 def choose_nodes(
     allocated: Sequence[str],
@@ -89,6 +92,13 @@ def write_choice(
 def lost_nodes(text: str) -> list[str]:
     """The nodes that srun has named in this part of the job's log because they could not start their ranks."""
     return list(dict.fromkeys(_LOST_NODE.findall(text)))
+
+
+def where_killed(text: str) -> list[str]:
+    """The node on which all ranks were killed, by what srun has printed. None if they were on several nodes, or if srun
+    was killed itself: then nothing is known against a node."""
+    found = set(_KILLED.findall(text))
+    return list(found) if len(found) == 1 else []
 
 
 def keep_from_bad_nodes(run: RunDir, world: World, launch: Launch) -> None:

@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,25 +173,30 @@ def end_attempt(
     return record
 
 
-def ended_attempts(run: RunDir, kept_step: Callable[[], int], continued_job: str | None = None) -> list[EndedAttempt]:
+def ended_attempts(
+    run: RunDir, kept_step: Callable[[], int], continued_job: str | None = None, blamed: Sequence[str] = ()
+) -> list[EndedAttempt]:
     """Every ended attempt, oldest first, with an abandoned one as `record_abandoned_attempts` would record it."""
     ended = read_ended_attempts(run.attempts)
     for file in (run.attempt_ended, run.attempt_now):
         for record in read_attempts(file):
             if record["attempt"] not in {other["attempt"] for other in ended}:
                 if not record["reason"]:
-                    record = _lost_record(run, file, record, kept_step(), record["job_id"] == continued_job)
+                    lost = _lost_record(run, file, record, kept_step(), record["job_id"] == continued_job)
+                    record = {**lost, "blamed": list(blamed)}
                 ended.append(record)
     return ended
 
 
-def record_abandoned_attempts(run: RunDir, kept_step: Callable[[], int], continued_job: str | None = None) -> None:
+def record_abandoned_attempts(
+    run: RunDir, kept_step: Callable[[], int], continued_job: str | None = None, blamed: Sequence[str] = ()
+) -> None:
     """Record the end of an attempt that could not record it itself, or not completely.
 
     `kept_step` finds the step of the newest checkpoint; it is called only if that is needed. `continued_job` is the
-    job in which the run continues, if any.
+    job in which the run continues, if any, and `blamed` the nodes that lost it.
     """
-    for record in ended_attempts(run, kept_step, continued_job):
+    for record in ended_attempts(run, kept_step, continued_job, blamed):
         _add_record(run, record)
     run.attempt_ended.unlink(missing_ok=True)
     run.attempt_now.unlink(missing_ok=True)
