@@ -5,23 +5,29 @@ Each test interrupts a run on two nodes in its second epoch.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.slurm.cluster import SLURM_CONF, Cluster, missing
 from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
 from tests.slurm.user import User
+from tests.support.needs import require
 from tests.support.ranks import fingerprint
 from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S
 from trainer.config.config import Config
+from trainer.records.metrics import read_lines
+from trainer.world.slurm import can_expedite
 
 TWO_RANKS = ("--nodes", "2")
 FOUR_RANKS = ("--nodes", "2", "--tasks-per-node", "2")
 # 7 steps an epoch. Every rank waits in step 8 of an attempt until a signal stops it.
 WAITS = (*SMALL, "train.epochs=2", "task=tests.support.tasks.AwaitsStop")
 SHORT = "train.max_steps=20"
+CRED_EXPIRE_S = 5  # of slurm.conf; so long Slurm holds a requeued job
 
 
 def undisturbed(ranks: int, *words: str) -> dict[str, Any]:
@@ -158,3 +164,28 @@ def test_one_rank_is_killed(user: User) -> None:
     if user.cluster.accounting:
         assert user.cluster.run(*ask.split()).split()[:2] == ["JobID", "State"], "a command that Slurm has"
     assert fingerprint(user.run("oom")) == undisturbed(4, *UNHURRIED)
+
+
+def test_an_expedited_requeue(tmp_path: Path) -> None:
+    """Where Slurm can, the job starts again at once, and ends for good when it is cancelled: Slurm would hold it
+    otherwise. An older Slurm ignores the setting, and requeues as ever."""
+    require(missing())
+    conf = SLURM_CONF + "SlurmctldParameters=enable_expedited_requeue\n"
+    cluster = Cluster.start(tmp_path / "slurm", accounting=False, owner=os.getpid(), nodes=("n1",), slurm_conf=conf)
+    try:
+        user = User(cluster, tmp_path / "runs")
+        expedites = can_expedite(cluster.run("sbatch", "--version"))
+        user.types("--name", "soon", *WAITS)
+        user.waits_for("soon", "holds in its step 8")
+        job = user.job_of("soon")
+        assert ("--requeue=expedite" in (user.run("soon").logs / f"{job}_submission.sh").read_text()) is expedites
+        cluster.run("scontrol", "requeue", job)
+        (first,) = user.waits_for_end("soon", "preempted")
+        user.waits_for("soon", "resuming after step 8")
+        (second,) = read_lines(user.run("soon").attempt_now)
+        assert (second["job_id"], second["restart"], second["start_step"]) == (job, 1, first["end_step"])
+        assert not expedites or second["start"] - first["end"] < CRED_EXPIRE_S + 1, "Slurm has held the job"
+        cluster.run("scancel", job)
+        user.waits_until_gone(job)
+    finally:
+        cluster.stop()
