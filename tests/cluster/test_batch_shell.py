@@ -17,6 +17,7 @@ from trainer.config.checks import nodes_for
 from trainer.config.launch import Launch
 from trainer.rundir import RunDir
 
+SHARE = batch_shell.SHARE
 SPARE = Launch(nodes=2, spare_nodes=1, tasks_per_node=4)
 # It writes down its arguments, and does what the test has put into a file.
 SRUN = '#!/bin/bash\necho "$@" >>{folder}/calls\nsource {folder}/does\n'
@@ -66,7 +67,7 @@ def test_other_nodes(run: RunDir, array: dict[str, str], job: str) -> None:
     does(run, 'echo "$SLURM_NTASKS $LASTSTEP_BATCH_HOST $LASTSTEP_RESTARTS"; exit $((5 + LASTSTEP_RESTARTS))')
     choice = f"echo --nodes=2 --nodelist=n1,n3 >'{run.next_nodes(job)}'; [ $1 = 5 ]"
     done = subprocess.run(["bash", "-c", "\n".join(shell(run, choice, env=array))], capture_output=True, text=True)
-    again = "--nodes=2 --nodelist=n1,n3 --overlap --mem=0 --label python"
+    again = f"--nodes=2 --nodelist=n1,n3 {SHARE} --label python"
     assert calls(run) == ["--nodes=2 --label python", again]
     assert (done.returncode, done.stdout, done.stderr) == (6, "8 n1 0\n8 n1 1\n", "")
 
@@ -79,7 +80,7 @@ def test_srun_waits_for_a_dead_node(run: RunDir, launch: Launch) -> None:
     lines = shell(run, "[ $1 = 137 ]", launch, {"size": "the user's"})
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=DEADLINE_S / 2)
     size = "--nodes=2 " if launch is SPARE else ""
-    assert done.returncode == 0 and calls(run) == [f"{size}--label python", f"{size}--overlap --mem=0 --label python"]
+    assert done.returncode == 0 and calls(run) == [f"{size}--label python", f"{size}{SHARE} --label python"]
 
 
 def test_a_signal_does_not_end_the_wait(run: RunDir) -> None:

@@ -17,8 +17,9 @@ from trainer.world.launchers import BATCH_HOST, RESTARTS, WORKING_FOLDER
 # How long the ranks that survived a node may take to end once the end is recorded. Then srun is killed, and they too.
 OVER_S = 3
 # srun's options for a restart. Where a node has died, Slurm may still count the old step, although the node is back:
-# srun would wait without end for what that step held, so the new step shares it.
-SHARE = "--overlap --mem=0"
+# srun would wait without end for what that step held, so the new step shares it. If it must wait for anything else, it
+# gives up after a minute, and the job is requeued.
+SHARE = "--overlap --mem=0 --immediate=60"
 
 
 def after_ranks(run: RunDir) -> list[str]:
