@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -24,7 +25,7 @@ from tests.faults.faults import FAULTS
 from tests.faults.plan import RunPlan, layouts, make_plan
 from tests.faults.report import Hit, Report
 from tests.faults.run import Run
-from tests.faults.site import FOLDER, Site
+from tests.faults.site import Site
 from tests.faults.storm import run_storm
 from tests.slurm.cluster import missing
 
@@ -121,7 +122,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--faults", type=int, default=30, metavar="N", help="faults to inject (default: 30)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the plan (default: 0)")
     parser.add_argument(
-        "--at-once", type=int, default=3, metavar="K", help="runs at a time, each on a Slurm of its own (default: 3)"
+        "--at-once",
+        type=int,
+        default=2 * (os.cpu_count() or 1),
+        metavar="K",
+        help="runs at a time, each on a Slurm of its own (default: 2 per core)",
     )
     parser.add_argument("--only", action="append", choices=sorted(FAULTS), help="inject this kind only; repeatable")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report to this file, e.g. docs/chaos.md")
@@ -135,7 +140,7 @@ def main(words: Sequence[str]) -> int:
         print(lack, file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the cluster is stopped too
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER))
+    folder = Path(tempfile.mkdtemp(prefix="laststep-faults-"))
     with contextlib.ExitStack() as stack:
         count = 1 if given.storm else min(given.at_once, given.faults)
         sites = [stack.enter_context(contextlib.closing(_site(folder, number))) for number in range(count)]

@@ -38,7 +38,7 @@ GONE_S = 2.0  # a run without a job for this long does not continue by itself
 OF_SLURM = "though Slurm had not ended the job"
 LAST_STEPS = 30  # a run with fewer steps left takes no more faults: a new run gets them
 STRAY_S = 15.0  # a loader worker takes 5 s to notice that its rank has died
-POLL_S = 0.05
+POLL_S = 0.1
 
 
 class GaveUp(Exception):

@@ -26,7 +26,6 @@ PartitionName={NOTICE} Nodes=ALL PriorityTier=1 GraceTime={NOTICE_S}
 PartitionName={SCAVENGE} Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime={CANCEL_NOTICE_S}
 PartitionName={URGENT} Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
-FOLDER = "laststep-faults-"  # begins the name of the folder of all runs
 LOOK_S = 0.3  # how old a cached answer of squeue may be
 COMMAND_DEADLINE_S = 60.0
 

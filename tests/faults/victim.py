@@ -16,15 +16,16 @@ from typing import Any, TypeVar
 
 from tests.faults.checks import Attempt
 from tests.faults.plan import Setting
-from tests.faults.site import FOLDER, Job, Site
+from tests.faults.site import Job, Site
 from tests.faults.task import ASIDE, TRAINED, VALIDATED
 from trainer.records.metrics import read_lines
 from trainer.records.step_restart import read_answer
 from trainer.rundir import RunDir
 
 T = TypeVar("T")
-POLL_S = 0.02
+POLL_S = 0.05
 BOOTED = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # Unix time
+FOREIGN_S = 10.0  # within which a process begins the program for which it was forked
 CLOCK_TICK_S = 0.05  # the times of processes are exact to a tick
 # Log lines that show what the run is doing; "resume" and "skip" are also compared with the run's files.
 MARKS = {
@@ -113,6 +114,7 @@ class Victim:
         self.clock = aside / "clock"
         self.own: set[str] = set()  # the `identity` of each checkpoint that the harness damaged
         self._later: list[threading.Timer] = []
+        self._foreign: dict[str, float] = {}
         aside.mkdir(parents=True)
         self.clock.write_bytes(bytes(8))
         self.set_pace(0)
@@ -167,7 +169,11 @@ class Victim:
         """All processes of the run: ranks, loader workers, srun, the batch script, and what they left running."""
         marks = (f"{ASIDE}={self.aside}\0".encode(), f"SLURM_JOB_NAME={self.run.name}\0".encode())
         conf = f"SLURM_CONF={self.site.cluster.conf}\0".encode()
-        found = [p for p in _processes(marks, f"{self.run.path}/".encode()) if _mine(p, conf) and p.pid != os.getpid()]
+        found = [
+            p
+            for p in _processes(marks, f"{self.run.path}/".encode(), self._foreign)
+            if _mine(p, conf) and p.pid != os.getpid()
+        ]
         return [replace(process, again=self._restarts_before(process)) for process in found]
 
     def _restarts_before(self, process: Process) -> int:
@@ -310,22 +316,18 @@ def _mine(process: Process, conf: bytes) -> bool:
     return "SLURM_CONF" not in process.env or f"SLURM_CONF={process.env['SLURM_CONF']}\0".encode() == conf
 
 
-_foreign: dict[str, float] = {}  # since when a process is known that belongs to no run
-FOREIGN_S = 3.0  # by then a process has begun the program for which it was forked
-
-
-def _processes(marks: tuple[bytes, ...], word: bytes) -> Iterator[Process]:
-    """Processes with one of `marks` in their environment or `word` in their command line."""
+def _processes(marks: tuple[bytes, ...], word: bytes, foreign: dict[str, float]) -> Iterator[Process]:
+    """Processes with one of `marks` in their environment or `word` in their command line. `foreign` keeps the others,
+    and since when they are known: to look again at all of them each time takes more than the rest of the harness."""
     now = time.monotonic()
     present = [name for name in os.listdir("/proc") if name.isdecimal()]
-    for gone in {*_foreign}.difference(present):
-        _foreign.pop(gone, None)
-    for entry in (Path("/proc", name) for name in present if now < _foreign.get(name, now) + FOREIGN_S):
+    for gone in foreign.keys() - present:
+        foreign.pop(gone)
+    for entry in (Path("/proc", name) for name in present if now < foreign.get(name, now) + FOREIGN_S):
         with contextlib.suppress(OSError, ValueError, IndexError):
             environ, command = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
-            if b"SLURM_JOB_NAME=" not in environ and FOLDER.encode() not in environ + command:
-                _foreign.setdefault(entry.name, now)
             if not command or not (word in command or any(mark in environ for mark in marks)):
+                foreign.setdefault(entry.name, now)
                 continue
             stat = (entry / "stat").read_text().rpartition(")")[2].split()
             parent, began = int(stat[1]), int(stat[19]) / os.sysconf("SC_CLK_TCK") + BOOTED
