@@ -47,6 +47,8 @@ SLOW = (
     "gpu/",
     "loops/test_behind_a_device",
     "loops/test_custom_loop",
+    "loops/test_custom_shares.py::test_any_number_of_ranks",
+    "loops/test_custom_shares.py::test_own_batches",
     "loops/test_exact",
     "loops/test_extend",
     "loops/test_learner.py::test_activation_checkpointing_changes_nothing",

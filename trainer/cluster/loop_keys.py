@@ -11,7 +11,6 @@ from pathlib import Path
 
 from trainer.cluster.run_config import LATER_KEYS
 from trainer.cluster.task_check import definition
-from trainer.config.checks import check_no_shares
 from trainer.config.config import PACKAGED, Config, find_config, missing_keys
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import fields_of
@@ -33,8 +32,12 @@ def check_keys(config: Config, words: Iterable[str], source: str | None = None, 
     tree, function = definition(config.task, search or [Path.cwd()])
     if tree is None or not isinstance(function, ast.FunctionDef):
         return
-    check_no_shares(config)
     reads = _Reads(tree, function)
+    if config.train.shares is not None and not reads.may_read("train.shares"):
+        raise ConfigError(
+            f"train.shares={config.train.shares}: {config.task}, a custom loop, does not compute in shares; write "
+            "`for batch in run.shares(batch):` around its forward and backward pass, or remove this key"
+        )
     for key in keys:
         if key.startswith(SECTIONS) or key in KEYS or reads.may_read(key):
             continue
@@ -99,6 +102,8 @@ class _Reads(ast.NodeVisitor):
             self._note(path)
         elif not self._is_run(node.value):
             self.generic_visit(node)
+        elif node.attr == "shares":  # run.shares(batch)
+            self.keys.add("train.shares")
 
     def visit_Name(self, node: ast.Name) -> None:
         """A variable that stands for a section reads all of it; the run itself goes where it cannot be followed."""

@@ -75,15 +75,6 @@ def nodes_for(shares: int | None, launch: Launch) -> list[int]:
     return [size // each for size in sizes_for(shares) if size % each == 0 and size // each <= counts[-1]]
 
 
-def check_no_shares(config: Settings) -> None:
-    """Raise ConfigError if a custom loop is configured with train.shares."""
-    if config.train.shares is not None:
-        raise ConfigError(
-            f"train.shares={config.train.shares}: {config.task} is a custom loop, which makes its own forward and "
-            "backward passes; only a Task can be computed in shares. Remove this key"
-        )
-
-
 def check_size(shares: int | None, ranks: int) -> None:
     """Raise ConfigError unless this many ranks can divide the shares among them."""
     if shares is not None and ranks not in (fit := sizes_for(shares)):

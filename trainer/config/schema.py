@@ -115,8 +115,9 @@ class Train:
     accumulate: int = setting(1, "micro-batches per step and rank: less memory, the same global batch", least=1)
     shares: int | None = setting(
         None,
-        "always compute the global batch as this many shares, divided among the ranks: a run of a Task then ends with "
-        "the same bits on any number of ranks that is shares / 2^k, also if that number changes; null: one per rank",
+        "always compute the global batch as this many shares, divided among the ranks: a run then ends with the same "
+        "bits on any number of ranks that is shares / 2^k, also if that number changes; a custom loop computes them in "
+        "a loop over run.shares(batch). null: one per rank",
         least=1,
     )
     precision: str = setting(

@@ -239,22 +239,25 @@ class TrainBatchKeys:
 
 
 class StepLoader:
-    """Loads this rank's batches of a training set for a custom training loop, one per step, starting at any step."""
+    """Loads this rank's batches of a training set for a custom training loop, starting at any step: one per step, or
+    one for each of its shares (train.shares)."""
 
-    def __init__(self, factory: LoaderFactory, dataset: Dataset[Any], order: Order, rank: int, size: int) -> None:
+    def __init__(
+        self, factory: LoaderFactory, dataset: Dataset[Any], order: Order, rank: int, size: int, shares: int = 1
+    ) -> None:
         self.order = order
-        self._parts = factory, dataset, rank, size
-        self._keys = TrainBatchKeys(order, range(0), rank, size, 1)
+        self._parts = factory, dataset, rank, size, shares
+        self._keys = TrainBatchKeys(order, range(0), rank, size, shares)
 
     @cached_property
     def _loader(self) -> DeviceLoader:
-        factory, dataset, _, _ = self._parts
+        factory, dataset, *_ = self._parts
         return factory.loader(dataset, self.order.seed, self._keys)
 
     def reseeded(self, seed: int) -> StepLoader:
         """A loader of the same samples in another order."""
-        factory, dataset, rank, size = self._parts
-        return StepLoader(factory, dataset, replace(self.order, seed=seed), rank, size)
+        factory, dataset, *place = self._parts
+        return StepLoader(factory, dataset, replace(self.order, seed=seed), *place)
 
     def __len__(self) -> int:
         """Steps per epoch."""
@@ -268,6 +271,12 @@ class StepLoader:
     def samples(self, step: int) -> int:
         """The samples of `step` over all ranks."""
         return self.order.count(step)
+
+    def weights(self, step: int) -> list[float]:
+        """The part of the samples of `step` that each of this rank's batches has."""
+        _, _, rank, size, shares = self._parts
+        counts, samples = self.order.micro_batch_sizes(step, rank, size, shares), self.order.count(step)
+        return [count / samples for count in counts]
 
     def __iter__(self) -> Iterator[Any]:
         """Raises ConfigError: only run.steps(...) knows which batch is next."""

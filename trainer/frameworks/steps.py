@@ -9,6 +9,8 @@ from trainer.config.errors import ConfigError
 from trainer.data.loader import StepLoader
 from trainer.loops.run import Run, loop_of
 
+NOT_IN_SHARES = "a framework's own loop cannot compute in shares; write a loop over run.shares(...), or remove this key"
+
 
 class FrameworkSteps:
     """A loader that the framework iterates over once per epoch: each batch is one step, one update.
@@ -23,6 +25,8 @@ class FrameworkSteps:
         if not isinstance(loader, StepLoader):
             kind = type(loader).__name__
             raise ConfigError(f"the training loader must be what run.loader(dataset, batch_size) gave, not a {kind}")
+        if run.config.train.shares is not None:
+            raise ConfigError(f"train.shares={run.config.train.shares}: {NOT_IN_SHARES}")
         self._run, self._loop, self._loader, self._plan = run, loop_of(run), loader, plan
         self._epochs: Iterator[int] | None = None
         self._batches: Iterator[Any] = iter(())

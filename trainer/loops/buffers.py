@@ -29,7 +29,7 @@ class Buffers:
     state of the last finished step.
 
     The order of calls: a forward pass, `broadcast`, `commit`. With `train.shares` a step may have several forward
-    passes that each begin with the committed buffers; the first one's are broadcast. Between two of them: `rewind`.
+    passes that each begin with the same buffers; the first one's are broadcast. Between two of them: `rewind`.
     """
 
     def __init__(self, model: nn.Module, group: Group, *more: Tensor) -> None:
@@ -40,34 +40,51 @@ class Buffers:
         dense = [buffer for buffer in dense if buffer.device.type == group.device.type]
         # Large elements first, so that each lies at a multiple of its size in a row of bytes.
         self._live = sorted(dense, key=lambda b: -b.element_size())
+        kept = {id(tensor) for tensor in more}
+        self._more = [number for number, buffer in enumerate(self._live) if id(buffer) in kept]
         self._bytes = [bytes_of(buffer) for buffer in self._live]
         self._sizes = [len(part) for part in self._bytes]
         self._group = group
         self._received = self._gather()
-        self._rewound = False  # since the last `broadcast`
+        self._captured = False  # since the last `broadcast`
         self.snapshot()
 
     def snapshot(self) -> None:
         """Commit the live buffers as they are. No collective."""
-        self.committed = Committed(self._gather(), [buffer.clone() for buffer in self._elsewhere])
+        self.committed = self.copy()
+
+    def copy(self) -> Committed:
+        """A copy of the live buffers, which is not committed."""
+        return Committed(self._gather(), [buffer.clone() for buffer in self._elsewhere])
 
     def broadcast(self) -> None:
         """Receive rank 0's buffers, to be committed by `commit`. A collective."""
         if self._live:
-            if not self._rewound:
-                self._received = self._gather()
-            self._rewound = False
+            if self._captured and self._more:
+                received = self._received.split(self._sizes)
+                compat.copy_each([received[n] for n in self._more], [self._bytes[n] for n in self._more])
+            self.capture()
+            self._captured = False
             self._group.broadcast([self._received])
 
-    def rewind(self) -> None:
-        """Put the committed buffers back into the live ones; what was there at the first call will be broadcast."""
+    def capture(self) -> None:
+        """What is in the live buffers now will be broadcast, unless that has been said since the last `broadcast`. This
+        does not hold for the tensors that are only treated like buffers."""
+        if self._live and not self._captured:
+            self._received, self._captured = self._gather(), True
+
+    def rewind(self, start: Committed | None = None) -> None:
+        """Put the buffers `start` back into the live ones, None: the committed ones; what was there at the first call
+        will be broadcast."""
+        self.capture()
+        start = start or self.committed
         if self._live:
-            if not self._rewound:
-                self._received = self._gather()
-            self._rewound = True
-            compat.copy_each(self._bytes, self.committed.row.split(self._sizes))
-        for live, committed in zip(self._elsewhere, self.committed.elsewhere):
-            live.copy_(committed)
+            parts = list(start.row.split(self._sizes))
+            for number in self._more:
+                parts[number] = self._bytes[number]
+            compat.copy_each(self._bytes, parts)
+        for live, copied in zip(self._elsewhere, start.elsewhere):
+            live.copy_(copied)
 
     def commit(self, nonfinite: Tensor | None = None) -> None:
         """Commit the buffers that `broadcast` received, and copy them into the live ones.

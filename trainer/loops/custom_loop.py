@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainer.data.loader import StepLoader, StepNumbers, end_workers
-from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops import misuse
 from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, Framework, Phase
 from trainer.loops.logged import as_numbers
@@ -30,10 +29,8 @@ class CustomLoop(CustomSteps):
     def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext) -> None:
         super().__init__(context)
         self.function, self.run_dir = function, context.run
-        self.loaders = UserLoaders(self.group, self.config.task)
+        self.loaders = UserLoaders(self.group, self.config.task, self.shares.here)
         self._function_epoch, self._epochs = 0, 1  # the epoch the function is in (from 0), and their number
-        self._side_loaders = 0
-        self._steps_seed = seed_of("steps", self.config.seed, self.rank)
         self.group.connect_alone()
 
     def register(
@@ -53,9 +50,10 @@ class CustomLoop(CustomSteps):
         registered = self._held.register(objects, opaque=framework is not None)
         self._too_early.remove()
         self._move(Event.RESTORE)
-        if self.size > 1 and not (averages_gradients or framework) and (unaveraged := registered.unaveraged()):
-            raise self._misuse(misuse.of_registration(unaveraged, self.size))
-        if rehearses and self.size > 2 and self.config.train.rehearsal:  # a sum of two is the same in either order
+        if problem := self.shares.register(registered, averages_gradients or framework is not None):
+            raise self._misuse(problem)
+        rehearses &= self.config.train.rehearsal and self.shares.total is None
+        if rehearses and self.size > 2:  # a sum of two is the same in either order
             for module, ddp in registered.parallel:
                 rehearse(module, ddp, self.group.device)
         for optimizer in registered.optimizers:
@@ -88,8 +86,7 @@ class CustomLoop(CustomSteps):
                     if not self.stop.begin_tick():
                         self._leave()
                     self._checks.begin(position.step)
-                    batch = next(batches)
-                    seed_generators(nth_seed(self._steps_seed, position.step), self.group.device)
+                    batch = self.shares.begin_step(position.step, loader, batches)
                     self._samples = loader.samples(position.step)
                     self._move(Event.BATCH)
                     yield batch
@@ -110,15 +107,17 @@ class CustomLoop(CustomSteps):
             self._checks.end(self.position.step)
             self._end_step(ends_epoch)
 
+    def share_batches(self, batch: Any) -> Iterator[Any]:
+        """This rank's shares of the batch of the open step, or that batch itself."""
+        return self.shares.of(batch)
+
     def batches(self, loader: StepLoader, per_step: int) -> SideBatches:
         """The batches of a second loader, `per_step` for each step."""
-        if not isinstance(loader, StepLoader):
-            raise self._misuse(f"run.batches(...) takes what run.loader(...) gave, not a {type(loader).__name__}")
-        self._side_loaders += 1
-        own = loader.reseeded(seed_of("batches", self.config.seed, self._side_loaders))
-        self.loaders.check_order(own)
-        self.loaders.add(own)
-        return SideBatches(own, per_step, lambda: self.position.step if self.phase in IN_BODY else None)
+        if problem := misuse.of_batches(loader, per_step, self.shares.total):
+            raise self._misuse(problem)
+        own = self.loaders.another(loader, self.config.seed)
+        unit = lambda: self.shares.unit(self.position.step) if self.phase in IN_BODY else None  # noqa: E731
+        return SideBatches(own, per_step, unit, self.shares.here)
 
     def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a loader. The ranks can stop before each of them."""

@@ -21,6 +21,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.ranking import Ranking
 from trainer.data.order import seed_generators, seed_of
 from trainer.loops import misuse
+from trainer.loops.custom_shares import CustomShares
 from trainer.loops.custom_state import CustomState
 from trainer.loops.held import HeldState
 from trainer.loops.logged import LoggedValues
@@ -100,6 +101,7 @@ class CustomSteps(Loop):
         self._logged = LoggedValues(self.group, Ranking.parse(self.config.checkpoint.best_by).metric)
         self._validations: dict[int, dict[str, Any]] = {}  # lines of validations within a step, by that step (from 1)
         self._held = CustomState(self.group, self._logged.row, self.ring.update, self.watch.advance)
+        self.shares = CustomShares(self.config, self.group, self._logged)
         self._samples = 0  # of the open step, over all ranks
         self._checks: TurnChecks  # from run.restore(...) on
         self._warned = False  # of an update before the steps
@@ -181,6 +183,7 @@ class CustomSteps(Loop):
             return
         registered = self._held.registered
         assert registered is not None
+        self.shares.check_complete()
         if self.phase not in IN_UPDATE and registered.optimizers:
             self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
         registered.sync_buffers()  # before the update begins: it waits for ranks that may be dead
@@ -275,7 +278,7 @@ class CustomSteps(Loop):
 
     def _seed(self, *parts: int | str) -> None:
         """Seed all generators: from here on, every attempt draws the same random numbers."""
-        seed_generators(seed_of(*parts, self.config.seed, self.rank), self.group.device)
+        seed_generators(seed_of(*parts, self.config.seed, self.shares.place), self.group.device)
 
 
 def _is_extended(before: str, now: Config) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from trainer.config.errors import ConfigError
 from trainer.loops.loop import finite
 from trainer.world.group import Group
+from trainer.world.tree_sum import tree_sum
 
 MAX_NAMES = 32  # of a step's values: ranks broadcast a row with a place for each name, whether it is in use or not
 
@@ -28,6 +30,7 @@ class LoggedValues:
         self.row = torch.zeros(MAX_NAMES, dtype=torch.float64, device=group.device)  # of the step under way
         self._places = {"lr": 0}
         self._names: list[str] = []  # that this step has logged
+        self._shares: list[tuple[Tensor, list[str]]] = []  # a row and its names for each share of this step
         self._rows: list[Tensor] = []  # of finished steps, not synced yet
         self._best_by = best_by
         self._validation: dict[str, Any] | None = None  # of a validation within this step, which begins with its step
@@ -35,7 +38,8 @@ class LoggedValues:
         self._ended_epoch: dict[str, Any] = {}  # of the epoch that has just ended
 
     def log_step(self, values: Mapping[str, Any]) -> None:
-        """Log values of this step, numbers or tensors of one element. Raises ConfigError."""
+        """Log values of this step or of its share, numbers or tensors of one element. Raises ConfigError."""
+        row, names = self._shares[-1] if self._shares else (self.row, self._names)
         for name, value in values.items():
             if self._validation is not None and (name.startswith("val_") or name == self._best_by):
                 self._validation[name] = value
@@ -44,10 +48,31 @@ class LoggedValues:
             if place >= MAX_NAMES:
                 raise ConfigError(f"run.log({name}=...): a run logs at most {MAX_NAMES} different values per step")
             try:
-                self.row[place] = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
+                row[place] = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
             except (TypeError, ValueError, RuntimeError):
                 raise ConfigError(f"run.log({name}=...): must be a number, or a tensor of one element") from None
-            self._names.append(name)
+            names.append(name)
+
+    def begin_share(self) -> None:
+        """What is logged from now on are means over the samples of one share."""
+        self._shares.append((torch.full_like(self.row, math.nan), []))
+
+    def end_shares(self, weights: Sequence[float]) -> None:
+        """Log the means over the samples of all shares, of which this rank's count by these weights. A collective.
+
+        Raises ConfigError for a value that only some of this rank's shares have logged. A mean is NaN if only another
+        rank's have.
+        """
+        shares, self._shares = self._shares, []
+        names = list(dict.fromkeys(name for _, logged in shares for name in logged))
+        for name in names:
+            if not all(name in logged for _, logged in shares):
+                raise ConfigError(f"run.log({name}=...): logged in some shares only; log it in each, or after them")
+        own = tree_sum(torch.stack([row * weight for (row, _), weight in zip(shares, weights)]))
+        total = tree_sum(torch.stack(self._group.gather(own)))
+        for name in names:
+            self.row[self._places[name]] = total[self._places[name]]
+        self._names += names
 
     def begin_validation(self, step: int) -> None:
         """A validation of the state after `step` begins within this step. Its values are those named val_ and that by

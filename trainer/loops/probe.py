@@ -59,6 +59,11 @@ class Probe:
         elif self._plan.ends_in(step, epoch, step_of_epoch):
             self._strike(Strike(signal.SIGTERM.name, 0, step))
 
+    def note_share(self, batch: Any) -> None:
+        """The step under way has this part of its batch."""
+        if self._begun is not None:
+            self._begun["batch"] = digest((self._begun["batch"], batch))
+
     def end_step(self) -> None:
         """The step is done."""
         if self._begun is not None:

@@ -81,6 +81,13 @@ class ProbedCustomLoop(CustomLoop):
                 self.probe.begin_step(position.step + 1, position.epoch + 1, position.batches + 1, batch, variables)
                 yield batch
 
+    def share_batches(self, batch: Any) -> Iterator[Any]:
+        """The shares of a batch, which the probe follows too."""
+        for share in super().share_batches(batch):
+            if self.shares.total:
+                self.probe.note_share(share)
+            yield share
+
     def validation(self, *words: Any, **more: Any) -> Iterator[Any]:
         """The batches of a validation, each of which the probe follows."""
         with closing(super().validation(*words, **more)) as batches:  # type: ignore[type-var]

@@ -52,7 +52,7 @@ class Registered:
         self.parallel = [(module, ddp) for module in modules if (ddp := _ddp_of(module))]
         for _, ddp in self.parallel:
             ddp.broadcast_buffers = False  # `sync_buffers` does it, at the end of a step instead of its beginning
-        self._buffers = Buffers(nn.ModuleList(map(_unwrapped, modules)), group, row)
+        self.buffers = Buffers(nn.ModuleList(map(_unwrapped, modules)), group, row)
         self.snapshot()
 
     def unaveraged(self) -> list[str]:
@@ -67,15 +67,15 @@ class Registered:
 
     def sync_buffers(self) -> None:
         """Receive rank 0's buffers, and its row of the values that the step has logged. A collective."""
-        self._buffers.broadcast()
+        self.buffers.broadcast()
 
     def apply_synced(self) -> None:
         """Put in place what `sync_buffers` received."""
-        self._buffers.commit()
+        self.buffers.commit()
 
     def snapshot(self) -> None:
         """The state is consistent now: copy the part of it that the next step may change before its update."""
-        self._buffers.snapshot()
+        self.buffers.snapshot()
         self._copies = {name: copy.deepcopy(_state_of(self._objects[name])) for name in self._copied}
 
     def parameters(self) -> list[Tensor]:
@@ -93,7 +93,7 @@ class Registered:
 
     def state(self) -> State:
         """The state of the last finished step; after the first update of a step, a mixture. References."""
-        return self._state(self._buffers.committed, self._copies)
+        return self._state(self.buffers.committed, self._copies)
 
     def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
         """What the host holds of the state now, see `HeldState`; the CPU itself changes the tensors that `on_host`
@@ -135,7 +135,7 @@ class Registered:
             if name in copies:
                 return copies[name]
             if isinstance(registered, nn.Module):
-                return self._buffers.in_state_dict(_unwrapped(registered).state_dict(keep_vars=True), buffers)
+                return self.buffers.in_state_dict(_unwrapped(registered).state_dict(keep_vars=True), buffers)
             return _state_of(registered)
 
         return {name: of(name, registered) for name, registered in self._objects.items()}
@@ -150,7 +150,7 @@ class _HeldRegistered:
 
     def __init__(self, registered: Registered, on_host: Callable[[Tensor], bool]) -> None:
         self._registered = registered
-        self._buffers, self._copies = registered._buffers.committed, dict(registered._copies)
+        self._buffers, self._copies = registered.buffers.committed, dict(registered._copies)
         self._optimizers: dict[str, HeldOptimizer] = {}
         self._addresses = registered._addresses()
         for name, item in registered._objects.items():

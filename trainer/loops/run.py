@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config.checks import check_no_shares
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.loader import LoaderFactory, StepLoader, StepNumbers
-from trainer.data.order import Order
-from trainer.data.sampled_order import order_of
 from trainer.loops.custom_loop import CustomLoop
 from trainer.loops.custom_steps import Framework
 from trainer.loops.loop import AttemptContext
@@ -92,6 +89,7 @@ class Run:
         drop_last: bool = False,
         pin_memory: bool = True,
         persistent_workers: bool = True,
+        shares: int | None = None,
     ) -> StepLoader:
         """Make a loader for `steps`: it gives this rank its share of each batch, on the device.
 
@@ -107,31 +105,15 @@ class Run:
         is iterated once per epoch, after `set_epoch(epoch)` if it has that, with all generators seeded by (seed,
         epoch). `drop_last` leaves out a short last batch. `pin_memory` (on GPUs) and `persistent_workers` are torch's.
 
+        `shares` is for a loop that is written for one value of train.shares: any other is refused. See `shares`.
+
         Raises ConfigError when the data set is empty or has no length, `batch_size` is not divisible by the number of
-        ranks, or the order of the sampler could not be repeated.
+        ranks or shares, or the order of the sampler could not be repeated.
         """
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ConfigError(
-                f"run.loader(): a {type(dataset).__name__} has no length or no __getitem__, so it cannot start in the "
-                "middle; draw the batches yourself in a loop over run.steps(count=N)"
-            )
-        if not len(dataset):
-            raise ConfigError("run.loader(): the data set is empty")
-        if batch_size % self.size:
-            raise ConfigError(f"run.loader(batch_size={batch_size}): not divisible by {self.size} ranks")
         timeout_s = self.config.launch.hang_timeout_s
         loading = LoaderFactory(collate_fn, num_workers, self.device, timeout_s, pin_memory, persistent_workers)
-        seed, samples = self.config.seed, len(dataset)
-        order = Order(samples, batch_size, seed, drop_last)
-        if sampler is not None:
-            order = order_of(sampler, samples, batch_size, seed, drop_last)
-        if not order.steps_per_epoch:
-            raise ConfigError(
-                f"run.loader(batch_size={batch_size}, drop_last=True): there are only {order.samples} samples"
-            )
-        loader = StepLoader(loading, dataset, order, self.rank, self.size)
-        self._loop.loaders.add(loader)
-        return loader
+        self._loop.shares.check_loader(batch_size, shares)
+        return self._loop.loaders.make(loading, dataset, self.config.seed, batch_size, sampler, drop_last)
 
     def restore(self, **objects: Any) -> None:
         """Register everything that a checkpoint should hold, and restore it from the newest checkpoint if there is one.
@@ -182,6 +164,24 @@ class Run:
             raise ConfigError("run.steps() needs a loader that run.loader(...) gave, or count=N for N steps")
         return self._loop.steps(StepNumbers(count or 0, samples) if loader is None else loader, count)
 
+    def shares(self, batch: Any) -> Iterator[Any]:
+        """The parts of a step's batch that this rank computes, one after another. With train.shares each is a share,
+        and the run ends with the same bits on any number of ranks that fits. Without it, this is the batch itself.
+
+            for batch in run.steps(loader):
+                for x, y in run.shares(batch):
+                    loss = cross_entropy(model(x), y)   # the mean over these samples
+                    loss.backward()
+                    run.log(loss=loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        The gradient after this loop, and the logged values, are means over all samples of the step. All generators are
+        seeded by (seed, step, share) before each share, and by (seed, step) before and after this loop. Nothing but
+        gradients and logged values may outlive a share.
+        """
+        return self._loop.share_batches(batch)
+
     def batches(self, loader: StepLoader, per_step: int = 1) -> Iterator[Any]:
         """The batches of a second loader, for `next(...)` in the iterations of `steps`: `per_step` for each step,
         over and over. Which ones follows from the number of the step, so a resumed run draws the same.
@@ -223,7 +223,5 @@ def called_with_run(function: Callable[..., Any], config: Config) -> Callable[[C
 
 
 def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> CustomLoop:
-    """The loop around a function that has its own training loop. Raises ConfigError as `called_with_run` does, and for
-    train.shares."""
-    check_no_shares(context.config)
+    """The loop around a function that has its own training loop. Raises ConfigError as `called_with_run` does."""
     return CustomLoop(called_with_run(function, context.config), context)

@@ -16,17 +16,37 @@ def shares_of(train: Train, world: World) -> range:
     return range(world.rank * each, (world.rank + 1) * each)
 
 
-class ShareSum:
-    """Adds the gradients of a rank's shares, of which there are 2^k, in the binary tree of `trainer.world.tree_sum`.
+class PartialSums:
+    """The sums of the gradients of a rank's shares, of which there are 2^k, in the binary tree of
+    `trainer.world.tree_sum`.
 
     Autograd itself would add them one after another. So each parameter's gradient is taken out when a share has
     computed it. Like a binary counter, level i holds a sum of 2^i shares or nothing. The last share's gradient stays
     where DDP takes it from, with all others added to it.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], shares: int) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    def __init__(self, shares: int) -> None:
         self._levels: list[dict[nn.Parameter, Tensor]] = [{} for _ in range(shares.bit_length() - 1)]
+
+    def add(self, share: int, parameter: nn.Parameter) -> None:
+        """The parameter's gradient of this share, counted from 0 on this rank, is complete."""
+        level = 0
+        while share >> level & 1:  # the bits of the counter that are carried
+            earlier = self._levels[level].pop(parameter, None)
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+            level += 1
+        if level < len(self._levels) and parameter.grad is not None:
+            self._levels[level][parameter] = parameter.grad
+            parameter.grad = None
+
+
+class ShareSum(PartialSums):
+    """Takes each gradient as soon as autograd has added to it in the last backward pass of a share."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], shares: int) -> None:
+        super().__init__(shares)
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._share = 0  # of this rank's, the one under way
         self._left: set[nn.Parameter] = set()  # the parameters whose gradient of this share is not complete yet
         if self._levels:
@@ -48,12 +68,4 @@ class ShareSum:
         if parameter not in self._left:
             return
         self._left.remove(parameter)
-        level = 0
-        while self._share >> level & 1:  # the bits of the counter that are carried
-            earlier = self._levels[level].pop(parameter, None)
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
-            level += 1
-        if level < len(self._levels) and parameter.grad is not None:
-            self._levels[level][parameter] = parameter.grad
-            parameter.grad = None
+        self.add(self._share, parameter)

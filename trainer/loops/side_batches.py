@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from trainer.config.errors import ConfigError
@@ -13,11 +14,12 @@ from trainer.data.order import preserved_generators
 
 class SideBatches(Iterator[Any]):
     """`per_step` batches for each step: which ones follows from the number of the step alone, over all epochs. A step
-    may leave some out."""
+    may leave some out. With train.shares it is a batch for each share."""
 
-    def __init__(self, loader: StepLoader, per_step: int, open_step: Callable[[], int | None]) -> None:
-        """`open_step()` is the step (from 0) whose turn it is, None outside the turns."""
-        self._loader = loader
+    def __init__(self, loader: StepLoader, per_step: int, open_step: Callable[[], int | None], shares: int = 1) -> None:
+        """`open_step()` is the step (from 0) whose turn it is, None outside the turns. Of several `shares`, each counts
+        as a step: the loader gives them one after another."""
+        self._loader, self._shares = loader, shares
         self._per_step = per_step
         self._open_step = open_step
         self._step, self._taken = -1, 0
@@ -28,8 +30,8 @@ class SideBatches(Iterator[Any]):
         step = self._open_step()
         if step is None:
             raise ConfigError(
-                "next(...) on run.batches(...) outside the iterations of run.steps(...): draw each batch in the "
-                "iteration that uses it"
+                "next(...) on run.batches(...) outside the iterations of run.steps(...), or of run.shares(...) with "
+                "train.shares: draw each batch in the iteration that uses it"
             )
         if step != self._step:
             self._step, self._taken = step, 0
@@ -40,7 +42,8 @@ class SideBatches(Iterator[Any]):
             )
         number = step * self._per_step + self._taken
         if number != self._next:
-            self._batches = self._loader.batches(number, sys.maxsize - number)
+            first, earlier = divmod(number, self._shares)
+            self._batches = islice(self._loader.batches(first, sys.maxsize - first), earlier, None)
         with preserved_generators():  # a sample that this process loads is seeded by its own number
             batch = next(self._batches)
         self._taken, self._next = self._taken + 1, number + 1

@@ -10,24 +10,59 @@ from torch.utils.data import DataLoader
 
 from trainer import compat
 from trainer.config.errors import ConfigError
-from trainer.data.loader import StepLoader, end_workers, set_up_workers
-from trainer.data.sampled_order import SampledOrder
+from trainer.data.loader import LoaderFactory, StepLoader, end_workers, set_up_workers
+from trainer.data.order import Order, seed_of
+from trainer.data.sampled_order import SampledOrder, order_of
 from trainer.world.group import Group
 
 
 class UserLoaders:
     """Remembers the loaders that a function has used, so that their worker processes end with the attempt."""
 
-    def __init__(self, group: Group, task: str) -> None:
-        """`task` is the function's name, for error messages."""
-        self._group = group
+    def __init__(self, group: Group, task: str, shares: int) -> None:
+        """`task` is the function's name, for error messages; `shares` is how many shares of a step a rank has."""
+        self._group, self._shares = group, shares
         self._task = task
         self._loaders: list[StepLoader | DataLoader[Any]] = []
+        self._side_loaders = 0
         self._checked: list[StepLoader] = []
+
+    def make(
+        self, loading: LoaderFactory, dataset: Any, seed: int, batch_size: int, sampler: Any, drop_last: bool
+    ) -> StepLoader:
+        """What run.loader(...) gives. Raises ConfigError."""
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"run.loader(): a {type(dataset).__name__} has no length or no __getitem__, so it cannot start in the "
+                "middle; draw the batches yourself in a loop over run.steps(count=N)"
+            )
+        if not len(dataset):
+            raise ConfigError("run.loader(): the data set is empty")
+        samples = len(dataset)
+        order = Order(samples, batch_size, seed, drop_last)
+        if sampler is not None:
+            order = order_of(sampler, samples, batch_size, seed, drop_last)
+        if not order.steps_per_epoch:
+            raise ConfigError(
+                f"run.loader(batch_size={batch_size}, drop_last=True): there are only {order.samples} samples"
+            )
+        world = self._group.world
+        loader = StepLoader(loading, dataset, order, world.rank, world.size, self._shares)
+        self.add(loader)
+        return loader
 
     def add(self, loader: StepLoader) -> None:
         """Remember a loader that run.loader(...) made."""
         self._loaders.append(loader)
+
+    def another(self, loader: StepLoader, seed: int) -> StepLoader:
+        """A loader of the same samples in an order of its own, for run.batches(...). A collective. Raises
+        ConfigError."""
+        self._side_loaders += 1
+        own = loader.reseeded(seed_of("batches", seed, self._side_loaders))
+        self.check_order(own)
+        self.add(own)
+        return own
 
     def check_order(self, loader: StepLoader) -> None:
         """Raise ConfigError if ranks have different orders of samples. A collective, at the first use of a sampler."""

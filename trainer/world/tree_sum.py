@@ -86,6 +86,7 @@ class TreeHook:
         self._size = size
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._under_way: list[tuple[BucketSum, Future[Tensor]]] = []
+        self.sums = 0  # how often all buckets have been summed
         self._received: dict[int, Tensor] = {}  # by bucket, on a CPU: new memory costs as much time as the sum
 
     def register(self, ddp: DistributedDataParallel) -> None:
@@ -93,6 +94,7 @@ class TreeHook:
         ddp.register_comm_hook(None, lambda _, bucket: self._bucket_ready(bucket))  # DDP rejects annotations as text
 
     def _bucket_ready(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        self.sums += bucket.is_last()
         if self._stream is not None:
             return self._queue(bucket.buffer(), self._stream)
         started, future = BucketSum(bucket.buffer(), self._size, self._memory_for(bucket)), Future[Tensor]()
