@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from tests.support.editable import install_finder
@@ -28,6 +29,7 @@ from tests.support.needs import require_package
 from tests.support.project import PROJECT
 from trainer import compat
 from trainer.cluster.sbatch import run_executor
+from trainer.compat import optimizers
 from trainer.config.config import Config
 from trainer.rundir import RunDir
 
@@ -45,8 +47,8 @@ def test_no_private_name_elsewhere() -> None:
     private = re.compile(
         r"\btorch(\.\w+)*\._(?!_)|tensorboard\.compat|JobEnvironment\._|\._(orig_mod|shutdown_w|option_s)"
     )
-    allowed = {"compat.py", "compiler.py"}
-    sources = [path for path in (PROJECT / "trainer").rglob("*.py") if path.name not in allowed]
+    sources = {*(PROJECT / "trainer").rglob("*.py")} - {*(PROJECT / "trainer" / "compat").rglob("*.py")}
+    sources.discard(PROJECT / "trainer" / "attempt" / "compiler.py")
     found = [(path.name, use[0]) for path in sources for use in private.finditer(path.read_text())]
     assert not found
 
@@ -161,6 +163,30 @@ def test_skipping_by_a_flag() -> None:
     weight.grad, fused.found_inf = torch.ones(3), torch.ones(())  # type: ignore[attr-defined]
     fused.step()
     assert torch.equal(weight, torch.ones(3))
+
+
+def test_kernels_of_fused_optimizers() -> None:
+    """What torch's step() passes to its kernels; tests/optim/test_fast_step.py has the bits."""
+    weight, state = torch.ones(3), {name: torch.zeros(3) for name in ("momentum_buffer", "exp_avg", "exp_avg_sq")}
+    settings = torch.optim.SGD([weight], lr=1.0, momentum=0.5, fused=True).param_groups[0]
+    optimizers.fused_sgd(settings, [weight], [torch.ones(3)], [state], None)
+    assert torch.equal(weight, torch.zeros(3)) and torch.equal(state["momentum_buffer"], torch.ones(3))
+    state["step"] = torch.zeros(())
+    settings = torch.optim.AdamW([weight], fused=True).param_groups[0]
+    optimizers.fused_adam(settings, [weight], [torch.ones(3)], [state], torch.ones(()))
+    assert torch.equal(weight, torch.zeros(3)) and not state["step"], "found_inf leaves the step out"
+
+
+def test_hooks_of_steps() -> None:
+    """A step with hooks is torch's."""
+    one, other = (torch.optim.SGD([torch.ones(1)]) for _ in range(2))
+    handle = one.register_step_pre_hook(lambda *_: None)
+    assert optimizers.has_step_hooks(one) and not optimizers.has_step_hooks(other)
+    handle.remove()
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    assert optimizers.has_step_hooks(one) and optimizers.has_step_hooks(other)
+    handle.remove()
+    assert not optimizers.has_step_hooks(one)
 
 
 def test_trees() -> None:

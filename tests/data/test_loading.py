@@ -30,7 +30,7 @@ from tests.support.photos import make_folder, photo
 from tests.support.worlds import a_world
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
-from trainer.data import datasets, decoded_cache
+from trainer.data import datasets, decoded_cache, memory_batches
 from trainer.data.image_files import ImageFiles, read_image
 from trainer.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys
 from trainer.data.order import Order, seed_generators
@@ -216,6 +216,33 @@ def test_memory_gives_the_batches_of_samples() -> None:
     at_once = list(loading().loader(tensors, 3, keys))
     assert all(type(a) is type(b) for a, b in zip(slowly, at_once))
     torch.testing.assert_close(at_once, slowly, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [16, 6], ids=["aligned", "not aligned"])
+def test_batches_fetched_together_are_those_fetched_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From wherever an attempt starts, over the ends of epochs, which have a short batch; each lies in memory where it
+    would if it were fetched alone, since a product may round otherwise at another address."""
+    monkeypatch.setattr(memory_batches, "BLOCK", 3)
+    tensors, order = TensorDataset(torch.randn(70, 4), torch.arange(70)), Order(70, size, 3)
+    for first in range(6):
+        keys = list(TrainBatchKeys(order, range(first, 2 * order.steps_per_epoch), 0, 1, 1))
+        batches = list(loading().loader(tensors, 3, keys))
+        assert [batch[1].tolist() for batch in batches] == [list(indices) for _, indices in keys]
+        assert all(torch.equal(batch[0], tensors.tensors[0][batch[1]]) for batch in batches)
+        assert all(tensor.data_ptr() % 64 == 0 for batch in batches for tensor in batch)
+        together = len({batch[0].untyped_storage().data_ptr() for batch in batches})
+        assert (together < len(batches)) == (size == 16), "the test must see both ways"
+
+
+def test_a_batch_can_be_changed_in_place() -> None:
+    """Autograd refuses a backward pass through a tensor that has changed: another batch has not."""
+    batches = iter(loading().loader(TensorDataset(torch.randn(64, 16)), 3, [(0, range(16)), (0, range(16, 32))]))
+    (one,), (other,) = next(batches), next(batches)
+    weight = torch.ones(16, requires_grad=True)
+    loss, before = (one * weight).sum(), one.clone()
+    other.mul_(2)
+    loss.backward()
+    assert torch.equal(one, before)
 
 
 def test_the_warm_up_needs_no_copy_of_the_data_on_the_device() -> None:

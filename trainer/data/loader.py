@@ -6,7 +6,7 @@ index. So the batches are the same for any number of workers and ranks, and from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from trainer import compat
 from trainer.config.errors import ConfigError
-from trainer.data.order import Indices, Order, seed_generators, seed_of
+from trainer.data.memory_batches import BatchKey, MemoryBatches
+from trainer.data.order import Order, seed_generators, seed_of
 from trainer.data.pixels import Images
 from trainer.world.signals import set_up_worker
 
 VALIDATION = -1  # takes the place of the epoch: a validation sample is the same in every epoch
-BatchKey = tuple[int, Indices | Sequence[int]]  # epoch, sample indices
 # A data set in memory is copied to the GPU as a whole if it is no larger than this; batches are then indexed there.
 ON_GPU_BYTES = 1 << 30
 
@@ -63,7 +63,7 @@ class LoaderFactory:
         if self.collate is None and type(dataset) in (TensorDataset, Images):
             tensors: tuple[Tensor, ...] = dataset.tensors  # type: ignore[attr-defined]
             if indexed_on.type == "cpu" or sum(tensor.nbytes for tensor in tensors) <= ON_GPU_BYTES:
-                return _MemoryBatches(dataset, seed, keys, indexed_on)
+                return MemoryBatches(dataset, seed, keys, indexed_on)
         return self._sample_loader(dataset, seed, keys)
 
     def _sample_loader(self, dataset: Dataset[Any], seed: int, keys: Iterable[BatchKey]) -> DataLoader[Any]:
@@ -189,28 +189,6 @@ class _BatchDataset(Dataset[Any]):
 def is_ours(dataset: Any) -> bool:
     """Whether this is the data set of a DataLoader that a LoaderFactory has made."""
     return isinstance(dataset, _BatchDataset)
-
-
-class _MemoryBatches:
-    """Batches of a data set in memory. Each is indexed as a whole, on the device, without loading single samples."""
-
-    def __init__(self, dataset: Any, seed: int, keys: Iterable[BatchKey], device: torch.device) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.keys = keys
-        self.device = device
-        self.tensors = [tensor.to(device) for tensor in dataset.tensors]
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        for epoch, indices in self.keys:
-            rows = torch.from_numpy(numpy.asarray(indices))
-            if self.device.type == "cuda":
-                rows = rows.pin_memory().to(self.device, non_blocking=True)
-            batch = [tensor.index_select(0, rows) for tensor in self.tensors]
-            if isinstance(self.dataset, Images):
-                draws = self.dataset.draws(self.seed, epoch, self.device)
-                batch[0] = self.dataset.resized_and_augmented(batch[0], None if draws is None else draws[rows])
-            yield batch
 
 
 def _identity(batch: Any) -> Any:

@@ -23,6 +23,7 @@ from trainer.loops.model_setup import channels_last, data_parallel, lays_in_buck
 from trainer.loops.rates import LearningRates
 from trainer.loops.shares import ShareSum, shares_of
 from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer, loads_in_place
+from trainer.optim.fast_step import FastStep
 from trainer.task import Task
 from trainer.world.group import Group
 
@@ -63,6 +64,7 @@ class Learner:
         self.optimizer = task.optimizer(self.model)
         check_made(self.optimizer, self.model, config.task)
         fill_momentum(self.optimizer)
+        self._step = FastStep(self.optimizer)
         self.rates = LearningRates(task, self.optimizer, total_steps)
         self._rates_now: list[float] = []  # of the step under way
         self.dtype = PRECISION[config.train.precision]
@@ -114,7 +116,7 @@ class Learner:
         nonfinite = self._finite_check.nonfinite(measured.get("grad_norm"), loss_alone=self.scaler.is_enabled())
         skips = self.config.train.nonfinite == "skip"
         if not (skips and self._skip(nonfinite)):
-            self.scaler.step(self.optimizer)
+            self.scaler.step(self.optimizer) if self.scaler.is_enabled() else self._step()
         self.scaler.update()
         clear_gradients(self.optimizer)
         self.buffers.commit(nonfinite if skips else None)

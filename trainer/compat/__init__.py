@@ -1,8 +1,8 @@
-"""Every private name of another library that Laststep uses, in one place.
+"""Every private name of another library that Laststep uses, in one place. Not here: what is built on them.
 
 Such a name may change in any release, so each has a contract test in tests/test_compat.py that fails with the name in
-its message. Importing this module imports none of these libraries: each function imports what it needs. The one
-exception is torch's compiler, whose stand-in (attempt/compiler.py) has its own contract tests.
+its message. Importing this module imports none of these libraries: each function imports what it needs. `optimizers.py`
+imports torch. The one exception is torch's compiler, whose stand-in (attempt/compiler.py) has its own contract tests.
 """
 
 from __future__ import annotations
