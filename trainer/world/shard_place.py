@@ -1,0 +1,37 @@
+"""Which part of the state a rank holds: its shard, and which copy of that shard."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trainer.world.world import World
+
+
+class ShardPlace(NamedTuple):
+    """A state is cut into `shards`; `replicas` ranks hold the same shard. Without sharding, every rank holds all of it:
+    one shard, with as many replicas as there are ranks."""
+
+    shard: int  # from 0
+    shards: int
+    replica: int  # from 0
+    replicas: int
+
+    def rank_of(self, shard: int, replica: int) -> int:
+        """The rank that holds this copy of this shard."""
+        return replica * self.shards + shard
+
+
+def shard_place(sharding: str, world: World) -> ShardPlace:
+    """A rank's place under `train.sharding`: full cuts the state over all ranks, hybrid over the ranks of a node."""
+    if sharding == "full":
+        return ShardPlace(world.rank, world.size, 0, 1)
+    if sharding == "hybrid":
+        return ShardPlace(world.rank % world.local_size, world.local_size, world.rank // world.local_size, world.nodes)
+    return ShardPlace(0, 1, world.rank, world.size)
+
+
+def shard_rows(rows: int, shard: int, shards: int) -> tuple[int, int]:
+    """Where a shard of a tensor with so many rows begins and ends, as torch.chunk and DTensor's Shard(0) cut it: each
+    shard has ceil(rows / shards) rows, those at the end fewer or none."""
+    each = -(-rows // shards)
+    return min(shard * each, rows), min((shard + 1) * each, rows)
