@@ -86,7 +86,7 @@ class FrozenState:
             store.discard(writing)
             raise store.write_error(step, reason_of(error)) from error
         try:
-            store.commit(writing, make_manifest(self._info, self._world_size, files), replaces=exists)
+            store.commit(writing, make_manifest(self._info, self._world_size, files, []), replaces=exists)
         except CheckpointError:
             if exists or not store.is_intact(step):  # the save that all ranks had begun together may have come first
                 raise

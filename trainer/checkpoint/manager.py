@@ -28,6 +28,7 @@ from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.group import Group
 from trainer.world.peer_loss import PeerLost
+from trainer.world.shard_place import ShardPlace
 from trainer.world.watchdog import Watchdog
 
 MAX_FAILED = 3  # saves in a row, before the attempt fails
@@ -80,6 +81,10 @@ class CheckpointManager:
             self._watch.activity += 1
 
         self._opaque = OpaqueFiles(write, self._group, self._check_alive, note_activity)
+
+    def hold(self, place: ShardPlace) -> None:
+        """From now on this rank holds that shard of the state; before, and by default, all of it."""
+        self._writer.hold(place)
 
     def start_save(self, position: Position, info: CheckpointInfo, state: dict[str, Any]) -> None:
         """Start to save `state` in the background, unless there is a checkpoint of this position already.

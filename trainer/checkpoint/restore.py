@@ -6,7 +6,8 @@
     3. Every rank reports. What a rank could not read, or found damaged, rank 0 reads itself: a fault of one node must
        not set the run back. If rank 0 finds damage too, it names the next older candidate, and all ranks start again.
     4. `SharedCheckpoint.load`: piece by piece, the rank that has read the bytes sends them to all ranks, and each
-       copies them into its tensors.
+       copies them into its tensors. Rows of a sharded tensor that only the rank itself needs are not sent: with the
+       same sharding as before, that is every shard. See `trainer.checkpoint.transfer`.
 
 So nothing is changed by a damaged checkpoint, and the bytes that are loaded are those whose hashes were compared. A
 share is as large as the buffer of the first save (`trainer.checkpoint.writer`), which does not exist yet. Besides it a
@@ -38,8 +39,10 @@ from torch import Tensor
 
 from trainer.checkpoint.buffers import HostMemory
 from trainer.checkpoint.files import CheckpointError, damaged_files, read_files, reading_steps
-from trainer.checkpoint.pack import Layout, Scatter, empty_like, is_laid_out_as
+from trainer.checkpoint.pack import Layout, Scatter, Target, empty_like, is_laid_out_as, tensors_of
+from trainer.checkpoint.shards import Like, new_like
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, skipped
+from trainer.checkpoint.transfer import Segment, Transfer
 from trainer.world.group import Group
 from trainer.world.sealed_store import with_prefix
 
@@ -80,52 +83,83 @@ class SharedCheckpoint:
 
         `live` has, by the names in the state, what the objects return from state_dict() that will load them. Where it
         has a tensor of the same layout, that tensor is filled and returned; any other tensor under these names is made
-        on this rank's device. Tensors under other names, and those of one number, are made on the CPU. Calls `advance`
-        after each piece. `last` frees the memory piece by piece: there is nothing left to load.
+        on this rank's device, sharded if `live` has a `Like` in its place or above it. Tensors under other names, and
+        those of one number, are made on the CPU. Calls `advance` after each piece. `last` frees the memory piece by
+        piece: there is nothing left to load.
         """
         self._group.barrier(PATIENCE.total_seconds())
         state: State = {}
-        tensors: list[tuple[int, Tensor]] = []
+        targets: list[Target] = []
+        world = self._group.world
         for name in self.names:
             part = self._layout.structure[name]
             alike = {id(stand_in): tensor for stand_in, tensor in _pairs(part, live.get(name))}
             make = partial(_tensor_for, alike, self._group.device if name in live else CPU)
-            state[name], made = self._layout.make(part, make)
-            tensors += made
-        scatter, done = Scatter(tensors), 0
-        sizes = {name: self.manifest.files[name]["bytes"] for name in self.manifest.shards}
-        one = min(max(sizes.values()), PIECE_BYTES)
-        buffers = [torch.empty(one, dtype=torch.uint8, device=self._group.collective_device) for _ in range(2)]
-        for name, size in sizes.items():
-            for start, piece in self._pieces(name, buffers):
-                scatter.write(done + start, piece)
-                if last and name in self._memory:
-                    self._memory[name].release(start, start + piece.numel())
-                advance()
-            done += size
+            state[name], made = self._layout.make(part, make, world.rank)
+            targets += made
+        transfer = Transfer(self._layout, self.manifest, self._owners, targets, world.size)
+        scatter = Scatter(targets)
+
+        def write(name: str, segment: Segment, piece: Tensor) -> None:
+            scatter.write(segment.start, piece)
+            if last and name in self._memory:
+                self._memory[name].release(segment.stored, segment.stop)
+
+        self._copy_own(transfer, write, advance)
+        for name, segments, piece in self._received(transfer):
+            for segment, bytes_of_it in zip(segments, piece.split([segment.size for segment in segments])):
+                write(name, segment, bytes_of_it)
+            advance()
         if last:
             self._memory.clear()
         return state
 
-    def _pieces(self, name: str, buffers: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """The pieces of a file, each with its first byte, as its owner sends them. While one is used, the next one
-        arrives in the other buffer."""
-        size, mine = self.manifest.files[name]["bytes"], self._memory.get(name)
-        in_place = mine is not None and (self._group.collective_device.type == "cpu" or self._group.world.size == 1)
-        waiting: tuple[Callable[[], object], int, Tensor] | None = None
-        for number, start in enumerate(range(0, size, PIECE_BYTES)):
-            stop = min(start + PIECE_BYTES, size)
-            piece = buffers[number % 2][: stop - start]
-            if mine is not None:
-                piece = mine.tensor[start:stop] if in_place else piece.copy_(mine.tensor[start:stop])
+    def _copy_own(
+        self, transfer: Transfer, write: Callable[[str, Segment, Tensor], None], advance: Callable[[], None]
+    ) -> None:
+        """Copy what this rank has read and needs alone."""
+        if not transfer.alone:
+            return
+        world, entries = self._group.world, self.manifest.files
+        read = [0] * world.size
+        for name in self.manifest.shards:
+            read[self._owners[name]] += entries[name]["bytes"]
+        steps = [count // PIECE_BYTES + 1 for count in read]
+        left, copied = steps[world.rank], 0
+        for _ in range(max(steps) - left):  # so all ranks that have copied their own are level
+            advance()
+        for name, segment in transfer.own(world.rank, PIECE_BYTES):
+            write(name, segment, self._memory[name].tensor[segment.stored : segment.stop])
+            copied += segment.size
+            if steps[world.rank] - left < copied // PIECE_BYTES:
+                left -= 1
+                advance()
+        for _ in range(left):
+            advance()
+
+    def _received(self, transfer: Transfer) -> Iterator[tuple[str, list[Segment], Tensor]]:
+        """What all ranks receive, with its file, as its owner sends it. While one piece is used, the next one arrives
+        in the other buffer."""
+        device = self._group.collective_device
+        buffers: list[Tensor] = []
+        waiting: tuple[Callable[[], object], str, list[Segment], Tensor] | None = None
+        for number, (name, segments) in enumerate(transfer.sent(PIECE_BYTES)):
+            if not buffers:
+                one = min(max(self.manifest.files[each]["bytes"] for each in self.manifest.shards), PIECE_BYTES)
+                buffers = [torch.empty(one, dtype=torch.uint8, device=device) for _ in range(2)]
+            piece = buffers[number % 2][: sum(segment.size for segment in segments)]
+            if (mine := self._memory.get(name)) is not None:
+                parts = [mine.tensor[segment.stored : segment.stop] for segment in segments]
+                together = parts[0] if len(parts) == 1 else torch.cat(parts)
+                piece = together if device.type == "cpu" else piece.copy_(together)
             arrived = self._group.start_broadcast(piece, self._owners[name])
             if waiting is not None:
                 waiting[0]()
-                yield waiting[1], waiting[2]
-            waiting = (arrived, start, piece)
+                yield waiting[1:]
+            waiting = (arrived, name, segments, piece)
         if waiting is not None:
             waiting[0]()
-            yield waiting[1], waiting[2]
+            yield waiting[1:]
 
     def _receive_structure(self) -> Layout:
         """Rank 0 sends the structure to all ranks. Raises CheckpointError when it does not fit the shards."""
@@ -135,10 +169,7 @@ class SharedCheckpoint:
         there = raw.to(self._group.collective_device)
         self._group.broadcast([there])
         try:
-            layout = Layout(torch.load(io.BytesIO(there.cpu().numpy().data), weights_only=True))
-            found = sum(self.manifest.files[name]["bytes"] for name in self.manifest.shards)
-            if found != layout.bytes:
-                raise ValueError(f"its shards hold {found} bytes, its structure says {layout.bytes}")
+            layout = Layout.read(torch.load(io.BytesIO(there.cpu().numpy().data), weights_only=True), self.manifest)
         except Exception as error:  # a pickle of another version may raise anything
             raise CheckpointError(f"step {self.manifest.step}: could not be loaded: {error}") from error
         return layout
@@ -226,7 +257,11 @@ class _Reading:
 
 
 def shares(manifest: Manifest, size: int) -> dict[str, int]:
-    """The rank that reads each file: neighbouring shards and about as many bytes for each; rank 0 the structure."""
+    """The rank that reads each file; rank 0 the structure.
+
+    A shard of the state is read by the ranks that hold it when the sharding is what it was. All else is cut into
+    neighbouring files, about as many bytes for each rank.
+    """
     owners, done = {STRUCTURE: 0}, 0
     names = [*manifest.shards, *manifest.opaque]
     total = sum(manifest.files[name]["bytes"] for name in names)
@@ -234,6 +269,11 @@ def shares(manifest: Manifest, size: int) -> dict[str, int]:
         count = manifest.files[name]["bytes"]
         owners[name] = min((2 * done + count) * size // max(2 * total, 1), size - 1)  # by the middle of the file
         done += count
+    shards = len(manifest.sharding) or size + 1
+    if size % shards == 0:
+        for shard, files in enumerate(manifest.shards_of_state):
+            for number, name in enumerate(files):
+                owners[name] = number * (size // shards) // len(files) * shards + shard
     return owners
 
 
@@ -242,9 +282,11 @@ def _wait_for(keys: dist.Store, key: str) -> str:
     return keys.get(key).decode()
 
 
-def _pairs(structure: Any, live: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(structure: Any, live: Any) -> Iterator[tuple[Tensor, Tensor | Like]]:
     """Each stand-in of a structure with the tensor in its place in `live`, where that has its layout."""
-    if isinstance(structure, Tensor):
+    if isinstance(live, Like):
+        yield from ((stand_in, live) for stand_in in tensors_of(structure) if stand_in.shape == live.tensor.shape)
+    elif isinstance(structure, Tensor):
         if isinstance(live, Tensor) and is_laid_out_as(live, structure):
             yield structure, live
     elif isinstance(structure, dict) and isinstance(live, dict):
@@ -255,8 +297,9 @@ def _pairs(structure: Any, live: Any) -> Iterator[tuple[Tensor, Tensor]]:
             yield from _pairs(one, other)
 
 
-def _tensor_for(alike: Mapping[int, Tensor], device: torch.device, stand_in: Tensor) -> Tensor:
+def _tensor_for(alike: Mapping[int, Tensor | Like], device: torch.device, stand_in: Tensor) -> Tensor:
     """The tensor to fill for a stand-in."""
-    if (tensor := alike.get(id(stand_in))) is not None:
-        return tensor
-    return empty_like(stand_in, device if stand_in.dim() else CPU)
+    found = alike.get(id(stand_in))
+    if isinstance(found, Like):
+        return new_like(found.tensor, stand_in.dtype)
+    return empty_like(stand_in, device if stand_in.dim() else CPU) if found is None else found

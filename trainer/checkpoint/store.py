@@ -28,64 +28,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.checkpoint.files import CheckpointError as CheckpointError
 from trainer.checkpoint.files import FileEntry as FileEntry
 from trainer.checkpoint.files import disk_errors_explained, verify_files
+from trainer.checkpoint.manifest import OPAQUE as OPAQUE
+from trainer.checkpoint.manifest import STRUCTURE as STRUCTURE
+from trainer.checkpoint.manifest import Manifest as Manifest
+from trainer.checkpoint.manifest import shard_name as shard_name
 from trainer.config.ranking import Ranking
 
-FORMAT = 2
 MANIFEST = "manifest.json"
-STRUCTURE = "structure.pt"
-OPAQUE = "opaque"
 BY_LOSS = Ranking("val_loss", lower_is_better=True)
 
 
 class CheckpointGone(CheckpointError):
     """The checkpoint was deleted or replaced by the run itself while it was read. It was not damaged."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The contents of manifest.json.
-
-    `metrics` are those of the validation right before the save, empty if there was none. `numerics` is what the last
-    bits of a step depend on, see `trainer.world.device.describe_numerics`. `config` is the resolved configuration as
-    YAML, a copy of the run's config.yaml; empty in a checkpoint of an older version.
-    """
-
-    step: int
-    epoch: int
-    samples: int
-    world_size: int
-    metrics: dict[str, float]
-    files: dict[str, FileEntry]
-    numerics: dict[str, str | int] = field(default_factory=dict)
-    config: str = ""
-    format: int = FORMAT
-
-    @property
-    def bytes(self) -> int:
-        """Total size of all files."""
-        return sum(int(entry["bytes"]) for entry in self.files.values())
-
-    @property
-    def shards(self) -> list[str]:
-        """Names of the shard files, in the order of their bytes."""
-        size = len(self.files) - len(self.opaque) - 1
-        return [shard_name(rank, size) for rank in range(size)]
-
-    @property
-    def opaque(self) -> dict[str, FileEntry]:
-        """The files that a framework has written in its own format; empty in any other checkpoint."""
-        return {name: entry for name, entry in self.files.items() if name.startswith(f"{OPAQUE}/")}
 
 
 class CheckpointStore:
@@ -147,7 +110,7 @@ class CheckpointStore:
             for name, entry in manifest.files.items():
                 if (writing / name).stat().st_size != entry["bytes"]:
                     raise OSError(errno.EIO, "was truncated after it was written", name)
-            (writing / MANIFEST).write_text(json.dumps(vars(manifest), indent=1) + "\n")
+            (writing / MANIFEST).write_text(manifest.text() + "\n")
             for path in (writing / MANIFEST, writing):
                 fsync(path)
             if replaces and final.exists():
@@ -269,21 +232,12 @@ class CheckpointStore:
     def manifest(self, step: int) -> Manifest:
         """The manifest of the checkpoint of `step`. Raises CheckpointError if it cannot be read or is incomplete."""
         try:
-            manifest = Manifest(**json.loads((self.path(step) / MANIFEST).read_text()))
+            text = (self.path(step) / MANIFEST).read_text()
         except FileNotFoundError:
             raise CheckpointError("manifest.json is missing") from None
-        except (ValueError, TypeError, OSError) as error:
+        except (ValueError, OSError) as error:
             raise CheckpointError(f"manifest.json cannot be read: {error}") from None
-        if manifest.format != FORMAT:
-            raise CheckpointError(f"its format is {manifest.format}, this version of Laststep reads format {FORMAT}")
-        described = isinstance(manifest.files, dict) and all(
-            isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in manifest.files.values()
-        )
-        ours = manifest.files.keys() - manifest.opaque.keys() if described else set()
-        complete = described and manifest.shards and ours == {STRUCTURE, *manifest.shards}
-        if manifest.step != step or not complete:
-            raise CheckpointError(f"manifest.json does not describe step {step}")
-        return manifest
+        return Manifest.parse(text, step)
 
 
 def ranked(manifests: Mapping[int, Manifest], ranking: Ranking) -> list[int]:
@@ -295,11 +249,6 @@ def ranked(manifests: Mapping[int, Manifest], ranking: Ranking) -> list[int]:
 def folder_name(step: int) -> str:
     """The folder of the checkpoint of a step."""
     return f"step_{step:09d}"
-
-
-def shard_name(rank: int, size: int) -> str:
-    """The file that rank `rank` of `size` writes. The name says how many shards a complete checkpoint has."""
-    return f"shard_{rank:04d}-of-{size:04d}.bin"
 
 
 def fsync(path: Path) -> None:

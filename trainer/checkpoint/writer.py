@@ -1,7 +1,7 @@
 """CheckpointWriter: writes this rank's stripe of a checkpoint in the background while training continues.
 
-All ranks hold the same state, so each writes one stripe of it; of a small state only some do, see
-`trainer.checkpoint.stripes`. One save goes like this:
+The ranks that hold the same shard of the state write one stripe of it each; of a small one only some do, see
+`trainer.checkpoint.stripes`. A state that is not sharded has one shard, which all ranks hold. One save goes like this:
 
     1. In the training loop of every rank, `start` waits for the previous save, then copies this rank's stripe into a
        buffer that is used again by every save. Training waits for nothing else.
@@ -42,9 +42,10 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoint.buffers import reusable_buffer
+from trainer.checkpoint.manifest import FORMAT, SHARDED_FORMAT
 from trainer.checkpoint.opaque import Share
-from trainer.checkpoint.pack import Packed, serialized_structure
+from trainer.checkpoint.pack import serialized_structure
+from trainer.checkpoint.part import Part, PartCopier
 from trainer.checkpoint.store import (
     BY_LOSS,
     STRUCTURE,
@@ -53,11 +54,10 @@ from trainer.checkpoint.store import (
     FileEntry,
     Manifest,
     fsync,
-    shard_name,
 )
-from trainer.checkpoint.stripes import Stripe, own_stripe
 from trainer.config.ranking import Ranking
 from trainer.world.sealed_store import with_prefix
+from trainer.world.shard_place import ShardPlace
 
 # Bytes hashed and written at a time. `close` can interrupt a write after each of them, and a `FrozenState` needs a
 # buffer of this size instead of one as large as the state.
@@ -92,9 +92,7 @@ class _SaveJob:
 
     number: int  # of the save within this attempt, from 1; the same on all ranks
     info: CheckpointInfo
-    structure: Any  # of the state, see `trainer.checkpoint.pack`
-    stripe: Stripe | None  # this rank's, if it writes one
-    data: memoryview  # the bytes of the state that it covers
+    part: Part  # of the state, that this rank writes
     opaque: Share | None  # of the files that a framework has written
     before_commit: Callable[[], None]
     keep_last: int
@@ -105,17 +103,26 @@ class _SaveJob:
 class CheckpointWriter:
     """Saves in the background. The training loop pays only for copying its rank's stripe into a reusable buffer."""
 
-    def __init__(self, store: CheckpointStore, keys: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        keys: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        place: ShardPlace | None = None,
+    ) -> None:
+        """`place` says which shard of the state this rank holds; by default it holds all of the state."""
         self.error: CheckpointError | None = None  # why the last save that ended was not committed
         self.missing_ranks: list[int] = []  # on rank 0, while it waits: the ranks that have not reported yet
-        self._store, self._rank, self._size, self._device = store, rank, size, device
+        self._store, self._rank, self._size = store, rank, size
+        self._copier = PartCopier(place or ShardPlace(0, 1, rank, size), device)
         # A TCPStore client serves one caller at a time, so the thread needs its own connection.
         self._keys = with_prefix("save", keys.clone())
         if rank == 0:
             self._keys.set("token", secrets.token_hex(4))
         self._token = ""
         self._number = 0
-        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._jobs: SimpleQueue[_SaveJob | None] = SimpleQueue()
         self._idle, self._closed = threading.Event(), threading.Event()
         self._idle.set()
@@ -124,6 +131,10 @@ class CheckpointWriter:
         self._thread.start()
 
     # In the training loop's thread
+
+    def hold(self, place: ShardPlace) -> None:
+        """From now on this rank holds that shard of the state."""
+        self._copier.place = place
 
     def next_folder(self, step: int) -> Path:
         """The folder of the checkpoint of `step` that the next `start` will begin to write: another may write there
@@ -144,19 +155,17 @@ class CheckpointWriter:
     ) -> None:
         """Start to save `state`, which may change as soon as this returns. Waits for the previous save first.
 
-        All ranks call this at the same step with the same state. `before_commit` runs on rank 0, in the writer's
-        thread; if it raises, the save fails. After the commit older checkpoints are pruned, see
+        All ranks call this at the same step with the same state, or each with its shard of it. `before_commit` runs on
+        rank 0, in the writer's thread; if it raises, the save fails. After the commit older checkpoints are pruned, see
         `CheckpointStore.prune`. `opaque` is this rank's share of the files in `next_folder`.
         """
         self._idle.wait()
         # In a separate method, so that no tensor used for copying remains here, to be freed once the writer's thread
         # has work: freeing it would give that thread Python's lock for a long time.
-        structure, stripe, data = self._copy_stripe(state)
+        part = self._copier.copy(state)
         self._number += 1
         info = replace(info, metrics=dict(info.metrics))
-        job = _SaveJob(
-            self._number, info, structure, stripe, data, opaque, before_commit, keep_last, keep_best, ranking
-        )
+        job = _SaveJob(self._number, info, part, opaque, before_commit, keep_last, keep_best, ranking)
         self._idle.clear()
         self._jobs.put(job)
 
@@ -170,19 +179,6 @@ class CheckpointWriter:
         self._closed.set()
         self._jobs.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
-
-    def _copy_stripe(self, state: Any) -> tuple[Any, Stripe | None, memoryview]:
-        """The structure of `state`, and this rank's stripe of it, copied into the reusable buffer."""
-        packed = Packed(state)
-        stripe = own_stripe(packed.bytes, self._rank, self._size)
-        if stripe is None:
-            return packed.structure, None, memoryview(b"")
-        start, stop = stripe.bounds(packed.bytes)
-        if self._buffer.numel() < stop - start:
-            self._buffer = reusable_buffer(stop - start, self._device)
-        data = self._buffer[: stop - start]
-        packed.copy(start, stop, data)
-        return packed.structure, stripe, data.numpy().data
 
     # In the writer's thread
 
@@ -216,10 +212,9 @@ class CheckpointWriter:
             writing = self._store.create_writing_folder(job.info.step, tag)
             if self._rank == 0:
                 job.before_commit()
-                report["files"][STRUCTURE] = write_file(writing / STRUCTURE, [serialized_structure(job.structure)])
-            if job.stripe is not None:
-                name = shard_name(*job.stripe)
-                report["files"][name] = write_file(writing / name, self._chunks(job.data))
+                report["files"][STRUCTURE] = write_file(writing / STRUCTURE, [serialized_structure(job.part.structure)])
+            if (name := job.part.file) is not None:
+                report["files"][name] = write_file(writing / name, self._chunks(job.part.data))
             if job.opaque is not None:
                 report["files"] |= job.opaque.entries(writing, self._check_open)
         except Exception as error:  # of any kind: rank 0 waits for this report
@@ -244,7 +239,7 @@ class CheckpointWriter:
             return str(self._store.write_error(step, errors[0]))
         files = {name: entry for report in reports for name, entry in report["files"].items()}
         try:
-            self._store.commit(writing, make_manifest(job.info, self._size, files))
+            self._store.commit(writing, make_manifest(job.info, self._size, files, job.part.sharding))
         except CheckpointError as error:
             return str(error)
         with suppress(OSError):  # what could not be deleted now is deleted after the next save
@@ -301,10 +296,14 @@ class _WriterClosed(OSError):
     """The CheckpointWriter was closed while its thread waited or wrote."""
 
 
-def make_manifest(info: CheckpointInfo, world_size: int, files: dict[str, FileEntry]) -> Manifest:
+def make_manifest(info: CheckpointInfo, world_size: int, files: dict[str, FileEntry], sharding: list[int]) -> Manifest:
     """The manifest of a checkpoint with these files, which this many ranks trained."""
     metrics, numerics = dict(info.metrics), dict(info.numerics)
-    return Manifest(info.step, info.epoch, info.samples, world_size, metrics, files, numerics, info.config)
+    return Manifest(
+        *(info.step, info.epoch, info.samples, world_size, metrics, files, numerics, info.config),
+        format=SHARDED_FORMAT if sharding else FORMAT,
+        sharding=sharding,
+    )
 
 
 def write_file(path: Path, chunks: Iterable[memoryview], sync_bytes: int | None = None) -> FileEntry:

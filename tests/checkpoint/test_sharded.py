@@ -1,0 +1,231 @@
+"""Checkpoints of sharded states: the bytes are those of the full tensors, whoever wrote them and whoever reads them.
+
+One process pretends to be each rank in turn, see `tests.support.sharded`; the ranks that restore are threads.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.checkpoint.test_restore import Rank, together
+from tests.checkpoint.test_writer import info_of, nothing, same
+from tests.support.sharded import is_cut, local, places, pretended_rank, sharded, sharded_state
+from tests.support.waiting import DEADLINE_S
+from trainer.checkpoint import restore, stripes
+from trainer.checkpoint.pack import Packed, load, map_tensors
+from trainer.checkpoint.shards import Like, live_state, shard_count
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.weights import weights_of, weights_sha256
+from trainer.checkpoint.writer import CheckpointWriter
+from trainer.world.shard_place import ShardPlace, shard_rows
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """A state like that of a training: rows that no number of ranks divides, fewer rows than ranks, none, scalars."""
+    generator = torch.Generator().manual_seed(step)
+    weights = {f"w{rows}": torch.randn(rows, 7, generator=generator) for rows in (1, 2, 3, 8, 37, 0)}
+    weights["half"] = torch.randn(11, 3, 5, generator=generator).bfloat16()
+    weights["bias"] = torch.randn(10, generator=generator)
+    weights["odd"] = torch.randn(13, generator=generator)  # not sharded
+    images = torch.randn(4, 3, 5, 5, generator=generator).contiguous(memory_format=torch.channels_last)
+    averages = {number: {"step": torch.tensor(3.0), "exp_avg": w * 2} for number, w in enumerate(weights.values())}
+    return {
+        "position": {"step": step, "samples": 8 * step},
+        "model": {**weights, "images": images, "batches": torch.tensor(step)},
+        "optimizer": {"state": averages, "param_groups": [{"lr": 0.1, "params": list(averages)}]},
+    }
+
+
+def save(store: CheckpointStore, state: dict[str, Any], shards: int, replicas: int = 1) -> None:
+    """Commit a checkpoint that each rank has written its part of."""
+    keys, size = dist.HashStore(), shards * replicas
+    writers = []
+    for rank, place in enumerate(places(shards, replicas)):
+        writers.append(CheckpointWriter(store, keys, rank, size, CPU, place))
+        with pretended_rank(place) as mesh:
+            part = sharded_state(state, place, mesh) if shards > 1 else state
+            writers[-1].start(info_of(state["position"]["step"]), part, nothing, 9, 0)
+    for writer in writers:
+        assert writer.wait(DEADLINE_S) and writer.error is None, writer.error
+        writer.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
+    monkeypatch.setattr(stripes, "STRIPE_BYTES", 512)  # so that replicas share their shard
+    monkeypatch.setattr(restore, "PIECE_BYTES", 1024)
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+SIZES = [(2, 1), (3, 1), (4, 1), (2, 2), (5, 1)]
+
+
+@pytest.mark.parametrize(("shards", "replicas"), SIZES)
+def test_one_reader_gets_the_full_state(shards: int, replicas: int, store: CheckpointStore) -> None:
+    """`verify`, `export` and `evaluate` read alone: for them it makes no difference how the state was sharded."""
+    state = state_of(5)
+    save(store, state, shards, replicas)
+    manifest = store.verify(5)
+    assert len(manifest.sharding) == shards and manifest.world_size == shards * replicas
+    found = load(store.path(5), manifest)
+    assert same(found, state)
+    assert weights_sha256(weights_of(found)) == weights_sha256(weights_of(state))
+    part = load(store.path(5), manifest, lambda whole: whole["model"])
+    assert same(part, state["model"])
+
+
+def test_replicas_share_the_work(store: CheckpointStore) -> None:
+    """The nodes of a hybrid run hold the same shards: each writes some of the bytes, and none is written twice."""
+    state = state_of(5)
+    save(store, state, 2, 2)
+    manifest = store.manifest(5)
+    assert manifest.sharding == [2, 2]
+    one = Packed(state).bytes
+    assert one <= sum(manifest.files[name]["bytes"] for name in manifest.shards) < one + 4096
+
+
+def test_replicated_checkpoints_stay_as_they_are(store: CheckpointStore) -> None:
+    """Older versions read them, byte for byte."""
+    save(store, state_of(5), 1, 2)
+    text = (store.path(5) / "manifest.json").read_text()
+    assert "sharding" not in text and json.loads(text)["format"] == 2
+
+
+@pytest.mark.parametrize(("saved", "now"), [(a, b) for a in [(1, 1), *SIZES] for b in [(1, 1), (1, 3), *SIZES]])
+def test_any_sharding_to_any_other(saved: tuple[int, int], now: tuple[int, int], store: CheckpointStore) -> None:
+    """A run that was sharded over four ranks continues on two, on one, and on four again."""
+    state = state_of(5)
+    save(store, state, *saved)
+    held = [held_by(place, state) for place in places(*now)]
+    lives = [live_at(place) for place in places(*now)]
+
+    def restores(rank: Rank) -> tuple[Any, int]:
+        checkpoint = rank.read(store)
+        assert checkpoint is not None
+        live = lives[rank.group.world.rank]
+        found = checkpoint.load(live, rank.advance)
+        weight, filled = live["model"]["w37"], found["model"]["w37"]
+        assert local(filled).data_ptr() == local(weight).data_ptr(), "no copy of the weights was made"
+        return {"position": checkpoint.position, **found}, rank.progress
+
+    restored = together(len(held), restores)
+    for (found, _), expected in zip(restored, held):
+        assert same(map_tensors(found, local), map_tensors(expected, local))
+        average = found["optimizer"]["state"][4]["exp_avg"]
+        assert type(average) is type(found["model"]["w37"]), "the average is sharded like its parameter"
+    assert len({progress for _, progress in restored}) == 1, "all ranks that have loaded are level"
+
+
+def held_by(place: ShardPlace, state: dict[str, Any]) -> dict[str, Any]:
+    """What the rank at this place holds of a state."""
+    if place.shards == 1:
+        return state
+    with pretended_rank(place) as mesh:
+        found: dict[str, Any] = sharded_state(state, place, mesh)
+        return found
+
+
+def live_at(place: ShardPlace) -> dict[str, Any]:
+    """What the rank at this place holds before it restores: weights of its own, and an optimiser without averages."""
+    live = held_by(place, map_tensors(state_of(5), torch.zeros_like))
+    cut = {number: Like(w) for number, w in enumerate(live["model"].values()) if shard_count(w)}
+    live["optimizer"] = {"state": cut, "param_groups": []}
+    return live
+
+
+def test_an_optimiser_before_its_first_step() -> None:
+    """Its averages are made while a checkpoint is loaded. A copy of the full ones would not fit into memory."""
+    with pretended_rank(ShardPlace(1, 2, 0, 1)) as mesh:
+        weight = torch.nn.Parameter(sharded(torch.randn(3, 4), ShardPlace(1, 2, 0, 1), mesh))
+        scale = torch.nn.Parameter(torch.randn(3))
+        optimizer = torch.optim.AdamW([{"params": [scale]}, {"params": [weight]}])
+        live = live_state(optimizer)
+        assert live["state"].keys() == {1} and live["state"][1].tensor is weight
+        weight.grad, scale.grad = torch.zeros_like(weight), torch.zeros_like(scale)
+        optimizer.step()
+        live = live_state(optimizer)
+        assert live["state"][1]["exp_avg"] is optimizer.state[weight]["exp_avg"]
+
+
+def test_a_state_that_is_cut_otherwise(store: CheckpointStore) -> None:
+    """Such a save would be of no use, and nobody would notice before the resume."""
+    with pretended_rank(ShardPlace(0, 4, 0, 1)) as mesh:
+        weight = sharded(torch.randn(8, 4), ShardPlace(0, 4, 0, 1), mesh)
+        with pytest.raises(ValueError, match="a tensor is cut into 4 shards, the state into 2"):
+            Packed([weight], ShardPlace(0, 2, 0, 2))
+        columns = DTensor.from_local(torch.randn(8, 1), mesh, [Shard(1)], run_check=False)
+        with pytest.raises(ValueError, match="only rows can be sharded"):
+            Packed([columns], ShardPlace(0, 4, 0, 1))
+
+
+@st.composite
+def states(draw: st.DrawFn) -> list[Tensor]:
+    """Tensors of any dtype with random bits; those with rows will be sharded."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    found = []
+    for _ in range(draw(st.integers(0, 6))):
+        dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 9), max_size=3))
+        count = int(torch.tensor(shape).prod()) * dtype.itemsize
+        raw = torch.randint(2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=generator)
+        found.append(raw.view(dtype).reshape(shape))
+    return found
+
+
+def bytes_of_shard(state: list[Tensor], shard: int, shards: int) -> bytes:
+    """The bytes of a shard as documented: its rows of each tensor, padded; shard 0 has the rest."""
+    found = b""
+    for tensor in state:
+        begin, end = shard_rows(len(tensor), shard, shards) if tensor.dim() else (0, 0)
+        rows = tensor[begin:end] if is_cut(tensor) else tensor if shard == 0 else tensor.new_empty(0)
+        raw = bytes(rows.contiguous().reshape(-1).view(torch.uint8).tolist())
+        found += raw + bytes(-len(raw) % 64)
+    return found
+
+
+COUNTS = st.tuples(st.integers(1, 6), st.integers(1, 2))
+
+
+@settings(deadline=None, max_examples=60)
+@given(states(), COUNTS, COUNTS, st.integers(1, 3))
+def test_bytes_are_computed(
+    tmp_path_factory: pytest.TempPathFactory,
+    tensors: list[Tensor],
+    saved: tuple[int, int],
+    now: tuple[int, int],
+    pieces: int,
+) -> None:
+    """Where each byte lies follows from the shapes and the number of shards, however the files and pieces are cut."""
+    state = {"position": {"step": 1}, "mine": tensors}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stripes, "STRIPE_BYTES", 128)
+        patch.setattr(restore, "PIECE_BYTES", 64 * pieces)
+        store = CheckpointStore(tmp_path_factory.mktemp("bytes"))
+        save(store, state, *saved)
+        manifest = store.verify(1)
+        for shard, names in enumerate(manifest.shards_of_state):
+            found = b"".join((store.path(1) / name).read_bytes() for name in names)
+            assert found == bytes_of_shard(tensors, shard, saved[0])
+        assert same(load(store.path(1), manifest), state)
+        held = [held_by(place, state) for place in places(*now)]
+        lives = [held_by(place, map_tensors(state, torch.zeros_like)) for place in places(*now)]
+
+        def restores(rank: Rank) -> Any:
+            checkpoint = rank.read(store)
+            assert checkpoint is not None
+            return checkpoint.load({"mine": lives[rank.group.world.rank]["mine"]}, rank.advance)["mine"]
+
+        for found_tensors, expected in zip(together(len(held), restores), held):
+            assert same(map_tensors(found_tensors, local), map_tensors(expected["mine"], local))
