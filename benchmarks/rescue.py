@@ -28,7 +28,7 @@ import torch.distributed as dist
 from benchmarks._measure import DEADLINE_S, write_results
 from benchmarks.save import file_system
 from trainer.attempt.rescue import Rescue
-from trainer.attempt.rescue_plan import Holding, Part
+from trainer.attempt.rescue_records import Holding, Part
 from trainer.checkpoint.frozen import FrozenState
 from trainer.checkpoint.store import CheckpointStore, FileEntry
 from trainer.checkpoint.stripes import Stripe, own_stripe

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from benchmarks._measure import DEADLINE_S, write_results
 from trainer.attempt.rescue import Rescue, write_fields
-from trainer.attempt.rescue_plan import Holding, Survivor
+from trainer.attempt.rescue_records import Holding, Survivor
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
@@ -217,7 +217,7 @@ def _rescue(folder: Path, size: int) -> dict[str, float]:
     seal = Seal()
     holding = Holding((5000, 0, False, False), STATE, saved=False)
     for rank in range(1, size):
-        fields = asdict(Survivor(rank, began_step=True, beat=1, frozen=True, holding=holding))
+        fields = asdict(Survivor(rank, began_step=True, beat=1, frozen=True, holdings=(holding,)))
         write_fields(folder / f"rank_{rank}.json", fields, seal)
     leader, other = (Rescue(folder, rank, size, lambda: False, seal) for rank in (0, 1))
     taken = {}

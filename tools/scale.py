@@ -13,7 +13,7 @@ from typing import Any
 
 from tools.scale_goodput import HEAD, Size, rows, summary
 from trainer.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
-from trainer.attempt.rescue_plan import GATHER_S, SETTLE_S, SILENT_S
+from trainer.attempt.rescue_roll import GATHER_S, SETTLE_S, SILENT_S
 from trainer.checkpoint.files import READ_BYTES
 from trainer.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
 from trainer.checkpoint.interval import best_interval

@@ -26,8 +26,9 @@ from tests.support.tasks import read_one_step_late
 from tests.support.worlds import a_world
 from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.grace import GracePeriod
-from trainer.attempt.rescue import Rescue, blamed_hosts, write_fields
-from trainer.attempt.rescue_plan import Holding, Plan, Survivor
+from trainer.attempt.rescue import Rescue, write_fields
+from trainer.attempt.rescue_cause import blamed_hosts
+from trainer.attempt.rescue_records import Holding, Plan, Survivor
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint import stripes
 from trainer.checkpoint.store import CheckpointStore
@@ -304,7 +305,7 @@ def test_a_rank_saves_only_what_it_knows_to_be_whole(root: Path) -> None:
     cast(Mock, state.loop).freeze.return_value = False  # in the middle of the update of step 6
     folder = state.run_dir.rescues / state.world.attempt
     folder.mkdir(parents=True)
-    better = Survivor(rank=0, frozen=True, holding=Holding((5, 0, False, False), 64, saved=False))
+    better = Survivor(rank=0, frozen=True, holdings=(Holding((5, 0, False, False), 64, saved=False),))
     state.group = Mock(world=state.world, seal=Seal())
     write_fields(folder / "rank_0.json", asdict(better), state.group.seal)
     end_by_fault(state).frozen.assert_not_called()

@@ -18,7 +18,8 @@ import torch
 from tests.support.frozen import frozen_state
 from trainer.attempt import rescue as rescue_module
 from trainer.attempt.rescue import Rescue, Superseded, read_fields
-from trainer.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Plan
+from trainer.attempt.rescue_records import Holding, Part, Plan
+from trainer.attempt.rescue_roll import ALONE_S, GATHER_S, SILENT_S, STUCK_S
 from trainer.checkpoint import stripes
 from trainer.checkpoint.frozen import FrozenState
 from trainer.checkpoint.pack import load
@@ -63,10 +64,10 @@ class Survivor:
         return self
 
     def announce(self) -> Survivor:
-        holding = None
-        if self.step is not None:
-            holding = Holding((self.step, 0, False, False), self.frozen().bytes, self.saved)
-        self.rescue.announce(holding)
+        if self.step is None:
+            self.rescue.announce()
+        else:
+            self.rescue.announce(Holding((self.step, 0, False, False), self.frozen().bytes, self.saved))
         return self
 
     def frozen(self) -> FrozenState:

@@ -141,7 +141,7 @@ class EndByFault:
         rescue.start()
         try:
             rescuer = Rescuer(state, fault, rescue, self._main_thread_failed.is_set)
-            rescue.announce(rescuer.freeze())
+            rescue.announce(*rescuer.freeze())
             while (duty := rescue.next_duty()) is not None:
                 rescuer.do(duty)
         finally:

@@ -8,8 +8,9 @@ them. (Just-in-time checkpointing: Gupta et al., EuroSys 2024.)
        It rewrites the file in every round, as a heartbeat.
     2. One survivor leads: the one that created `leader_0.json`, which a file system lets only one process do. It alone
        reads the files of all ranks. It writes the plan into its own file in every round, and the others read only that.
-    3. The survivors with the state that is furthest along write a stripe each. The lowest of them commits, and records
-       the end of the attempt. If one dies meanwhile, the others share what it has not written.
+    3. The survivors that hold the state that is furthest along write a part of it each. The lowest of them commits, and
+       records the end of the attempt. If one dies meanwhile, the others share what it has not written. Of a sharded
+       state, the newest step counts of which every shard is held: by a rank that trains with it, or as a copy.
     4. If the leader falls silent, another survivor creates `leader_1.json` and continues with the plan in
        `leader_0.json`. Both may live for a while. That does no harm: a plan names its own folder for the files, only
        ranks that know their state to be whole write them, and no commit replaces an intact checkpoint.
@@ -26,26 +27,17 @@ import json
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.attempt.rescue_files import gone_file, leader_file
-from trainer.attempt.rescue_plan import (
-    ALONE_S,
-    SILENT_S,
-    Holding,
-    Part,
-    Plan,
-    Roll,
-    Survivor,
-    is_behind,
-    next_plan,
-)
+from trainer.attempt.rescue_plan import is_behind, next_plan
+from trainer.attempt.rescue_records import Board, Holding, Part, Plan, Survivor
+from trainer.attempt.rescue_roll import ALONE_S, SILENT_S, Roll
 from trainer.say import say
 from trainer.world.seal import Seal
 from trainer.world.watchdog import Fault
-from trainer.world.world import World
 
 # The length of a round: this per rank, so that many ranks do not overload the file system, but at least the shortest.
 ROUND_S_PER_RANK = 0.001
@@ -56,26 +48,18 @@ class Superseded(Exception):
     """The plan has changed, and what is being written is not part of it."""
 
 
-@dataclass(frozen=True)
-class Board:
-    """What a leader publishes."""
-
-    leader: int
-    beat: int = 0
-    progress: int = 0  # of all survivors together
-    plan: Plan | None = None
-    over: bool = False  # the end is recorded, and there is nothing left to save
-
-
 class Rescue:
     """This rank's part in a rescue. A thread calls `round` until `close`; tests call it themselves.
 
     `is_recorded` says whether the end of the attempt is recorded.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, is_recorded: Callable[[], bool], seal: Seal) -> None:
+    def __init__(
+        self, folder: Path, rank: int, size: int, is_recorded: Callable[[], bool], seal: Seal, shards: int = 1
+    ) -> None:
         self.round_s = max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * size)
         self._folder, self._size, self._is_recorded, self._seal = folder, size, is_recorded, seal
+        self._shards = shards
         self._me = Survivor(rank)
         self._changed = threading.Condition()  # guards all fields of this object
         self._term = -1  # of the leader that this rank follows
@@ -98,9 +82,9 @@ class Rescue:
         """Do the rounds in a thread."""
         threading.Thread(target=self._rounds, name="rescue", daemon=True).start()
 
-    def announce(self, holding: Holding | None) -> None:
-        """Say which whole state this rank has frozen, None if it has none."""
-        self._update(frozen=True, holding=holding)
+    def announce(self, *holdings: Holding) -> None:
+        """Say what this rank has frozen, nothing if it has nothing whole."""
+        self._update(frozen=True, holdings=holdings)
 
     def next_duty(self) -> Part | Plan | None:
         """What this rank is to do next: write a part, or act as the plan says. None when the rescue is over. Waits."""
@@ -209,7 +193,7 @@ class Rescue:
 
     def _leave(self, board: Board) -> None:
         """The leader says that the rescue is over. A rank that comes late may hold more than was saved."""
-        if board.plan is not None and is_behind(board.plan, self._me.holding):
+        if board.plan is not None and is_behind(board.plan, self._me.holdings, self._shards):
             self._claim(self._term + 1)
         elif self._me.frozen:
             self._end()
@@ -247,7 +231,7 @@ class Rescue:
             return
         except OSError:
             return
-        self._term, self._roll = term, Roll(self._size, self.round_s)
+        self._term, self._roll = term, Roll(self._size, self.round_s, self._shards)
         self._set_board(mine)
         self._lead(self._roll)
 
@@ -311,25 +295,3 @@ def read_fields(path: Path, seal: Seal) -> dict[str, Any] | None:
 
 def _key(path: Path) -> str:
     return f"rescue/{path.name}"
-
-
-def blamed_hosts(fault: Fault, plan: Plan, missing: list[int], world: World) -> list[str]:
-    """The hosts whose fault it seems to be: of ranks that are stuck, that are gone without an error of their own, or
-    whose GPU has failed. Any other error blames no host: it may be a bug."""
-    known = [fault] if fault.blames or fault.cause else plan.failures
-    hosts = ",".join(one.blames for one in known).split(",") if known else [world.hosts[rank] for rank in missing]
-    return list(dict.fromkeys(filter(None, hosts)))
-
-
-def explain(fault: Fault, plan: Plan, missing: list[int], world: World) -> str:
-    """The root cause: the error of a rank that failed by itself; else the ranks that are gone, which are printed."""
-    if fault.cause:
-        return fault.text
-    if plan.failures:
-        return plan.failures[0].text
-    if not missing:
-        return fault.text
-    names = "; ".join(f"rank {rank} on {world.host_of(rank)}" for rank in missing)
-    lost = f"{names}: gone (killed, out of memory, or its node died)"
-    say(lost)
-    return f"{lost}\n{fault.text}"

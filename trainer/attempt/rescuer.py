@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainer.attempt.ending import EndReason, end_srun, ending_by_signal, print_hint, record_end, requeue, shell_is_gone
-from trainer.attempt.rescue import Rescue, Superseded, blamed_hosts, explain
+from trainer.attempt.rescue import Rescue, Superseded
+from trainer.attempt.rescue_cause import blamed_hosts, explain, lost_shards
 from trainer.attempt.rescue_files import silent_file
-from trainer.attempt.rescue_plan import Holding, Part, Plan
+from trainer.attempt.rescue_records import Holding, Part, Plan
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.files import StateChanged
 from trainer.checkpoint.store import CheckpointError
@@ -37,24 +38,24 @@ class Rescuer:
         self._state, self._fault, self._rescue = state, fault, rescue
         self._main_thread_failed = main_thread_failed
 
-    def freeze(self) -> Holding | None:
-        """Freeze the state of the last finished step; None if this rank has no whole state."""
+    def freeze(self) -> list[Holding]:
+        """Freeze the state of the last finished step. Returns what this rank can write: nothing if none is whole."""
         # A main thread that has failed will not complete its update, so waiting for that would be in vain.
         timeout_s = 0.0 if self._main_thread_failed() else FREEZE_S
         loop = self._state.loop
         try:
             if loop is None or not loop.freeze(timeout_s):
-                return None
+                return []
             step = loop.position.step
             if loop.saves.saving is not None and (loop.saves.saving.step == step or not loop.rescuable):
                 with contextlib.suppress(RuntimeError):
                     loop.saves.wait(COMMIT_S)  # all ranks may be alive, and about to commit it
             with loop.frozen() as frozen:
                 saved = loop.saves.saved.step == step
-                return Holding(loop.position.place, frozen.bytes, saved, loop.rescuable)
+                return [Holding(loop.position.place, frozen.bytes, saved, loop.rescuable)]
         except Exception:  # such as a CUDA error, which every later call repeats
             say(f"WARNING: this rank cannot save its state:\n{traceback.format_exc()}")
-            return None
+            return []
 
     def do(self, duty: Part | Plan) -> None:
         """Do what the rescue asks of this rank."""
@@ -75,7 +76,7 @@ class Rescuer:
         except Superseded:
             return
         except StateChanged:  # the rank that this one's device waited for was only slow: now it holds the next step
-            return self._rescue.announce(self.freeze())
+            return self._rescue.announce(*self.freeze())
         except Exception as error:  # of the disk or of the device; another rank may do better
             say(f"WARNING: this rank cannot save step {loop.position.step}: {error}")
             return self._rescue.report_unable(str(error))
@@ -129,6 +130,9 @@ class Rescuer:
             reason, wants_requeue, error = ending_by_signal(state)
         else:
             reason, wants_requeue = fault.reason, True
+        if plan.lost_shards and end_step > saved_step:
+            say(lost := lost_shards(plan, end_step, saved_step))
+            error = "\n".join(filter(None, [error, lost]))
         retry = least_hopeful([fault.retry, *(failure.retry for failure in plan.failures)])
         if fault.silent:  # for the supervisors
             silent_file(state.run_dir.rescues / state.world.attempt).touch()

@@ -1,0 +1,165 @@
+"""Copies of a shard on their way to another node: one counts only when it is complete, and no wait is without limit.
+
+The ranks are objects in this process; their threads and sockets are real.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.worlds import a_world
+from trainer.world.replica_link import _HEADER, Copy, Place, ReplicaLink
+from trainer.world.seal import Seal
+from trainer.world.sealed_store import SealedStore
+
+BYTES = 200_000
+
+
+def place_of(step: int) -> Place:
+    return (step, 0, False, False)
+
+
+def copy_of(rank: int, step: int, count: int = BYTES) -> Copy:
+    return Copy(place_of(step), memoryview(random.Random(100 * step + rank).randbytes(count)))
+
+
+def allocate(count: int) -> memoryview:
+    return memoryview(bytearray(count))
+
+
+Links = Callable[..., list[ReplicaLink]]
+
+
+@pytest.fixture
+def links() -> Iterator[Links]:
+    """Makes the links of all ranks of two nodes."""
+    seal = Seal()
+    servers: list[dist.Store] = []  # serve as long as they are referenced
+    with ExitStack() as closing:
+
+        def make(size: int, allocate: Callable[[int], memoryview] = allocate) -> list[ReplicaLink]:
+            server = dist.TCPStore("localhost", 0, None, True, timedelta(seconds=DEADLINE_S), wait_for_workers=False)
+            servers.append(server)
+            store = SealedStore(server, seal)
+            worlds = [
+                a_world(rank, size, nodes=2, local_size=size // 2, local_rank=rank % (size // 2), node=rank * 2 // size)
+                for rank in range(size)
+            ]
+            made = [ReplicaLink(world, store, seal, allocate) for world in worlds]
+            for link in made:
+                closing.callback(link.close)
+            return made
+
+        yield make
+
+
+def test_each_keeps_the_newest_copy_of_its_ward(links: Links) -> None:
+    """On the other node. While the next copy travels, the one before it stays."""
+    ranks = links(4)
+    for step, count in ((10, BYTES), (20, BYTES), (30, BYTES + 64), (40, 0)):  # a shard may even be empty
+        copies = [copy_of(rank, step, count) for rank in range(4)]
+        for link, copy in zip(ranks, copies):
+            link.send(copy)
+        for rank, link in enumerate(ranks):
+            assert link.wait(DEADLINE_S) and link.error is None
+            keeper = ranks[(rank + 2) % 4]
+            assert keeper._kept == copies[rank], "the keeper has exactly what was sent"
+    assert ranks[0].freeze(0.0) == copies[2]
+
+
+def test_an_incomplete_copy_does_not_count(links: Links) -> None:
+    """The ward is killed while its copy travels: what has come of it must not be taken for a state, nor must the
+    complete copy before it be lost."""
+    first, second = links(2)
+    whole = copy_of(0, 10)
+    first.send(whole)
+    assert first.wait(DEADLINE_S)
+    (to_keeper,) = [one for one in first._sockets if _is_connected_to(one, second)]
+    to_keeper.sendall(_HEADER.pack(*place_of(20), BYTES) + b"torn")
+    wait_until(lambda: second._receiving, "the second copy is on its way")
+    to_keeper.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: second._ward_left, "the keeper notices")
+    assert second.freeze(DEADLINE_S) == whole
+
+
+def _is_connected_to(one: socket.socket, other: ReplicaLink) -> bool:
+    try:
+        return bool(one.getpeername()[1] == other._sockets[0].getsockname()[1])
+    except OSError:  # it listens
+        return False
+
+
+def test_a_keeper_dies(links: Links) -> None:
+    """Training continues, and learns that there is no copy any more."""
+    first, second = links(2)
+    second.close()
+    first.send(copy_of(0, 10))
+    assert first.wait(DEADLINE_S) and first.error
+    first.send(copy_of(0, 20))
+    assert first.wait(0.0), "nothing is sent any more, so nothing is waited for"
+
+
+def test_a_keeper_hangs(links: Links) -> None:
+    """Its network, or its memory: whoever waits for it has a timeout, and can leave."""
+    released = threading.Event()
+
+    def hang(count: int) -> memoryview:
+        released.wait(DEADLINE_S)
+        return allocate(count)
+
+    first, _ = links(2, hang)
+    first.send(copy_of(0, 10, 64 << 20))
+    assert not first.wait(0.2)
+    first.give_up("rank 1 does not answer")
+    assert first.wait(0.0) and first.error == "rank 1 does not answer"
+    began = time.monotonic()
+    first.close()
+    assert time.monotonic() - began < 1.5, "a thread in the middle of a copy ends at once"
+    released.set()
+
+
+def test_a_keeper_without_memory(links: Links, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its ward must not wait for it, and its own training goes on."""
+
+    def refuse(count: int) -> memoryview:
+        raise MemoryError("no memory left")
+
+    first, second = links(2, refuse)
+    first.send(copy_of(0, 10))
+    assert first.wait(DEADLINE_S) and first.error
+    assert second.freeze(0.0) is None
+    assert "keeps no copies of rank 0 any more" in capfd.readouterr().out
+
+
+def test_a_stranger_is_refused(links: Links) -> None:
+    """A port scan, or another user of the node: what it sends is never taken for a copy."""
+    first, second = links(2)
+    port = second._sockets[0].getsockname()[1]
+    for line in (b"GET / HTTP/1.1\r\n", b"0" * 64 + b" 0\n"):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(line)
+            assert stranger.recv(1) == b"-"
+    first.send(copy_of(0, 10))
+    assert first.wait(DEADLINE_S) and first.error is None and second._kept == copy_of(0, 10)
+
+
+def test_frozen(links: Links) -> None:
+    """A rescue writes the copy: another one must not take its place in memory."""
+    first, second = links(2)
+    first.send(copy_of(0, 10))
+    assert first.wait(DEADLINE_S)
+    kept = second.freeze(0.0)
+    for step in (20, 30):
+        first.send(copy_of(0, step))
+        first.wait(DEADLINE_S)
+    assert kept == copy_of(0, 10)
