@@ -30,8 +30,10 @@ from trainer.records.attempts import begin_attempt
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 from trainer.world import run_lock
+from trainer.world.neighbour import Neighbour
 from trainer.world.signals import Signals
 from trainer.world.watchdog import Fault
+from trainer.world.world import World
 
 
 def python(script: str) -> subprocess.CompletedProcess[str]:
@@ -158,3 +160,23 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
             if thread.name == "rescuer":  # what it says now must not stand in the output of the next test
                 thread.join(DEADLINE_S)
     end.wait()  # so a main thread that failed by itself is not held up either
+
+
+def test_the_next_node_loses_power(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It closes no connection. The attempt ends long before launch.hang_timeout_s, and blames it. Before the first tick
+    the ranks do not know each other's hosts."""
+    attempt, _, _ = an_attempt(root, "power")
+    attempt._watchdog.close()
+    asked: list[World] = []
+
+    def of(world: World, _: object) -> Mock:
+        asked.append(world)
+        return Mock(is_dead=len(asked) == 1, host="n2")
+
+    monkeypatch.setattr(Neighbour, "of", of)
+    assert attempt._end_by_fault.check() is None and not asked
+    attempt._state.stop = Mock(tick=1, signal=None, noticed_at=None)
+    fault = attempt._end_by_fault.check()
+    assert fault is not None and (fault.reason, fault.silent, fault.blames) == ("hung", True, "n2")
+    assert attempt._end_by_fault.check() == fault and len(asked) == 1, "one neighbour"
+    attempt._end_by_fault.close()

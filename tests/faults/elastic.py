@@ -24,10 +24,10 @@ from trainer.config.config import Config
 
 def main(folder: Path, epochs: int) -> None:
     """Train in this rank."""
+    rank = int(os.environ["RANK"])
+    (folder / f"rank_{rank}.pid").write_text(str(os.getpid()))
     config = Config.load(CONFIG)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    (folder / f"rank_{rank}.pid").write_text(str(os.getpid()))
     model = Traced.model(None)  # type: ignore[arg-type]  # it needs nothing of its task
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.optim.lr, momentum=0.9)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.faults.checks import Attempt
-from tests.faults.plan import Setting
+from tests.faults.plan import Setting, Shape
 from tests.faults.site import Job, Site
 from tests.faults.task import ASIDE, TRAINED, VALIDATED
 from trainer.records.metrics import read_lines
@@ -244,12 +244,12 @@ class Victim:
     # --- its work
 
     def traces(self) -> dict[Attempt, int]:
-        """The number of training batches that each attempt has begun on any rank, without the warm-up."""
-        begun: dict[Attempt, int] = {}
+        """The number of training steps that each attempt has begun on any rank, without the warm-up."""
+        batches: dict[Attempt, list[int]] = {}
         for path in self.aside.glob("*.trace"):
-            attempt = Attempt.named(path.name.split(".")[0])
-            begun[attempt] = max(begun.get(attempt, 0), path.read_bytes().count(TRAINED) - 1)
-        return begun
+            batches.setdefault(Attempt.named(path.name.split(".")[0]), []).append(path.read_bytes().count(TRAINED) - 1)
+        shares = self.setting.world_size if self.setting.shape is Shape.RANGE else 0  # each is a batch
+        return {attempt: -(-max(found) // max(1, shares // len(found))) for attempt, found in batches.items()}
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of attempts.jsonl."""

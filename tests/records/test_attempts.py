@@ -365,6 +365,19 @@ def test_the_checkpoint_of_the_start_is_damaged(tmp_path: Path) -> None:
     assert record is not None and (record["start_step"], record["end_step"], record["lost_steps"]) == (1, 1, 0)
 
 
+def test_no_attempt_began_in_between(tmp_path: Path) -> None:
+    """An attempt was lost, and srun could not start the next one: by both records the run kept the damaged checkpoint.
+    None of the steps is forgotten."""
+    run = RunDir(tmp_path)
+    lost_and_begun_again(run)
+    end_attempt(run, restarted(1), LAUNCH, "failed", 2, 2)
+    begin_attempt(run, restarted(2), start_step=2)
+    lower_start_step(run, restarted(2), 0)
+    first, second = read_ended_attempts(run.attempts)
+    assert (first["reason"], first["end_step"], first["lost_steps"]) == ("lost", 3, 3)
+    assert (second["reason"], second["start_step"], second["end_step"], second["lost_steps"]) == ("failed", 0, 0, 0)
+
+
 def test_a_step_that_was_saved_after_the_end(tmp_path: Path) -> None:
     """A rank was suspended, and the others recorded the end. It woke with the next step and saved that. The record says
     what was kept once the next attempt begins there."""

@@ -88,6 +88,7 @@ class Attempt:
         # Ends the threads that use the store. One that returned from torch's C++ while Python shuts down would abort
         # the process (Python before 3.14).
         self._closing = contextlib.ExitStack()
+        self._closing.callback(self._end_by_fault.close)
         self._closing.callback(self._watchdog.close)
         self._last_exit = None if world.in_users_program else LastExit()
         self._end_s = max(END_S, config.launch.hang_timeout_s)

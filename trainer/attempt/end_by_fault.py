@@ -22,6 +22,7 @@ from trainer.attempt.rescuer import Rescuer
 from trainer.attempt.state import AttemptState
 from trainer.records.attempts import find_record
 from trainer.say import say
+from trainer.world.neighbour import Neighbour
 from trainer.world.seal import Seal
 from trainer.world.watchdog import Fault
 
@@ -47,6 +48,8 @@ class EndByFault:
         self._done = threading.Event()
         self._rescue: Rescue | None = None
         self._checks = 0
+        self._neighbour: Neighbour | None = None
+        self._has_met = False
 
     def main_thread_failed(self) -> None:
         """The main thread has left its step for good: an update that it had begun will not be completed."""
@@ -96,13 +99,29 @@ class EndByFault:
 
         Exits when the grace period after a signal is over.
         """
-        return self._check_grace() or self._check_folder()
+        return self._check_grace() or self._check_folder() or self._check_neighbour()
+
+    def close(self) -> None:
+        """The attempt is over."""
+        if self._neighbour is not None:
+            self._neighbour.close()
 
     def _check_folder(self) -> Fault | None:
         """Whether the user has deleted or moved the run. No verb would find it, yet it would hold its nodes."""
         self._checks += 1
         if self._state.world.rank == 0 and self._checks % CHECKS_PER_LOOK == 0 and self._state.run_dir.is_gone():
             return Fault("failed", self._gone(), retry="no")
+        return None
+
+    def _check_neighbour(self) -> Fault | None:
+        """Whether the host of another node is dead. From the first tick on, when the ranks have met."""
+        state = self._state
+        if not self._has_met and state.ticks:
+            self._has_met = True
+            self._neighbour = Neighbour.of(state.world, lambda: state.ticks)
+        if self._neighbour is not None and self._neighbour.is_dead:
+            host = self._neighbour.host
+            return Fault("hung", f"{host} does not answer: it has lost power or its network", silent=True, blames=host)
         return None
 
     def _gone(self) -> str:

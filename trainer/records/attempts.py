@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from trainer.config.launch import Launch
@@ -85,17 +86,21 @@ def lower_start_step(run: RunDir, world: World, step: int) -> None:
 
 
 def correct_lost_attempt(run: RunDir, kept_step: Callable[[], int]) -> None:
-    """If the newest ended attempt was lost, and has kept an earlier step than its record says, correct the record.
+    """If the newest ended attempt was lost, and has kept an earlier step than its record says, correct the record, and
+    those of later attempts that never began.
 
     `kept_step` finds the step of the newest checkpoint; it is called only if that is needed.
     """
-    record = next(reversed(read_ended_attempts(run.attempts)), None)
-    if record is None or record["reason"] != "lost" or not (said := record["end_step"] - record["lost_steps"]):
-        return
-    if (kept := kept_step()) >= said:
-        return
-    lost_s = _lost_seconds(run, record["start"], kept)
-    _correct(run, record, {**record, "lost_steps": record["end_step"] - kept, "lost_s": lost_s})
+    kept_step = cache(kept_step)
+    for record in reversed(read_ended_attempts(run.attempts)):
+        never_began = record["step_id"] is None and record["start_step"] == record["end_step"]
+        said = record["end_step"] - record["lost_steps"]
+        if not (never_began or record["reason"] == "lost") or not said or (kept := kept_step()) >= said:
+            return
+        if not never_began:
+            lost_s = _lost_seconds(run, record["start"], kept)
+            return _correct(run, record, {**record, "lost_steps": record["end_step"] - kept, "lost_s": lost_s})
+        _correct(run, record, {**record, "start_step": kept, "end_step": kept})
 
 
 def raise_kept_step(run: RunDir, step: int) -> None:
@@ -110,7 +115,7 @@ def raise_kept_step(run: RunDir, step: int) -> None:
 
 
 def _correct(run: RunDir, record: EndedAttempt, corrected: EndedAttempt) -> None:
-    """Replace the newest record."""
+    """Replace a record."""
     lines = run.attempts.read_text(errors="replace").splitlines()
     last = max(number for number, line in enumerate(lines) if f'"attempt": {record["attempt"]},' in line)
     _replace_attempts(run, "\n".join([*lines[:last], json.dumps(corrected), *lines[last + 1 :]]))
