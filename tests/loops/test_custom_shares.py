@@ -23,6 +23,7 @@ from trainer import Run
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.loader import StepLoader
+from trainer.frameworks.steps import FrameworkSteps
 from trainer.records.metrics import read_lines
 
 
@@ -245,6 +246,16 @@ def test_registrations_that_are_refused(wrong: str, message: str, tmp_path: Path
     with pytest.raises(ConfigError) as caught:
         run_function(main, tmp_path, "wrong", "train.shares=2")
     assert message in str(caught.value)
+
+
+def test_the_loop_of_a_framework_is_refused(tmp_path: Path) -> None:
+    """It takes its batches as they are."""
+
+    def main(run: Run) -> None:
+        FrameworkSteps(run, run.loader(DATA, 4), lambda: (1, None))
+
+    with pytest.raises(ConfigError, match=r"train.shares=2: a framework's own loop cannot compute in shares"):
+        run_function(main, tmp_path, "wrong", "train.shares=2")
 
 
 def test_the_same_loop_without_shares(tmp_path: Path) -> None:

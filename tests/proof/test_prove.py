@@ -107,6 +107,7 @@ def test_every_port_is_exact(port: str, package: str, steps: int, did: str, capf
         ("cycles", ["step 1 drew a batch from an iteration over a DataLoader that goes beyond the step"]),
         ("differs_by_rank", ["the registered state differs between ranks at step 6: meter.loss (rank 1 against"]),
         ("draws", ["from a generator of the script's own", "not registered: noise "]),
+        ("draws_in_shares", ["from a generator of the script's own", "not registered: noise "]),
         ("draws_anew", ["NOT DETERMINISTIC", "step 1: another input", "Two undisturbed runs differ"]),
         ("forgets", ["something that is not registered", "not registered: average "]),
         ("Forgetful", ["something that is not registered", "not registered: self.scale "]),
@@ -115,8 +116,8 @@ def test_every_port_is_exact(port: str, package: str, steps: int, did: str, capf
 def test_broken_rules(loop: str, said: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     """Each of these loops used to end with other weights and no word. The step and the rule are what a user needs,
     whether the training itself refuses the loop or only the comparison sees it."""
-    of_task = ["train.batch_size=4", "optim.lr=0.01"] if loop == "Forgetful" else []
-    status, text = proven(capfd, f"task={LOOPS}{loop}", "--steps", "14", *of_task)
+    more = {"Forgetful": ["train.batch_size=4", "optim.lr=0.01"], "draws_in_shares": ["train.shares=4"]}
+    status, text = proven(capfd, f"task={LOOPS}{loop}", "--steps", "14", *more.get(loop, []))
     assert status == 1 and " EXACT " not in text.replace("NOT EXACT", ""), text
     for words in said:
         assert words in text, f"{words!r} is missing:\n{text}"

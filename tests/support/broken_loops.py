@@ -117,6 +117,15 @@ def draws(run: Run) -> None:
         parts.update()
 
 
+def draws_in_shares(run: Run) -> None:
+    """Draws noise for each share from a generator of its own."""
+    parts, noise = Parts(run), torch.Generator()
+    for batch in parts.turns():
+        for x, y in run.shares(batch):
+            parts.backward(x + 0.1 * torch.randn(x.shape, generator=noise), y)
+        parts.update()
+
+
 def draws_anew(run: Run) -> None:
     """Draws noise from a generator that the system's entropy seeds."""
     parts, noise = Parts(run), torch.Generator()

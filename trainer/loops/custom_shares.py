@@ -107,21 +107,24 @@ class CustomShares:
 
     def begin_step(self, step: int, loader: StepLoader | StepNumbers, batches: Iterator[Any]) -> Any:
         """What the function is given for this step: the next of the batches, or what has them in shares."""
-        in_shares = self.total is not None and isinstance(loader, StepLoader)
-        self._batch = SharedBatch(batches) if in_shares else next(batches)
-        if self.total is not None:
-            own = [1 / self.total] * self.here
-            self._weights = loader.weights(step) if isinstance(loader, StepLoader) else own
+        if self.total is None:
+            batch = next(batches)  # first, as loading may draw random numbers
+        elif isinstance(loader, StepLoader):
+            self._batch = batch = SharedBatch(batches)
+            self._weights = loader.weights(step)
+        else:
+            self._batch = batch = next(batches)
+            self._weights = [1 / self.total] * self.here
         self._step, self._computed = step, 0
         seed_generators(nth_seed(self._around, step), self._group.device)
-        return self._batch
+        return batch
 
     def of(self, batch: Any) -> Iterator[Any]:
         """This rank's shares of the batch of the open step, one after another. Raises ConfigError."""
         if self.total is None:
             yield batch
             return
-        if batch is None or batch is not self._batch:
+        if type(batch) not in (SharedBatch, int) or batch != self._batch:
             raise ConfigError(misuse.NOT_THE_BATCH)
         self._batch = None
         self._clear_gradients()
