@@ -249,7 +249,7 @@ class Victim:
         for path in self.aside.glob("*.trace"):
             batches.setdefault(Attempt.named(path.name.split(".")[0]), []).append(path.read_bytes().count(TRAINED) - 1)
         shares = self.setting.world_size if self.setting.shape is Shape.RANGE else 0  # each is a batch
-        return {attempt: -(-max(found) // max(1, shares // len(found))) for attempt, found in batches.items()}
+        return {attempt: -(-max(0, *found) // max(1, shares // len(found))) for attempt, found in batches.items()}
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of attempts.jsonl."""
