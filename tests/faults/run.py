@@ -32,6 +32,7 @@ CONFIG = Path(__file__).with_name("run.yaml")
 DISK_MB = 64
 FAST_MS, SLOW_MS = 10, 400  # ms per batch: on the way to a fault, and while the run waits for one
 BACK_DEADLINE_S = 120.0  # for a run to train again, before a fault or after launch.py resume
+SLOWEST_STEP_S = 0.2  # of a run that is left alone, on a busy machine
 GONE_S = 2.0  # a run without a job for this long does not continue by itself
 # After a node has failed, slurmctld repeats an order to end the ranks of an attempt, which hits the next attempt (seen
 # on Slurm 22.05, see trainer.world.slurm). It costs no step, and the fault in progress is not to blame.
@@ -330,7 +331,7 @@ class Run:
         """Let the run finish, and check that it leaves no job and no process."""
         victim = self.victim
         victim.set_pace(0)
-        if self._come_back(lambda: False, BACK_DEADLINE_S) != "itself":
+        if self._come_back(lambda: False, max(BACK_DEADLINE_S, self.total * SLOWEST_STEP_S)) != "itself":
             self.wrong.append("its job left the queue before the run finished")
         try:
             victim.wait(lambda: not victim.jobs, BACK_DEADLINE_S, "finished, but has jobs in the queue")

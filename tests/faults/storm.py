@@ -74,6 +74,8 @@ def run_storm(site: Site, period_s: float, deaths: int, report: Path | None) -> 
     words = [f"train.epochs={epochs}", "train.log_every=1"]  # which dates each step by itself
     calm = Run(site, RunPlan("storm-undisturbed", SETTING, ()), lambda _: None, words)
     calm.live(None)
+    if calm.wrong:
+        raise RuntimeError(f"the undisturbed run {calm.victim.run.path}: {calm.wrong}")
     print(f"undisturbed: {calm.total} steps", flush=True)
     over = threading.Event()
     with ThreadPoolExecutor() as pool:
@@ -123,7 +125,7 @@ def _laststep(site: Site, words: list[str], period_s: float, calm: Run) -> tuple
         found.lost_steps += checks.lost_steps(record["start_step"], trained, after["start_step"])
     found.finished, found.kept_steps = victim.finished, len(found.step_times)
     found.wall_s = max(found.step_times) - began
-    return found, [*calm.wrong, *run.wrong]
+    return found, run.wrong
 
 
 def _torchrun(site: Site, epochs: int, period_s: float, over: threading.Event) -> Outcome:
