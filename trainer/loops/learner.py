@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import compat
+from trainer.compat import autograd
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.loader import for_each_tensor
@@ -216,9 +217,9 @@ class Learner:
         other gradients, so every rank knows the loss of every step without a further collective."""
         scaled, plain = self.scaler.scale(loss), loss.detach().float()
         if self.parallel is not self.model:
-            compat.backward(scaled, self._loss_tap, plain)
+            autograd.backward(scaled, self._loss_tap, plain)
         else:  # the same, faster
-            scaled.backward()
+            autograd.backward(scaled)
             self._loss_tap.grad = plain if self._loss_tap.grad is None else self._loss_tap.grad + plain
 
     def _skip(self, nonfinite: Tensor) -> bool:
