@@ -30,6 +30,7 @@ from tests.support.project import PROJECT
 from trainer import compat
 from trainer.cluster.sbatch import run_executor
 from trainer.compat import autograd, optimizers
+from trainer.compat import generators as compat_generators
 from trainer.config.config import Config
 from trainer.rundir import RunDir
 
@@ -201,6 +202,13 @@ def test_hooks_of_steps() -> None:
     assert optimizers.has_step_hooks(one) and optimizers.has_step_hooks(other)
     handle.remove()
     assert not optimizers.has_step_hooks(one)
+
+
+def test_states_of_generators() -> None:
+    """Where there is none, every step seeds both generators, which takes time. tests/data/test_generators.py has the
+    rest."""
+    assert compat_generators.python_mark() is not None, "random.Random keeps its state elsewhere"
+    assert compat_generators.numpy_mark() is not None, "NumPy's MT19937 keeps its state elsewhere"
 
 
 def test_trees() -> None:
