@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -29,7 +29,8 @@ from tests.support.needs import require_package
 from tests.support.project import PROJECT
 from trainer import compat
 from trainer.cluster.sbatch import run_executor
-from trainer.compat import optimizers
+from trainer.compat import autograd, optimizers
+from trainer.compat import generators as compat_generators
 from trainer.config.config import Config
 from trainer.rundir import RunDir
 
@@ -140,7 +141,7 @@ def test_finding_what_is_not_finite(value: float) -> None:
 def test_a_backward_pass_with_a_gradient() -> None:
     """The last bits of a run depend on it. A loss that torch refuses is refused with torch's own message."""
     gradients = []
-    for backward in (compat.backward, lambda loss, leaf, plain: torch.autograd.backward([loss, leaf], [None, plain])):
+    for backward in (autograd.backward, lambda loss, leaf, plain: torch.autograd.backward([loss, leaf], [None, plain])):
         weight, tap = nn.Parameter(torch.linspace(-1, 1, 7)), nn.Parameter(torch.zeros(()))
         for power in (2, 3):  # the second pass adds to the gradients of the first
             loss = weight.tanh().pow(power).sum()
@@ -149,9 +150,23 @@ def test_a_backward_pass_with_a_gradient() -> None:
         gradients.append(torch.cat([weight.grad, tap.grad[None]]))
     assert torch.equal(*gradients)
     with pytest.raises(RuntimeError, match="only for scalar outputs"):
-        compat.backward(weight.tanh(), tap, tap.detach())
+        autograd.backward(weight.tanh(), tap, tap.detach())
     with pytest.raises(RuntimeError, match="does not require grad"):
-        compat.backward(tap.detach(), nn.Parameter(torch.zeros(())), tap.detach())
+        autograd.backward(tap.detach(), nn.Parameter(torch.zeros(())), tap.detach())
+
+
+def test_a_backward_pass_of_one_loss() -> None:
+    """The same, without a second root."""
+    gradients = []
+    for run in (autograd.backward, Tensor.backward):
+        weight = nn.Parameter(torch.linspace(-1, 1, 7))
+        run(weight.tanh().pow(3).sum())
+        gradients.append(weight.grad)
+    assert gradients[0] is not None and gradients[1] is not None and torch.equal(gradients[0], gradients[1])
+    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+        autograd.backward(torch.ones(3, requires_grad=True).tanh())
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        autograd.backward(torch.ones(()))
 
 
 def test_skipping_by_a_flag() -> None:
@@ -187,6 +202,13 @@ def test_hooks_of_steps() -> None:
     assert optimizers.has_step_hooks(one) and optimizers.has_step_hooks(other)
     handle.remove()
     assert not optimizers.has_step_hooks(one)
+
+
+def test_states_of_generators() -> None:
+    """Where there is none, every step seeds both generators, which takes time. tests/data/test_generators.py has the
+    rest."""
+    assert compat_generators.python_mark() is not None, "random.Random keeps its state elsewhere"
+    assert compat_generators.numpy_mark() is not None, "NumPy's MT19937 keeps its state elsewhere"
 
 
 def test_trees() -> None:

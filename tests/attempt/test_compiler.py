@@ -74,8 +74,8 @@ def run(code: str, *words: str) -> str:
 def test_it_is_not_imported() -> None:
     """Otherwise each start takes a second longer, and many seconds on a cold network file system. If torch asks the
     stand-in for something new, this fails and names it. Nor is sympy, by the backward pass of several ranks."""
-    learn = "compat.backward(parallel(torch.ones(3, 4)).sum(), nn.Parameter(torch.zeros(())), torch.ones(()))"
-    code = f"{TRAIN}\nfrom trainer import compat\n{learn}\nprint({NOT_IMPORTED}, 'sympy' not in sys.modules)"
+    learn = "autograd.backward(parallel(torch.ones(3, 4)).sum(), nn.Parameter(torch.zeros(())), torch.ones(()))"
+    code = f"{TRAIN}\nfrom trainer.compat import autograd\n{learn}\nprint({NOT_IMPORTED}, 'sympy' not in sys.modules)"
     assert run(code) == "True True"
 
 

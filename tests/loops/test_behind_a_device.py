@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,13 @@ class Disturbed:
         monkeypatch.setattr("trainer.loops.rescued.open_queue", lambda device: self.queue)
         monkeypatch.setattr("trainer.loops.readback.start_copy_to_host", self.start_copy_to_host)
 
-    def start_copy_to_host(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
-        copied, event = tensor.clone(), self.queue.event()
+    def start_copy_to_host(self, scalars: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+        copied, event = [float(scalar) for scalar in scalars], self.queue.event()
         event.record()
 
         def values() -> list[float]:
             event.synchronize()
-            return copied.tolist()
+            return copied
 
         return values
 

@@ -1,8 +1,9 @@
 """Every private name of another library that Laststep uses, in one place. Not here: what is built on them.
 
 Such a name may change in any release, so each has a contract test in tests/test_compat.py that fails with the name in
-its message. Importing this module imports none of these libraries: each function imports what it needs. `optimizers.py`
-imports torch. The one exception is torch's compiler, whose stand-in (attempt/compiler.py) has its own contract tests.
+its message. Importing this module imports none of these libraries: each function imports what it needs. The other
+modules of this folder import theirs. The one exception is torch's compiler, whose stand-in (attempt/compiler.py) has
+its own contract tests.
 """
 
 from __future__ import annotations
@@ -127,18 +128,6 @@ def note_nonfinite(gradients: list[Tensor], found: Tensor, scale: Tensor) -> Non
     import torch
 
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
-
-
-def backward(loss: Tensor, leaf: Tensor, gradient: Tensor) -> None:
-    """`torch.autograd.backward([loss, leaf], [None, gradient])`, without importing sympy, with which torch compares
-    the shapes of a tensor and its gradient: that would take a rank half a second at its first step."""
-    import torch
-    from torch.autograd.graph import _engine_run_backward
-
-    if type(loss) is not torch.Tensor or loss.numel() != 1 or not loss.is_floating_point():
-        return torch.autograd.backward([loss, leaf], [None, gradient])  # which says what is wrong
-    gradients = (torch.ones_like(loss, memory_format=torch.preserve_format), gradient)
-    _engine_run_backward((loss, leaf), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def reads_found_inf(optimizer: Optimizer) -> bool:

@@ -96,8 +96,8 @@ class Order:
 
     def batch(self, step: int) -> Indices:
         """The sample indices of the global batch of `step`: a view, not to be written to."""
-        start = step % self.steps_per_epoch * self.batch_size
-        return self.indices(self.epoch(step))[start : start + self.batch_size]
+        epoch, number = divmod(step, self.steps_per_epoch)
+        return self.indices(epoch)[number * self.batch_size : (number + 1) * self.batch_size]
 
     def count(self, step: int) -> int:
         """The number of samples in the global batch of `step`."""

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer import compat
+from trainer.compat import autograd
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
+from trainer.data.generators import Generators
 from trainer.data.loader import for_each_tensor
 from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.buffers import Buffers, Committed
@@ -42,6 +44,7 @@ class Learner:
         self.names: list[str] = []  # of the values that the task measures, the loss first; known after warm_up
         self.own_work_done: Callable[[], None] = lambda: None  # called where a step may begin to wait for other ranks
 
+        self._generators = Generators(task.draws, self.device, config.task)
         seed_generators(seed_of("model", config.seed), self.device)
         self.model, self.average = prepare_model(task.model(), config.train, self.device)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
@@ -80,7 +83,7 @@ class Learner:
         in_order, per_share = iter(micro_batches), len(micro_batches) // len(self.shares)
         for share, seed in enumerate(self._seeds):
             of_share = list(islice(in_order, per_share))  # first, as loading may draw random numbers
-            seed_generators(nth_seed(seed, step), self.device)
+            self._generators.seed(nth_seed(seed, step))
             if share == 0:
                 self._rates_now = self.rates.at(step)
             else:
@@ -97,6 +100,7 @@ class Learner:
                         self._share_sum.end_share(share)
                     self._backward(loss if weight == 1 else loss * weight)
                     self._share_sum.end_backward()
+        self._generators.check()
         self.buffers.broadcast()
 
     def update(self) -> dict[str, Tensor]:
@@ -134,7 +138,7 @@ class Learner:
         validation batch; float64, in the order of `names`."""
         if not count:
             return torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
-        seed_generators(seed_of("validate", self.config.seed, step, position, self.shares[share]), self.device)
+        self._generators.seed(seed_of("validate", self.config.seed, step, position, self.shares[share]))
         measured = self._forward(self.validated, batch)
         return torch.stack([measured[name].double() for name in self.names]) * count
 
@@ -157,7 +161,7 @@ class Learner:
         of the task's metrics. It changes no state but the buffers, and puts those back: a copy of the whole state would
         be held just when memory is fullest. Raises ConfigError when the task returns no loss.
         """
-        seed_generators(0, self.device)
+        self._generators.seed(0)
         self.train(True)
         output = self._forward(self.parallel, batch)
         if "loss" not in output:
@@ -207,18 +211,21 @@ class Learner:
         if self.config.train.channels_last:
             batch = for_each_tensor(channels_last, batch)
         if self.dtype is torch.float32:
-            return self.task.step(model, batch)
-        with torch.autocast(self.device.type, self.dtype):
-            return self.task.step(model, batch)
+            measured = self.task.step(model, batch)
+        else:
+            with torch.autocast(self.device.type, self.dtype):
+                measured = self.task.step(model, batch)
+        self._generators.check()
+        return measured
 
     def _backward(self, loss: Tensor) -> None:
         """Backward pass that also makes the loss the gradient of the parameter `_loss_tap`: DDP averages it with the
         other gradients, so every rank knows the loss of every step without a further collective."""
         scaled, plain = self.scaler.scale(loss), loss.detach().float()
         if self.parallel is not self.model:
-            compat.backward(scaled, self._loss_tap, plain)
+            autograd.backward(scaled, self._loss_tap, plain)
         else:  # the same, faster
-            scaled.backward()
+            autograd.backward(scaled)
             self._loss_tap.grad = plain if self._loss_tap.grad is None else self._loss_tap.grad + plain
 
     def _skip(self, nonfinite: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,14 @@ from trainer.world.group import Group
 COUNTDOWN_S = 1.0  # how often rank 0 announces how far away the next save is
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """What one finished step measured."""
 
     step: int  # from 0
     values: dict[str, float]
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     """A copy to the host under way."""
 
     steps: int  # how many of the pending steps it covers
@@ -63,12 +61,10 @@ class Readback:
 
     def request(self, steps_done: int) -> None:
         """Start to copy the values of all steps so far to the host. A collective."""
-        parts = self._stacked()
+        scalars = [tensor for _, measured in self._pending for tensor in measured.values()]
         if has_countdown := steps_done >= self._countdown_at:
-            parts.append(self._countdown())
-        self._request = _Request(
-            len(self._pending), has_countdown, start_copy_to_host(torch.cat(parts)) if parts else list
-        )
+            scalars.append(self._countdown())
+        self._request = _Request(len(self._pending), has_countdown, start_copy_to_host(scalars))
 
     def collect(self, steps_done: int) -> list[Measured]:
         """Wait for the requested values. They stay pending until `remove`."""
@@ -92,16 +88,11 @@ class Readback:
         """Forget the oldest `count` pending steps: they are in metrics.jsonl."""
         del self._pending[:count]
 
-    def _stacked(self) -> list[Tensor]:
-        """All pending values in one float64 tensor of one dimension; an empty list when there are none."""
-        tensors = [tensor for _, measured in self._pending for tensor in measured.values()]
-        return [torch.stack(tensors).double()] if tensors else []
-
     def _countdown(self) -> Tensor:
-        """Steps until rank 0 is to be asked again, 0 when a save is due; shape (1,), the same on every rank."""
+        """Steps until rank 0 is to be asked again, 0 when a save is due; a scalar, the same on every rank."""
         left_s = self._saves.due_in_s()
         steps = 0 if left_s <= 0 else max(1, min(left_s, COUNTDOWN_S) // self._progress.step_s())
-        countdown = torch.full((1,), steps, dtype=torch.float64, device=self._group.device)
+        countdown = torch.full((), steps, dtype=torch.float64, device=self._group.device)
         self._group.broadcast([countdown])
         return countdown
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from trainer.say import say
 # After this many seconds of steps, print a hint if more than this share of them was spent waiting for data.
 WINDOW_S = 60.0
 SLOW_SHARE = 0.3
+TERMINAL_S = 0.25  # between two lines of steps on a terminal
 
 
 class Progress:
@@ -28,6 +30,9 @@ class Progress:
         # Of the window for the hint about slow data.
         self._window_s = self._data_wait_s = 0.0
         self._hint_given = False
+        # Of the lines of steps.
+        self._on_terminal = sys.stdout.isatty()
+        self._next_line_at = 0.0
 
     def restart_clock(self) -> None:
         """Start a new measurement, e.g. after a validation or a save. The time since the last step is not counted."""
@@ -62,7 +67,12 @@ class Progress:
         return self._samples / max(time.perf_counter() - self._since, 1e-9)
 
     def print_step(self, line: Mapping[str, Any]) -> None:
-        """Print a step's line of metrics.jsonl, in which a loss that is not finite is None."""
+        """Print a step's line of metrics.jsonl, in which a loss that is not finite is None. On a terminal, at most a
+        few a second: nobody reads more."""
+        if not self.prints or time.perf_counter() < self._next_line_at:
+            return
+        if self._on_terminal:
+            self._next_line_at = time.perf_counter() + TERMINAL_S
         seconds = time.perf_counter() - self._since
         left_s = (self.total_steps - line["step"]) * seconds / max(1, self._steps)
         parts = [f"step {line['step']}/{self.total_steps}", f"epoch {line['epoch']}"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.compat import optimizers
+from trainer.compat import autograd, optimizers
 
 _KERNELS: dict[type[Optimizer], Callable[..., None]] = {
     torch.optim.SGD: optimizers.fused_sgd,
@@ -50,9 +50,13 @@ class FastStep:
             self._optimizer.step()
         else:
             found_inf = getattr(self._optimizer, "found_inf", None)
-            with torch.no_grad():
+            recorded = torch.is_grad_enabled()
+            autograd.set_grad_enabled(False)
+            try:
                 for group, grads in zip(self._groups, gradients):
                     self._kernel(group.settings, group.params, grads, group.states, found_inf)
+            finally:
+                autograd.set_grad_enabled(recorded)
 
     def _calls_others(self) -> bool:
         """Whether step() would call anything but torch's own code."""

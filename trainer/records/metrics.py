@@ -76,7 +76,7 @@ class MetricsFile:
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Add a line per record, soon also to the file."""
-        lines = [_line(record) for record in records]
+        lines = _lines(records)
         with self._memory:
             self._lines_since += lines
             self.count += len(lines)
@@ -141,18 +141,29 @@ class MetricsFile:
         return file
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
-    """A record as json.dumps writes it. A record of finite numbers takes less than half of that time."""
-    values = tuple(record.values())
-    if _NUMBERS.issuperset(map(type, values)) and math.isfinite(sum(values)):
-        return (_template(tuple(record)) % values).encode()
-    return json.dumps(record).encode() + b"\n"
+def _lines(records: Iterable[Mapping[str, Any]]) -> list[bytes]:
+    """Records as json.dumps writes them. Those of finite numbers take a third of its time."""
+    lines: list[bytes] = []
+    values: tuple[Any, ...] = ()
+    texts: list[str] = []
+    for record in records:
+        before, values = values, tuple(record.values())
+        if not (_NUMBERS.issuperset(map(type, values)) and math.isfinite(sum(values))):
+            lines.append(json.dumps(record).encode() + b"\n")
+            values = ()
+            continue
+        if len(before) == len(values):  # steps that are written together have many values in common
+            texts = [text if value is old else repr(value) for value, old, text in zip(values, before, texts)]
+        else:
+            texts = list(map(repr, values))
+        lines.append((_template(tuple(record)) % tuple(texts)).encode())
+    return lines
 
 
 @lru_cache(maxsize=64)
 def _template(names: tuple[str, ...]) -> str:
-    """The line of a record with these fields, with a %r for each value."""
-    fields = ", ".join(f"{json.dumps(name)}: ".replace("%", "%%") + "%r" for name in names)
+    """The line of a record with these fields, with a %s for the text of each value."""
+    fields = ", ".join(f"{json.dumps(name)}: ".replace("%", "%%") + "%s" for name in names)
     return f"{{{fields}}}\n"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -144,11 +144,13 @@ def _choose_device(config: Config, world: World) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def start_copy_to_host(tensor: Tensor) -> Callable[[], list[float]]:
-    """Start copying a one-dimensional tensor to the CPU. Returns a function that waits for the copy and returns the
+def start_copy_to_host(scalars: Sequence[Tensor]) -> Callable[[], list[float]]:
+    """Start copying scalars on one device to the CPU. Returns a function that waits for the copy and returns their
     values."""
-    if tensor.device.type != "cuda":
-        return tensor.tolist
+    if not scalars or scalars[0].device.type != "cuda":  # one by one: in a tenth of the time of a stack of them
+        values_now = [float(scalar) for scalar in scalars]
+        return lambda: values_now
+    tensor = torch.stack(list(scalars)).double()
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copied.copy_(tensor, non_blocking=True)
     done = torch.cuda.Event()
