@@ -82,23 +82,3 @@ def draws(run: Run) -> None:
             for optimizer in optimizers[:trained]:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-def compiled(run: Run) -> None:
-    """A compiled model: args.how=inside or outside of DistributedDataParallel."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(12, 600), nn.BatchNorm1d(600), nn.Tanh(), nn.Linear(600, 600), nn.Linear(600, 1))
-    inside = run.args.how == "inside"
-    model: Any = DistributedDataParallel(torch.compile(plain, dynamic=False) if inside else plain)
-    model = model if inside else torch.compile(model, dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    loader = run.loader(data(), 8, drop_last=True)
-    run.restore(model=model, optimizer=optimizer)
-    for _ in run.epochs(1):
-        for batch in run.steps(loader):
-            for x, y in run.shares(batch):
-                loss = nn.functional.mse_loss(model(x), y)
-                loss.backward()
-                run.log(loss=loss)
-            optimizer.step()
-            optimizer.zero_grad()
