@@ -15,7 +15,7 @@ from trainer.tasks.models import model_names
 
 # Lower to higher: a part may import what stands in a line before its own, and parts of its own package.
 LAYERS = [
-    {"say", "rundir", "compat"},
+    {"say", "rundir", "compat", "compat_fsdp"},
     {"config"},
     {"world"},
     {"records"},

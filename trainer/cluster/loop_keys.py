@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.cluster.run_config import LATER_KEYS
 from trainer.cluster.task_check import definition
-from trainer.config.checks import check_no_shares
+from trainer.config.checks import check_no_sharding, check_no_shares
 from trainer.config.config import PACKAGED, Config, find_config, missing_keys
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import fields_of
@@ -34,6 +34,7 @@ def check_keys(config: Config, words: Iterable[str], source: str | None = None, 
     if tree is None or not isinstance(function, ast.FunctionDef):
         return
     check_no_shares(config)
+    check_no_sharding(config)
     reads = _Reads(tree, function)
     for key in keys:
         if key.startswith(SECTIONS) or key in KEYS or reads.may_read(key):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config.checks import check_no_shares
+from trainer.config.checks import check_no_sharding, check_no_shares
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.loader import LoaderFactory, StepLoader, StepNumbers
@@ -226,4 +226,5 @@ def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> C
     """The loop around a function that has its own training loop. Raises ConfigError as `called_with_run` does, and for
     train.shares."""
     check_no_shares(context.config)
+    check_no_sharding(context.config)
     return CustomLoop(called_with_run(function, context.config), context)
