@@ -30,6 +30,7 @@ from tests.support.project import PROJECT
 from trainer import compat
 from trainer.cluster.sbatch import run_executor
 from trainer.compat import autograd, optimizers
+from trainer.compat import fsdp as compat_fsdp
 from trainer.compat import generators as compat_generators
 from trainer.config.config import Config
 from trainer.rundir import RunDir
@@ -348,3 +349,24 @@ def test_frameworks(file: str, code: str) -> None:
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None
     assert code in Path(spec.origin).with_name(inner.partition("/")[0]).parent.joinpath(inner).read_text()
+
+
+def test_a_flag_for_the_scaler() -> None:
+    """A sharded step sets the flag that all ranks have agreed on: the scaler must skip the step and lower its scale."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for found, left, scale in ((1.0, 1.0, 2.0), (0.0, 0.0, 2.0)):
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.ones(3)
+        compat_fsdp.set_found_inf(scaler, optimizer, torch.tensor(found))
+        scaler.step(optimizer)
+        scaler.update()
+        assert parameter.tolist() == [left] * 3 and scaler.get_scale() == scale
+
+
+def test_tensors_are_scaled_together() -> None:
+    """Clipping a gradient of thousands of tensors must not cost thousands of calls."""
+    tensors = [torch.ones(2), torch.ones(3)]
+    compat_fsdp.scale_each(tensors, torch.tensor(0.5))
+    assert torch.cat(tensors).tolist() == [0.5] * 5

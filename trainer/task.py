@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,6 +16,9 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import READY_MADE
 from trainer.optim.build import make_optimizer
 from trainer.optim.schedule import scheduled
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Task:
@@ -80,6 +83,19 @@ class Task:
     def collate(self, samples: Sequence[Any]) -> Any:
         """Make a batch from samples. By default torch's default_collate."""
         return default_collate(list(samples))
+
+    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Hook: cut the model for train.sharding, by torch's `fully_shard`: parts first, the model itself last. By
+        default the repeated blocks of the model and the rest of it, in the precision of train.precision.
+
+            def shard(self, model, mesh):
+                for layer in model.encoder.layers:
+                    fully_shard(layer, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+
+        Each parameter must be cut by its rows, as fully_shard does it. Called for the averaged model as well.
+        """
+        raise NotImplementedError("the default is in trainer.loops.fsdp")
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """The optimiser of the model, which is on its device. By default what `optim` in the configuration says.

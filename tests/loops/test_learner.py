@@ -23,7 +23,7 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Optim
 from trainer.data.order import Order
-from trainer.loops import learner as learner_module
+from trainer.loops import replicated
 from trainer.loops.learner import Learner
 from trainer.optim.schedule import scheduled
 from trainer.tasks.models import build_model
@@ -156,7 +156,7 @@ def test_short_last_batch(count: int, size: int, accumulate: int, monkeypatch: p
 
     Each rank's gradient is averaged by hand, as DDP does.
     """
-    monkeypatch.setattr(learner_module, "data_parallel", lambda model, *_: model)
+    monkeypatch.setattr(replicated, "data_parallel", lambda model, *_: model)
     order = Order(count, 12, 0)
     before = {name: tensor.clone() for name, tensor in learner().model.state_dict().items()}
     taken = torch.tensor(order.batch(0))

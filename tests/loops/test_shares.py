@@ -29,7 +29,7 @@ from trainer.config.checks import nodes_for
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.order import Order
-from trainer.loops import learner as learner_module
+from trainer.loops import replicated
 from trainer.loops.learner import Learner
 from trainer.loops.shares import ShareSum
 from trainer.records.metrics import read_lines
@@ -90,7 +90,7 @@ def test_a_parameter_that_some_shares_do_not_use() -> None:
 def test_twelve_shares(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """3, 6 and 12 ranks get the same gradient, loss and statistics of batch norm, for a short last batch too. Each
     rank's gradient is summed by hand, as DDP's hook does."""
-    monkeypatch.setattr(learner_module, "data_parallel", lambda model, *_: model)
+    monkeypatch.setattr(replicated, "data_parallel", lambda model, *_: model)
     monkeypatch.setattr(Group, "broadcast", lambda *_: None)
     order = Order(count, 48, 0)
     results = []
@@ -114,7 +114,7 @@ def one_of_twelve(rank: int, size: int, order: Order) -> Learner:
 
 
 def tensors(learning: Learner) -> Sequence[nn.Parameter]:
-    return [learning._loss_tap, *learning._parameters]
+    return learning.gradients.summed
 
 
 def statistics(learning: Learner) -> list[Tensor]:
@@ -192,10 +192,10 @@ def test_a_compiled_model_has_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Group, "connect_alone", connect_alone)
     words = ("train.shares=4", "train.compile=true")
     try:
-        assert isinstance(learner(blocks, *words).parallel, DistributedDataParallel)
+        assert isinstance(learner(blocks, *words).gradients.parallel, DistributedDataParallel)
     finally:
         dist.destroy_process_group()
-    assert not isinstance(learner(blocks, *words[1:]).parallel, DistributedDataParallel)
+    assert not isinstance(learner(blocks, *words[1:]).gradients.parallel, DistributedDataParallel)
 
 
 def connect_alone(_: Group) -> None:

@@ -12,6 +12,8 @@ for name in (
     "tests.support.tasks",
     "trainer.attempt.attempt",
     "trainer.loops.custom_loop",
+    "trainer.loops.fsdp",
+    "trainer.loops.sharded",
     "trainer.loops.task_loop",
 ):
     importlib.import_module(name)

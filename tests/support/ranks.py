@@ -123,6 +123,13 @@ class Attempt:
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs if log.exists())
 
 
+def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start a process that calls this function and has torch imported."""
+    process = _context().Process(target=function, args=args)
+    process.start()
+    return process
+
+
 def starts(words: Sequence[str], env: Mapping[str, str], log: Path) -> BaseProcess:
     """Start `python -m trainer WORDS`, in which ranks wait for each other no longer than launch.hang_timeout_s."""
     process = _context().Process(target=_command, args=(list(words), dict(env), str(log)))

@@ -54,6 +54,7 @@ SLOW = (
     "loops/test_learner.py::test_activation_checkpointing_changes_nothing",
     "loops/test_opaque",
     "loops/test_script_loops",
+    "loops/test_sharding",
     "loops/test_shares",
     "loops/test_sizes",
     "loops/test_weights",

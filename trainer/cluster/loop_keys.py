@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainer.cluster.run_config import LATER_KEYS
 from trainer.cluster.task_check import definition
+from trainer.config.checks import check_no_sharding
 from trainer.config.config import PACKAGED, Config, find_config, missing_keys
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import fields_of
@@ -32,6 +33,7 @@ def check_keys(config: Config, words: Iterable[str], source: str | None = None, 
     tree, function = definition(config.task, search or [Path.cwd()])
     if tree is None or not isinstance(function, ast.FunctionDef):
         return
+    check_no_sharding(config)
     reads = _Reads(tree, function)
     if config.train.shares is not None and not reads.may_read("train.shares"):
         raise ConfigError(

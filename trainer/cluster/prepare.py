@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainer.cluster import machine_checks, run_folders
 from trainer.cluster.weights_source import check_weights, with_absolute_weights
+from trainer.config.checks import check_shards
 from trainer.config.config import Config
 from trainer.config.gpus import without_gpus
 from trainer.world.slurm import EXPEDITE, cluster_settings, is_silent
@@ -66,7 +67,8 @@ def _fit(config: Config, way: Way) -> Config:
     launch = config.launch
     gpus, slurm = min(1, launch.gpus), without_gpus(launch.slurm)
     launch = dataclasses.replace(launch, nodes=1, spare_nodes=0, tasks_per_node=None, gpus_per_node=gpus, slurm=slurm)
-    return dataclasses.replace(config, launch=launch)
+    train = dataclasses.replace(config.train, sharding="none")
+    return dataclasses.replace(config, launch=launch, train=train)
 
 
 def _for_cluster(config: Config, way: Way) -> Config:
@@ -87,6 +89,8 @@ def _check(config: Config, way: Way, search: Sequence[Path] = ()) -> None:
     machine_checks.check_names(config, search or [Path.cwd()])
     if way is Way.RANK:
         return  # the rank itself finds out about its machine
+    launch = config.launch
+    check_shards(config.train.sharding, launch.node_counts[0], launch.ranks_per_node)
     machine_checks.check_writable(Path(config.launch.root))
     if way in (Way.LOCAL, Way.DEBUG):
         machine_checks.check_local(config)

@@ -37,7 +37,7 @@ LATER_KEYS = (
     *("args", "checkpoint.best_by", "train.rehearsal", "train.shares"),
     *("launch.grace_s", "launch.max_failures", "launch.init_method", "launch.backend", "launch.python", "launch.srun"),
     *("launch.max_restarts", "launch.spare_nodes", "launch.exclude_after", "launch.preflight"),
-    *("optim.decay_share", "train.epoch_samples"),
+    *("optim.decay_share", "train.epoch_samples", "train.sharding"),
 )
 PLACE = ("launch.root", "launch.name")  # a run's folder may be moved
 Change = tuple[Any, Any]  # a key's value before and after

@@ -30,7 +30,7 @@ CHANGEABLE = ("data.", "train.batch_size=", "device=", "launch.root=")
 # The run's ranks were perhaps many, on other machines; here is one.
 ONE_RANK = (
     *("launch.nodes=1", "launch.tasks_per_node=null", "launch.gpus_per_node=0"),
-    *("launch.backend=auto", "launch.init_method=null", "train.accumulate=1"),
+    *("launch.backend=auto", "launch.init_method=null", "train.accumulate=1", "train.sharding=none"),
 )
 
 

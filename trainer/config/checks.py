@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trainer.config.errors import ConfigError, nearest
@@ -17,6 +17,9 @@ from trainer.say import counted
 
 # The largest batch size to propose. For a wide range of nodes, the smallest one that divides is absurdly large.
 LARGEST_BATCH = 10**9
+# Optimisers whose update of a row depends on other rows, which other ranks hold.
+NOT_BY_ROWS = ("adafactor", "muon")
+NOT_BY_ROWS_WHY = "updates a matrix as a whole"
 
 
 def validate(config: Settings) -> None:
@@ -34,6 +37,7 @@ def check_values(config: Settings) -> None:
     _check_single_keys(config)
     _check_launch(config)
     _check_shares(config)
+    _check_sharding(config)
 
 
 def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int, shares: int | None = None) -> None:
@@ -75,6 +79,35 @@ def nodes_for(shares: int | None, launch: Launch) -> list[int]:
     return [size // each for size in sizes_for(shares) if size % each == 0 and size // each <= counts[-1]]
 
 
+def check_shards(sharding: str, nodes: int, ranks_per_node: int, hosts: Sequence[str] = ()) -> None:
+    """Raise ConfigError unless these ranks, on these `hosts`, can hold a state between them (train.sharding)."""
+    given, none = f"train.sharding={sharding}", "train.sharding=none"
+    if sharding == "none":
+        return
+    if nodes * ranks_per_node == 1:
+        raise ConfigError(f"{given}: this run has one rank, which holds everything anyway; use more, or {none}")
+    if sharding == "hybrid" and ranks_per_node == 1:
+        raise ConfigError(f"{given}: cuts the state over the ranks of a node, and a node has one; use full, or {none}")
+    if sharding == "hybrid" and nodes == 1:
+        raise ConfigError(f"{given}: keeps a copy of the state on each node, and this run has one node; use full")
+    # Tests pretend that one host is several nodes.
+    node_by_node = [hosts[rank - rank % ranks_per_node] for rank in range(len(hosts))]
+    if sharding == "hybrid" and len(set(hosts)) > 1 and node_by_node != list(hosts):
+        raise ConfigError(
+            f"{given}: each node must have as many ranks as the others, numbered node by node; these are on "
+            f"{', '.join(hosts)}"
+        )
+
+
+def check_no_sharding(config: Settings) -> None:
+    """Raise ConfigError if a custom loop is configured with train.sharding."""
+    if config.train.sharding != "none":
+        raise ConfigError(
+            f"train.sharding={config.train.sharding}: {config.task} is a custom loop, which shards its model itself, "
+            "by fully_shard; remove this key"
+        )
+
+
 def check_size(shares: int | None, ranks: int) -> None:
     """Raise ConfigError unless this many ranks can divide the shares among them."""
     if shares is not None and ranks not in (fit := sizes_for(shares)):
@@ -93,6 +126,19 @@ def _check_shares(config: Settings) -> None:
     is_range, fewest = len(launch.node_counts) > 1, launch.node_counts[0]
     if not is_range or all(nodes > fewest for nodes in nodes_for(shares, launch)):
         check_size(shares, launch.world_size)
+
+
+def _check_sharding(config: Settings) -> None:
+    """Raise ConfigError for keys that contradict train.sharding."""
+    train, given = config.train, f"train.sharding={config.train.sharding}"
+    if train.sharding == "none":
+        return
+    if train.shares is not None:
+        raise ConfigError(f"train.shares={train.shares}: cannot be combined with {given} yet; remove one of them")
+    if train.channels_last:
+        raise ConfigError(f"train.channels_last=true: cannot be combined with {given}; shards keep torch's own layout")
+    if config.optim.name.lower() in NOT_BY_ROWS:
+        raise ConfigError(f"optim.name={config.optim.name}: {NOT_BY_ROWS_WHY}, so {given} cannot shard it; use adamw")
 
 
 def _check_limits(key: str, field: dataclasses.Field[Any], value: Any) -> None:

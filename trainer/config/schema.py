@@ -120,6 +120,13 @@ class Train:
         "a loop over run.shares(batch). null: one per rank",
         least=1,
     )
+    sharding: str = setting(
+        "none",
+        "where the weights, their gradients and the state of the optimiser are. none: on every rank "
+        "(DistributedDataParallel). full: cut into as many shards as there are ranks (FSDP2), for models that do not "
+        "fit one GPU. hybrid: cut within each node, and each node has a copy",
+        choices=("none", "full", "hybrid"),
+    )
     precision: str = setting(
         "fp32",
         "arithmetic of the forward and backward passes. tf32 (GPUs only): fp32, but products and convolutions round "

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from trainer.checkpoint.shards import local_of
+
 
 class Average(AveragedModel):
     """torch's AveragedModel, bit for bit, without a wait for the device.
@@ -17,7 +19,7 @@ class Average(AveragedModel):
     it. Here it is on the device, so it also counts only the updates that the device has done.
     """
 
-    def __init__(self, model: nn.Module, decay: float, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, decay: float, device: torch.device | None) -> None:
         super().__init__(model, device, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
         self.requires_grad_(False)
         self._update = get_ema_multi_avg_fn(decay)
@@ -49,4 +51,5 @@ class Average(AveragedModel):
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    return [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    """Its weights and buffers; of those that are sharded, what this rank holds."""
+    return [local_of(tensor) for tensor in (*module.parameters(), *module.buffers())]

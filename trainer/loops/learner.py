@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Any
 
@@ -12,22 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from trainer import compat
-from trainer.compat import autograd
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.generators import Generators
 from trainer.data.loader import for_each_tensor
 from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.buffers import Buffers, Committed
-from trainer.loops.finite_check import FiniteCheck
+from trainer.loops.gradients import make_gradients
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
-from trainer.loops.model_setup import channels_last, data_parallel, lays_in_buckets, no_reduction, prepare_model
+from trainer.loops.model_setup import channels_last, prepare_model
 from trainer.loops.rates import LearningRates
 from trainer.loops.shares import ShareSum, shares_of
 from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer, loads_in_place
 from trainer.optim.fast_step import FastStep
 from trainer.task import Task
 from trainer.world.group import Group
+from trainer.world.shard_place import shard_place
 
 PRECISION = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,7 +44,8 @@ class Learner:
 
         self._generators = Generators(task.draws, self.device, config.task)
         seed_generators(seed_of("model", config.seed), self.device)
-        self.model, self.average = prepare_model(task.model(), config.train, self.device)
+        self.place = shard_place(config.train.sharding, group.world)
+        self.model, self.average = prepare_model(task, config, group, self.place)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ConfigError(
                 f"task={config.task}: no parameter of the model requires a gradient, so none can be trained; "
@@ -54,18 +53,15 @@ class Learner:
             )
         self.shares = shares_of(config.train, group.world)
         self._seeds = [seed_of("steps", config.seed, share) for share in self.shares]
-        # DDP averages over ranks. In a loss with this weight that is the mean over the global batch, even when a short
-        # last batch gives the ranks unequal shares. With train.shares the gradients are added instead.
+        # The ranks average gradients. In a loss with this weight that is the mean over the global batch, even when a
+        # short last batch gives them unequal shares. With train.shares the gradients are added instead.
         self._weight = 1 if config.train.shares else group.world.size
-        self._loss_tap = nn.Parameter(torch.zeros((), device=self.device))  # see _backward
-        self._parameters = list(self.model.parameters())
-        self.parallel = data_parallel(self.model, self._loss_tap, group, config.train)
-        in_buckets = self.parallel is not self.model and lays_in_buckets(config.train, self.device)
-        self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets)
-        self._share_sum = ShareSum([self._loss_tap, *self._parameters], len(self.shares))
+        self.gradients = make_gradients(self.model, group, config, self.place)
+        self._share_sum = ShareSum(self.gradients.summed, len(self.shares))
         self.buffers = Buffers(self.model, group)
         self.optimizer = task.optimizer(self.model)
         check_made(self.optimizer, self.model, config.task)
+        self.gradients.adopt(self.optimizer, config.task)
         fill_momentum(self.optimizer)
         self._step = FastStep(self.optimizer)
         self.rates = LearningRates(task, self.optimizer, total_steps)
@@ -81,6 +77,7 @@ class Learner:
         All collectives of the step happen here. Nothing that a checkpoint holds changes here: `update` does that.
         """
         in_order, per_share = iter(micro_batches), len(micro_batches) // len(self.shares)
+        waits_in_forward = self.gradients.waits_in_forward
         for share, seed in enumerate(self._seeds):
             of_share = list(islice(in_order, per_share))  # first, as loading may draw random numbers
             self._generators.seed(nth_seed(seed, step))
@@ -91,9 +88,11 @@ class Learner:
             for number, (batch, count) in enumerate(of_share, 1):
                 ends_share = number == per_share
                 last = ends_share and share == len(self._seeds) - 1
-                with contextlib.nullcontext() if last else no_reduction(self.parallel):
-                    loss = self._forward(self.parallel, batch)["loss"]
-                    if last:
+                if waits_in_forward and number == 1:
+                    self.own_work_done()
+                with self.gradients.reducing(last):
+                    loss = self._forward(self.gradients.parallel, batch)["loss"]
+                    if last and not waits_in_forward:
                         self.own_work_done()
                     weight = count * self._weight / samples
                     if ends_share:
@@ -102,6 +101,7 @@ class Learner:
                     self._share_sum.end_backward()
         self._generators.check()
         self.buffers.broadcast()
+        self.gradients.meet(self.scaler, self.optimizer)
 
     def update(self) -> dict[str, Tensor]:
         """The update of the step. No collectives here: a rank that gets this far finishes even if a peer dies.
@@ -112,12 +112,8 @@ class Learner:
         """
         for param_group, lr in zip(self.optimizer.param_groups, self._rates_now):
             param_group["lr"] = lr
-        measured: dict[str, Tensor] = {}
-        if self.config.optim.clip_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            measured["grad_norm"] = _clip(self._parameters, self.config.optim.clip_norm).float()
-        # Infinite gradients are part of fp16, and no fault: the scaler lowers its scale.
-        nonfinite = self._finite_check.nonfinite(measured.get("grad_norm"), loss_alone=self.scaler.is_enabled())
+        measured = self.gradients.measure(self.scaler, self.optimizer)
+        nonfinite = measured["nonfinite"]
         skips = self.config.train.nonfinite == "skip"
         if not (skips and self._skip(nonfinite)):
             self.scaler.step(self.optimizer) if self.scaler.is_enabled() else self._step()
@@ -126,21 +122,18 @@ class Learner:
         self.buffers.commit(nonfinite if skips else None)
         if self.average is not None:
             self.average.update_parameters(self.model)
-        loss, self._loss_tap.grad = self._loss_tap.grad, None
-        assert loss is not None
-        # With several ranks the loss lies in a bucket that the next all-reduce overwrites.
-        loss = loss if self.parallel is self.model else loss.clone()
-        return {"loss": loss, "nonfinite": nonfinite, **measured}
+        return measured
 
     @torch.no_grad()
     def evaluate(self, step: int, position: int, batch: Any, count: int, share: int = 0) -> Tensor:
         """The values that `names` lists, summed over the `count` samples that one of this rank's shares has of a
         validation batch; float64, in the order of `names`."""
-        if not count:
+        if not count and not self.gradients.waits_in_forward:
             return torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         self._generators.seed(seed_of("validate", self.config.seed, step, position, self.shares[share]))
         measured = self._forward(self.validated, batch)
-        return torch.stack([measured[name].double() for name in self.names]) * count
+        values = torch.stack([measured[name].double() for name in self.names])
+        return values * count if count else torch.zeros_like(values)
 
     @property
     def validated(self) -> nn.Module:
@@ -149,8 +142,10 @@ class Learner:
 
     def train(self, on: bool) -> None:
         """Switch between training and validation."""
-        self.parallel.train(on)
-        self.validated.train(on)
+        for model in (self.gradients.parallel, self.validated):
+            model.train(on)
+            if on:
+                self.gradients.release(model)
 
     def warm_up(self, batch: Any) -> None:
         """A throwaway forward and backward pass, in every attempt, before the state is restored.
@@ -163,13 +158,13 @@ class Learner:
         """
         self._generators.seed(0)
         self.train(True)
-        output = self._forward(self.parallel, batch)
+        output = self._forward(self.gradients.parallel, batch)
         if "loss" not in output:
             raise ConfigError(f"task={self.config.task}: step() must return a dict with a 'loss', not {list(output)}")
         self.names = ["loss", *sorted(set(output) - {"loss"})]
         self._backward(output["loss"])
         clear_gradients(self.optimizer)
-        self._loss_tap.grad = None
+        self.gradients.end_warm_up()
         self.buffers.commit()
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,18 +179,17 @@ class Learner:
 
     def _state_dict(self, buffers: Committed, optimizer: dict[str, Any]) -> dict[str, Any]:
         return {
-            "model": self.buffers.in_state_dict(self.model.state_dict(keep_vars=True), buffers),
-            "average": None if self.average is None else self.average.state_dict(),
-            "optimizer": optimizer,
+            "model": self.buffers.in_state_dict(self.gradients.state_of(self.model, keep_vars=True), buffers),
+            "average": None if self.average is None else self.gradients.state_of(self.average),
+            "optimizer": self.gradients.marked(optimizer),
             "scaler": self.scaler.state_dict(),
         }
 
     def live_state(self) -> dict[str, Any]:
         """The state that a checkpoint can be loaded into, without a copy of it."""
         live = self.state_dict()
-        if not loads_in_place(self.optimizer):
-            del live["optimizer"]
-        return live
+        optimizer = live.pop("optimizer")
+        return {**live, "optimizer": self.gradients.live(optimizer)} if loads_in_place(self.optimizer) else live
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -203,7 +197,7 @@ class Learner:
         self.buffers.snapshot()
         if self.average is not None:
             self.average.load_state_dict(state["average"])
-        load_optimizer(self.optimizer, state["optimizer"])
+        load_optimizer(self.optimizer, self.gradients.local(state["optimizer"]))
         self.scaler.load_state_dict(state["scaler"])
 
     def _forward(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -219,14 +213,7 @@ class Learner:
         return measured
 
     def _backward(self, loss: Tensor) -> None:
-        """Backward pass that also makes the loss the gradient of the parameter `_loss_tap`: DDP averages it with the
-        other gradients, so every rank knows the loss of every step without a further collective."""
-        scaled, plain = self.scaler.scale(loss), loss.detach().float()
-        if self.parallel is not self.model:
-            autograd.backward(scaled, self._loss_tap, plain)
-        else:  # the same, faster
-            autograd.backward(scaled)
-            self._loss_tap.grad = plain if self._loss_tap.grad is None else self._loss_tap.grad + plain
+        self.gradients.backward(self.scaler.scale(loss), loss.detach().float())
 
     def _skip(self, nonfinite: Tensor) -> bool:
         """Whether to leave this step out here and now. A fused optimiser does it by itself: it reads the flag on the
@@ -239,14 +226,6 @@ class Learner:
         return bool(nonfinite)
 
 
-def _clip(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-    """Clip the gradient to this norm; returns its norm before. One nonfinite gradient makes all nonfinite. An infinite
-    limit leaves the gradient as it is."""
-    if math.isinf(limit):
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return nn.utils.clip_grad_norm_(parameters, limit)
-
-
 class _HeldLearner:
     """A learner's state. Weights, average and scaler change on the device alone, each in its place."""
 
@@ -254,11 +233,11 @@ class _HeldLearner:
         self._learner = learner
         self._buffers = learner.buffers.committed
         self._optimizer = HeldOptimizer(learner.optimizer, on_host)
-        self._addresses = addresses(learner._parameters)
+        self._addresses = addresses(learner.gradients.in_place)
 
     @property
     def state(self) -> dict[str, Any]:
         return self._learner._state_dict(self._buffers, self._optimizer.state_dict())
 
     def unchanged(self) -> bool:
-        return self._addresses == addresses(self._learner._parameters)
+        return self._addresses == addresses(self._learner.gradients.in_place)

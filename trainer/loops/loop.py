@@ -71,7 +71,8 @@ class Loop(Rescued):
         # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
         self.reads_one_step_late = self.group.device.type == "cuda"
         at_any_size = self.config.train.shares is not None
-        self.numerics = describe_numerics(self.group.device, world, self.group.backend, at_any_size)
+        sharding = self.config.train.sharding
+        self.numerics = describe_numerics(self.group.device, world, self.group.backend, at_any_size, sharding)
         self._plan, self._yaml = run.plan, self.config.to_yaml()
         self.watch.follow(self.ring.passed)
         self._first_step = 1  # the first step of this attempt, from 1

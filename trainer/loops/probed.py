@@ -34,7 +34,7 @@ class ProbedTaskLoop(TaskLoop):
         self.probe = Probe(context, plan, self._state)
         self.probe.variables.leave_out(self.learner.model)
         if not self.config.train.compile:  # the probe would be compiled too
-            self.probe.watch(self.learner.parallel)
+            self.probe.watch(self.learner.gradients.parallel)
         self.probe.watch(self.learner.optimizer)
 
     def _step(self, batches: Iterator[Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.config.checks import check_no_sharding
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data.loader import LoaderFactory, StepLoader, StepNumbers
@@ -224,4 +225,5 @@ def called_with_run(function: Callable[..., Any], config: Config) -> Callable[[C
 
 def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> CustomLoop:
     """The loop around a function that has its own training loop. Raises ConfigError as `called_with_run` does."""
+    check_no_sharding(context.config)
     return CustomLoop(called_with_run(function, context.config), context)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer import compat
 from trainer.checkpoint.restore import SharedCheckpoint
-from trainer.config.checks import check_batch, check_size
+from trainer.config.checks import check_batch, check_shards, check_size
 from trainer.config.errors import ConfigError
 from trainer.data.loader import TrainBatchKeys
 from trainer.data.order import Order
@@ -33,6 +33,9 @@ class TaskLoop(Loop):
         super().__init__(context)
         config, group = self.config, self.group
         check_size(config.train.shares, self.size)
+        world = group.world
+        check_shards(config.train.sharding, world.nodes, world.size // world.nodes, world.hosts)
+        self.rescuable = config.train.sharding == "none"
         check_batch(config.train.batch_size, [self.size], config.train.accumulate, config.train.shares)
 
         self.watch.enter("preparing data")
@@ -48,6 +51,7 @@ class TaskLoop(Loop):
         self._announce_length(self.total_steps, config.train.batch_size)
 
         self.learner = Learner(config, self.task, group, self.total_steps)
+        self.saves.hold(self.learner.place)
         self.loading = make_loading(config, self.task, group)
         self.validation = Validation(config, val_set, counts[1], self.loading, group)
         self.micro_batches = config.train.accumulate * len(self.learner.shares)  # of this rank, per step

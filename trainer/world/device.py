@@ -49,15 +49,16 @@ def set_up_device(config: Config, world: World) -> torch.device:
 
 
 def describe_numerics(
-    device: torch.device, world: World, backend: str, at_any_size: bool = False
+    device: torch.device, world: World, backend: str, at_any_size: bool = False, sharding: str = "none"
 ) -> dict[str, str | int]:
-    """Everything that the last bits of a step depend on: torch, the device and its libraries, threads. On GPUs also how
-    the ranks are spread over nodes, because NCCL adds along the connections between them; not with `at_any_size`
-    (train.shares), where NCCL adds nothing."""
+    """Everything that the last bits of a step depend on: torch, the device and its libraries, threads, and whether the
+    ranks shard the model. On GPUs also how the ranks are spread over nodes, because NCCL adds along the connections
+    between them; not with `at_any_size` (train.shares), where NCCL adds nothing."""
     if device.type != "cuda":
         # Torch uses different loops on a processor with wider vectors.
         processor = f"cpu with {torch.backends.cpu.get_cpu_capability()}"
-        return {"torch": str(torch.__version__), "device": processor, "threads": torch.get_num_threads()}
+        shards: dict[str, str | int] = {} if sharding == "none" else {"sharding": sharding}
+        return {"torch": str(torch.__version__), "device": processor, "threads": torch.get_num_threads(), **shards}
     layout = f"{counted(world.nodes, 'node')} x {counted(world.local_size, 'GPU')}"
     found: dict[str, str | int | None] = {
         "torch": str(torch.__version__),
@@ -66,6 +67,7 @@ def describe_numerics(
         "cuDNN": torch.backends.cudnn.version(),
         "TF32": "on" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "off",
         "layout": None if at_any_size else layout,
+        "sharding": None if sharding == "none" else sharding,
         **(nccl.describe() if backend == "nccl" and world.size > 1 and not at_any_size else {}),
     }
     return {name: value for name, value in found.items() if value is not None}
@@ -73,6 +75,8 @@ def describe_numerics(
 
 def changed_numerics(before: Mapping[str, str | int], now: Mapping[str, str | int]) -> str | None:
     """One line that names what has changed between two results of `describe_numerics`; None when nothing has."""
+    replicated = {"sharding": "none"}  # which is not written down
+    before, now = replicated | dict(before), replicated | dict(now)
     changed = {name: old for name, old in before.items() if now.get(name, old) != old}
     if not changed:
         return None

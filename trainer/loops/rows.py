@@ -1,0 +1,96 @@
+"""An optimiser of sharded parameters: each rank updates its own rows, as if they were parameters of their own.
+
+torch's optimisers also take DTensors, some of them, and spend longer on finding out how to handle each than on the
+update itself. What such an optimiser does to a parameter must not depend on rows that other ranks hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainer.checkpoint.shards import Like, local_of
+from trainer.config.checks import NOT_BY_ROWS, NOT_BY_ROWS_WHY
+from trainer.config.errors import ConfigError
+
+
+class Rows:
+    """The rows that an optimiser updates on this rank, in place of its sharded parameters."""
+
+    def __init__(self, optimizer: Optimizer, task: str) -> None:
+        """Replaces the parameters of the optimiser. Raises ConfigError if `task` has made one that needs all rows."""
+        _check(optimizer, task)
+        self.whole: list[nn.Parameter] = []
+        self.own: list[nn.Parameter] = []
+        self._wrapped: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        before = dict(optimizer.state)
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            own = [nn.Parameter(local_of(whole), whole.requires_grad) for whole in group["params"]]
+            for whole, rows in zip(group["params"], own):
+                if whole in before:
+                    optimizer.state[rows] = {name: _local(value) for name, value in before[whole].items()}
+            self.whole += group["params"]
+            self.own += own
+            group["params"] = own
+
+    def take_gradients(self) -> list[Tensor]:
+        """Move the gradients of the parameters to their rows; returns those that have elements."""
+        for whole, rows in zip(self.whole, self.own):
+            rows.grad, whole.grad = None if whole.grad is None else local_of(whole.grad), None
+        return [rows.grad for rows in self.own if rows.grad is not None and rows.grad.numel()]
+
+    def in_place(self) -> bool:
+        """Whether these still are the rows of the parameters."""
+        return all(local_of(whole).data_ptr() == rows.data_ptr() for whole, rows in zip(self.whole, self.own))
+
+    def marked(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state_dict of the optimiser in which tensors that are rows say so."""
+        return {**state, "state": {number: self._mark(number, values) for number, values in state["state"].items()}}
+
+    def local(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The opposite: one that the optimiser can load."""
+        by_number = {
+            number: {name: _local(value) for name, value in values.items()} for number, values in state["state"].items()
+        }
+        return {**state, "state": by_number}
+
+    def live(self, marked: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint can be loaded into: an optimiser makes most of its state in its first step."""
+        return {**marked, "state": {**{n: Like(whole) for n, whole in enumerate(self.whole)}, **marked["state"]}}
+
+    def _mark(self, number: int, values: dict[str, Any]) -> dict[str, Any]:
+        whole, rows = self.whole[number], self.own[number]
+        marked = dict(values)
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape == rows.shape:
+                known = self._wrapped.get((number, name))
+                if known is None or known[0] is not value:
+                    known = self._wrapped[number, name] = value, _sharded_like(whole, value)
+                marked[name] = known[1]
+        return marked
+
+
+def _sharded_like(whole: nn.Parameter, rows: Tensor) -> Tensor:
+    assert isinstance(whole, DTensor)
+    mesh, shape, stride = whole.device_mesh, whole.shape, whole.stride()
+    return DTensor.from_local(rows, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _local(value: Any) -> Any:
+    return local_of(value) if isinstance(value, Tensor) else value
+
+
+def _check(optimizer: Optimizer, task: str) -> None:
+    """Raise ConfigError unless this optimiser can update rows."""
+    kind, made = type(optimizer), f"task={task}: optimizer()"
+    for base in kind.__mro__:
+        if base.__name__.lower() in NOT_BY_ROWS:
+            raise ConfigError(f"{made}: {base.__name__} {NOT_BY_ROWS_WHY}, so train.sharding cannot shard it")
+    if (kind.state_dict, kind.load_state_dict) != (Optimizer.state_dict, Optimizer.load_state_dict):
+        raise ConfigError(
+            f"{made}: {kind.__name__} has a state_dict of its own, of which train.sharding cannot tell what are rows"
+        )

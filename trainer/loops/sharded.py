@@ -1,0 +1,126 @@
+"""How the gradients of the ranks meet when each has its shard of the model: FSDP2 gathers weights block by block, and
+leaves each rank the sum of its own part of the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from trainer import compat
+from trainer.compat import fsdp as compat_fsdp
+from trainer.config.config import Config
+from trainer.loops.rows import Rows
+from trainer.world.group import Group
+from trainer.world.shard_place import ShardPlace
+
+# In these types the norm of finite gradients is finite, or the gradient is beyond any use.
+NORM_SUFFICES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+class Sharded:
+    """The gradients of a model that FSDP2 has sharded, and the loss; the counterpart of `Replicated`.
+
+    No rank has the gradient as a whole. So at the end of each step the ranks gather three numbers of each: its loss,
+    whether a gradient is not finite, and the sum of the squares of its gradients. Every rank adds them in the same way.
+    A rank that has them all knows that the gradients of the step are reduced on every rank.
+    """
+
+    waits_in_forward = True
+    summed: list[nn.Parameter] = []  # noqa: RUF012
+
+    def __init__(self, model: nn.Module, group: Group, config: Config, place: ShardPlace) -> None:
+        self.parallel = model
+        self._parameters = list(model.parameters())
+        self._group, self._place, self._clip_norm = group, place, config.optim.clip_norm
+        self._norm_suffices = all(p.dtype in NORM_SUFFICES for p in self._parameters)
+        self._states: dict[int, dict[str, Any]] = {}  # by the id of the model
+        self._loss: Tensor | None = None
+        self._met: Tensor | None = None  # loss, count of ranks with a nonfinite gradient, squared norm
+        self._gradients: list[Tensor] = []  # of this rank's rows
+        self._one = torch.ones((), device=group.device)
+
+    def adopt(self, optimizer: Optimizer, task: str) -> None:
+        """See Gradients."""
+        self._rows = Rows(optimizer, task)
+        self.marked, self.live, self.local = self._rows.marked, self._rows.live, self._rows.local
+
+    @property
+    def in_place(self) -> list[Tensor]:
+        """See Gradients."""
+        return list(self._rows.own)
+
+    def release(self, model: nn.Module) -> None:
+        """See Gradients. FSDP2 keeps what a model's root has gathered until a backward pass has used it."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def state_of(self, model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
+        """See Gradients. It is made once: FSDP2 would free gathered weights, perhaps in the middle of a step."""
+        if id(model) not in self._states:
+            self._states[id(model)] = model.state_dict(keep_vars=keep_vars)
+        return copy.copy(self._states[id(model)])
+
+    def reducing(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """See Gradients. Each micro-batch reduces its gradients: a rank has no memory for all of them."""
+        return contextlib.nullcontext()
+
+    def backward(self, scaled: Tensor, loss: Tensor) -> None:
+        """See Gradients."""
+        scaled.backward()
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def meet(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """See Gradients. Also unscales the gradients."""
+        assert self._loss is not None
+        self._gradients = gradients = self._rows.take_gradients()
+        found = torch.zeros((), device=self._group.device)
+        norm = None
+        if scaler.is_enabled() or self._clip_norm is None or not self._norm_suffices:
+            # As GradScaler does it: a reciprocal in fp32 would round twice.
+            inverse = scaler.scale(self._one).double().reciprocal().float()
+            for dtype in {gradient.dtype: None for gradient in gradients}:
+                same = [gradient for gradient in gradients if gradient.dtype is dtype]
+                compat.note_nonfinite(same, found, inverse)
+        if self._clip_norm is not None:
+            norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(found)
+        square = torch.zeros_like(found) if norm is None else norm.double().square()
+        mine = torch.stack([self._loss.double(), found.double(), square.double()])
+        everyone = mine.new_empty(self._group.world.size * len(mine))
+        dist.all_gather_into_tensor(everyone, mine)
+        everyone = everyone.view(-1, len(mine))
+        # Each replica has all of the gradient.
+        self._met = torch.cat([everyone[:, :2].sum(0), everyone[: self._place.shards, 2:].sum(0)])
+        self._loss = None
+        if scaler.is_enabled():
+            compat_fsdp.set_found_inf(scaler, optimizer, (self._met[1] > 0).float())
+
+    def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
+        """See Gradients."""
+        assert self._met is not None
+        loss = (self._met[0] / self._group.world.size).float()
+        bad = ~torch.isfinite(loss)
+        measured: dict[str, Tensor] = {}
+        if self._clip_norm is not None:
+            norm = measured["grad_norm"] = self._met[2].sqrt().float()
+            if not math.isinf(self._clip_norm) and self._gradients:
+                compat_fsdp.scale_each(self._gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if not scaler.is_enabled():
+            bad |= ~torch.isfinite(self._met[1:]).all() | (self._met[1] > 0)
+        return {"loss": loss, "nonfinite": bad.float(), **measured}
+
+    def end_warm_up(self) -> None:
+        """See Gradients. From here on FSDP2 leaves each shard where it is in memory."""
+        self._loss = None
+        for parameter in self._parameters:
+            parameter.grad = None
+        assert self._rows.in_place(), "FSDP2 has moved a shard"
