@@ -53,7 +53,7 @@ class Survivor:
     ) -> None:
         self.stage, self.rank = stage, rank
         self.own, self.kept = set(own), set(kept)
-        self.rescue = Rescue(stage.folder, rank, stage.size, lambda: bool(stage.recorded), SEAL, stage.shards)
+        self.rescue = Rescue(stage.folder, rank, stage.size, lambda: bool(stage.recorded), SEAL)
         self.before: dict[str, Callable[[], None]] = {}  # what happens before it writes, reports, commits or records
         self.suspended = False
 
@@ -63,9 +63,13 @@ class Survivor:
         return self
 
     def announce(self) -> Survivor:
-        own = [Holding(place_of(step), BYTES, False, shard=shard) for step, shard in sorted(self.own)]
-        kept = [Holding(place_of(step), BYTES, False, shard=shard, commits=False) for step, shard in sorted(self.kept)]
-        self.rescue.announce(*own, *kept)
+        shards = self.stage.shards
+        self.rescue.announce(
+            *(
+                Holding(place_of(step), BYTES, False, shard=shard, shards=shards, commits=(step, shard) in self.own)
+                for step, shard in sorted(self.own | self.kept)
+            )
+        )
         return self
 
     def work(self) -> None:

@@ -54,12 +54,9 @@ class Rescue:
     `is_recorded` says whether the end of the attempt is recorded.
     """
 
-    def __init__(
-        self, folder: Path, rank: int, size: int, is_recorded: Callable[[], bool], seal: Seal, shards: int = 1
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, is_recorded: Callable[[], bool], seal: Seal) -> None:
         self.round_s = max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * size)
         self._folder, self._size, self._is_recorded, self._seal = folder, size, is_recorded, seal
-        self._shards = shards
         self._me = Survivor(rank)
         self._changed = threading.Condition()  # guards all fields of this object
         self._term = -1  # of the leader that this rank follows
@@ -193,7 +190,7 @@ class Rescue:
 
     def _leave(self, board: Board) -> None:
         """The leader says that the rescue is over. A rank that comes late may hold more than was saved."""
-        if board.plan is not None and is_behind(board.plan, self._me.holdings, self._shards):
+        if board.plan is not None and is_behind(board.plan, self._me.holdings):
             self._claim(self._term + 1)
         elif self._me.frozen:
             self._end()
@@ -231,7 +228,7 @@ class Rescue:
             return
         except OSError:
             return
-        self._term, self._roll = term, Roll(self._size, self.round_s, self._shards)
+        self._term, self._roll = term, Roll(self._size, self.round_s)
         self._set_board(mine)
         self._lead(self._roll)
 

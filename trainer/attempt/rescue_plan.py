@@ -37,13 +37,10 @@ def next_plan(plan: Plan | None, roll: Roll, new_generation: Callable[[], str]) 
     )
 
 
-def is_behind(plan: Plan, holdings: Iterable[Holding], shards: int) -> bool:
+def is_behind(plan: Plan, holdings: Iterable[Holding]) -> bool:
     """Whether these are all shards of a state that is further along than the one that the plan saves."""
-    held: dict[Place, set[int]] = {}
-    for holding in holdings:
-        if plan.place is None or holding.place > plan.place:
-            held.setdefault(holding.place, set()).add(holding.shard)
-    return any(len(of_place) == shards for of_place in held.values())
+    newer = [holding for holding in holdings if plan.place is None or holding.place > plan.place]
+    return any(sum(other.place == one.place for other in newer) == one.shards for one in newer)
 
 
 def _is_obsolete(plan: Plan, roll: Roll) -> bool:

@@ -25,6 +25,7 @@ class Holding:
     saved: bool  # whether there is a checkpoint of this state
     savable: bool = True  # whether the ranks that hold the shards have all of the state
     shard: int = 0
+    shards: int = 1  # that the state consists of
     commits: bool = True  # whether this rank can also write what is no part of a shard, and so commit
 
 

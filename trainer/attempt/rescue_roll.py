@@ -27,10 +27,10 @@ Held = dict[Place, dict[int, list[int]]]
 
 
 class Roll:
-    """The survivors, as the leader has seen them in its rounds. The state has this many shards."""
+    """The survivors, as the leader has seen them in its rounds."""
 
-    def __init__(self, size: int, round_s: float, shards: int = 1) -> None:
-        self.size, self.shards = size, shards
+    def __init__(self, size: int, round_s: float) -> None:
+        self.size = size
         self.found: dict[int, Survivor] = {}
         self.gone: set[int] = set()  # ranks whose process has ended
         self._round_s = round_s
@@ -53,6 +53,11 @@ class Roll:
                 self._idle[rank] += 1
         self._unjoined = 0 if joined else self._unjoined + 1
         self._unannounced = 0 if joined or announced else self._unannounced + 1
+
+    @property
+    def shards(self) -> int:
+        """Of how many shards the state consists."""
+        return max((holding.shards for one in self.found.values() for holding in one.holdings), default=1)
 
     @property
     def alive(self) -> list[Survivor]:
@@ -82,7 +87,8 @@ class Roll:
 
     def best(self, held: Held) -> Place | None:
         """The newest place of which all shards are held."""
-        whole = (place for place, shards in held.items() if len(shards) == self.shards and self.committers(place))
+        count = self.shards
+        whole = (place for place, shards in held.items() if len(shards) == count and self.committers(place))
         return max(whole, default=None)
 
     @property

@@ -43,19 +43,38 @@ class Rescuer:
         # A main thread that has failed will not complete its update, so waiting for that would be in vain.
         timeout_s = 0.0 if self._main_thread_failed() else FREEZE_S
         loop = self._state.loop
-        try:
-            if loop is None or not loop.freeze(timeout_s):
-                return []
-            step = loop.position.step
-            if loop.saves.saving is not None and (loop.saves.saving.step == step or not loop.rescuable):
-                with contextlib.suppress(RuntimeError):
-                    loop.saves.wait(COMMIT_S)  # all ranks may be alive, and about to commit it
-            with loop.frozen() as frozen:
-                saved = loop.saves.saved.step == step
-                return [Holding(loop.position.place, frozen.bytes, saved, loop.rescuable)]
-        except Exception:  # such as a CUDA error, which every later call repeats
-            say(f"WARNING: this rank cannot save its state:\n{traceback.format_exc()}")
+        if loop is None:
             return []
+        held = {}
+        for freeze in (
+            self._freeze_live,
+            self._freeze_copies,
+        ):  # of what both hold, the copy is used
+            try:
+                held.update({(one.place, one.shard): one for one in freeze(loop, timeout_s)})
+            except Exception:  # such as a CUDA error, which every later call repeats
+                say(f"WARNING: this rank cannot save its state:\n{traceback.format_exc()}")
+        return list(held.values())
+
+    def _freeze_live(self, loop: Loop, timeout_s: float) -> list[Holding]:
+        """The shard that this rank trains with, if it is whole."""
+        if not loop.freeze(timeout_s):
+            return []
+        step, shard, shards = loop.position.step, loop.place.shard, loop.place.shards
+        if loop.saves.saving is not None and (loop.saves.saving.step == step or not loop.rescuable):
+            with contextlib.suppress(RuntimeError):
+                loop.saves.wait(COMMIT_S)  # all ranks may be alive, and about to commit it
+        with loop.frozen() as frozen:
+            saved = loop.saves.saved.step == step
+            return [Holding(loop.position.place, frozen.bytes, saved, loop.rescuable, shard, shards)]
+
+    def _freeze_copies(self, loop: Loop, timeout_s: float) -> list[Holding]:
+        """The copies in this rank's host memory."""
+        saved, shards = loop.saves.saved.step, loop.place.shards
+        return [
+            Holding(copy.place, copy.bytes, saved == copy.place[0], shard=copy.shard, shards=shards, commits=copy.own)
+            for copy in loop.freeze_copies(timeout_s)
+        ]
 
     def do(self, duty: Part | Plan) -> None:
         """Do what the rescue asks of this rank."""
@@ -71,14 +90,16 @@ class Rescuer:
         if not run_lock.still_ours(state.run_dir.lock, state.world):
             return self._rescue.report_unable("another attempt is working on this run")
         try:
-            with loop.frozen() as frozen:
-                entry = frozen.write_part(plan.generation, 0, part.stripe, part.file, lambda: self._rescue.check(part))
+            with loop.frozen(plan.place) as frozen:
+                entry = frozen.write_part(
+                    plan.generation, part.shard, part.stripe, part.file, lambda: self._rescue.check(part)
+                )
         except Superseded:
             return
         except StateChanged:  # the rank that this one's device waited for was only slow: now it holds the next step
             return self._rescue.announce(*self.freeze())
         except Exception as error:  # of the disk or of the device; another rank may do better
-            say(f"WARNING: this rank cannot save step {loop.position.step}: {error}")
+            say(f"WARNING: this rank cannot save its part of the state: {error}")
             return self._rescue.report_unable(str(error))
         self._rescue.report_written(plan, part, entry)
 
@@ -97,17 +118,19 @@ class Rescuer:
         self._rescue.report_acted(plan)
 
     def _commit(self, plan: Plan, loop: Loop) -> bool:
-        """Commit the frozen step, which is written completely."""
-        state, step = self._state, loop.position.step
-        if loop.position.place != plan.place:  # this rank's device has continued, and it has announced the next step
-            return False
+        """Commit the step that the plan saves, which is written completely."""
+        state = self._state
+        assert plan.place is not None
+        step = plan.place[0]
         if not run_lock.still_ours(state.run_dir.lock, state.world):
             say(f"step {step} is not saved, since another attempt is working on this run")
             self._rescue.report_unable("another attempt is working on this run")
             return False
         try:
-            with loop.frozen() as frozen:
+            with loop.frozen(plan.place) as frozen:
                 frozen.commit(plan.generation, plan.written)
+        except StateChanged:  # this rank's device has continued, and it has announced the next step
+            return False
         except (CheckpointError, OSError) as error:
             say(f"WARNING: {error}")
             self._rescue.report_unable(str(error))

@@ -38,6 +38,9 @@ def check_values(config: Settings) -> None:
     _check_launch(config)
     _check_shares(config)
     _check_sharding(config)
+    if config.checkpoint.replicas > 1:
+        given = f"checkpoint.replicas={config.checkpoint.replicas}"
+        raise ConfigError(f"{given}: one copy of each shard is kept at most; use 1")
 
 
 def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int, shares: int | None = None) -> None:
@@ -77,6 +80,15 @@ def nodes_for(shares: int | None, launch: Launch) -> list[int]:
     if shares is None or len(counts) == 1:
         return list(counts)
     return [size // each for size in sizes_for(shares) if size % each == 0 and size // each <= counts[-1]]
+
+
+def check_replicas(replicas: int, nodes: int) -> None:
+    """Raise ConfigError unless these nodes can keep so many copies of each other's shards (checkpoint.replicas)."""
+    if replicas and nodes == 1:
+        raise ConfigError(
+            f"checkpoint.replicas={replicas}: keeps copies on another node, and this run has one node; use more nodes, "
+            "or checkpoint.replicas=0"
+        )
 
 
 def check_shards(sharding: str, nodes: int, ranks_per_node: int, hosts: Sequence[str] = ()) -> None:

@@ -184,6 +184,18 @@ class Checkpoint:
         "the validation metric that ranks checkpoints, with :min or :max for which values are better, e.g. "
         "val_accuracy:max; of a name with loss in it, the lowest",
     )
+    replicas: int = setting(
+        0,
+        "copies of each rank's shard in the host memory of another node, 0 or 1, with train.sharding=full: without "
+        "one, a rank that dies costs the steps since the last save",
+        least=0,
+    )
+    replica_every_steps: int = setting(
+        1,
+        "renew these copies every N steps. 1: a step ends when its copies are complete, so none is lost. More: the "
+        "copies travel beside the next steps, and a rank that dies costs up to N",
+        least=1,
+    )
 
 
 @dataclass

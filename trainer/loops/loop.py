@@ -19,7 +19,9 @@ from trainer.checkpoint.position import Position
 from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointInfo
+from trainer.config.checks import check_replicas
 from trainer.config.config import Config
+from trainer.loops.copies import Copies, open_link
 from trainer.loops.readback import Measured, Readback
 from trainer.loops.rescued import Rescued
 from trainer.observe.progress import Progress
@@ -29,6 +31,7 @@ from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.device import changed_numerics, describe_numerics
 from trainer.world.group import Group
+from trainer.world.shard_place import ShardPlace
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Watchdog
 
@@ -58,6 +61,7 @@ class Loop(Rescued):
         run, world = context.run, context.group.world
         super().__init__(self.group.device)
         self.rank, self.size = world.rank, world.size
+        self.place = ShardPlace(0, 1, self.rank, self.size)
         self.store = CheckpointStore(run.checkpoints)
         self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)
         self.progress = Progress(prints=self.rank == 0)
@@ -66,7 +70,8 @@ class Loop(Rescued):
         self.saves = CheckpointManager(
             self.config.checkpoint, run, self.store, self.group, self.metrics, self.progress, self.watch, stopping
         )
-        context.closing.callback(self.saves.close)
+        self._closing = context.closing
+        self._closing.callback(self.saves.close)
         self.readback = Readback(self.group, self.saves, self.progress)
         # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
         self.reads_one_step_late = self.group.device.type == "cuda"
@@ -159,8 +164,19 @@ class Loop(Rescued):
         self.saves.saved = copy.copy(self.position)
         self.metrics.begin(self.position.records)
         self._first_step = self.position.step + 1
+        self._open_copies()
         self.restored = True
         self.startup.done("restore")
+
+    def _open_copies(self) -> None:
+        """With checkpoint.replicas: keep copies of the shards on other nodes from now on. Raises ConfigError."""
+        settings, world = self.config.checkpoint, self.group.world
+        check_replicas(settings.replicas, world.nodes)
+        if settings.replicas:
+            link = open_link(self.group, self.place)
+            patience_s = self.config.launch.hang_timeout_s / 2
+            self.copies = Copies(link, self.place, self.group.device, settings.replica_every_steps, patience_s)
+            self._closing.callback(self.copies.close)
 
     def _step_done(self, samples: int, ends_epoch: bool) -> None:
         """What follows each step."""
@@ -217,16 +233,19 @@ class Loop(Rescued):
     def _write_steps(self, measured: list[Measured]) -> None:
         """Write the oldest pending steps to metrics.jsonl. The caller holds `records_lock`. Raises NotFinite."""
         rate, now = round(self.progress.throughput(), 1), time.time()
-        records = [
-            self._derived(
+        record: dict[str, Any] = {}
+        lines: list[dict[str, Any]] = []
+        for each in measured:
+            record = self._derived(
                 {"step": each.step + 1, **self._record(each.step, each.values), "samples_per_s": rate, "time": now}
             )
-            for each in measured
-        ]
+            lines += self._with_validation(record)
+            if self.copies is not None:
+                self.copies.count(each.step + 1, self.position, self.metrics.count + len(lines))
         self.readback.remove(len(measured))
-        if records:
-            self.metrics.append([line for record in records for line in self._with_validation(record)])
-            self.progress.print_step(records[-1])
+        if lines:
+            self.metrics.append(lines)
+            self.progress.print_step(record)
 
     def _with_validation(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Hook: the line of a step, and that of a validation within the step if there was one."""

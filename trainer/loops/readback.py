@@ -55,6 +55,11 @@ class Readback:
         """Whether a request is waiting to be collected."""
         return self._request is not None
 
+    @property
+    def first_step(self) -> int:
+        """The oldest pending step (from 0)."""
+        return self._pending[0][0] if self._pending else 0
+
     def add(self, step: int, measured: Mapping[str, Tensor]) -> None:
         """Hold what `step` (from 0) measured: scalars on the device."""
         self._pending.append((step, measured))

@@ -6,22 +6,26 @@ import contextlib
 import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.files import StateChanged
 from trainer.checkpoint.frozen import FrozenState
 from trainer.checkpoint.position import Position
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo
+from trainer.loops.copies import Copies
 from trainer.loops.held import HeldState
 from trainer.loops.readback import Measured, Readback
 from trainer.loops.ring import Ring
 from trainer.records.metrics import MetricsFile
 from trainer.world.device_queue import open_queue
+from trainer.world.replica_link import Place
+from trainer.world.shard_place import ShardPlace
 
 
 class NotFinite(ArithmeticError):
@@ -36,6 +40,16 @@ class HeldStep:
     state: HeldState
 
 
+@dataclass(frozen=True)
+class HeldCopy:
+    """A shard of the state in host memory."""
+
+    place: Place
+    shard: int
+    bytes: int
+    own: bool  # this rank's own shard, with what else a checkpoint needs to know
+
+
 class Rescued(ABC):
     """What a loop does for its rescue.
 
@@ -47,13 +61,17 @@ class Rescued(ABC):
     metrics: MetricsFile
     readback: Readback
     size: int
+    place: ShardPlace  # which shard of the state this rank holds
 
     def __init__(self, device: torch.device) -> None:
         self.queue = open_queue(device)
         self.ring = Ring(self.queue, self._hold_step)
         self.records_lock = threading.Lock()
+        self._records_locked = False  # by a rescue
         self._position = Position()
         self._frozen: Position | None = None
+        self._frozen_live = False  # whether what this rank trains with is whole, and frozen
+        self.copies: Copies | None = None  # with checkpoint.replicas
         self._host_buffer = self.queue.host_buffer(WRITE_BYTES)
         self.restored = False  # whether there is a state worth saving
         self.rescuable = True  # whether a rank alone has all of the state
@@ -86,9 +104,13 @@ class Rescued(ABC):
         A GPU may still do what is queued, if the rank that it waits for comes back. Then another state is whole, and
         this is called again.
         """
-        if not self.restored or not self.ring.freeze(timeout_s):
+        self._frozen_live = self.restored and self._freeze(timeout_s)
+        return self._frozen_live
+
+    def _freeze(self, timeout_s: float) -> bool:
+        if not self.ring.freeze(timeout_s):
             return False
-        if self._frozen is None and not self.records_lock.acquire(timeout=timeout_s):
+        if not self._lock_records(timeout_s):
             return False
         while True:
             self._frozen = self._whole_position()
@@ -105,13 +127,53 @@ class Rescued(ABC):
             return False
         return unchanged
 
+    def freeze_copies(self, timeout_s: float) -> list[HeldCopy]:
+        """Let the copies in host memory change no more. Call after `freeze`. Returns what can be saved of them."""
+        copies = self.copies
+        if copies is None or not self.restored:
+            return []
+
+        def write(measured: Sequence[Measured]) -> None:  # of a rank that cannot read them from its device any more
+            if self._lock_records(timeout_s):
+                with contextlib.suppress(NotFinite):
+                    self._write_steps([one for one in measured if one.step >= self.readback.first_step])
+
+        copies.freeze(write)
+        return self._held_copies(copies)
+
+    def _held_copies(self, copies: Copies) -> list[HeldCopy]:
+        """What can be saved of the frozen copies: nothing after a step that was not finite."""
+        own = copies.own() if self.restored else []
+        kept = copies.kept() if self.restored else None
+        held = [HeldCopy(copy.position.place, self.place.shard, len(copy.data), True) for copy in own]
+        if kept is not None:
+            held.append(HeldCopy(kept.place, copies.ward_shard, len(kept.data), False))
+        return held
+
     @contextlib.contextmanager
-    def frozen(self) -> Iterator[FrozenState]:
-        """The state that `freeze` has frozen, to be saved by a thread other than the one that trains."""
-        self.position.records = self.metrics.count
-        with self.queue.beside():
-            info, state, rewrite = self._checkpoint_info(), self._frozen_state(), self.metrics.rewrite_tail
-            yield FrozenState(self.store, info, state, self.size, rewrite, self._host_buffer, self.ring.is_whole)
+    def frozen(self, place: Place | None = None) -> Iterator[FrozenState]:
+        """The state that `freeze` has frozen, or what copies hold at a place, to be saved by a thread other than the
+        one that trains. Raises StateChanged if this rank holds nothing there."""
+        own = self.copies.own_at(place) if self.copies and place else None
+        copies = {} if own is None else {self.place.shard: own.data}
+        if self.copies and place and (kept := self.copies.kept()) and kept.place == place:
+            copies[self.copies.ward_shard] = kept.data
+        live = own is None and self._frozen_live and place in (None, self.position.place)
+        if not live and not copies:
+            raise StateChanged
+        with self.queue.beside() if live else contextlib.nullcontext():
+            if live:
+                self.position.records = self.metrics.count
+            info, state = own.info if own else self._checkpoint_info(), self._frozen_state() if live else None
+            yield FrozenState(
+                *(self.store, info, state, self.size, self.metrics.rewrite_tail, self._host_buffer),
+                *(self.ring.is_whole if live else lambda: True, self.place, copies, own.structure if own else None),
+            )
+
+    def _lock_records(self, timeout_s: float) -> bool:
+        """Let the thread that trains write no more lines; once, for good."""
+        self._records_locked = self._records_locked or self.records_lock.acquire(timeout=timeout_s)
+        return self._records_locked
 
     def _unchanged(self) -> bool:
         """Whether the chosen state is still what it was, except for what changes within updates."""
@@ -141,3 +203,14 @@ class Rescued(ABC):
         position.batches += batches
         position.samples += samples
         self.ring.end_update()
+        if self.copies is not None:
+            self._copy(self.copies)
+
+    def _copy(self, copies: Copies) -> None:
+        """After an update: take a copy, or make sure of the last one, if either is due."""
+        step = self._position.step
+        if copies.is_due(step):
+            state = {"position": asdict(self._position), **self._state()}
+            copies.take(copy.copy(self._position), self._checkpoint_info(), state, self.readback.read_now(step))
+        if copies.is_due(step + 1):
+            copies.complete()

@@ -1,0 +1,257 @@
+"""What survives of a sharded state in host memory when a node is lost: whole, of one step, and with its metrics.
+
+The ranks are objects in this process; their copies travel over real sockets, and end up in a real checkpoint.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.sharded import places, pretended_rank, sharded_state
+from tests.support.waiting import DEADLINE_S
+from tests.support.worlds import a_world
+from trainer.checkpoint.files import StateChanged
+from trainer.checkpoint.frozen import FrozenState
+from trainer.checkpoint.pack import load
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.stripes import Stripe
+from trainer.checkpoint.writer import CheckpointInfo
+from trainer.config.errors import ConfigError
+from trainer.loops.copies import Copies, open_link
+from trainer.loops.held import HeldState
+from trainer.loops.readback import Measured, Readback
+from trainer.loops.rescued import HeldCopy, Rescued
+from trainer.records.metrics import MetricsFile
+from trainer.world.group import Group
+from trainer.world.seal import Seal
+from trainer.world.sealed_store import SealedStore
+from trainer.world.shard_place import ShardPlace
+
+
+def full_state(step: int) -> dict[str, Any]:
+    """The state of a step, as no other."""
+    drawn = torch.Generator().manual_seed(step)
+    return {"weight": torch.randn(10, 3, generator=drawn), "bias": torch.randn(6, generator=drawn), "lr": 0.5 * step}
+
+
+class Pending:
+    """Stands for the readback: the steps whose lines are not written yet, with what they measured."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def add(self, step: int, measured: object) -> None:
+        self.steps.append(step)
+
+    @property
+    def first_step(self) -> int:
+        return self.steps[0] if self.steps else 0
+
+    def read_now(self, until: int) -> list[Measured]:
+        return [Measured(step, {"loss": float(step)}) for step in self.steps if step < until]
+
+    def remove(self, count: int) -> None:
+        del self.steps[:count]
+
+
+class Rank(Rescued):
+    """A rank of a run whose every step sets the state to that of its number."""
+
+    def __init__(self, cluster: Cluster, place: ShardPlace, every_steps: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.cluster, self.place, self.size = cluster, place, place.shards
+        self.store = CheckpointStore(cluster.folder / "checkpoints")
+        self.metrics = MetricsFile(cluster.folder / "metrics.jsonl", writes=False)
+        self.pending = Pending()
+        self.readback = cast(Readback, self.pending)
+        self.state: dict[str, Any] = {}
+        self.copies = Copies(open_link(cluster.group(place.shard), place), place, torch.device("cpu"), every_steps, 5.0)
+        self.restored = True
+        with self.ring.update():
+            pass
+
+    def step(self) -> None:
+        """One step; its line is written one step late."""
+        with pretended_rank(self.place) as mesh:
+            self.ring.begin_update()
+            self.state = sharded_state(full_state(self.position.step + 1), self.place, mesh)
+            self._end_update({}, samples=8)
+        self._write_steps(self.pending.read_now(self.position.step - 1))
+
+    def _state(self) -> dict[str, Any]:
+        return self.state
+
+    def _hold(self) -> HeldState:
+        raise AssertionError("a CPU does not run ahead")
+
+    def _checkpoint_info(self) -> CheckpointInfo:
+        return CheckpointInfo(self.position.step, 1, self.position.samples, {})
+
+    def _write_steps(self, measured: Sequence[Measured]) -> None:
+        for one in measured:
+            self.position.loss_sum += one.values["loss"]
+            self.metrics.append([{"step": one.step + 1}])
+            assert self.copies is not None
+            self.copies.count(one.step + 1, self.position, self.metrics.count)
+        self.readback.remove(len(measured))
+
+
+class Cluster:
+    """Two nodes of two ranks, with one store."""
+
+    def __init__(self, folder: Path, closing: ExitStack) -> None:
+        self.folder, self._closing, self._seal = folder, closing, Seal()
+        self._server = dist.TCPStore("localhost", 0, None, True, timedelta(seconds=DEADLINE_S), wait_for_workers=False)
+
+    def group(self, rank: int, **world: Any) -> Group:
+        place = {"nodes": 2, "local_size": 2, "local_rank": rank % 2, "node": rank // 2, **world}
+        group = SimpleNamespace(world=a_world(rank, 4, **place), store=SealedStore(self._server, self._seal))
+        return cast(Group, SimpleNamespace(**vars(group), seal=self._seal))
+
+    def ranks(self, every_steps: int) -> list[Rank]:
+        ranks = [Rank(self, place, every_steps) for place in places(4)]
+        for rank in ranks:
+            assert rank.copies is not None
+            self._closing.callback(rank.copies.close)
+        return ranks
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with ExitStack() as closing:
+        yield Cluster(tmp_path, closing)
+
+
+def freeze(ranks: Sequence[Rank], live: bool = True) -> list[list[HeldCopy]]:
+    """What each of these ranks can save of its copies. Without `live`, none can read what it trains with."""
+    for rank in ranks:
+        assert not live or rank.freeze(0.0)
+    return [rank.freeze_copies(1.0) for rank in ranks]
+
+
+def save(survivors: Sequence[Rank], step: int) -> dict[str, Any]:
+    """The state that these ranks save at a step together: each shard by the first that holds it."""
+    place, parts = (step, 0, False, False), {}
+    for shard in range(4):
+        for rank in survivors:
+            name = f"{shard}-by-{rank.place.shard}"
+            try:
+                with rank.frozen(place) as frozen:
+                    parts[name] = write(frozen, shard, name)
+            except (StateChanged, AssertionError):  # it holds nothing there, or not this shard
+                continue
+            break
+    with survivors[0].frozen(place) as frozen:
+        frozen.commit("test", parts)
+    store = survivors[0].store
+    return cast(dict[str, Any], load(store.path(step), store.verify(step)))
+
+
+def write(frozen: FrozenState, shard: int, name: str) -> Any:
+    return frozen.write_part("test", shard, Stripe(0, 1), name, lambda: None)
+
+
+def assert_is(state: dict[str, Any], step: int) -> None:
+    """Whether this is the whole state of a step, with the lines and the losses of exactly its steps."""
+    expected, position = full_state(step), state["position"]
+    assert torch.equal(state["weight"], expected["weight"]) and torch.equal(state["bias"], expected["bias"])
+    assert state["lr"] == expected["lr"] and position["step"] == step and position["samples"] == 8 * step
+    assert position["records"] == step, "the lines of metrics.jsonl up to this step, and no other"
+    assert position["loss_sum"] == sum(range(step))
+
+
+@pytest.mark.parametrize("dead", [[0], [3], [0, 1], [2, 3]], ids=str)
+def test_no_step_is_lost_with_copies_of_every_step(cluster: Cluster, dead: list[int]) -> None:
+    """Any rank, any node, after any step: what it held is on the other node, to the bit."""
+    ranks = cluster.ranks(every_steps=1)
+    for _ in range(3):
+        for rank in ranks:
+            rank.step()
+    survivors = [rank for rank in ranks if rank.place.shard not in dead]
+    held = freeze(survivors)
+    assert all({copy.place[0] for copy in copies} == {2, 3} for copies in held)
+    assert_is(save(survivors, 3), 3)
+
+
+def test_survivors_that_have_moved_on(cluster: Cluster) -> None:
+    """Rank 3 dies when the gradients of step 3 have reached the others, and before its own update. They fall back to
+    step 2, of which each has its own copy."""
+    ranks = cluster.ranks(every_steps=1)
+    for number in range(3):
+        for rank in ranks[: 4 if number < 2 else 3]:
+            rank.step()
+    freeze(ranks[:3])
+    assert_is(save(ranks[:3], 2), 2)
+
+
+def test_copies_of_every_third_step(cluster: Cluster) -> None:
+    """They hold the losses and the lines up to their own step, although the run has come further."""
+    ranks = cluster.ranks(every_steps=3)
+    for _ in range(8):
+        for rank in ranks:
+            rank.step()
+    held = freeze(ranks[:2])
+    assert [sorted(copy.place[0] for copy in copies) for copies in held] == [[3, 6, 6], [3, 6, 6]]
+    assert_is(save(ranks[:2], 6), 6)
+
+
+def test_a_rank_that_cannot_read_its_device(cluster: Cluster) -> None:
+    """After a CUDA error every call on the device repeats it. The copies, and the losses that go with them, are in
+    host memory."""
+    ranks = cluster.ranks(every_steps=1)
+    for _ in range(3):
+        for rank in ranks:
+            rank.step()
+    for rank in ranks[:2]:
+        rank.readback.read_now = None  # type: ignore[method-assign,assignment]
+    freeze(ranks[:2], live=False)
+    assert_is(save(ranks[:2], 3), 3)
+
+
+def test_a_frozen_copy_is_not_overwritten(cluster: Cluster) -> None:
+    """The thread that trains may still run while the rescue writes: it must not begin another copy."""
+    ranks = cluster.ranks(every_steps=1)
+    for rank in ranks:
+        rank.step()
+    copies = ranks[0].copies
+    assert copies is not None
+    copies.freeze(lambda _: None)
+    take = threading.Thread(target=copies.take, args=(ranks[0].position, None, {}, []), daemon=True)
+    take.start()
+    take.join(0.1)
+    assert take.is_alive(), "it waits for the end of the process"
+
+
+def test_a_keeper_that_does_not_answer(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    """Training goes on, and the log says that there are no copies."""
+    ranks = cluster.ranks(every_steps=1)
+    keeper = ranks[2].copies
+    assert keeper is not None
+    keeper.close()
+    for _ in range(2):
+        ranks[0].step()
+    assert capfd.readouterr().out.count("rank 2 keeps no copies of this rank any more") == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "world", "said"),
+    [
+        (ShardPlace(0, 1, 0, 4), {}, "use checkpoint.replicas=0"),
+        (ShardPlace(0, 2, 0, 2), {}, "each shard has a replica already"),
+        (ShardPlace(0, 4, 0, 1), {"hosts": ("a", "a", "a", "b")}, "each node must have as many ranks as the others"),
+    ],
+)
+def test_wrong_input(cluster: Cluster, place: ShardPlace, world: dict[str, Any], said: str) -> None:
+    """In one line, before the first step."""
+    with pytest.raises(ConfigError, match=said):
+        open_link(cluster.group(0, **world), place)
