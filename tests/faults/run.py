@@ -80,7 +80,8 @@ class Run:
     def _words(self) -> list[str]:
         setting, victim = self.plan.setting, self.victim
         shapes = {
-            Shape.FIXED: (str(setting.nodes), f"launch.exclude={SPARE}"),
+            # No node but these two may run it, and each of them is struck again and again.
+            Shape.FIXED: (str(setting.nodes), f"launch.exclude={SPARE}", "launch.exclude_after=null"),
             Shape.SPARE: (str(setting.nodes), "launch.spare_nodes=1"),
             Shape.RANGE: (f"1-{setting.nodes}", f"launch.exclude={SPARE}", f"train.shares={setting.world_size}"),
         }

@@ -87,17 +87,17 @@ def lower_start_step(run: RunDir, world: World, step: int) -> None:
 
 def correct_lost_attempt(run: RunDir, kept_step: Callable[[], int]) -> None:
     """If the newest ended attempt was lost, and has kept an earlier step than its record says, correct the record, and
-    those of later attempts that never began.
+    those of later attempts that did no step: they ended before anybody had read the checkpoint.
 
     `kept_step` finds the step of the newest checkpoint; it is called only if that is needed.
     """
     kept_step = cache(kept_step)
     for record in reversed(read_ended_attempts(run.attempts)):
-        never_began = record["step_id"] is None and record["start_step"] == record["end_step"]
+        lost, did_nothing = record["reason"] == "lost", record["start_step"] == record["end_step"]
         said = record["end_step"] - record["lost_steps"]
-        if not (never_began or record["reason"] == "lost") or not said or (kept := kept_step()) >= said:
+        if not (lost or did_nothing) or not said or (kept := kept_step()) >= said:
             return
-        if not never_began:
+        if lost:
             lost_s = _lost_seconds(run, record["start"], kept)
             return _correct(run, record, {**record, "lost_steps": record["end_step"] - kept, "lost_s": lost_s})
         _correct(run, record, {**record, "start_step": kept, "end_step": kept})
