@@ -6,6 +6,7 @@ A wrong sum over shards still learns, only worse, and a state that is put togeth
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,13 @@ import torch
 
 from tests.loops.test_learner import blocks, convnet
 from tests.support.forked_learners import Result, learn
-from tests.support.ranks import Attempt, fingerprint
+from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.runs import config
+from tests.support.samples import check_samples
+from trainer.config.checks import check_no_sharding, check_shards
+from trainer.config.config import Config
+from trainer.config.errors import ConfigError
+from trainer.data.order import Order
 from trainer.records.metrics import read_lines
 
 EVERYTHING = ("train.ema_decay=0.9", "train.accumulate=2", "optim.clip_norm=0.5", "train.activation_checkpointing=true")
@@ -67,6 +73,94 @@ def test_stop_anywhere(tmp_path: Path, place: str, options: tuple[str, ...]) -> 
     """A run that was stopped ends with the same bits as one that was not. The last batches are short: a rank without a
     sample must gather weights all the same."""
     stop_and_resume(tmp_path, 2, 1, ("train.sharding=full", *options), place)
+
+
+def test_stop_a_hybrid_run(tmp_path: Path) -> None:
+    """Two nodes of two ranks."""
+    options = ("train.sharding=hybrid", *CARRIES_STATE, "train.accumulate=1", "train.epochs=1")
+    stop_and_resume(tmp_path, 4, 2, options, "SIGTERM step 3 rank 2")
+
+
+SIZES = (
+    ("full", 4, 2, "SIGUSR2 step 6 rank 2"),
+    ("full", 2, 1, "SIGUSR2 step 5 rank 1"),
+    ("none", 1, 1, "SIGUSR2 step 3 rank 0"),
+    ("hybrid", 4, 2, ""),
+)
+
+
+def test_other_sizes_and_shardings(tmp_path: Path) -> None:
+    """Four ranks, two, one without sharding, two nodes of two, stopped in mid-epoch each time: each sample is seen in
+    the step in which it would have been, and the state is carried from one sharding to the next."""
+    calm = train(recorded(tmp_path, "calm", "none", 1), {"LASTSTEP_TEST_NOTES": str(tmp_path / "calm.jsonl")})
+    for sharding, ranks, nodes, place in SIZES:
+        environment = {"LASTSTEP_TEST_NOTES": str(tmp_path / "notes.jsonl"), "LASTSTEP_TEST_SIGNAL": place}
+        attempt = Attempt(recorded(tmp_path, "resized", sharding, ranks), environment, nodes)
+        codes = attempt.wait()
+        assert len(set(codes)) == 1 and (codes[0] > 128) == bool(place), attempt.output()
+        changes = ranks == 1 or sharding == "hybrid"
+        assert ("resuming with sharding" in attempt.output()) == changes, "a warning that the last bits may differ"
+    order = Order(110, 24, seed=0)
+    check_samples(tmp_path / "notes.jsonl", order, 4 * order.steps_per_epoch)
+    one, other = fingerprint(attempt.run)["metrics"], fingerprint(calm)["metrics"]
+    assert one == [{key: pytest.approx(x, rel=1e-4) for key, x in line.items()} for line in other]
+
+
+def recorded(root: Path, name: str, sharding: str, ranks: int) -> Config:
+    """A run that notes its samples, with an optimiser that has a state."""
+    words = [
+        "task=tests.support.tasks.RecordedLinear", "device=cpu", "data.name=fake", "data.args.samples=110",
+        "data.args.classes=3", "data.args.image_size=8", "train.batch_size=24", "train.epochs=4", "optim.name=adamw",
+        "optim.lr=0.001", EPS, "train.ema_decay=0.5", f"train.sharding={sharding}", f"launch.root={root}",
+        f"launch.name={name}", f"launch.tasks_per_node={ranks}",
+    ]  # fmt: skip
+    return Config.load(None, words)
+
+
+def test_starts_from_weights(tmp_path: Path) -> None:
+    """Rank 0 reads them, and each rank takes its rows: the first loss is that of a run without sharding."""
+    trained = train(config(tmp_path, "trained", 1, ("train.max_steps=2",)))
+    options = (f"model.weights={trained.path}", "train.max_steps=1", "train.ema_decay=0.5")
+    runs = [train(config(tmp_path, s, 2, (*options, f"train.sharding={s}"))) for s in ("none", "full")]
+    one, other = (read_lines(run.metrics)[0]["loss"] for run in runs)
+    assert one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train.sharding=full train.shares=2 launch.tasks_per_node=2", "train.shares=2: cannot be combined with"),
+        ("train.sharding=full train.channels_last=true", "train.channels_last=true: cannot be combined with"),
+        ("train.sharding=hybrid optim.name=muon", "optim.name=muon: updates a matrix as a whole"),
+        ("train.sharding=half", "train.sharding=half: "),
+    ],
+)
+def test_keys_that_contradict_each_other(words: str, said: str) -> None:
+    """Before anything is submitted, by words alone."""
+    with pytest.raises(ConfigError, match=said):
+        Config.load(None, words.split())
+
+
+@pytest.mark.parametrize(
+    ("sharding", "nodes", "each", "hosts", "said"),
+    [
+        ("full", 1, 1, ("a",), "this run has one rank"),
+        ("hybrid", 4, 1, tuple("abcd"), "cuts the state over the ranks of a node, and a node has one"),
+        ("hybrid", 1, 4, ("a",) * 4, "keeps a copy of the state on each node, and this run has one node"),
+        ("hybrid", 2, 2, tuple("abab"), "numbered node by node; these are on a, b, a, b"),
+        ("hybrid", 2, 2, tuple("aaab"), "numbered node by node"),
+    ],
+)
+def test_ranks_that_cannot_share_a_state(sharding: str, nodes: int, each: int, hosts: Sequence[str], said: str) -> None:
+    """The ranks would hang, or hold a state that no node has as a whole."""
+    with pytest.raises(ConfigError, match=said):
+        check_shards(sharding, nodes, each, hosts)
+
+
+def test_a_custom_loop_shards_by_itself() -> None:
+    """It would silently train with a copy on each rank."""
+    with pytest.raises(ConfigError, match="train.sharding=full: examples.custom_loop.main is a custom loop"):
+        check_no_sharding(Config.load(None, ["task=examples.custom_loop.main", "train.sharding=full"]))
 
 
 def test_compiled(tmp_path: Path) -> None:

@@ -5,9 +5,13 @@ Nothing is imported at the top, and no other part of Laststep may use a private 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import Tensor
     from torch.amp import GradScaler
     from torch.optim import Optimizer
@@ -28,3 +32,50 @@ def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
     import torch
 
     torch._foreach_mul_(tensors, factor)
+
+
+def recording(note: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> AbstractContextManager[Any]:
+    """Call `note` with each operator that torch runs in this block, its arguments, and what it has returned."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            result = func(*args, **kwargs)
+            note(func, args, kwargs, result)
+            return result
+
+    return Recorder()
+
+
+def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to."""
+    schema = operator._schema.arguments
+    given = [(args[n] if n < len(args) else kwargs.get(each.name), each.alias_info) for n, each in enumerate(schema)]
+    return [value for value, alias in given if alias is not None and alias.is_write]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells the memory of a tensor from that of any other that exists, also on the meta device."""
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def trunc_normal_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Have `nn.init.trunc_normal_` call what `wrap` makes of the function that does the work: it reads what it draws,
+    and leaves out tensors without data."""
+    from torch.nn import init
+
+    real = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = wrap(real)
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = real
+
+
+def takes_default_device(function: Any) -> bool:
+    """Whether a function of torch makes a tensor on the default device."""
+    from torch.utils._device import _device_constructors
+
+    return function in _device_constructors()

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.export import read_source
+from trainer.checkpoint.shards import local_of, shard_count
 from trainer.checkpoint.weights import plain_name, weights_sha256
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.loops.buffers import bytes_of, is_dense
 from trainer.loops.learner import Learner
 from trainer.tasks.models import is_weights_name, pretrained_weights
+from trainer.world.shard_place import shard_rows
 
 SHOWN = 3  # names in a message
 
@@ -60,12 +62,31 @@ def start_from(learner: Learner, weights: Mapping[str, Tensor]) -> None:
     Rank 0 alone reads them, and broadcasts the result: a file that changes meanwhile cannot make ranks differ. A
     collective.
     """
-    learner.model.load_state_dict(weights, strict=False)
-    state = [tensor for tensor in learner.model.state_dict().values() if is_dense(tensor)]
-    learner.group.broadcast([bytes_of(tensor) for tensor in state])
+    if learner.place.shards > 1:
+        _take_rows(learner, weights)
+    else:
+        learner.model.load_state_dict(weights, strict=False)
+        state = [tensor for tensor in learner.model.state_dict().values() if is_dense(tensor)]
+        learner.group.broadcast([bytes_of(tensor) for tensor in state])
     learner.buffers.snapshot()
     if learner.average is not None:
         learner.average.module.load_state_dict(learner.model.state_dict())
+
+
+def _take_rows(learner: Learner, weights: Mapping[str, Tensor]) -> None:
+    """Give each rank its rows of rank 0's weights, one tensor at a time. A collective."""
+    state, group, place = learner.model.state_dict(), learner.group, learner.place
+    taken = torch.tensor([name in weights for name in state], dtype=torch.uint8, device=group.device)
+    group.broadcast([taken])
+    for (name, tensor), is_taken in zip(state.items(), taken.tolist()):
+        if is_taken:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=group.device)
+            if name in weights:
+                whole.copy_(weights[name])
+            group.broadcast([whole])
+            if shard_count(tensor):
+                whole = whole[slice(*shard_rows(len(whole), place.shard, place.shards))]
+            local_of(tensor).copy_(whole)
 
 
 def fit(wanted: Mapping[str, Any], found: Mapping[str, Tensor], source: str) -> Fitted:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.config import Config
+from trainer.data.order import seed_generators, seed_of
 from trainer.loops.average import Average
 from trainer.loops.blocks import checkpoint_activations, repeated_blocks
 from trainer.task import Task
@@ -32,18 +33,24 @@ def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -
 
 
 def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tuple[nn.Module, Average | None]:
-    """The same; the device only ever holds what this rank keeps."""
+    """The same, without memory for more than this rank's shards."""
     from trainer.loops.fsdp import shard  # takes a second to import
+    from trainer.loops.initial_values import build
 
-    train, device = config.train, group.device
-    model = task.model()
+    train, device, seed = config.train, group.device, seed_of("model", config.seed)
+    model, values = build(task.model, lambda: seed_generators(seed, device), says=group.world.rank == 0)
     average = Average(model, train.ema_decay, None) if train.ema_decay else None
+    models = [model] if average is None else [model, average.module]
+    if values is not None:
+        values.note(models)
     if train.activation_checkpointing:
         checkpoint_activations(model, train.compile)
     if train.compile:
         for block in repeated_blocks(model):  # one compiled part would gather all weights at once
             block.compile(dynamic=False)
-    shard([model] if average is None else [model, average.module], task, config, group, place)
+    shard(models, task, config, group, place)
+    if values is not None:
+        values.fill(models, place, device)
     if average is not None:
         average.n_averaged = average.n_averaged.to(device)
     return model, average
