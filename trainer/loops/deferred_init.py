@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainer import compat, compat_fsdp
+from trainer import compat
+from trainer.compat import fsdp as compat_fsdp
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 GIVES_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.linspace)
