@@ -171,6 +171,7 @@ class Stage:
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Stage]]:
     monkeypatch.setattr(stripes, "STRIPE_BYTES", 1024)  # a part for each rank that holds a shard
     monkeypatch.setattr(rescue_module, "SHORTEST_ROUND_S", 0.25)  # fewer rounds in a minute
+    monkeypatch.setattr(rescue_module, "monotonic", lambda: 0.0)  # however long they take here
     yield lambda size, shards: Stage(tmp_path, size, shards)
 
 
@@ -222,6 +223,17 @@ def test_full_without_copies(stage: Stages) -> None:
     assert not s.recorded, "rank 2 may only be slow: everything depends on it"
     plan = s.end(within_s=3)
     assert (s.saved, plan.place, plan.done_step, plan.lost_shards) == ([], None, 8, (2,))
+
+
+def test_slow_rounds(stage: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a round takes half a second. The end must be recorded before SIGKILL all the same."""
+    s = stage(4, 4)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(rescue_module, "monotonic", lambda: 0.5 * next(clock))
+    for rank in (0, 1, 3):
+        s.survivor(rank, 8)
+    s.rounds(round(ALONE_S / 0.5) + 2)
+    assert s.recorded, "the leader has waited for rank 2 long enough"
 
 
 def test_full_while_all_live(stage: Stages) -> None:

@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from trainer.attempt.rescue_files import gone_file, leader_file
@@ -61,6 +62,7 @@ class Rescue:
         self._changed = threading.Condition()  # guards all fields of this object
         self._term = -1  # of the leader that this rank follows
         self._roll: Roll | None = None  # while this rank leads
+        self._observed_at = monotonic()
         self._generations = 0  # that this rank has begun as a leader
         self._board: Board | None = None
         self._silent = 0  # rounds without news from the leader
@@ -199,7 +201,8 @@ class Rescue:
         """Read what all survivors say, and publish the plan that follows."""
         found = [read_survivor(self._folder, rank, self._seal) for rank in range(self._size)]
         plan = self.plan
-        roll.observe([one for one in found if one is not None], plan)
+        before, self._observed_at = self._observed_at, monotonic()
+        roll.observe([one for one in found if one is not None], plan, self._observed_at - before)
         roll.gone.update(rank for rank in roll.unseen if gone_file(self._folder, rank).exists())
         plan = next_plan(plan, roll, self._new_generation)
         board = self._board

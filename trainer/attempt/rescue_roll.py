@@ -1,7 +1,7 @@
 """The survivors of a fault, as the leader of a rescue sees them: who lives, who works, and what they hold together.
 
-Nothing here touches a file or a clock. Time is counted in rounds of the leader, so neither a clock that was set nor a
-process that was suspended makes a rank look dead.
+Nothing here touches a file or a clock. Time is counted in rounds of the leader, so a process that was suspended does
+not make a rank look dead.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from trainer.attempt.rescue_records import Place, Plan, Survivor
 # Ranks that have not signed in are waited for this long after the last one that did, before anything is committed: they
 # may be a step ahead. All survivors notice a fault within half a second.
 GATHER_S = 1.5
-# The same while steps depend on the ranks that are missing: the survivors do not hold all of the newest state.
+# The same while steps depend on the ranks that are missing: the survivors do not hold all of the newest state. So long
+# a wait is measured in seconds: on a busy machine a round may take ten times as long as it should, and SIGKILL nears.
 ALONE_S = 15.0
+LONGEST_ROUND_S = 1.0  # a round that takes longer counts as this much: the process may have been suspended
 # Writing begins this long after the last rank has said what it holds.
 SETTLE_S = 0.3
 # A survivor whose heartbeat stands still for this long is taken for dead; if it comes back, it takes part again.
@@ -37,9 +39,11 @@ class Roll:
         self._silent: dict[int, int] = {}  # rounds without a new heartbeat
         self._idle: dict[int, int] = {}  # rounds in which it should have done something
         self._unjoined = self._unannounced = 0  # rounds since the last rank signed in, or said what it holds
+        self._unjoined_s = 0.0  # the same in seconds
 
-    def observe(self, survivors: Iterable[Survivor], plan: Plan | None) -> None:
-        """One round: the survivors whose files could be read, while this plan is in force."""
+    def observe(self, survivors: Iterable[Survivor], plan: Plan | None, passed_s: float = 0.0) -> None:
+        """One round: the survivors whose files could be read, while this plan is in force. `passed_s`: how long the
+        round took."""
         before, self.found = self.found, {**self.found, **{one.rank: one for one in survivors}}
         joined = announced = False
         for rank, one in self.found.items():
@@ -52,6 +56,7 @@ class Roll:
             elif _has_work(one, plan):  # a rank that was given up stays so until it does something
                 self._idle[rank] += 1
         self._unjoined = 0 if joined else self._unjoined + 1
+        self._unjoined_s = 0.0 if joined else self._unjoined_s + min(max(passed_s, self._round_s), LONGEST_ROUND_S)
         self._unannounced = 0 if joined or announced else self._unannounced + 1
 
     @property
@@ -109,8 +114,9 @@ class Roll:
             return False
         newest = max(self.held(), default=None)
         steps_at_stake = place is None or (newest is not None and newest[0] > place[0])
-        patience_s = ALONE_S if steps_at_stake and any(one.began_step for one in self.found.values()) else GATHER_S
-        return self._is_complete or self._unjoined * self._round_s >= patience_s
+        if steps_at_stake and any(one.began_step for one in self.found.values()):
+            return self._is_complete or self._unjoined_s >= ALONE_S
+        return self._is_complete or self._unjoined * self._round_s >= GATHER_S
 
     @property
     def done_step(self) -> int:

@@ -106,6 +106,9 @@ class Rescuer:
     def _act(self, plan: Plan) -> None:
         """Commit what is written, record the end and requeue the job, for all ranks."""
         state, loop = self._state, self._state.loop
+        if loop is not None and plan.place is None and loop.saves.saving is not None:
+            with contextlib.suppress(RuntimeError):
+                loop.saves.wait(COMMIT_S)  # it may be committed already: then the run is back at that step
         end_step = saved_step = max(state.start_step, loop.saves.saved.step if loop else 0)
         if loop is not None and plan.parts and not self._commit(plan, loop):
             return  # another rank may do better
