@@ -46,10 +46,7 @@ class Rescuer:
         if loop is None:
             return []
         held = {}
-        for freeze in (
-            self._freeze_live,
-            self._freeze_copies,
-        ):  # of what both hold, the copy is used
+        for freeze in (self._freeze_live, self._freeze_copies):  # of what both hold, the copy is used
             try:
                 held.update({(one.place, one.shard): one for one in freeze(loop, timeout_s)})
             except Exception:  # such as a CUDA error, which every later call repeats

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer.cluster import machine_checks, run_folders
 from trainer.cluster.weights_source import check_weights, with_absolute_weights
-from trainer.config.checks import check_shards
+from trainer.config.checks import check_replicas, check_shards
 from trainer.config.config import Config
 from trainer.config.gpus import without_gpus
 from trainer.world.slurm import EXPEDITE, cluster_settings, is_silent
@@ -68,7 +68,8 @@ def _fit(config: Config, way: Way) -> Config:
     gpus, slurm = min(1, launch.gpus), without_gpus(launch.slurm)
     launch = dataclasses.replace(launch, nodes=1, spare_nodes=0, tasks_per_node=None, gpus_per_node=gpus, slurm=slurm)
     train = dataclasses.replace(config.train, sharding="none")
-    return dataclasses.replace(config, launch=launch, train=train)
+    checkpoint = dataclasses.replace(config.checkpoint, replicas=0)
+    return dataclasses.replace(config, launch=launch, train=train, checkpoint=checkpoint)
 
 
 def _for_cluster(config: Config, way: Way) -> Config:
@@ -91,6 +92,7 @@ def _check(config: Config, way: Way, search: Sequence[Path] = ()) -> None:
         return  # the rank itself finds out about its machine
     launch = config.launch
     check_shards(config.train.sharding, launch.node_counts[0], launch.ranks_per_node)
+    check_replicas(config.checkpoint.replicas, launch.node_counts[0])
     machine_checks.check_writable(Path(config.launch.root))
     if way in (Way.LOCAL, Way.DEBUG):
         machine_checks.check_local(config)

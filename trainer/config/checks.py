@@ -38,9 +38,6 @@ def check_values(config: Settings) -> None:
     _check_launch(config)
     _check_shares(config)
     _check_sharding(config)
-    if config.checkpoint.replicas > 1:
-        given = f"checkpoint.replicas={config.checkpoint.replicas}"
-        raise ConfigError(f"{given}: one copy of each shard is kept at most; use 1")
 
 
 def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int, shares: int | None = None) -> None:
@@ -143,6 +140,12 @@ def _check_shares(config: Settings) -> None:
 def _check_sharding(config: Settings) -> None:
     """Raise ConfigError for keys that contradict train.sharding."""
     train, given = config.train, f"train.sharding={config.train.sharding}"
+    replicas = config.checkpoint.replicas
+    if replicas > 1:
+        raise ConfigError(f"checkpoint.replicas={replicas}: one copy of each shard is kept at most; use 1")
+    if replicas and train.sharding != "full":
+        why = "each node has all of the state" if train.sharding == "hybrid" else "each rank has all of the state"
+        raise ConfigError(f"checkpoint.replicas={replicas}: with {given} {why}; remove this key")
     if train.sharding == "none":
         return
     if train.shares is not None:

@@ -35,7 +35,6 @@ class TaskLoop(Loop):
         check_size(config.train.shares, self.size)
         world = group.world
         check_shards(config.train.sharding, world.nodes, world.size // world.nodes, world.hosts)
-        self.rescuable = config.train.sharding == "none"
         check_batch(config.train.batch_size, [self.size], config.train.accumulate, config.train.shares)
 
         self.watch.enter("preparing data")
@@ -51,7 +50,8 @@ class TaskLoop(Loop):
         self._announce_length(self.total_steps, config.train.batch_size)
 
         self.learner = Learner(config, self.task, group, self.total_steps)
-        self.saves.hold(self.learner.place)
+        self.place = self.learner.place
+        self.saves.hold(self.place)
         self.loading = make_loading(config, self.task, group)
         self.validation = Validation(config, val_set, counts[1], self.loading, group)
         self.micro_batches = config.train.accumulate * len(self.learner.shares)  # of this rank, per step
