@@ -135,7 +135,7 @@ def _frozen(state: object, store: CheckpointStore, size: int) -> FrozenState:
 def _write_plainly(state: object, store: CheckpointStore, rank: int, size: int) -> None:
     frozen = _frozen(state, store, size)
     stripe = own_stripe(frozen.bytes, rank, size)
-    entry = frozen.write_part("plain", stripe, f"part {stripe.number}", lambda: None) if stripe else None
+    entry = frozen.write_part("plain", 0, stripe, f"part {stripe.number}", lambda: None) if stripe else None
     entries: list[FileEntry | None] = [None] * size
     dist.all_gather_object(entries, entry)
     if rank == 0:
@@ -155,7 +155,7 @@ def _rescue(state: object, store: CheckpointStore, folder: Path, rank: int, size
         assert plan is not None
         if isinstance(duty, Part):
             stripe = Stripe(duty.number, duty.of)
-            entry = frozen.write_part(plan.generation, stripe, duty.file, lambda: rescue.check(duty))
+            entry = frozen.write_part(plan.generation, 0, stripe, duty.file, lambda: rescue.check(duty))
             rescue.report_written(plan, duty, entry)
         else:
             frozen.commit(plan.generation, plan.written)

@@ -87,7 +87,7 @@ class Survivor:
             self.meet("write")
             try:
                 entry = self.frozen().write_part(
-                    plan.generation, duty.stripe, duty.file, lambda: self.after_chunk(duty)
+                    plan.generation, 0, duty.stripe, duty.file, lambda: self.after_chunk(duty)
                 )
             except Superseded:
                 return
@@ -453,7 +453,7 @@ def test_a_checkpoint_that_stands(stage: Callable[[int], Stage]) -> None:
     """Whether or not the survivors know that the step is saved, they do not replace its checkpoint."""
     s = stage(2)
     alone = Survivor(s, 0, 8).frozen()
-    alone.commit("earlier", {"all": alone.write_part("earlier", stripes.Stripe(0, 1), "all", nothing)})
+    alone.commit("earlier", {"all": alone.write_part("earlier", 0, stripes.Stripe(0, 1), "all", nothing)})
     before = s.store.path(8).stat().st_ino
     for knows in (True, False):
         s.living.clear()
@@ -470,7 +470,7 @@ def test_a_damaged_checkpoint_is_replaced(stage: Callable[[int], Stage]) -> None
     """It was found damaged when the attempt began."""
     s = stage(2)
     alone = Survivor(s, 0, 8).frozen()
-    alone.commit("earlier", {"all": alone.write_part("earlier", stripes.Stripe(0, 1), "all", nothing)})
+    alone.commit("earlier", {"all": alone.write_part("earlier", 0, stripes.Stripe(0, 1), "all", nothing)})
     (s.store.path(8) / "shard_0000-of-0001.bin").write_bytes(b"damaged")
     s.survivor(0, 8)
     s.survivor(1, 8)

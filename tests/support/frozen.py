@@ -50,5 +50,5 @@ def save_frozen(loop: Rescued) -> None:
 
 def _save(frozen: FrozenState, tag: str) -> None:
     name = shard_name(0, 1)
-    entry = frozen.write_part(tag, Stripe(0, 1), name, after_chunk=lambda: None)
+    entry = frozen.write_part(tag, 0, Stripe(0, 1), name, after_chunk=lambda: None)
     frozen.commit(tag, {name: entry})

@@ -71,7 +71,7 @@ class Rescuer:
             return self._rescue.report_unable("another attempt is working on this run")
         try:
             with loop.frozen() as frozen:
-                entry = frozen.write_part(plan.generation, part.stripe, part.file, lambda: self._rescue.check(part))
+                entry = frozen.write_part(plan.generation, 0, part.stripe, part.file, lambda: self._rescue.check(part))
         except Superseded:
             return
         except StateChanged:  # the rank that this one's device waited for was only slow: now it holds the next step

@@ -51,7 +51,7 @@ class Packed:
         self._stand_ins: list[Tensor] = []
         self._sharded: list[int] = []  # the numbers of the tensors that are cut
         structure = map_tensors(state, self._add)
-        # What structure.pt holds, see `read_structure`.
+        # What structure.pt holds, see `Layout.of`.
         self.structure = structure if place.shards == 1 else {"state": structure, "sharded": self._sharded}
         *self._offsets, self.bytes = accumulate((aligned(t.nbytes) for t in self._tensors), initial=0)
 
@@ -139,10 +139,14 @@ class Layout:
         self._number_of = {id(stand_in): number for number, stand_in in enumerate(self.stand_ins)}
 
     @classmethod
+    def of(cls, saved: Any, shards: int) -> Layout:
+        """The layout of a state in so many shards, of which this is what structure.pt holds."""
+        return cls(saved) if shards == 1 else cls(saved["state"], saved["sharded"], shards)
+
+    @classmethod
     def read(cls, saved: Any, manifest: Manifest) -> Layout:
         """The layout that structure.pt describes. Raises ValueError when it does not fit the manifest."""
-        shards = len(manifest.sharding) or 1
-        layout = cls(saved["state"], saved["sharded"], shards) if manifest.sharding else cls(saved)
+        layout = cls.of(saved, len(manifest.sharding) or 1)
         for shard, names in enumerate(manifest.shards_of_state):
             found, expected = sum(manifest.files[name]["bytes"] for name in names), layout.shard_bytes(shard)
             if found != expected:

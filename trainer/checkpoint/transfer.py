@@ -7,6 +7,7 @@ rank that has read a file needs, that rank copies; everything else is sent to al
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from trainer.checkpoint.pack import Layout, Target, aligned
@@ -37,8 +38,7 @@ class Transfer:
         """`owners` has the rank that has read a file, `targets` the tensors of one rank of `size`. Raises ValueError
         when they are sharded over different numbers of ranks."""
         self._layout, self._owners, self._size = layout, owners, size
-        self._bytes = {name: manifest.files[name]["bytes"] for name in manifest.shards}
-        self._files = [(shard, name) for shard, names in enumerate(manifest.shards_of_state) for name in names]
+        self._files = [[(name, manifest.files[name]["bytes"]) for name in names] for names in manifest.shards_of_state]
         self._sharded = {target.number for target in targets if target.shards}
         counts = {target.shards for target in targets if target.shards} or {1}
         if len(counts) > 1:
@@ -48,50 +48,58 @@ class Transfer:
 
     def own(self, rank: int, largest: int) -> Iterator[tuple[str, Segment]]:
         """What a rank has read and needs alone, with its file, in pieces of at most `largest` bytes."""
-        for name, first, shard in self._placed():
-            if self.alone and self._owners[name] == rank:
-                for segment in self._segments(name, first, shard, sent=False):
-                    yield from ((name, piece) for (piece,) in _pieces([segment], largest))
+        for shard, files in enumerate(self._files):
+            if self.alone and any(self._owners[name] == rank for name, _ in files):
+                for name, segments in self._segments(shard, sent=False):
+                    if self._owners[name] == rank:
+                        yield from ((name, piece) for each in segments for (piece,) in _pieces([each], largest))
 
     def sent(self, largest: int) -> Iterator[tuple[str, list[Segment]]]:
         """What is sent to all ranks, with its file, in pieces of at most `largest` bytes together."""
-        for name, first, shard in self._placed():
-            if not self._is_alone_with(name, shard):
-                segments = self._segments(name, first, shard, sent=True)
-                yield from ((name, pieces) for pieces in _pieces(segments, largest))
+        for shard, files in enumerate(self._files):
+            if not all(self._stays(name, shard) for name, _ in files):
+                for name, segments in self._segments(shard, sent=True):
+                    yield from ((name, pieces) for pieces in _pieces(segments, largest))
 
-    def _placed(self) -> Iterator[tuple[str, int, int]]:
-        """Each file, where it begins in the bytes of its shard, and that shard."""
-        first, before = 0, -1
-        for shard, name in self._files:
-            first = first if shard == before else 0
-            yield name, first, shard
-            first, before = first + self._bytes[name], shard
-
-    def _is_alone_with(self, name: str, shard: int) -> bool:
+    def _stays(self, name: str, shard: int) -> bool:
         """Whether a file's owner is known, without a look at each tensor, to be the only one that needs it: as after a
         restart with the same sharding."""
         same = self._layout.shards == self._shards and self._layout.sharded <= self._sharded
         return self._size == 1 or (self.alone and same and self._owners[name] == shard > 0)
 
-    def _segments(self, name: str, first: int, shard: int, sent: bool) -> list[Segment]:
-        """What is sent, or not, of a file that begins at byte `first` of a shard."""
-        found: list[Segment] = []
-        last, position = first + self._bytes[name], 0
-        for number, begin, end in self._layout.held(shard):
-            stored = aligned(end - begin)
-            if position < last and position + stored > first:
-                for start, stop, needed_by in self._needs(number, begin, end):
-                    only_owner = self._size == 1 or (self.alone and self._owners[name] == needed_by)
-                    if only_owner != sent:
-                        start = max(start, begin + first - position)
-                        count = min(stop, begin + last - position) - start
-                        place = position + start - begin - first
-                        _append(found, Segment(place, self._layout.offsets[number] + start, count))
-            position += stored
-        return found
+    def _segments(self, shard: int, sent: bool) -> Iterator[tuple[str, list[Segment]]]:
+        """What is sent, or not, of each file of a shard."""
+        for name, parts in groupby(self._by_file(shard), key=lambda part: part[0]):
+            found: list[Segment] = []
+            for _, segment, needed_by in parts:
+                stays = self._size == 1 or (self.alone and self._owners[name] == needed_by)
+                if stays != sent:
+                    _append(found, segment)
+            yield name, found
 
-    def _needs(self, number: int, begin: int, end: int) -> Iterator[tuple[int, int, int | None]]:
+    def _by_file(self, shard: int) -> Iterator[tuple[str, Segment, int | None]]:
+        """The bytes of a shard in their order, by file, each segment with the live shard that needs it, or None."""
+        files = iter(self._files[shard])
+        name, first, end = "", 0, 0
+        for (stored, start, left), needed_by in self._needed(shard):
+            while left:
+                while stored >= end:
+                    name, size = next(files)
+                    first, end = end, end + size
+                count = min(left, end - stored)
+                yield name, Segment(stored - first, start, count), needed_by
+                stored, start, left = stored + count, start + count, left - count
+
+    def _needed(self, shard: int) -> Iterator[tuple[Segment, int | None]]:
+        """The bytes of a shard, with the live shard that needs them; None: every rank needs them."""
+        stored = 0
+        for number, begin, end in self._layout.held(shard):
+            for start, stop, needed_by in self._parts(number, begin, end):
+                place = stored + start - begin
+                yield Segment(place, self._layout.offsets[number] + start, stop - start), needed_by
+            stored += aligned(end - begin)
+
+    def _parts(self, number: int, begin: int, end: int) -> Iterator[tuple[int, int, int | None]]:
         """A range of the bytes of a tensor in parts, each with the live shard that needs it; None: all need it."""
         stand_in = self._layout.stand_ins[number]
         stop = end
@@ -110,8 +118,6 @@ class Transfer:
 
 def _append(segments: list[Segment], segment: Segment) -> None:
     """Add a segment; to the last one, if it continues that in the file and in the tensors."""
-    if segment.size <= 0:
-        return
     if segments:
         last = segments[-1]
         if last.stop == segment.stored and last.start + last.size == segment.start:
