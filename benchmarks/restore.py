@@ -152,30 +152,30 @@ def _rank(rank: int, size: int, store: CheckpointStore, meeting: Path, answer: C
     live = map_tensors(stand_ins, lambda stand_in: torch.zeros(stand_in.size(), dtype=stand_in.dtype).fill_(1))
     group.barrier(DEADLINE_S)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (man 5 proc)
-    before, held, began = _io(), _status("VmRSS"), time.perf_counter()
+    before, held, began = io_so_far(), status_of("VmRSS"), time.perf_counter()
     checkpoint = read_newest(store, group, store.candidates(print), print, lambda count: None)
     assert checkpoint is not None
     state = checkpoint.load(live, lambda: None)
-    seconds, after = time.perf_counter() - began, _io()
+    seconds, after = time.perf_counter() - began, io_so_far()
     for name, tensor in state["model"].items():
         assert tensor.data_ptr() == live["model"][name].data_ptr(), "not loaded in place"
     answer.send(
         {
             "read_mb": round((after["rchar"] - before["rchar"]) / 1e6, 2),
             "disk_mb": round((after["read_bytes"] - before["read_bytes"]) / 1e6, 2),
-            "memory_mb": round((_status("VmHWM") - held) / 1e6, 2),
+            "memory_mb": round((status_of("VmHWM") - held) / 1e6, 2),
             "seconds": round(seconds, 3),
         }
     )
     group.close()
 
 
-def _io() -> dict[str, int]:
+def io_so_far() -> dict[str, int]:
     """What this process has read so far, in bytes (man 5 proc)."""
     return {name: int(count) for name, count in re.findall(r"(\w+): (\d+)", Path("/proc/self/io").read_text())}
 
 
-def _status(name: str) -> int:
+def status_of(name: str) -> int:
     """A field of /proc/self/status, in bytes."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found, f"no {name} in /proc/self/status"

@@ -5,6 +5,7 @@ They are what the training was for: a wrong, half or silently older file would b
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -18,13 +19,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 from torch.optim.swa_utils import AveragedModel
 
 from tests.support.frozen import save_alone
 from tests.support.waiting import DEADLINE_S
 from trainer import compat
-from trainer.checkpoint import export
-from trainer.checkpoint.export import read_file, read_run, read_source, write
+from trainer.checkpoint import export_files
+from trainer.checkpoint.export import read_file, read_run, read_source
+from trainer.checkpoint.export_files import check_target, write, write_folder
 from trainer.checkpoint.pack import load
 from trainer.checkpoint.store import CheckpointStore, Manifest
 from trainer.checkpoint.weights import weights_sha256
@@ -89,6 +92,45 @@ def test_names_and_bits(run: RunDir, suffix: str) -> None:
     if suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"run": "first"}
+
+
+def test_large_weights(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's tools take no file above 5 GB: they read several by an index, and so does model.weights."""
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(5)))  # 440 bytes each
+    save(run, 5, state_of(model))
+    path = run.path / "model.safetensors"
+    write(path, {"old": torch.ones(3)}, {})
+    monkeypatch.setattr(export_files, "FILE_BYTES", 1000)
+    index, *files = write(path, read_run(run).tensors, {"run": "first"})
+    assert [file.name for file in files] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert index.name == "model.safetensors.index.json" and not path.exists(), "the old file would be taken instead"
+    names = json.loads(index.read_text())
+    assert names["metadata"] == {"total_size": 2200}
+    assert all(torch.equal(load_file(run.path / names["weight_map"][k])[k], v) for k, v in model.state_dict().items())
+    assert weights_sha256(read_source(index)) == weights_sha256(model.state_dict())
+    index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    with pytest.raises(ConfigError, match="names a file in another folder"):
+        read_source(index)
+    monkeypatch.setattr(export_files, "FILE_BYTES", 5000)
+    assert write(path, read_run(run).tensors, {}) == [path]
+    assert not index.exists(), "it would lead to the old files"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_for_torch_distributed_checkpoint(run: RunDir) -> None:
+    """Its own reader loads the folder; test_sharded_ranks.py loads one into a model that is sharded."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    save(run, 5, state_of(model))
+    out = run.path / "dcp"
+    write_folder(out, read_run(run).tensors)
+    assert {path.name for path in run.path.iterdir()} == {"checkpoints", "dcp"}
+    with pytest.raises(ConfigError, match="exists already; name a new folder"):
+        write_folder(out, {})
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    state = plain.state_dict()
+    checkpoint.load(state, checkpoint_id=out, no_dist=True)
+    plain.load_state_dict(state)
+    assert weights_sha256(plain.state_dict()) == weights_sha256(model.state_dict())
 
 
 def test_averaged_and_raw(run: RunDir) -> None:
@@ -317,7 +359,7 @@ def test_targets(tmp_path: Path) -> None:
         ".": "the name must end in",
     }.items():
         with pytest.raises(ConfigError, match=says):
-            export.check_target(tmp_path / name)
+            check_target(tmp_path / name)
     (tmp_path / "a.pt").mkdir()
     with pytest.raises(ConfigError, match="is a folder"):
-        export.check_target(tmp_path / "a.pt")
+        check_target(tmp_path / "a.pt")

@@ -109,7 +109,8 @@ def test_replicated_checkpoints_stay_as_they_are(store: CheckpointStore) -> None
     assert "sharding" not in text and json.loads(text)["format"] == 2
 
 
-@pytest.mark.parametrize(("saved", "now"), [(a, b) for a in [(1, 1), *SIZES] for b in [(1, 1), (1, 3), *SIZES]])
+@pytest.mark.parametrize("saved", [(1, 1), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("now", [(1, 1), (1, 3), (2, 1), (4, 1), (2, 2)])
 def test_any_sharding_to_any_other(saved: tuple[int, int], now: tuple[int, int], store: CheckpointStore) -> None:
     """A run that was sharded over four ranks continues on two, on one, and on four again."""
     state = state_of(5)
@@ -323,7 +324,7 @@ def bytes_of_shard(state: list[Tensor], shard: int, shards: int) -> bytes:
 COUNTS = st.tuples(st.integers(1, 6), st.integers(1, 2))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(states(), COUNTS, COUNTS, st.integers(1, 3))
 def test_bytes_are_computed(
     tmp_path_factory: pytest.TempPathFactory,

@@ -159,7 +159,7 @@ def test_ranks_that_cannot_share_a_state(sharding: str, nodes: int, each: int, h
 
 def test_a_custom_loop_shards_by_itself() -> None:
     """It would silently train with a copy on each rank."""
-    with pytest.raises(ConfigError, match=r"train\.sharding=full: examples\.custom_loop\.main is a custom loop"):
+    with pytest.raises(ConfigError, match=r"train.sharding=full: examples.custom_loop.main is a custom loop"):
         check_no_sharding(Config.load(None, ["task=examples.custom_loop.main", "train.sharding=full"]))
 
 

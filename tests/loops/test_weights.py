@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 from torchvision import models
 
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.runs import EVERYTHING, config
 from tests.support.undisturbed import undisturbed_folder, undisturbed_run
 from trainer import load_weights
-from trainer.checkpoint.export import read_run, write
+from trainer.checkpoint.export import read_run
+from trainer.checkpoint.export_files import write
 from trainer.checkpoint.weights import weights_sha256
 from trainer.commands.main import main
 from trainer.config.config import Config
@@ -97,6 +99,7 @@ def test_a_custom_loop_evaluates_itself(capfd: pytest.CaptureFixture[str]) -> No
     nn.Linear(2, 1).load_state_dict(load_weights(run.path))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_loaded_into_the_plain_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """By name, folder or file, from one rank or from two: what `export` has written is what `load_weights` returns."""
     for ranks in (1, 2):
@@ -112,6 +115,11 @@ def test_loaded_into_the_plain_model(tmp_path: Path, capfd: pytest.CaptureFixtur
         assert weights_sha256(load_weights(tmp_path / f"{ranks}.pt")) == fingerprint(run)["weights"]
         averaged = weights_sha256(load_weights(tmp_path / f"{ranks}.safetensors"))
         assert averaged == weights_sha256(load_weights(run.path)) != fingerprint(run)["weights"]
+    words = ["export", run.name, str(tmp_path / "folder"), "--format", "dcp", f"launch.root={run.path.parent}"]
+    assert main(words) == 0
+    assert capfd.readouterr().out.startswith(f"{tmp_path / 'folder'}: {run.name}, step 14, epoch 2")
+    checkpoint.load(state := network().state_dict(), checkpoint_id=tmp_path / "folder", no_dist=True)
+    assert weights_sha256(state) == averaged
     with pytest.raises(ConfigError, match="nowhere: no such run in"):
         load_weights("nowhere")
     with pytest.raises(ConfigError, match=r"nowhere\.pt: no such file"):

@@ -1,16 +1,15 @@
-"""Reads weights from a run's checkpoints or from a file, and writes them to a file that other tools read."""
+"""Reads weights from a run's checkpoints or from files."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.export_files import INDEX, SAFETENSORS, TORCH, files_of
 from trainer.checkpoint.store import (
     BY_LOSS,
     MANIFEST,
@@ -26,7 +25,6 @@ from trainer.config.errors import ConfigError, first_line
 from trainer.config.ranking import Ranking
 from trainer.rundir import RunDir
 
-SAFETENSORS, TORCH = ".safetensors", ".pt"
 READABLE = (SAFETENSORS, TORCH, ".pth", ".bin", ".ckpt")  # all but the first are what torch.save writes
 NESTED = ("state_dict", "model")  # where training scripts keep the weights in what they save
 TRIES = 5  # a run that is training may delete the checkpoint that is being read
@@ -68,7 +66,8 @@ def read_store(store: CheckpointStore, name: str, step: int | None, best: bool, 
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The named tensors in a file, on the CPU, by the names that they have there. Raises ConfigError.
+    """The named tensors in a file, or in those of an index, on the CPU, by the names that they have there. Raises
+    ConfigError.
 
     Of a file that torch.save wrote only the tensors are read: no code in it is run.
     """
@@ -77,6 +76,8 @@ def read_file(path: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     check_readable(path)
+    if path.name.endswith(INDEX):
+        return {name: tensor for file in files_of(path) for name, tensor in read_file(file).items()}
     try:
         if path.suffix == SAFETENSORS:
             return load_file(path)
@@ -114,52 +115,10 @@ def read_source(source: Path, step: int | None = None, best: bool = False, raw: 
     return read_file(source)
 
 
-def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> int:
-    """Write weights to a .safetensors or .pt file, and return its size in bytes. Raises ConfigError.
-
-    A file of that name is replaced in one step: at any moment it is the old one or the new one. No two of the tensors
-    may share memory. Only .safetensors has room for `metadata`.
-    """
-    import safetensors
-    import torch
-    from safetensors.torch import save_file
-
-    check_target(path)
-    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # as the umask has it; safetensors' own files can be read by nobody else
-        if path.suffix == SAFETENSORS:
-            save_file(dict(tensors), temporary, metadata=dict(metadata))
-        else:
-            torch.save(dict(tensors), temporary)
-        temporary.chmod(mode)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        size = temporary.stat().st_size
-        temporary.replace(path)
-    except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
-        raise ConfigError(f"{path}: cannot be written: {first_line(error)}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    return size
-
-
 def check_readable(path: Path) -> None:
     """Raise ConfigError unless the file's name says that it holds weights."""
-    if path.suffix not in READABLE:
+    if path.suffix not in READABLE and not path.name.endswith(INDEX):
         raise ConfigError(f"{path}: no such format; weights are in {', '.join(READABLE)} files, or in a run's folder")
-
-
-def check_target(path: Path) -> None:
-    """Raise ConfigError unless weights can be written to a file of this name."""
-    if path.suffix not in (SAFETENSORS, TORCH):
-        raise ConfigError(f"{path}: the name must end in {SAFETENSORS} or {TORCH}")
-    if path.is_dir():
-        raise ConfigError(f"{path}: is a folder; name a file in it")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}")
 
 
 def _choose(store: CheckpointStore, name: str, step: int | None, best: bool) -> int:

@@ -1,14 +1,16 @@
-"""export: write a run's weights to a file that other tools read."""
+"""export: write a run's weights to files that other tools read."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import __version__
+from trainer.checkpoint.export_files import DCP, check_target, write, write_folder
 from trainer.cluster import run_config, run_folders
 from trainer.commands.parsers import ROOT_KEY, Parser, add_checkpoint
 from trainer.rundir import RunDir
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Write the weights of a run's newest checkpoint to OUT, whose name ends in
 .safetensors or .pt. They are the averaged weights if train.ema_decay is set,
-by the names of the plain model. A file of that name is replaced."""
+by the names of the plain model. A file of that name is replaced. More than
+5 GB are written as several .safetensors files and OUT.index.json."""
 EPILOG = """\
 In Python, without a file: model.load_state_dict(trainer.load_weights(RUN))"""
 
@@ -32,26 +35,38 @@ def add_arguments(parser: Parser) -> None:
     # The default keeps argparse from listing these words among those that are required.
     parser.add_argument("overrides", nargs="*", default=[], metavar=ROOT_KEY, help="the folder that holds all runs")
     add_checkpoint(parser)
+    parser.add_argument(
+        "--format", choices=[DCP], help=f"{DCP}: a new folder OUT, for torch.distributed.checkpoint.load"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the file; returns the exit status."""
     from trainer.checkpoint import export
 
-    out = Path(os.path.expanduser(args.out))
-    export.check_target(out)
+    out, is_folder = Path(os.path.expanduser(args.out)), args.format == DCP
+    check_target(out, is_folder)
     folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
     weights = export.read_run(folder, args.step, args.best, args.raw)
     manifest = weights.manifest
-    size = export.write(out, weights.tensors, _metadata(folder, weights))
+    if is_folder:
+        files = write_folder(out, weights.tensors)
+    else:
+        files = write(out, weights.tensors, _metadata(folder, weights))
     parameters = counted(f"{sum(tensor.numel() for tensor in weights.tensors.values()):,}", "parameter")
     metrics = "".join(f", {name} {value:.4f}" for name, value in weights.metrics.items())
     print(
-        f"{out}: {folder.name}, step {manifest.step}, epoch {manifest.epoch}{metrics}; "
+        f"{out if is_folder else files[0]}: {folder.name}, step {manifest.step}, epoch {manifest.epoch}{metrics}; "
         f"{'averaged weights, ' if weights.averaged else ''}{parameters} in "
-        f"{counted(len(weights.tensors), 'tensor')}, {size / 1e6:.1f} MB"
+        f"{counted(len(weights.tensors), 'tensor')}, {_size(files)}"
     )
     return 0
+
+
+def _size(files: Sequence[Path]) -> str:
+    """How much has been written, and into how many files."""
+    size = f"{sum(file.stat().st_size for file in files) / 1e6:.1f} MB"
+    return size if len(files) == 1 else f"{size} in {len(files)} files"
 
 
 def _metadata(run: RunDir, weights: Weights) -> dict[str, str]:

@@ -1,0 +1,230 @@
+"""What it costs to save and to restore a sharded state, compared with torch.distributed.checkpoint (DCP).
+
+`python -m benchmarks.sharded_save [--rounds N] [--gigabytes N] [--folder F]`. A state of 2 GB is cut by rows over 1, 2,
+4 and 8 gloo ranks, as `train.sharding=full` cuts it. The ways take turns, in the same processes, with the same tensors:
+
+    laststep         CheckpointWriter, which hashes and fsyncs; the restore compares every hash
+    dcp.async_save   in a thread; fsyncs, no hashes
+    dcp.save         the same, while training waits
+
+Each figure is that of the slowest rank, or of the one with the most bytes: the stall, for which training would wait;
+the time until the checkpoint is complete on the disk; the time of the restore into the tensors that the ranks hold,
+from files that are dropped from the page cache where the system allows it; the bytes written and read; and the peak
+memory of a restore beyond what the rank held before. The first round, which fills reusable buffers, is dropped.
+
+With N ranks a rank of Laststep must write and read at most an Nth of the state and EXTRA_MB, and hold two pieces more
+than that during its restore; otherwise the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import multiprocessing
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks._measure import write_results
+from benchmarks.restore import cache, io_so_far, status_of
+from trainer.checkpoint.restore import PIECE_BYTES, read_newest
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from trainer.world.group import Group
+from trainer.world.join import register_rank
+from trainer.world.shard_place import ShardPlace, shard_rows
+from trainer.world.world import World
+
+SIZES = (1, 2, 4, 8)
+TENSORS = 100
+COLUMNS = 1000
+EXTRA_MB = 30.0
+DEADLINE_S = 1200.0
+OURS, ASYNC_SAVE, SAVE = "laststep", "dcp.async_save", "dcp.save"
+WAYS = (OURS, ASYNC_SAVE, SAVE)
+
+Figures = dict[str, float]
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure, print a table, write the results; returns 1 if a limit is missed."""
+    parser = argparse.ArgumentParser(prog="benchmarks.sharded_save", description="What it costs to save shards.")
+    parser.add_argument("--rounds", type=int, default=3, help="saves of each kind (default: 3)")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the state (default: 2)")
+    parser.add_argument(
+        "--folder", type=Path, help="a folder on the file system to measure (default: the temporary folder)"
+    )
+    given = parser.parse_args(words)
+    load_before = round(os.getloadavg()[0], 1)  # how busy the machine was with other work
+    rows = int(given.gigabytes * 1e9 / 4 / COLUMNS / TENSORS)
+    results = {}
+    for size in SIZES:
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            results[size] = measured(size, rows, given.rounds, Path(folder))
+    missed = print_table(results, 4 * rows * COLUMNS * TENSORS)
+    settings = {"load_before": load_before, "bytes": 4 * rows * COLUMNS * TENSORS, "rounds": given.rounds}
+    write_results("sharded_save", {**settings, "missed": missed, "results": results})
+    return int(missed > 0)
+
+
+def print_table(results: dict[int, dict[str, Figures]], size: int) -> int:
+    """Print the figures; returns how often a limit was missed."""
+    missed = 0
+    print(
+        f"{'ranks':>5}  {'':<14}  {'stall':>7}  {'save':>7}  {'restore':>7}  {'written':>9}  {'read':>9}  {'memory':>9}"
+    )
+    for ranks, ways in results.items():
+        for way, f in ways.items():
+            part = size / 1e6 / ranks + EXTRA_MB
+            most = (f["written_mb"], f["read_mb"], f["memory_mb"] - 2 * PIECE_BYTES / 1e6)
+            fails = way == OURS and max(most) > part
+            missed += fails
+            print(
+                f"{ranks:>5}  {way:<14}  {f['stall_s']:>5.2f} s  {f['save_s']:>5.2f} s  {f['restore_s']:>5.2f} s  "
+                f"{f['written_mb']:>6.0f} MB  {f['read_mb']:>6.0f} MB  {f['memory_mb']:>6.0f} MB"
+                f"{' MISSED' if fails else ''}"
+            )
+    return missed
+
+
+def measured(size: int, rows: int, rounds: int, folder: Path) -> dict[str, Figures]:
+    """The median figures of the slowest of `size` ranks, by way."""
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe() for _ in range(size)]
+    ranks = [
+        fork.Process(target=_rank, args=(rank, size, rows, rounds, folder, pipe))
+        for rank, (_, pipe) in enumerate(pipes)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        if not all(pipe.poll(DEADLINE_S) for pipe, _ in pipes):
+            raise TimeoutError(f"{size} ranks did not end within {DEADLINE_S:.0f} s")
+        found: list[dict[str, list[Figures]]] = [pipe.recv() for pipe, _ in pipes]
+    finally:
+        for process in ranks:
+            process.join(30)
+            process.kill()
+
+    def figure(way: str, name: str) -> float:
+        each = [max(one[way][number][name] for one in found) for number in range(1, rounds + 1)]
+        return round(statistics.median(each), 3)
+
+    return {way: {name: figure(way, name) for name in found[0][way][0]} for way in WAYS}
+
+
+class Rank:
+    """One rank with its shard of the state."""
+
+    def __init__(self, group: Group, rows: int, folder: Path) -> None:
+        self.group, self.folder = group, folder
+        world = group.world
+        self.place = ShardPlace(world.rank, world.size, 0, 1)
+        self.store = CheckpointStore(folder / OURS)
+        self.writer = CheckpointWriter(self.store, group.store, world.rank, world.size, group.device, self.place)
+        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
+        self.state = {f"tensor {number}": self._tensor(rows, mesh) for number in range(TENSORS)}
+
+    def _tensor(self, rows: int, mesh: DeviceMesh) -> Tensor:
+        begin, end = shard_rows(rows, self.place.shard, self.place.shards)
+        local = torch.rand(end - begin, COLUMNS)
+        return DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, COLUMNS)), stride=(COLUMNS, 1)
+        )
+
+    def round(self, number: int) -> dict[str, Figures]:
+        """One save and one restore in each way."""
+        return {way: self._save_and_restore(way, number) for way in WAYS}
+
+    def _save_and_restore(self, way: str, number: int) -> Figures:
+        path = self.folder / f"{way} {number}"
+        self.group.barrier(DEADLINE_S)
+        before, began = io_so_far(), time.perf_counter()
+        end = self._start(way, number, path)
+        stall = time.perf_counter() - began
+        end()
+        self.group.barrier(DEADLINE_S)
+        save, written = time.perf_counter() - began, io_so_far()["wchar"] - before["wchar"]
+        if self.group.world.rank == 0:
+            cache(self.store.folder if way == OURS else path, False)
+        self.group.barrier(DEADLINE_S)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (man 5 proc)
+        before, held, began = io_so_far(), status_of("VmRSS"), time.perf_counter()
+        self._restore(way, number, path)
+        restore, read = time.perf_counter() - began, io_so_far()["rchar"] - before["rchar"]
+        memory = status_of("VmHWM") - held
+        self.group.barrier(DEADLINE_S)
+        if self.group.world.rank == 0:
+            shutil.rmtree(self.store.folder if way == OURS else path)
+        return {
+            "stall_s": round(stall, 4),
+            "save_s": round(save, 3),
+            "restore_s": round(restore, 3),
+            "written_mb": round(written / 1e6, 1),
+            "read_mb": round(read / 1e6, 1),
+            "memory_mb": round(memory / 1e6, 1),
+        }
+
+    def _start(self, way: str, number: int, path: Path) -> Callable[[], object]:
+        """Start a save; what this returns waits for its end."""
+        if way == OURS:
+            state = {"position": {"step": number}, "model": self.state}
+            self.writer.start(CheckpointInfo(number, 1, number, {}), state, lambda: None, 1, 0)
+            return self._wait
+        if way == SAVE:
+            dcp.save(dict(self.state), checkpoint_id=path)
+            return lambda: None
+        saving = dcp.async_save(dict(self.state), checkpoint_id=path)
+        assert isinstance(saving, Future)
+        return saving.result
+
+    def _wait(self) -> None:
+        if not self.writer.wait(DEADLINE_S) or self.writer.error:
+            raise self.writer.error or TimeoutError("a save did not end")
+
+    def _restore(self, way: str, number: int, path: Path) -> None:
+        if way != OURS:
+            return dcp.load(dict(self.state), checkpoint_id=path)
+        group = copy.copy(self.group)  # an attempt restores once, with keys that nobody has set before
+        group.store = group.store.with_prefix(f"round {number}")
+        candidates = self.store.candidates(print) if group.world.rank == 0 else iter(())
+        checkpoint = read_newest(self.store, group, candidates, print, lambda count: None)
+        assert checkpoint is not None
+        checkpoint.load({"model": self.state}, lambda: None)
+
+
+def _rank(rank: int, size: int, rows: int, rounds: int, folder: Path, answer: Connection) -> None:
+    """The body of a rank's process."""
+    torch.set_num_threads(1)
+    hosts = ("localhost",) * size
+    world = World(rank, size, rank, size, 0, 1, hosts, "sharded", 0, "sharded-0", "benchmark", False)
+    try:
+        group = register_rank(world, torch.device("cpu"), "gloo", folder / "meeting" / "sharded.json", DEADLINE_S)
+        group.connect(DEADLINE_S)
+        group.connect_alone()
+        one = Rank(group, rows, folder)
+        figures = [one.round(number) for number in range(1, rounds + 2)]
+        answer.send({way: [each[way] for each in figures] for way in WAYS})
+        one.writer.close()
+        group.close()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # the others wait for this rank: the deadline ends them
+
+
+if __name__ == "__main__":
+    sys.exit(main())
