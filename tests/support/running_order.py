@@ -23,6 +23,7 @@ SLOW = (
     "attempt/test_restore",
     "attempt/test_stops",
     "checkpoint/test_interval.py::test_a_run",
+    "checkpoint/test_sharded_ranks",
     "checkpoint/test_store.py::test_manifest_bit_flips",
     "checkpoint/test_writer.py::test_pack_round_trip",
     "cluster/test_branch",
