@@ -17,7 +17,13 @@ from tests.support.runs import config as a_config
 from trainer.config.config import Config
 from trainer.records.metrics import read_lines
 
-SHARDED = ("task=tests.support.tasks.Faulty", "train.batch_size=8", "optim.name=adamw", "optim.lr=0.001", "optim.clip_norm=1")
+SHARDED = (
+    "task=tests.support.tasks.Faulty",
+    "train.batch_size=8",
+    "optim.name=adamw",
+    "optim.lr=0.001",
+    "optim.clip_norm=1",
+)
 HYBRID = (*SHARDED, "train.sharding=hybrid")
 FULL = (*SHARDED, "train.sharding=full")
 COPIED = (*FULL, "checkpoint.replicas=1")
