@@ -20,6 +20,7 @@ SLOW = (
     "attempt/test_finished",
     "attempt/test_node_faults",
     "attempt/test_rescue",
+    "attempt/test_sharded_rescue",
     "attempt/test_restore",
     "attempt/test_stops",
     "checkpoint/test_interval.py::test_a_run",
