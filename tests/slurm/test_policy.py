@@ -134,14 +134,15 @@ def test_a_node_dies(fragile: User) -> None:
 
 
 def test_a_node_is_soon_back(fragile: User) -> None:
-    """A node loses its slurmd and its rank, and is back before anybody has noticed. srun would wait for that rank
-    without end, and the next one for the CPUs that the old step still seems to have."""
+    """A node loses its slurmd and its rank, and is back before Slurm has noticed. srun would wait for that rank without
+    end, and the next one for the CPUs that the old step still seems to have."""
     fragile.types(*TWO_RANKS, "--name", "back")
     fragile.waits_for("back", IN_EPOCH_2)
     job = fragile.job_of("back")
     nodes = fragile.cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip()
     _, other = fragile.cluster.run("scontrol", "show", "hostnames", nodes).split()
     fragile.kills_node(other)
+    fragile.waits_for("back", "attempt ended (failed)")  # srun would kill the other rank if slurmd were back already
     fragile.cluster.start_daemon(f"slurmd.{other}")
     first = comes_back(fragile, "back")
     assert (first["reason"], first["lost_steps"], first["blamed"]) == ("failed", 0, [other])
