@@ -31,6 +31,7 @@ from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 from trainer.world import run_lock
 from trainer.world.neighbour import Neighbour
+from trainer.world.shard_place import ShardPlace
 from trainer.world.signals import Signals
 from trainer.world.watchdog import Fault
 from trainer.world.world import World
@@ -143,6 +144,7 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
     run_lock.acquire(attempt._run_dir.lock, attempt._state.world)
     forever = threading.Event()
     loop.position.place, loop.saves.saving, loop.saves.saved.step = (5, 0, False, False), None, 3
+    loop.place, loop.freeze_copies.return_value = ShardPlace(0, 1, 0, 1), []
     frozen = loop.frozen.return_value.__enter__ = Mock()
     frozen.return_value.bytes = 64
     loop.frozen.return_value.__exit__ = Mock(return_value=None)

@@ -54,7 +54,7 @@ def test_a_killed_rank(user: User) -> None:
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0, said
     assert "resuming after step" in said, "--follow streams through the restart"
-    assert starts(user, "kept") == [("failed", 0, 0, 0), ("finished", 0, 1, 0)]
+    assert starts(user, "kept") == [("failed", 0, 0, 0), ("finished", 0, 2, 0)], "step 1 asked the node"
     assert requeues(user, "kept") == 0
     first, second = user.attempts("kept")
     assert (first["job_id"], first["hosts"]) == (second["job_id"], second["hosts"])
@@ -123,7 +123,7 @@ def test_a_signal_between_two_starts(
     ("name", "signal", "ends"),
     [
         ("usr2", ("--signal=USR2",), [("preempted", 0, 0, 1), ("finished", 1, 0, 0)]),
-        ("term", ("--signal=TERM",), [("finished", 0, 1, 0)]),
+        ("term", ("--signal=TERM",), [("finished", 0, 2, 0)]),
         ("scancel", (), []),
     ],
 )

@@ -138,7 +138,14 @@ def test_a_keeper_without_memory(links: Links, capfd: pytest.CaptureFixture[str]
     first.send(copy_of(0, 10))
     assert first.wait(DEADLINE_S) and first.error
     assert second.freeze(0.0) is None
-    assert "keeps no copies of rank 0 any more" in capfd.readouterr().out
+    said = ""
+
+    def says_so() -> bool:
+        nonlocal said
+        said += capfd.readouterr().out
+        return "keeps no copies of rank 0 any more" in said
+
+    wait_until(says_so, "the keeper did not say so")
 
 
 def test_a_stranger_is_refused(links: Links) -> None:

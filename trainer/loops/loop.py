@@ -57,8 +57,7 @@ class Loop(Rescued):
 
     def __init__(self, context: AttemptContext) -> None:
         self.config, self.group, self.stop, self.watch = context.config, context.group, context.stop, context.watch
-        self.startup = context.phases
-        run, world = context.run, context.group.world
+        self.startup, run, world = context.phases, context.run, context.group.world
         super().__init__(self.group.device)
         self.rank, self.size = world.rank, world.size
         self.place = ShardPlace(0, 1, self.rank, self.size)
