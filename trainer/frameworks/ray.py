@@ -34,7 +34,7 @@ except ImportError as error:
 
 POLL_S = 0.5
 REFUSED = 2  # a rank's exit status when it has refused its configuration
-PACKAGE = Path(compat.__file__).parent
+PACKAGE = Path(__file__).parent.parent
 KEEPER = (sys.executable, "-IS", str(ray_keeper.__file__))
 
 
