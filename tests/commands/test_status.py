@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,17 @@ def attempt(number: int, reason: str | None, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def runs(slurm: Path, here: Path) -> Path:
+def noon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """It is between 12 and 13 h: a start of an hour ago has no date, which would take another column's place."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", f"TEST{time.gmtime().tm_hour - 12:+}")  # hours west of Greenwich
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.fixture
+def runs(slurm: Path, here: Path, noon: None) -> Path:
     """34 runs: one at work, the oldest; one that failed, with a long reason, the newest; the others are queued."""
     (slurm / "squeue").write_text(fake_squeue("1", **{f"_{job}": "Priority" for job in (2, *range(10, 40))}))
     make("baseline", "1", attempt(0, None), steps=1300, age_s=500)
