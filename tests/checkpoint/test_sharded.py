@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.checkpoint.test_restore import Rank, ThreadGroup, flip, together
 from tests.checkpoint.test_writer import info_of, nothing, same
-from tests.support.sharded import is_cut, local, places, pretended_rank, sharded, sharded_state
+from tests.support.sharded import is_cut, live_state, local, places, pretended_rank, sharded, sharded_state
 from tests.support.waiting import DEADLINE_S
 from trainer.checkpoint import restore, stripes
 from trainer.checkpoint.frozen import FrozenState
 from trainer.checkpoint.pack import Packed, aligned, load, map_tensors, tensors_of
 from trainer.checkpoint.restore import shares
-from trainer.checkpoint.shards import Like, live_state, shard_count
+from trainer.checkpoint.shards import Like, shard_count
 from trainer.checkpoint.store import CheckpointError, CheckpointStore
 from trainer.checkpoint.stripes import Stripe
 from trainer.checkpoint.weights import weights_of, weights_sha256

@@ -18,13 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from tests.checkpoint.test_writer import Rank, Ranks, end, info_of, nothing
-from tests.support.sharded import local
+from tests.support.sharded import live_state, local
 from tests.support.worlds import a_world
 from trainer.checkpoint.export import read_store
 from trainer.checkpoint.export_files import write_folder
 from trainer.checkpoint.pack import load, tensors_of
 from trainer.checkpoint.restore import read_newest
-from trainer.checkpoint.shards import live_state
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import weights_of, weights_sha256
 from trainer.world.group import Group

@@ -7,7 +7,7 @@ tensor's shape and the number of shards, see `shard_rows`. All other tensors bel
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from trainer.world.shard_place import shard_rows
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-    from torch.optim import Optimizer
 
 
 class Like(NamedTuple):
@@ -61,16 +60,6 @@ def new_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     local = torch.empty_like(local_of(tensor), dtype=dtype, memory_format=torch.contiguous_format)
     shape, stride = tensor.shape, tensor.stride()
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
-
-
-def live_state(optimizer: Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()`, for a checkpoint to be loaded into. An optimiser makes its state in its first step, so
-    until then there is a `Like` for each sharded parameter."""
-    live = optimizer.state_dict()
-    numbers = (number for group in live["param_groups"] for number in group["params"])
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    likes = {number: Like(parameter) for number, parameter in zip(numbers, parameters) if shard_count(parameter)}
-    return {**live, "state": {**likes, **live["state"]}}
 
 
 def range_of(tensor: Tensor, shard: int, shards: int) -> tuple[int, int]:
