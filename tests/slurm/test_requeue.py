@@ -175,13 +175,13 @@ def test_an_expedited_requeue(tmp_path: Path) -> None:
     try:
         user = User(cluster, tmp_path / "runs")
         expedites = can_expedite(cluster.run("sbatch", "--version"))
-        user.types("--name", "soon", *WAITS)
+        user.types("--name", "soon", *WAITS, "train.epochs=3")  # long enough that the second attempt holds too
         user.waits_for("soon", "holds in its step 8")
         job = user.job_of("soon")
         assert ("--requeue=expedite" in (user.run("soon").logs / f"{job}_submission.sh").read_text()) is expedites
         cluster.run("scontrol", "requeue", job)
         (first,) = user.waits_for_end("soon", "preempted")
-        user.waits_for("soon", "resuming after step 8")
+        user.waits_for("soon", "holds in its step 8", times=2)
         (second,) = read_lines(user.run("soon").attempt_now)
         assert (second["job_id"], second["restart"], second["start_step"]) == (job, 1, first["end_step"])
         assert not expedites or second["start"] - first["end"] < CRED_EXPIRE_S + 1, "Slurm has held the job"
