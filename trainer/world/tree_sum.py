@@ -4,12 +4,11 @@ The tree is that of `tree_sum` over all shares. Each rank has 2^k neighbouring s
 it, and the sum over the ranks continues where the ranks' own sums end. The result therefore depends neither on the
 number of ranks nor on the choices of gloo or NCCL, which here move data but never add: an all-to-all brings the same
 chunk of all ranks to one of them, which adds these pieces, and an all-gather brings the sums to all. That sends as many
-bytes as a ring all-reduce.
+bytes as a ring all-reduce. gloo's all-gather would collect into new memory and copy from there, so with gloo each rank
+broadcasts its chunk instead.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -57,18 +56,25 @@ class BucketSum:
         missing = -len(buffer) % size
         self._whole = torch.nn.functional.pad(buffer, (0, missing)) if missing else buffer
         self._scattered = ScatteredSum(self._whole, size, received)
-        self._finish: Callable[[], object] | None = None
+        self._gathering: list[dist.Work] = []
 
     def gather(self) -> None:
         """The second half: start to collect the chunks."""
-        if self._finish is None:
-            work = dist.all_gather_into_tensor(self._whole, self._scattered.wait(), async_op=True)
-            self._finish = work.wait
+        if self._gathering:
+            return
+        chunk = self._scattered.wait()
+        if self._whole.is_cuda:
+            self._gathering = [dist.all_gather_into_tensor(self._whole, chunk, async_op=True)]
+        else:
+            chunks = self._whole.chunk(dist.get_world_size())
+            chunks[dist.get_rank()].copy_(chunk)
+            self._gathering = [dist.broadcast(one, rank, async_op=True) for rank, one in enumerate(chunks)]
 
     def wait(self) -> Tensor:
         """The bucket with the sum in it."""
-        assert self._finish is not None
-        self._finish()
+        assert self._gathering
+        for work in self._gathering:
+            work.wait()
         if self._whole is not self._buffer:
             self._buffer.copy_(self._whole[: len(self._buffer)])
         return self._buffer
