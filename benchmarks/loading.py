@@ -1,16 +1,17 @@
-"""The throughput of the input pipeline without a model, compared with torchvision's reference and PyTorch's MNIST
-example.
+"""The throughput of the input pipeline without a model, compared with other pipelines.
 
 `python -m benchmarks.loading [--turns N]`. The photos are JPEGs generated from a fixed seed, with noise at every scale
 as in real photos. The reference reads them as torchvision's references/classification does by default (PIL,
 RandomResizedCrop, flip, PILToTensor, ConvertImageDtype, Normalize, default collate), except that its workers persist
-across epochs. The digits are mnist-5k. Both pipelines produce floats on the CPU; in a run with a GPU, Laststep would
-convert pixels to floats there.
+across epochs. TorchCodec and NVIDIA's DALI, on its CPU backend with one thread, are included without workers if they
+are installed (`pip install torchcodec nvidia-dali-cuda120`). The digits are mnist-5k, and the reference is PyTorch's
+MNIST example. All pipelines produce floats on the CPU; in a run with a GPU, Laststep would convert pixels to floats
+there.
 
-The two take turns. The first epoch of each turn, which starts the workers, does not count. Throughput is images per
-second of CPU time, of the rank and its workers together, i.e. per core: other processes on the machine disturb that
-less than wall-clock time. A ratio compares the two within one turn. If a median ratio is below the limit, the exit
-status is 1.
+They take turns. The first epoch of each turn, which starts the workers, does not count. Throughput is images per second
+of CPU time, of the rank and its workers together, i.e. per core: other processes on the machine disturb that less than
+wall-clock time. A ratio compares Laststep with another within one turn. If the median ratio to the reference is below
+the limit, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,18 +41,22 @@ from torchvision.transforms import (
     RandomHorizontalFlip,
     RandomResizedCrop,
     ToTensor,
+    v2,
 )
 
 from benchmarks._measure import spread, write_results
 from trainer.config.config import Config
 from trainer.data.catalog import DATASETS, MNIST_5K
+from trainer.data.image_files import AREA, ASPECT
 from trainer.data.loader import LoaderFactory, TrainBatchKeys
 from trainer.data.order import Order
 from trainer.tasks.classification import Classification
 from trainer.world.group import Group
 from trainer.world.launchers import detect_world
 
-LIMIT = 1.3
+LIMIT = 1.3  # Laststep's throughput to the reference's
+OURS, REFERENCE = "laststep", "reference"
+OPTIONAL = {"torchcodec": "torchcodec", "dali": "nvidia-dali-cuda120"}  # the package of each
 QUALITY = 88
 
 
@@ -103,23 +108,47 @@ def main(words: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name, workload in WORKLOADS.items():
             root = photos(Path(folder), workload) if workload.width else Path(folder)
-            taken = [[trial(of(workload, root), workload.epochs) for of in (ours, reference)] for _ in range(turns)]
-            ratio = spread([mine.per_core / theirs.per_core for mine, theirs in taken])
-            missed += ratio["median"] < LIMIT
-            for contender, trials in zip(("laststep", "reference"), zip(*taken)):
-                per_core, by_clock = (spread(values, 1) for values in zip(*trials))
-                figures.append({"workload": name, "contender": contender, "per_core": per_core, "by_clock": by_clock})
-                beside = f"{ratio['median']:>7.2f} {ratio['p10']:>4.1f} - {ratio['p90']:>4.1f}"
+            contenders = contenders_for(workload)
+            taken = [
+                {name: trial(of(workload, root), workload.epochs) for name, of in contenders.items()}
+                for _ in range(turns)
+            ]
+            for contender in contenders:
+                per_core, by_clock = (spread(values, 1) for values in zip(*(turn[contender] for turn in taken)))
+                figure = {"workload": name, "contender": contender, "per_core": per_core, "by_clock": by_clock}
+                beside = ""
+                if contender != OURS:
+                    ratio = spread([turn[OURS].per_core / turn[contender].per_core for turn in taken])
+                    figure["ratio"] = ratio  # Laststep's throughput to this one's
+                    missed += contender == REFERENCE and ratio["median"] < LIMIT
+                    beside = f"{ratio['median']:>7.2f} {ratio['p10']:>4.1f} - {ratio['p90']:>4.1f}"
+                figures.append(figure)
                 print(
                     f"{per_core['median']:>15.0f} {per_core['p10']:>7.0f} - {per_core['p90']:>7.0f} "
-                    f"{by_clock['median']:>13.0f} {beside if contender == 'laststep' else '':>19}  {contender}, {name}",
+                    f"{by_clock['median']:>13.0f} {beside:>19}  {contender}, {name}",
                     flush=True,
                 )
-            figures[-2]["ratio"] = ratio
-    versions = {package: version(package) for package in ("torchvision", "pillow")}
+    packages = ("torchvision", "pillow", *filter(_installed, OPTIONAL.values()))
+    versions = {package: version(package) for package in packages}
     about = {"load_before": load, **versions, "turns": turns, "limit": LIMIT, "limits_missed": missed}
     write_results("loading", {**about, "figures": figures})
     return int(missed > 0)
+
+
+def contenders_for(workload: Workload) -> dict[str, Callable[[Workload, Path], Contender]]:
+    """What takes turns with Laststep."""
+    contenders: dict[str, Callable[[Workload, Path], Contender]] = {OURS: ours, REFERENCE: reference}
+    if workload.width and not workload.workers and not workload.cache:
+        more = {"torchcodec": torchcodec, "dali": dali}
+        contenders |= {name: of for name, of in more.items() if _installed(OPTIONAL[name])}
+    return contenders
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
 
 
 def trial(contender: Contender, epochs: int) -> Trial:
@@ -169,6 +198,40 @@ def reference(workload: Workload, root: Path) -> Contender:
     workers = workload.workers
     loader = DataLoader(dataset, workload.batch_size, True, num_workers=workers, persistent_workers=workers > 0)
     return loader, lambda batch: batch
+
+
+def torchcodec(workload: Workload, root: Path) -> Contender:
+    """The reference with TorchCodec's decoder and transforms on tensors."""
+    from torchcodec.decoders import decode_image
+
+    info = DATASETS["imagefolder"]
+    crop = [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)]
+    transform = v2.Compose([*crop, v2.Normalize(info.mean, info.std)])
+    dataset = ImageFolder(str(root / "train"), transform, loader=lambda path: decode_image(path, mode="RGB"))
+    return DataLoader(dataset, workload.batch_size, True), lambda batch: batch
+
+
+def dali(workload: Workload, root: Path) -> Contender:
+    """The same samples, drawn by DALI."""
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.base_iterator import LastBatchPolicy
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+    info = DATASETS["imagefolder"]
+
+    def samples() -> tuple[Any, Any]:
+        files, labels = fn.readers.file(file_root=str(root / "train"), random_shuffle=True, name="files")
+        crop = fn.decoders.image_random_crop(files, random_area=AREA, random_aspect_ratio=ASPECT)
+        pixels = fn.resize(crop, resize_x=224, resize_y=224)
+        scale = {"mean": [255 * mean for mean in info.mean], "std": [255 * std for std in info.std]}
+        return fn.crop_mirror_normalize(pixels, mirror=fn.random.coin_flip(), dtype=types.FLOAT, **scale), labels
+
+    pipeline = pipeline_def(samples, batch_size=workload.batch_size, num_threads=1, device_id=None)()
+    epoch = {"reader_name": "files", "auto_reset": True, "last_batch_policy": LastBatchPolicy.PARTIAL}
+    return DALIGenericIterator(pipeline, ["pixels", "labels"], **epoch), lambda batch: (
+        batch[0]["pixels"],
+        batch[0]["labels"],
+    )
 
 
 def photos(folder: Path, workload: Workload) -> Path:

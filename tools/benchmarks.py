@@ -216,15 +216,14 @@ def _loading(figures: list[dict[str, Any]]) -> Iterator[Row]:
         ("photos of 500x375, decoded once", "500x375, decoded once (`data.args.cache=true`)", "the same pipeline"),
         ("digits of mnist-5k", "5,000 digits in memory", "PyTorch's MNIST example"),
     ):
-        ours, reference = (
-            next(
-                figure["per_core"]["median"]
-                for figure in figures
-                if (figure["workload"], figure["contender"]) == (f"{workload}, 0 workers", contender)
-            )
-            for contender in ("laststep", "reference")
-        )
-        yield f"loading, images/s per core: {what} (`loading`)", _count(ours), f"{peer} {_count(reference)}"
+        found = {
+            figure["contender"]: _count(figure["per_core"]["median"])
+            for figure in figures
+            if figure["workload"] == f"{workload}, 0 workers"
+        }
+        names = {"reference": peer, "torchcodec": "TorchCodec", "dali": "DALI on the CPU"}
+        beside = [f"{names[contender]} {figure}" for contender, figure in found.items() if contender in names]
+        yield f"loading, images/s per core: {what} (`loading`)", found["laststep"], "; ".join(beside)
 
 
 def _memory(memory: dict[str, Any]) -> Iterator[Row]:
