@@ -33,7 +33,8 @@ from trainer.world.exported import free_port
 CLOCK = "LASTSTEP_BENCHMARK_CLOCK"  # in the environment of rank 0: the file to which it writes when its steps begin
 MOST_STEPS = 1 << 22
 FIRST_STEPS = 5  # after them a training has started
-WARM_UP = 2  # rounds that do not count
+FEWEST_STEPS = 2  # whole ones, in a turn
+WARM_UP, WARM_UP_S = 2, 1.5  # rounds that do not count, and how long their turns take
 DEADLINE_S = 300.0
 
 
@@ -65,6 +66,7 @@ class Training:
             file.truncate(8 * MOST_STEPS)
         self._clock = _mapped(path)
         self._seen = 0  # steps that earlier turns have read
+        self._steps = self._sent = 0  # in all turns: steps begun, and bytes sent on the loopback device
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         self.processes = []
         with self._log.open("wb") as log:
@@ -85,8 +87,11 @@ class Training:
 
     def await_start(self) -> None:
         """Wait for the first steps. Raises TimeoutError, or RuntimeError if a rank ends, with the log."""
+        self._await_step(FIRST_STEPS)
+
+    def _await_step(self, number: int) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        while not self._clock[FIRST_STEPS]:
+        while not self._clock[number]:
             self.check_alive()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no step in {DEADLINE_S:.0f} s:\n{self._log.read_text()}")
@@ -104,16 +109,24 @@ class Training:
                 os.killpg(process.pid, number)
 
     def turn(self, seconds: float) -> float:
-        """Let it train for this long, then freeze it again; returns the mean seconds of a step."""
-        began = time.monotonic()
+        """Let it train for this long and at least FEWEST_STEPS, then freeze it; returns the mean seconds of a step."""
+        before, began = _loopback_bytes(), time.monotonic()
         self.signal(signal.SIGCONT)
         time.sleep(seconds)
+        self._await_step(self._seen + FEWEST_STEPS)
         ended = time.monotonic()
         self.signal(signal.SIGSTOP)
         self.check_alive()
         new = list(itertools.takewhile(bool, self._clock[self._seen :]))
         self._seen += len(new)
+        self._steps += sum(moment >= began for moment in new)
+        self._sent += _loopback_bytes() - before
         return mean_step_s(new, began, ended)
+
+    def sent_bytes(self) -> float:
+        """Bytes per step that its ranks have sent to each other during its turns. Nothing else should use the loopback
+        device meanwhile."""
+        return self._sent / max(1, self._steps)
 
     def stop(self) -> None:
         """Ask its ranks to stop, and wait until they have."""
@@ -126,6 +139,11 @@ class Training:
         self.signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
+
+
+def _loopback_bytes() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next((int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0)
 
 
 def mean_step_s(beginnings: Sequence[float], began: float, ended: float) -> float:
@@ -141,6 +159,7 @@ class Comparison(NamedTuple):
 
     plain_s: list[float]  # one more than ours
     ours_s: list[float]
+    sent: list[float]  # bytes per step, of both
 
     def ratios(self) -> list[float]:
         """Each turn of ours compared with the mean of the turns of the plain training before and after it."""
@@ -164,9 +183,9 @@ def compare(
             training.signal(signal.SIGSTOP)
         first, second = both
         for training in WARM_UP * both:
-            training.turn(turn_s)
-        found = Comparison([first.turn(turn_s)], [])
+            training.turn(WARM_UP_S)
+        plain_s, ours_s = [first.turn(turn_s)], []
         for _ in range(pairs):
-            found.ours_s.append(second.turn(turn_s))
-            found.plain_s.append(first.turn(turn_s))
-    return found
+            ours_s.append(second.turn(turn_s))
+            plain_s.append(first.turn(turn_s))
+        return Comparison(plain_s, ours_s, [training.sent_bytes() for training in both])
