@@ -1,28 +1,52 @@
-"""Run all benchmarks one after another: `python -m benchmarks`, about 15 minutes on two cores.
+"""Run the benchmarks of docs/benchmarks.md one after another: `python -m benchmarks [NAME ...]`, about 15 minutes.
 
-Each writes its figures to results/. Where no Slurm can be started, `submit` says so and measures nothing. The
-comparison with other trainers is a separate package, benchmarks.peers.
+Each writes its figures to results/; at the end comes a table of all limits with their verdicts. The exit status is 1 if
+a benchmark failed, or missed a limit by more than the noise. Run nothing else meanwhile. Where no Slurm can be started,
+`submit` says so and measures nothing.
+
+Only when named: `scale` and `replicas`, which have no limits, and `gpu` and `sharded_save`. The comparison with other
+trainers is a separate package, benchmarks.peers.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from benchmarks._measure import PROJECT
+from benchmarks._measure import CHECK_TITLES, MISSED, PROJECT, RESULTS, check_line
+
+FOUND = {path.stem for path in Path(__file__).parent.glob("[!_]*.py")}
+BY_NAME_ONLY = {"gpu", "replicas", "scale", "sharded_save"}
 
 
 def main() -> int:
-    """Run each benchmark; returns 1 if any of them missed its limit or failed."""
-    began, missed = time.monotonic(), []
-    for path in sorted((PROJECT / "benchmarks").glob("[!_]*.py")):
-        print(f"== {path.stem}, after {time.monotonic() - began:.0f} s", flush=True)
+    """Run each benchmark; returns 1 if any of them failed or missed a limit."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description="Run the benchmarks, and check their limits.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(sorted(FOUND))}")
+    names = parser.parse_args().names
+    if unknown := set(names) - FOUND:
+        parser.error(f"{', '.join(sorted(unknown))}: no such benchmark")
+    began, failed, lines = time.monotonic(), [], []
+    for name in names or sorted(FOUND - BY_NAME_ONLY):
+        started, results = time.monotonic(), RESULTS / f"{name}.json"
+        before = results.stat().st_mtime_ns if results.exists() else 0
+        print(f"== {name}, after {started - began:.0f} s", flush=True)
         # A separate process each: fragmented memory left behind by one would slow down the next.
-        if subprocess.run([sys.executable, "-m", f"benchmarks.{path.stem}"], cwd=PROJECT).returncode:
-            missed.append(path.stem)
-    print(f"== {time.monotonic() - began:.0f} s in total; limits missed: {', '.join(missed) or 'none'}")
-    return int(bool(missed))
+        status = subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=PROJECT).returncode
+        measured = results.exists() and results.stat().st_mtime_ns != before
+        checks = json.loads(results.read_text()).get("checks", []) if measured else []
+        missed = any(check["verdict"] == MISSED for check in checks)
+        if status and not missed:
+            failed.append(name)
+        took = f"{name}, {time.monotonic() - started:.0f} s"
+        lines += [f"{took}: failed" if name in failed else took, *map(check_line, checks)]
+    print(f"\n{CHECK_TITLES} of limit", *lines, sep="\n")
+    print(f"{time.monotonic() - began:.0f} s in total; failed: {', '.join(failed) or 'none'}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

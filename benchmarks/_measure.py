@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import platform
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from trainer.rundir import RunDir
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 DEADLINE_S = 120.0
+MET, MISSED, NOISE = "met", "missed", "within noise"
 
 
 def machine(packages: Sequence[str] = ("torch", "submitit", "omegaconf")) -> dict[str, Any]:
@@ -50,6 +53,65 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
         "max": max(values),
     }
     return {name: round(figure, digits) for name, figure in figures.items()}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """A confidence interval of at least 95 % for the median: from the kth smallest value to the kth largest (the sign
+    test). Fewer than six values cannot give that: then it is from the smallest to the largest."""
+    count, ordered = len(values), sorted(values)
+    tails = (2 * sum(math.comb(count, i) for i in range(k)) / 2**count for k in range(1, count // 2 + 1))
+    k = max(1, sum(tail <= 0.05 for tail in tails))
+    return ordered[k - 1], ordered[-k]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A limit, and the repeated measurements whose median must keep it; or a single number."""
+
+    what: str
+    limit: float
+    values: Sequence[float]
+    unit: str = ""
+    at_least: bool = False  # the limit is the lowest acceptable value, not the highest
+    counts: bool = True  # whether a miss fails the benchmark
+
+    def verdict(self) -> str:
+        """MET or MISSED; NOISE if the limit lies within the confidence interval of the median."""
+        low, high = interval(self.values)
+        if self.at_least:
+            return MET if low >= self.limit else MISSED if high < self.limit else NOISE
+        return MET if high <= self.limit else MISSED if low > self.limit else NOISE
+
+    def record(self) -> dict[str, Any]:
+        """What results/NAME.json keeps of it."""
+        figures = dict(zip(("median", "low", "high"), (statistics.median(self.values), *interval(self.values))))
+        return {
+            **{"what": self.what, "limit": self.limit, "unit": self.unit, "at_least": self.at_least},
+            **{name: round(figure, 4) for name, figure in figures.items()},
+            **{"counts": self.counts, "verdict": self.verdict()},
+        }
+
+
+def check_line(record: dict[str, Any]) -> str:
+    """The line of a table for `Check.record`: limit, median and its interval, verdict, what was measured."""
+    limit = f"{'>=' if record['at_least'] else '<='} {record['limit']:g}"
+    spread = f"({record['low']:.4g} - {record['high']:.4g})" if record["low"] < record["high"] else ""
+    verdict = record["verdict"] + ("" if record["counts"] else ", does not count")
+    return f"{limit:>9}  {record['median']:>8.4g} {spread:<19} {record['unit']:<3} {verdict:<13} {record['what']}"
+
+
+CHECK_TITLES = f"{'limit':>9}  {'median':>8} {'(95 %)':<19} {'':<3} {'verdict':<13}"
+
+
+def conclude(name: str, results: dict[str, Any], checks: Sequence[Check]) -> int:
+    """Print the verdict on each limit and write the results; returns the exit status: 1 if a limit that counts is
+    missed. One that is within the noise is not."""
+    records = [check.record() for check in checks]
+    print(CHECK_TITLES)
+    for record in records:
+        print(check_line(record))
+    write_results(name, {**results, "checks": records})
+    return int(any(record["verdict"] == MISSED and record["counts"] for record in records))
 
 
 def write_results(name: str, results: dict[str, Any]) -> None:

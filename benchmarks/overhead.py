@@ -1,14 +1,15 @@
 """The time of a training step compared with a bare loop that does the same training.
 
-`python -m benchmarks.overhead [--trials N]`. Two models on CPUs, on 1 and on 2 ranks of one thread each: a 64-64-10
-perceptron on batches of 32 per rank, whose step is almost free, and a wider one whose step takes 10 ms or more. The
-bare loop is a minimal hand-written one, written to be fast. Laststep, around a Task and around a custom loop, has
-everything on: metrics of every step, progress, stop agreement, watchdog, an asynchronous save every second or two,
-TensorBoard. Lightning and Accelerate are included if they are installed (`pip install lightning accelerate`).
+`python -m benchmarks.overhead [--pairs N] [--all]`, four minutes. Two models on CPUs, on 1 and on 2 ranks of one thread
+each: a 64-64-10 perceptron on batches of 32 per rank, whose step is almost free, and a wider one whose step takes 10 ms
+or more. The bare loop is a minimal hand-written one, written to be fast. Laststep has everything on: metrics of every
+step, progress, stop agreement, watchdog, an asynchronous save every second, TensorBoard. With --all it is also measured
+around a custom loop, and so are Lightning and Accelerate if they are installed (`pip install lightning accelerate`).
 
-The contenders take turns. A figure is the mean time of a step, leaving out the first fifth of the trial; a ratio is to
-the bare loop of the same turn. If Laststep's median ratio is over its limit, the exit status is 1, and a profile of
-one more trial shows where the time went.
+Each of them takes turns with the bare loop, see benchmarks/_turns.py. A turn is half as long as the interval at which
+TensorBoard's curves are updated, so each has an update and two saves. A ratio compares the mean time of a step in a
+turn with that of the bare loop's turns before and after it. The median ratio of Laststep has a limit; if it is over it
+by more than the noise, the exit status is 1, and a profile shows where the time went.
 """
 
 from __future__ import annotations
@@ -19,13 +20,11 @@ import importlib.util
 import json
 import os
 import signal
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -38,31 +37,34 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from benchmarks._measure import PROJECT, spread, write_results
+from benchmarks import _turns
+from benchmarks._measure import MISSED, PROJECT, Check, conclude, spread
+from benchmarks._turns import Comparison, Training
 from trainer import Run
+from trainer.observe.tensorboard import EVERY_S
 from trainer.task import Task
 
 # In the environment of every rank.
-RESULT = "LASTSTEP_OVERHEAD_RESULT"  # the file to which rank 0 writes its figure
 PROFILE = "LASTSTEP_OVERHEAD_PROFILE"  # the file to which rank 0 writes its profile, if one is wanted
-WORKLOAD = "LASTSTEP_OVERHEAD_WORKLOAD"
+WORKLOAD, FOLDER = "LASTSTEP_OVERHEAD_WORKLOAD", "LASTSTEP_OVERHEAD_FOLDER"
 OURS = (str(PROJECT / "trainer"), str(PROJECT / "benchmarks"))
-DEADLINE_S = 300.0
+TURN_S = EVERY_S / 2
+PROFILE_S = 8.0
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 
 class Workload(NamedTuple):
-    """A model, given by the widths of its layers, and how long it is trained."""
+    """A model, given by the widths of its layers, and what its step may cost. Values by rank: on one, and on two."""
 
     widths: tuple[int, ...]
     batch_size: int  # per rank
-    steps: tuple[int, int]  # on one rank, and on two
-    limit: float  # highest acceptable ratio of Laststep's step time to the bare loop's
+    steps: tuple[int, int]  # more than any machine does in all turns
+    limits: tuple[float, float]  # highest acceptable ratio of Laststep's step time to the bare loop's
 
 
 WORKLOADS = {
-    "perceptron": Workload((64, 64, 10), 32, (12_000, 3000), 1.15),
-    "10 ms": Workload((64, 1024, 768, 10), 256, (250, 200), 1.01),
+    "perceptron": Workload((64, 64, 10), 32, (300_000, 100_000), (1.0, 1.05)),
+    "10 ms": Workload((64, 1024, 768, 10), 256, (20_000, 10_000), (1.0, 1.0)),
 }
 RANKS = (1, 2)
 
@@ -72,71 +74,93 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.overhead", description="The time of a step compared with a bare loop."
     )
-    parser.add_argument("--trials", type=int, default=3, help="trials of each contender (default: 3)")
+    parser.add_argument("--pairs", type=int, default=9, help="turns of each contender (default: 9)")
+    parser.add_argument("--all", action="store_true", help="also a custom loop, and the peers that are installed")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     given = parser.parse_args(words)
     if given.contender:
         CONTENDERS[given.contender]()
         return 0
-    if given.trials < 2:
-        parser.error("--trials must be at least 2")
+    if given.pairs < 2:
+        parser.error("--pairs must be at least 2")
 
-    present = [name for name in CONTENDERS if name.split()[0] in ("bare", "laststep") or _installed(name.split()[0])]
+    present = [name for name in CONTENDERS if name.startswith("laststep") or _installed(name.split()[0])]
     figures: list[dict[str, Any]] = []
-    missed = 0
-    print(f"{'median':>10} {'ratio to bare: median':>22} {'10 %':>6} {'90 %':>6}  ({given.trials} turns)")
-    for workload in WORKLOADS:
+    checks = []
+    print(f"{'step':>10} {'bare':>10} {'ratio: median':>14} {'10 %':>6} {'90 %':>6}  ({given.pairs} pairs of turns)")
+    for workload, load in WORKLOADS.items():
         for ranks in RANKS:
-            turns = [{name: trial(name, workload, ranks) for name in present} for _ in range(given.trials)]
-            for name in present:
-                seconds = [turn[name] for turn in turns]
-                ratio = spread([turn[name] / turn["bare"] for turn in turns])
-                figures.append({"model": workload, "ranks": ranks, "contender": name, "ratio": ratio})
-                figures[-1]["us"] = spread([1e6 * s for s in seconds], 1)
-                what = f"{name}, {workload}, {ranks} rank{'s' * (ranks > 1)}"
-                late = name == "laststep" and ratio["median"] > WORKLOADS[workload].limit
-                missed += late
-                if late:
-                    figures[-1]["profile_us"] = profile(workload, ranks)
-                print(
-                    f"{1e6 * statistics.median(seconds):>7.0f} us {ratio['median']:>22.3f} {ratio['p10']:>6.3f} "
-                    f"{ratio['p90']:>6.3f}  {what}{f': over {WORKLOADS[workload].limit}' if late else ''}",
-                    flush=True,
-                )
-                for where, us in figures[-1].get("profile_us", {}).items():
-                    print(f"{us:>17.1f} us in {where}", flush=True)
-    write_results("overhead", {"trials": given.trials, "limits_missed": missed, "steps": figures})
-    return int(missed > 0)
+            for name in present if given.all else ["laststep"]:
+                found = compared(name, workload, ranks, given.pairs)
+                figures += entries(name, workload, ranks, found)
+                if name == "laststep":
+                    what = f"step / bare loop's, {_described(workload, ranks)}"
+                    checks.append(Check(what, load.limits[ranks - 1], found.ratios()))
+                    if checks[-1].verdict() == MISSED:
+                        figures[-1]["profile_us"] = profile(workload, ranks)
+                _print(figures[-1], spread(found.plain_s, 6)["median"])
+    return conclude("overhead", {"pairs": given.pairs, "turn_s": TURN_S, "steps": figures}, checks)
+
+
+def compared(name: str, workload: str, ranks: int, pairs: int) -> Comparison:
+    """Let this contender and the bare loop take turns."""
+    bare, ours = (partial(_start, one, workload, ranks, {}) for one in ("bare", name))
+    return _turns.compare(bare, ours, TURN_S, pairs)
+
+
+def entries(name: str, workload: str, ranks: int, found: Comparison) -> list[dict[str, Any]]:
+    """What the results keep of a comparison: the contender's entry, and before Laststep's the bare loop's."""
+    about = {"model": workload, "ranks": ranks}
+    bare = {**about, "contender": "bare", "us": spread([1e6 * s for s in found.plain_s], 1)}
+    ours = {
+        **about,
+        "contender": name,
+        "ratio": spread(found.ratios()),
+        "us": spread([1e6 * s for s in found.ours_s], 1),
+    }
+    return [bare, ours] if name == "laststep" else [ours]
+
+
+def _described(workload: str, ranks: int) -> str:
+    return f"{workload}, {ranks} rank{'s' * (ranks > 1)}"
+
+
+def _print(entry: dict[str, Any], bare_s: float) -> None:
+    ratio = entry["ratio"]
+    print(
+        f"{entry['us']['median']:>7.0f} us {1e6 * bare_s:>7.0f} us {ratio['median']:>14.3f} {ratio['p10']:>6.3f} "
+        f"{ratio['p90']:>6.3f}  {entry['contender']}, {_described(entry['model'], entry['ranks'])}",
+        flush=True,
+    )
+    for where, us in entry.get("profile_us", {}).items():
+        print(f"{us:>17.1f} us in {where}", flush=True)
 
 
 def profile(workload: str, ranks: int) -> dict[str, float]:
     """The microseconds of a step of Laststep by function; calls into other packages count for the caller."""
     with tempfile.TemporaryDirectory() as folder:
         samples = Path(folder) / "samples"
-        seconds = trial("laststep", workload, ranks, {PROFILE: str(samples)})
+        training = _start("laststep", workload, ranks, {PROFILE: str(samples)}, Path(folder))
+        try:
+            training.await_start()
+            step_s = training.turn(PROFILE_S)
+            training.signal(signal.SIGCONT)
+            training.stop()
+        finally:
+            training.end()
         counts: dict[str, int] = json.loads(samples.read_text())
-    share = 1e6 * seconds / sum(counts.values())
+    share = 1e6 * step_s / sum(counts.values())
     largest = sorted(counts, key=lambda where: -counts[where])[:15]
     return {where: round(share * counts[where], 1) for where in largest}
 
 
-def trial(name: str, workload: str, ranks: int, more: Mapping[str, str] | None = None) -> float:
-    """Train once, with `more` in the environment; returns seconds per step of rank 0."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "seconds"
-        words = ["benchmarks.overhead", "--contender", name]
-        if name.startswith("laststep"):
-            words = ["trainer", "--name=overhead", f"launch.root={folder}", f"checkpoint.every_minutes={1 / 60}"]
-            words += ["task=benchmarks.overhead.custom_loop"] if "custom" in name else _task_words(workload, ranks)
-        launcher = ["torch.distributed.run", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
-        env = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result), WORKLOAD: workload, **(more or {})}
-        command = [sys.executable, "-m", *launcher, *words]
-        log = Path(folder) / "log"  # a file, as in a Slurm job
-        with log.open("wb") as output:
-            subprocess.run(command, cwd=PROJECT, env=env, stdout=output, stderr=output, timeout=DEADLINE_S)
-        if not result.exists():
-            raise RuntimeError(f"{name} did not train:\n{log.read_text()}")
-        return float(result.read_text())
+def _start(name: str, workload: str, ranks: int, more: dict[str, str], folder: Path) -> Training:
+    """Start to train, with `more` in the environment."""
+    words = ["benchmarks.overhead", "--contender", name]
+    if name.startswith("laststep"):
+        words = ["trainer", "--name=overhead", f"launch.root={folder}", f"checkpoint.every_minutes={1 / 60}"]
+        words += ["task=benchmarks.overhead.custom_loop"] if "custom" in name else _task_words(workload, ranks)
+    return Training(words, ranks, {WORKLOAD: workload, FOLDER: str(folder), **more}, folder)
 
 
 def _task_words(workload: str, ranks: int) -> list[str]:
@@ -164,11 +188,12 @@ def _steps() -> int:
 
 
 def _data() -> tuple[Tensor, Tensor]:
-    """Features and labels, enough that no epoch ends during a trial."""
+    """Features and labels, enough that no epoch ends during a trial. The features of a sample are those of the one
+    before, moved on by one: so many would not fit in memory otherwise."""
     load = _load()
     generator = torch.Generator().manual_seed(0)
-    samples = _steps() * load.batch_size * int(os.environ.get("WORLD_SIZE", 1))
-    features = torch.randn(samples, load.widths[0], generator=generator)
+    samples, width = _steps() * load.batch_size * int(os.environ.get("WORLD_SIZE", 1)), load.widths[0]
+    features = torch.randn(samples + width, generator=generator).as_strided((samples, width), (1, 1))
     return features, torch.randint(0, load.widths[-1], (samples,), generator=generator)
 
 
@@ -196,23 +221,17 @@ _at_step: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def _measure() -> None:
-    """From now on, record the time at each step of rank 0; at the last, write the seconds per step."""
-    if int(os.environ.get("RANK", 0)):
-        return
-    times: list[float] = []
-    steps = _steps()
-    first = steps // 5
-
-    def note() -> None:
-        times.append(time.perf_counter())
-        if PROFILE in os.environ and len(times) == first:
-            _sample(Path(os.environ[PROFILE]))
-        if len(times) == steps:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            Path(os.environ[RESULT]).write_text(str((times[-1] - times[first]) / (steps - 1 - first)))
-
+    """From now on, note the time at each step of rank 0."""
     global _at_step
-    _at_step = note
+    _at_step = note = _turns.clock()
+
+    def begin() -> None:
+        global _at_step
+        _sample(Path(os.environ[PROFILE]))
+        _at_step = note
+
+    if PROFILE in os.environ and not int(os.environ.get("RANK", 0)):
+        _at_step = begin
 
 
 def _sample(target: Path) -> None:
@@ -227,9 +246,13 @@ def _sample(target: Path) -> None:
             file = Path(frame.f_code.co_filename).relative_to(PROJECT)
             counts[f"{file}: {frame.f_code.co_name}"] += 1
 
+    def write() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        target.write_text(json.dumps(counts))
+
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
-    atexit.register(lambda: target.write_text(json.dumps(counts)))
+    atexit.register(write)
 
 
 def _batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -301,7 +324,7 @@ def lightning(barebones: bool = False) -> None:
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
         max_steps=_steps(),
-        default_root_dir=str(Path(os.environ[RESULT]).parent),
+        default_root_dir=os.environ[FOLDER],
         barebones=barebones,
     )
     _measure()
@@ -309,7 +332,7 @@ def lightning(barebones: bool = False) -> None:
 
 
 class Perceptron(Task):
-    """The same training under Laststep, which `trial` starts as a user would."""
+    """The same training under Laststep, which `_start` starts as a user would."""
 
     draws = ()
 
@@ -343,7 +366,7 @@ def custom_loop(run: Run) -> None:
 
 
 def laststep() -> None:
-    """Does nothing: `trial` starts it with `python -m trainer`."""
+    """Does nothing: `_start` starts it with `python -m trainer`."""
 
 
 CONTENDERS: dict[str, Callable[[], None]] = {

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks._measure import write_results
+from benchmarks._measure import Check, conclude
 from benchmarks.restore import cache, io_so_far, status_of
 from trainer.checkpoint.restore import PIECE_BYTES, read_newest
 from trainer.checkpoint.store import CheckpointStore
@@ -77,8 +77,8 @@ def main(words: list[str] | None = None) -> int:
             results[size] = measured(size, rows, given.rounds, Path(folder))
     missed = print_table(results, 4 * rows * COLUMNS * TENSORS)
     settings = {"load_before": load_before, "bytes": 4 * rows * COLUMNS * TENSORS, "rounds": given.rounds}
-    write_results("sharded_save", {**settings, "missed": missed, "results": results})
-    return int(missed > 0)
+    check = Check("sizes at which a rank writes, reads or holds more than its share", 0, [missed])
+    return conclude("sharded_save", {**settings, "results": results}, [check])
 
 
 def print_table(results: dict[int, dict[str, Figures]], size: int) -> int:

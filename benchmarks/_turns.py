@@ -1,0 +1,191 @@
+"""Trainings that take turns on the same cores, so that the machine's drift affects all of them alike.
+
+A virtual machine's speed changes by a third within minutes. So the trainings that are compared live at the same time
+and take turns of seconds, while SIGSTOP freezes the others. Their background work, such as the write of a save, is
+frozen with them and continues in their own turns. Each training notes when its steps begin. A step that a freeze
+interrupts does not count. All others do, also the first after a freeze: the caches are cold for about a millisecond, of
+turns of seconds, for every training alike.
+
+Clocks go on during a freeze: what Laststep does every few seconds, it does up to twice as often as in life. Its saves
+by the clock are an exception, they are planned in steps. No rank looks dead: the watchdog counts rounds, not seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks._measure import PROJECT
+from trainer.world.exported import free_port
+
+CLOCK = "LASTSTEP_BENCHMARK_CLOCK"  # in the environment of rank 0: the file to which it writes when its steps begin
+MOST_STEPS = 1 << 22
+FIRST_STEPS = 5  # after them a training has started
+FEWEST_STEPS = 2  # whole ones, in a turn
+WARM_UP, WARM_UP_S = 2, 1.5  # rounds that do not count, and how long their turns take
+DEADLINE_S = 300.0
+
+
+def clock() -> Callable[[], None]:
+    """A function that notes that a step begins. It writes to memory that others can read: a file, mapped. Where nobody
+    wants to know, as on ranks other than 0, it does nothing."""
+    if CLOCK not in os.environ:
+        return lambda: None
+    times, number = _mapped(Path(os.environ[CLOCK])), itertools.count()
+
+    def note() -> None:
+        times[next(number)] = time.monotonic()
+
+    return note
+
+
+def _mapped(path: Path) -> memoryview[float]:
+    with path.open("r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
+
+
+class Training:
+    """A training in processes of its own: `python -m WORDS` for each rank, with torch's variables (init_method env://)
+    if there are several."""
+
+    def __init__(self, words: Sequence[str], ranks: int, env: Mapping[str, str], folder: Path) -> None:
+        self._log, path = folder / "log", folder / "clock"  # the log is a file, as in a Slurm job
+        with path.open("wb") as file:
+            file.truncate(8 * MOST_STEPS)
+        self._clock = _mapped(path)
+        self._seen = 0  # steps that earlier turns have read
+        self._steps = self._sent = 0  # in all turns: steps begun, and bytes sent on the loopback device
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        self.processes = []
+        with self._log.open("wb") as log:
+            for rank in range(ranks):
+                place = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+                own = {**os.environ, "OMP_NUM_THREADS": "1", **env, **place, **({} if rank else {CLOCK: str(path)})}
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", *words],
+                        cwd=PROJECT,
+                        env=own,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,  # so that a signal reaches its children, and Ctrl-C only us
+                    )
+                )
+
+    def await_start(self) -> None:
+        """Wait for the first steps. Raises TimeoutError, or RuntimeError if a rank ends, with the log."""
+        self._await_step(FIRST_STEPS)
+
+    def _await_step(self, number: int) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not self._clock[number]:
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no step in {DEADLINE_S:.0f} s:\n{self._log.read_text()}")
+            time.sleep(0.02)
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError, with the log, if a rank has ended."""
+        if any(process.poll() is not None for process in self.processes):
+            raise RuntimeError(f"a rank has ended too early:\n{self._log.read_text()}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send all its processes a signal."""
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+
+    def turn(self, seconds: float) -> float:
+        """Let it train for this long and at least FEWEST_STEPS, then freeze it; returns the mean seconds of a step."""
+        before, began = _loopback_bytes(), time.monotonic()
+        self.signal(signal.SIGCONT)
+        time.sleep(seconds)
+        self._await_step(self._seen + FEWEST_STEPS)
+        ended = time.monotonic()
+        self.signal(signal.SIGSTOP)
+        self.check_alive()
+        new = list(itertools.takewhile(bool, self._clock[self._seen :]))
+        self._seen += len(new)
+        self._steps += sum(moment >= began for moment in new)
+        self._sent += _loopback_bytes() - before
+        return mean_step_s(new, began, ended)
+
+    def sent_bytes(self) -> float:
+        """Bytes per step that its ranks have sent to each other during its turns. Nothing else should use the loopback
+        device meanwhile."""
+        return self._sent / max(1, self._steps)
+
+    def stop(self) -> None:
+        """Ask its ranks to stop, and wait until they have."""
+        self.signal(signal.SIGTERM)
+        for process in self.processes:
+            process.wait(DEADLINE_S)
+
+    def end(self) -> None:
+        """Kill all its processes."""
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+def _loopback_bytes() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next((int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0)
+
+
+def mean_step_s(beginnings: Sequence[float], began: float, ended: float) -> float:
+    """The mean time of the steps that began and ended within a turn; each step ends as the next one begins."""
+    within = [moment for moment in beginnings if began <= moment <= ended]
+    if len(within) < 2:
+        raise RuntimeError(f"no whole step in a turn of {ended - began:.1f} s")
+    return (within[-1] - within[0]) / (len(within) - 1)
+
+
+class Comparison(NamedTuple):
+    """Mean seconds of a step by turn: the plain training's, and in between those of ours."""
+
+    plain_s: list[float]  # one more than ours
+    ours_s: list[float]
+    sent: list[float]  # bytes per step, of both
+
+    def ratios(self) -> list[float]:
+        """Each turn of ours compared with the mean of the turns of the plain training before and after it."""
+        return [ours / statistics.fmean(neighbours) for ours, neighbours in zip(self.ours_s, pairwise(self.plain_s))]
+
+
+def compare(
+    plain: Callable[[Path], Training], ours: Callable[[Path], Training], turn_s: float, pairs: int
+) -> Comparison:
+    """Start both, each with an empty folder, let them take turns, and kill them."""
+    with ExitStack() as stack:
+        # So that no training outlives the benchmark, frozen or not, even if the benchmark is terminated.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        both = []
+        for start in (plain, ours):
+            both.append(start(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+            stack.callback(both[-1].end)
+        for training in both:
+            training.await_start()
+            training.signal(signal.SIGSTOP)
+        first, second = both
+        for training in WARM_UP * both:
+            training.turn(WARM_UP_S)
+        plain_s, ours_s = [first.turn(turn_s)], []
+        for _ in range(pairs):
+            ours_s.append(second.turn(turn_s))
+            plain_s.append(first.turn(turn_s))
+        return Comparison(plain_s, ours_s, [training.sent_bytes() for training in both])

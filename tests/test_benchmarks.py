@@ -1,0 +1,81 @@
+"""Tests of what the benchmarks conclude from what they measured: not of any figure."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks._measure import MET, MISSED, NOISE, Check, check_line, interval
+from benchmarks._turns import Comparison, mean_step_s
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"),
+    [(1, 0, 0), (2, 0, 1), (5, 0, 4), (6, 0, 5), (8, 0, 7), (9, 1, 7), (12, 2, 9), (30, 9, 20)],
+)
+def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, low: int, high: int) -> None:
+    """As in tables of the sign test. A narrower one would call noise a miss."""
+    assert interval([float(number) for number in reversed(range(count))]) == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("values", "at_least", "verdict"),
+    [
+        ([0.9, 0.95, 1.0], False, MET),
+        ([0.9, 1.1, 1.2], False, NOISE),
+        ([1.01, 1.1, 1.2], False, MISSED),
+        ([1.0, 1.1, 1.2], True, MET),
+        ([0.9, 0.95, 1.1], True, NOISE),
+        ([0.9, 0.95, 0.99], True, MISSED),
+        ([1.0] * 11 + [5.0], False, MET),  # one trial that something else disturbed
+        ([1], False, MET),
+        ([2], False, MISSED),
+    ],
+)
+def test_a_limit_within_the_interval_is_neither_met_nor_missed(
+    values: list[float], at_least: bool, verdict: str
+) -> None:
+    """Otherwise a noisy machine would fail a benchmark, or pass one."""
+    assert Check("a ratio", 1.0, values, at_least=at_least).verdict() == verdict
+
+
+def test_the_summary_names_limit_median_interval_and_verdict() -> None:
+    """It is what `python -m benchmarks` prints last, made from the records in results/."""
+    line = check_line(Check("stall / copy", 1.5, [1.25, 1.0, 1.75], counts=False).record())
+    assert line.split() == [
+        "<=",
+        "1.5",
+        "1.25",
+        "(1",
+        "-",
+        "1.75)",
+        "within",
+        "noise,",
+        "does",
+        "not",
+        "count",
+        "stall",
+        "/",
+        "copy",
+    ]
+    assert check_line(Check("images", 2, [3], "MB", at_least=True).record()).split() == [
+        ">=",
+        "2",
+        "3",
+        "MB",
+        "met",
+        "images",
+    ]
+
+
+def test_only_whole_steps_of_a_turn_count() -> None:
+    """A step that was frozen lasted as long as the other's turn."""
+    beginnings = [0.0, 9.0, 11.0, 12.0, 14.0, 30.0]
+    assert mean_step_s(beginnings, 10.0, 15.0) == pytest.approx(1.5)
+    with pytest.raises(RuntimeError, match="no whole step"):
+        mean_step_s(beginnings, 15.0, 29.0)
+
+
+def test_a_turn_is_compared_with_the_turns_before_and_after_it() -> None:
+    """So a machine that becomes slower all the time does not change the ratio."""
+    drifting = Comparison(plain_s=[1.0, 1.2, 1.4, 1.6], ours_s=[1.1, 1.3, 1.5], sent=[0.0, 0.0])
+    assert drifting.ratios() == pytest.approx([1.0, 1.0, 1.0])
