@@ -10,10 +10,14 @@ from torch import nn
 
 from trainer import compat
 
+LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # what else torch.nn has is too small, or a container
+
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The outermost modules of which a model has several of a kind, such as residual blocks and encoder layers."""
-    kinds = Counter(type(m) for m in model.modules() if not type(m).__module__.startswith("torch.nn."))
+    kinds = Counter(
+        type(m) for m in model.modules() if type(m) in LAYERS or not type(m).__module__.startswith("torch.nn.")
+    )
     blocks = [m for m in model.modules() if kinds[type(m)] > 1]
     inner = {id(m) for block in blocks for m in block.modules() if m is not block}
     return [block for block in blocks if id(block) not in inner]

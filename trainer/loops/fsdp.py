@@ -35,12 +35,21 @@ def shard(models: Sequence[nn.Module], task: Task, config: Config, group: Group,
     for model in models:
         if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
             raise ConfigError(f"{given}: {scalars[0]} has no rows to cut; give this parameter the shape (1,)")
+        ties = _ties(model)
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False  # its layers take no nested tensors once they have hooks
         try:
             task.shard(model, mesh) if by_task else _shard(model, mesh, HALF.get(config.train.precision))
-        except (NotImplementedError, AssertionError, ValueError) as error:  # from torch
+        except (AssertionError, RuntimeError, ValueError) as error:  # from torch; NotImplementedError is one, too
             raise ConfigError(f"{given}: this model cannot be sharded: {first_line(error)}") from error
         if not isinstance(model, FSDPModule):
             raise ConfigError(f"{given}.shard() must call fully_shard on the model itself, last")
+        for one, other in sorted(ties - _ties(model)):
+            raise ConfigError(
+                f"{given}.shard() must cut {one} and {other}, which are one parameter, together: "
+                "fully_shard([module, module], mesh=mesh)"
+            )
         for name, parameter in model.named_parameters():
             if not _is_cut(parameter, place):
                 raise ConfigError(f"{given}.shard() must cut each parameter by rows over the mesh; {name} is not")
@@ -81,6 +90,13 @@ def _blocks_of(model: nn.Module) -> list[nn.Module]:
                 users.setdefault(id(used), set()).update(within.get(id(module), {-1}))
     shared = {number for numbers in users.values() if len(numbers) > 1 for number in numbers}
     return [block for number, block in enumerate(blocks) if number not in shared]
+
+
+def _ties(model: nn.Module) -> set[tuple[str, str]]:
+    """The names of the same parameter, in pairs."""
+    first: dict[int, str] = {}
+    names = [(first.setdefault(id(p), name), name) for name, p in model.named_parameters(remove_duplicate=False)]
+    return {(one, other) for one, other in names if one != other}
 
 
 def _is_cut(parameter: nn.Parameter, place: ShardPlace) -> bool:
