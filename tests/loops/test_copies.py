@@ -194,6 +194,17 @@ def test_survivors_that_have_moved_on(cluster: Cluster) -> None:
     assert_is(save(ranks[:3], 2), 2)
 
 
+def test_the_lost_rank_had_moved_on(cluster: Cluster) -> None:
+    """Rank 3 alone has done step 3, and its copy has arrived, when it dies. The others could not do that step: its
+    keeper must still have the copy of step 2, or the run would be back at its checkpoint."""
+    ranks = cluster.ranks(every_steps=1)
+    for number in range(3):
+        for rank in ranks if number < 2 else ranks[3:]:
+            rank.step()
+    freeze(ranks[:3])
+    assert_is(save(ranks[:3], 2), 2)
+
+
 def test_copies_of_every_third_step(cluster: Cluster) -> None:
     """They hold the losses and the lines up to their own step, although the run has come further."""
     ranks = cluster.ranks(every_steps=3)
@@ -201,7 +212,7 @@ def test_copies_of_every_third_step(cluster: Cluster) -> None:
         for rank in ranks:
             rank.step()
     held = freeze(ranks[:2])
-    assert [sorted(copy.place[0] for copy in copies) for copies in held] == [[3, 6, 6], [3, 6, 6]]
+    assert [sorted(copy.place[0] for copy in copies) for copies in held] == [[3, 3, 6, 6], [3, 3, 6, 6]]
     assert_is(save(ranks[:2], 6), 6)
 
 

@@ -3,8 +3,8 @@
 At the end of every N-th step each rank copies its shard, and a thread sends the copy to its keeper while the next steps
 are done. Before the step at whose end the next copy is taken, the keeper must have the last one. So at any moment there
 is a copied step of which every shard survives the loss of a node: the last, or while that is on its way the one before.
-For those that have moved on, each rank has its own last two copies, too. With N = 1 no rank begins a step before its
-copy of the last one is complete, so that no step is lost.
+Some ranks may be a step ahead of others, so each has its own last two copies, and those of its ward. With N = 1 no rank
+begins a step before its copy of the last one is complete, so that no step is lost.
 
 A keeper that does not answer costs a warning and the copies, never the training.
 """
@@ -147,8 +147,8 @@ class Copies:
         """The own copy at this place."""
         return next((copy for copy in self.own() if copy.position.place == place), None)
 
-    def kept(self) -> Copy | None:
-        """The newest copy of the ward. Call after `freeze`."""
+    def kept(self) -> list[Copy]:
+        """The last two copies of the ward. Call after `freeze`."""
         return self._link.freeze(0.0)
 
     @property

@@ -144,20 +144,22 @@ class Rescued(ABC):
     def _held_copies(self, copies: Copies) -> list[HeldCopy]:
         """What can be saved of the frozen copies: nothing after a step that was not finite."""
         own = copies.own() if self.restored else []
-        kept = copies.kept() if self.restored else None
-        held = [HeldCopy(copy.position.place, self.place.shard, len(copy.data), True) for copy in own]
-        if kept is not None:
-            held.append(HeldCopy(kept.place, copies.ward_shard, len(kept.data), False))
-        return held
+        kept = copies.kept() if self.restored else []
+        return [
+            *(HeldCopy(copy.position.place, self.place.shard, len(copy.data), True) for copy in own),
+            *(HeldCopy(copy.place, copies.ward_shard, len(copy.data), False) for copy in kept),
+        ]
 
     @contextlib.contextmanager
     def frozen(self, place: Place | None = None) -> Iterator[FrozenState]:
         """The state that `freeze` has frozen, or what copies hold at a place, to be saved by a thread other than the
         one that trains. Raises StateChanged if this rank holds nothing there."""
-        own = self.copies.own_at(place) if self.copies and place else None
-        copies = {} if own is None else {self.place.shard: own.data}
-        if self.copies and place and (kept := self.copies.kept()) and kept.place == place:
-            copies[self.copies.ward_shard] = kept.data
+        own, copies = None, {}
+        if self.copies is not None and place is not None:
+            own = self.copies.own_at(place)
+            copies = {self.copies.ward_shard: kept.data for kept in self.copies.kept() if kept.place == place}
+        if own is not None:
+            copies[self.place.shard] = own.data
         live = own is None and self._frozen_live and place in (None, self.position.place)
         if not live and not copies:
             raise StateChanged

@@ -2,8 +2,9 @@
 
 Each rank has one keeper and one ward: the ranks at the same place of the next and the previous node. A copy travels
 over a TCP connection of its own, from a thread to a thread, so training does not wait for it. The keeper answers when
-it has all of it, and until then its copy before that one stays. Sockets of Python, not a process group: a thread that
-waits in one can be interrupted, whatever has become of the other rank.
+it has all of it. It has memory for two copies, and keeps both until the next one begins to arrive: a ward that dies may
+have been a step ahead of the other ranks. Sockets of Python, not a process group: a thread that waits in one can be
+interrupted, whatever has become of the other rank.
 """
 
 from __future__ import annotations
@@ -61,9 +62,8 @@ class ReplicaLink:
         self._changed = threading.Condition()  # guards the fields below
         self._to_send: Copy | None = None
         self._sending = False
-        self._kept: Copy | None = None
+        self._kept: list[Copy] = []  # complete ones of the ward, at most two, the older first
         self._receiving = self._frozen = self._closed = self._ward_left = False
-        self._spare = memoryview(b"")
         self._sockets: list[socket.socket] = []
         dual_stack = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual_stack else socket.AF_INET
@@ -101,12 +101,13 @@ class ReplicaLink:
 
     # In any thread
 
-    def freeze(self, timeout_s: float) -> Copy | None:
-        """Receive no further copy; returns the ward's newest. One that is on its way has until the timeout."""
+    def freeze(self, timeout_s: float) -> list[Copy]:
+        """Receive no further copy; returns those of the ward, at most two, the older first. One that is on its way has
+        until the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: not self._receiving or self._ward_left, timeout_s)
             self._frozen = True
-            return self._kept
+            return list(self._kept)
 
     def close(self) -> None:
         """End the threads."""
@@ -189,13 +190,13 @@ class ReplicaLink:
                     if self._frozen:
                         return
                     self._receiving = True
+                    spare = self._kept.pop(0).data if len(self._kept) == 2 else None
                 step, validated, over, finished, count = _HEADER.unpack(header)
-                if len(self._spare) != count:
-                    self._spare = self._allocate(count)
-                _receive_into(ward, self._spare)
+                if spare is None or len(spare) != count:
+                    spare = self._allocate(count)
+                _receive_into(ward, spare)
                 with self._changed:
-                    before, self._kept = self._kept, Copy((step, validated, over, finished), self._spare)
-                    self._spare = before.data if before else memoryview(b"")
+                    self._kept.append(Copy((step, validated, over, finished), spare))
                     self._receiving = False
                     self._changed.notify_all()
                 ward.sendall(_ANSWER.pack(step))
