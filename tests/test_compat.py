@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from tests.support.editable import install_finder
 from tests.support.needs import require_package
 from tests.support.project import PROJECT
+from tests.support.sharded import pretended_rank, sharded
 from trainer import compat
 from trainer.cluster.sbatch import run_executor
 from trainer.compat import autograd, optimizers
@@ -34,6 +35,7 @@ from trainer.compat import fsdp as compat_fsdp
 from trainer.compat import generators as compat_generators
 from trainer.config.config import Config
 from trainer.rundir import RunDir
+from trainer.world.shard_place import ShardPlace
 
 
 def test_it_imports_nothing() -> None:
@@ -370,3 +372,12 @@ def test_tensors_are_scaled_together() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
     compat_fsdp.scale_each(tensors, torch.tensor(0.5))
     assert torch.cat(tensors).tolist() == [0.5] * 5
+
+
+def test_what_this_rank_holds_of_a_tensor() -> None:
+    """Where a rescue looks whether a sharded weight has been moved in memory."""
+    with pretended_rank(ShardPlace(1, 2, 0, 1)) as mesh, torch.no_grad():
+        weight = nn.Parameter(sharded(torch.ones(3, 2), ShardPlace(1, 2, 0, 1), mesh))
+        assert compat_fsdp.on_this_rank(weight).data_ptr() == weight.to_local().data_ptr() > 0  # type: ignore
+    plain = torch.ones(2)
+    assert compat_fsdp.on_this_rank(plain) is plain

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.checkpoint.test_restore import Rank, ThreadGroup, flip, together
 from tests.checkpoint.test_writer import info_of, nothing, same
-from tests.support.sharded import is_cut, live_state, local, places, pretended_rank, sharded, sharded_state
+from tests.support.sharded import is_cut, local, places, pretended_rank, sharded, sharded_state
 from tests.support.waiting import DEADLINE_S
 from trainer.checkpoint import restore, stripes
 from trainer.checkpoint.frozen import FrozenState
@@ -32,6 +32,7 @@ from trainer.checkpoint.store import CheckpointError, CheckpointStore
 from trainer.checkpoint.stripes import Stripe
 from trainer.checkpoint.weights import weights_of, weights_sha256
 from trainer.checkpoint.writer import CheckpointWriter
+from trainer.loops.custom_sharding import live_state
 from trainer.world.shard_place import ShardPlace, shard_rows
 
 CPU = torch.device("cpu")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.sharded import places, pretended_rank, sharded
 from tests.support.worlds import a_world
 from trainer.loops.same_state import difference_between_ranks
 from trainer.world.group import Group
@@ -27,7 +28,7 @@ STATE: dict[str, Any] = {
 }
 
 
-def compared(*states: Any) -> list[Any]:
+def compared(*states: Any, shards: int = 1) -> list[Any]:
     """The difference that each of these ranks finds."""
     store, seal, found = dist.HashStore(), Seal(), [None] * len(states)
     gathered: list[Any] = [None] * len(states)
@@ -42,7 +43,7 @@ def compared(*states: Any) -> list[Any]:
             return gathered
 
         group.gather = gather  # type: ignore[method-assign]
-        found[number] = difference_between_ranks(states[number], group)  # type: ignore[assignment]
+        found[number] = difference_between_ranks(states[number], group, shards)  # type: ignore[assignment]
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(states))]
     for thread in threads:
@@ -92,3 +93,16 @@ def test_many_differences() -> None:
     assert found == "value 0, value 1, value 2 and 2 more (rank 1 against rank 0)"
     (found, _) = compared({"a": 1, "b": 2}, {"b": 2, "a": 1})
     assert found == "the order of its names (rank 1 against rank 0)"
+
+
+def test_shards_are_compared_with_their_replicas() -> None:
+    """Shards differ; two replicas of one must not, since each writes a part of it. What is not sharded is the same on
+    all ranks."""
+    weight = torch.randn(5, 2)
+    with pretended_rank(places(2, 2)[0]) as mesh:
+        states = [{"weight": sharded(weight, place, mesh), "best": 1} for place in places(2, 2)]
+        assert compared(*states, shards=2) == [None] * 4
+        states[3]["weight"] = sharded(weight + 1, places(2, 2)[3], mesh)
+        assert compared(*states, shards=2) == ["weight (rank 3 against the first replica of the shard)"] * 4
+        states[1]["best"] = 2
+        assert compared(*states, shards=2)[0] == "best, weight (rank 1, 3 against the first replica of the shard)"

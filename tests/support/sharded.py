@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.checkpoint.pack import map_tensors
-from trainer.checkpoint.shards import Like, shard_count
 from trainer.world.shard_place import ShardPlace, shard_rows
 
 
@@ -64,13 +62,3 @@ def places(shards: int, replicas: int = 1) -> list[ShardPlace]:
 def local(tensor: Tensor) -> Tensor:
     """What a rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def live_state(optimizer: Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()`, for a checkpoint to be loaded into. An optimiser makes its state in its first step, so
-    until then there is a `Like` for each sharded parameter."""
-    live = optimizer.state_dict()
-    numbers = (number for group in live["param_groups"] for number in group["params"])
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    likes = {number: Like(parameter) for number, parameter in zip(numbers, parameters) if shard_count(parameter)}
-    return {**live, "state": {**likes, **live["state"]}}

@@ -25,10 +25,10 @@ class Like(NamedTuple):
     tensor: Tensor
 
 
-def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
+def is_distributed(value: object) -> TypeGuard[DTensor]:
     """Whether this is a DTensor. Its module takes long to import, and where nobody has imported it there is none."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def shard_count(tensor: Tensor) -> int:

@@ -112,8 +112,8 @@ def check_no_sharding(config: Settings) -> None:
     """Raise ConfigError if a custom loop is configured with train.sharding."""
     if config.train.sharding != "none":
         raise ConfigError(
-            f"train.sharding={config.train.sharding}: {config.task} is a custom loop, and only a Task's model is "
-            "sharded; remove this key, or save a model that the loop shards itself by run.checkpoint(save, load)"
+            f"train.sharding={config.train.sharding}: {config.task} is a custom loop, and this key is for Tasks; "
+            "remove it, and call fully_shard in the loop"
         )
 
 

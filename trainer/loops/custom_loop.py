@@ -48,6 +48,7 @@ class CustomLoop(CustomSteps):
         self.startup.done("data and model")
         self.watch.enter("restoring")
         registered = self._held.register(objects, opaque=framework is not None)
+        self._hold_shard(registered.place)
         self._too_early.remove()
         self._move(Event.RESTORE)
         if problem := self.shares.register(registered, averages_gradients or framework is not None):

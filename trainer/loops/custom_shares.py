@@ -83,6 +83,8 @@ class CustomShares:
         with them; `averages_gradients`: the function, or a framework, does so without DistributedDataParallel."""
         self._registered, size = registered, self._group.world.size
         unsummed = registered.unaveraged()
+        if self.total is not None and registered.has_sharded:
+            return misuse.SHARDED
         if self.total is None:
             return misuse.of_registration(unsummed, size) if unsummed and size > 1 and not averages_gradients else None
         if averages_gradients or unsummed:

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from trainer.checkpoint.restore import SharedCheckpoint
@@ -30,6 +31,7 @@ from trainer.loops.registered import State
 from trainer.loops.rescued import NotFinite
 from trainer.loops.same_state import difference_between_ranks
 from trainer.loops.turn_checks import TurnChecks
+from trainer.world.shard_place import ShardPlace
 
 
 class Phase(Enum):
@@ -114,11 +116,20 @@ class CustomSteps(Loop):
             if self.position.finished and _is_extended(checkpoint.manifest.config, self.config):
                 self.position.finished = False
 
+    def _hold_shard(self, place: ShardPlace) -> None:
+        """From now on this rank holds that shard of the state."""
+        self.place = place
+        self.saves.hold(place)
+        if place.shards > 1:
+            self.numerics["sharding"] = "full" if place.replicas == 1 else "hybrid"
+        if self._held.checkpoint is not None:
+            self._check_numerics(self._held.checkpoint)
+
     def save(self) -> None:
         """Start a save of this position. A collective."""
         self._held.sync()
         compares = self.size > 1 and not self.saves.saved.same_place(self.position)  # each rank writes a part
-        if compares and (difference := difference_between_ranks(self._held.current(), self.group)):
+        if compares and (difference := difference_between_ranks(self._held.current(), self.group, self.place.shards)):
             self.restored = False  # the state of no rank is worth a checkpoint
             raise self._misuse(misuse.of_state(self.position.step, difference))
         super().save()
@@ -131,8 +142,14 @@ class CustomSteps(Loop):
         return super()._unchanged() and (self.ring.held is not None or self._held.unchanged())
 
     def _can_leave_validation(self) -> bool:
-        """Whether a run could resume from here. The answer is the same on every rank; may wait for a save."""
-        if not self._held.steps_over or not self._held.unchanged():
+        """Whether a run could resume from here. The answer is the same on every rank; may wait for a save. A collective
+        where the state is sharded: what has changed may be another rank's rows."""
+        if not self._held.steps_over:
+            return False
+        unchanged = self._held.unchanged()
+        if self.place.shards > 1:
+            unchanged = all(map(bool, self.group.gather(torch.tensor(unchanged, device=self.group.device))))
+        if not unchanged:
             return False
         if self.rescuable:
             return True
@@ -271,6 +288,8 @@ class CustomSteps(Loop):
 
     def _epoch_record(self, include_open: bool) -> dict[str, Any]:
         values = self._logged.epoch_values(include_open)
+        if self._held.registered is not None:
+            self._held.registered.meet()
         return {"epoch": self.position.epoch + 1, "step": self.position.step, **values}
 
     def _misuse(self, what: str) -> ConfigError:

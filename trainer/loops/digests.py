@@ -1,4 +1,7 @@
-"""Digests of nested values: two values have the same digest exactly when they have the same bits."""
+"""Digests of nested values: two values have the same digest exactly when they have the same bits.
+
+Of a sharded tensor, these are the bits that this rank holds.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+
+from trainer.checkpoint.shards import local_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -51,5 +56,5 @@ def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _bytes_of(tensor: Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return repr(tensor).encode()
-    values = tensor.detach().cpu().contiguous().reshape(-1)
+    values = local_of(tensor).cpu().contiguous().reshape(-1)
     return values.resolve_conj().resolve_neg().view(torch.uint8).numpy().data

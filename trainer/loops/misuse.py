@@ -54,13 +54,16 @@ OWN_SUMS = (
     "run.averages_gradients and run.checkpoint(...), or this key"
 )
 
+SHARDED = "train.shares cannot be combined with a sharded model (fully_shard) yet; remove this key"
+
 
 def of_registration(unaveraged: list[str], size: int) -> str:
     """Of these optimizers, on `size` ranks."""
     return (
         f"run.restore({unaveraged[0]}=...): updates parameters of no registered DistributedDataParallel, so nothing "
         f"averages their gradients over the {size} ranks. Register the DistributedDataParallel itself, not the module "
-        "inside it; or, if the loop averages them, set run.averages_gradients = True before run.restore(...)"
+        "inside it, or make the optimizer after fully_shard; or, if the loop averages them, set run.averages_gradients "
+        "= True before run.restore(...)"
     )
 
 

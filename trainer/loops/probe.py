@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.loops.digests import digest, digests
+from trainer.checkpoint.shards import is_distributed
+from trainer.loops.digests import digest, digests, leaves_of
 from trainer.loops.loop import AttemptContext
 from trainer.loops.variables import Variables
 from trainer.records.probes import ProbedStep, ProbeFile, ProbePlan, Strike, Variable
@@ -50,6 +51,7 @@ class Probe:
             "inputs": [],
             "updates": 0,
             "state": {},
+            "rows": [],
             "variables": variables,
         }
         self._validated = 0
@@ -67,7 +69,9 @@ class Probe:
     def end_step(self) -> None:
         """The step is done."""
         if self._begun is not None:
-            self._begun["state"] = digests(self._state())
+            state = self._state()
+            self._begun["state"] = digests(state)
+            self._begun["rows"] = [name for name, leaf in leaves_of(state) if is_distributed(leaf)]
             self._file.write(self._begun)
             self._begun = None
 

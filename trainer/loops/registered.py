@@ -15,11 +15,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer import compat
 from trainer.checkpoint.pack import Packed, map_tensors, serialized_structure
 from trainer.checkpoint.restore import SharedCheckpoint
+from trainer.checkpoint.shards import is_distributed, local_of
+from trainer.compat import fsdp as compat_fsdp
 from trainer.config.errors import ConfigError
 from trainer.loops.buffers import Buffers, Committed
+from trainer.loops.custom_sharding import check_sharded, is_sharded, likes_of, live_state, place_of
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
 from trainer.optim.build import load_optimizer, loads_in_place
 from trainer.world.group import Group
+from trainer.world.shard_place import ShardPlace
 
 State = dict[str, Any]
 # Their state changes in the update of a step or after it, buffers excepted. All other objects may change earlier, so
@@ -34,9 +38,11 @@ class Registered:
         """`row` is one more tensor to broadcast with the buffers. With `opaque` a framework holds the rest of the
         state. Raises ConfigError for what cannot be registered."""
         objects = {name: _without_wrapper(each) for name, each in objects.items()}
-        self._objects, self._opaque = objects, opaque
-        for name, registered in objects.items():
-            _check(name, registered)
+        self._objects, self._opaque, self._group = objects, opaque, group
+        states = {name: _checked_state(name, registered) for name, registered in objects.items()}
+        self.place = place_of(states, group)  # which shard of the state this rank holds
+        for name, state in states.items():
+            _check_stored(name, state, self.place)
         optimizers = [registered for registered in objects.values() if isinstance(registered, Optimizer)]
         self.optimizers = [optimizer for optimizer in optimizers if compat.takes_hooks(optimizer)]
         if not self.optimizers and not opaque:
@@ -48,16 +54,26 @@ class Registered:
         self.modules = modules
         self._scalers = [registered for registered in objects.values() if isinstance(registered, torch.amp.GradScaler)]
         self._copied = [name for name, registered in objects.items() if not isinstance(registered, TORCH_TYPES)]
+        self._copied_sharded = {name for name in self._copied if is_sharded(states[name])}
         self._copies: State = {}
+        # Asked once: FSDP2 would free gathered weights, perhaps in the middle of a step.
+        self._sharded: dict[str, dict[str, Any]] = {
+            name: _unwrapped(registered).state_dict(keep_vars=True)
+            for name, registered in objects.items()
+            if isinstance(registered, nn.Module) and any(map(is_distributed, registered.parameters()))
+        }
         self.parallel = [(module, ddp) for module in modules if (ddp := _ddp_of(module))]
         for _, ddp in self.parallel:
             ddp.broadcast_buffers = False  # `sync_buffers` does it, at the end of a step instead of its beginning
         self.buffers = Buffers(nn.ModuleList(map(_unwrapped, modules)), group, row)
+        self._present = torch.zeros((), device=group.device)
         self.snapshot()
 
     def unaveraged(self) -> list[str]:
-        """The optimizers with a parameter whose gradient no registered DistributedDataParallel averages."""
+        """The optimizers with a parameter whose gradient neither a registered DistributedDataParallel nor FSDP2
+        averages."""
         averaged = {id(parameter) for _, ddp in self.parallel for parameter in ddp.parameters()}
+        averaged |= {id(each) for named in self._sharded.values() for each in named.values() if is_distributed(each)}
         return [
             name
             for name, registered in self._objects.items()
@@ -68,6 +84,13 @@ class Registered:
     def sync_buffers(self) -> None:
         """Receive rank 0's buffers, and its row of the values that the step has logged. A collective."""
         self.buffers.broadcast()
+        self.meet()
+
+    def meet(self) -> None:
+        """Where the state is sharded, wait until every rank is here. No rank has all of the state, so the ranks move on
+        together: one that begins its update knows that the others have all of their gradients. A collective."""
+        if self.place.shards > 1:
+            self._group.gather(self._present)
 
     def apply_synced(self) -> None:
         """Put in place what `sync_buffers` received."""
@@ -76,7 +99,24 @@ class Registered:
     def snapshot(self) -> None:
         """The state is consistent now: copy the part of it that the next step may change before its update."""
         self.buffers.snapshot()
-        self._copies = {name: copy.deepcopy(_state_of(self._objects[name])) for name in self._copied}
+        self._copies = {name: self._copy(name) for name in self._copied}
+
+    @property
+    def has_sharded(self) -> bool:
+        """Whether a module is sharded."""
+        return bool(self._sharded)
+
+    def check_sharding(self) -> None:
+        """Raise ConfigError if what the first step has made could not be saved, such as an optimiser's state."""
+        if not self._sharded:
+            return
+        place_of(self.state(), self._group)
+        for name in self._copied:
+            if name not in self._copied_sharded and is_sharded(_state_of(self._objects[name])):
+                raise ConfigError(
+                    f"run.restore({name}=...): holds DTensors that were not there when it was registered, so a "
+                    "resumed run would not know how they are sharded; make them before run.restore(...)"
+                )
 
     def parameters(self) -> list[Tensor]:
         """What the optimizers update."""
@@ -111,9 +151,7 @@ class Registered:
                 f"run.restore(): this run's checkpoints hold {_list(checkpoint.names)}; register these, "
                 f"not {_list(self._objects)}"
             )
-        now = self.state()
-        live = {name: now[name] for name, each in self._objects.items() if _is_live(each)}
-        state = checkpoint.load(live, advance, last)
+        state = checkpoint.load(self._live(), advance, last)
         for name, registered in self._objects.items():
             try:
                 if isinstance(registered, dict):
@@ -135,14 +173,43 @@ class Registered:
             if name in copies:
                 return copies[name]
             if isinstance(registered, nn.Module):
-                return self.buffers.in_state_dict(_unwrapped(registered).state_dict(keep_vars=True), buffers)
+                named = self._sharded.get(name) or _unwrapped(registered).state_dict(keep_vars=True)
+                return self.buffers.in_state_dict(named, buffers)
             return _state_of(registered)
 
         return {name: of(name, registered) for name, registered in self._objects.items()}
 
+    def _live(self) -> State:
+        """What a checkpoint can be loaded into. Torch's own objects copy it there anyway, or take it over; any other
+        may take these tensors for something else."""
+        now = self.state()
+        live: State = {}
+        for name, registered in self._objects.items():
+            if isinstance(registered, nn.Module):
+                live[name] = now[name]
+            elif isinstance(registered, Optimizer) and loads_in_place(registered):
+                live[name] = live_state(registered)
+            elif name in self._copied_sharded:
+                live[name] = likes_of(now[name])
+        return live
+
+    def _copy(self, name: str) -> Any:
+        state = _state_of(self._objects[name])
+        if name in self._copied_sharded:  # a deep copy of a DTensor has a mesh of its own
+            return map_tensors(state, lambda tensor: tensor.detach().clone())
+        return copy.deepcopy(state)
+
     def _addresses(self) -> list[int]:
-        modules = [registered for registered in self._objects.values() if isinstance(registered, nn.Module)]
-        return addresses(parameter for module in modules for parameter in module.parameters())
+        """Where the parameters are in memory; of sharded ones, this rank's rows. FSDP2 hides those of a module while it
+        has them gathered."""
+        found = []
+        for name, registered in self._objects.items():
+            if name in self._sharded:
+                parameters = [each for each in self._sharded[name].values() if isinstance(each, nn.Parameter)]
+                found += addresses(map(compat_fsdp.on_this_rank, parameters))
+            elif isinstance(registered, nn.Module):
+                found += addresses(registered.parameters())
+        return found
 
 
 class _HeldRegistered:
@@ -169,7 +236,8 @@ class _HeldRegistered:
 
 
 class FingerprintedState:
-    """A state held by references to its tensors, with a fingerprint that shows whether they have changed since."""
+    """A state held by references to its tensors, with a fingerprint that shows whether they have changed since: on this
+    rank."""
 
     def __init__(self, state: State) -> None:
         self._tensors: list[Tensor] = []
@@ -182,8 +250,9 @@ class FingerprintedState:
         return then[0] == now[0] and all(map(torch.equal, then[1], now[1]))
 
     def _reference(self, tensor: Tensor) -> Tensor:
-        self._tensors.append(tensor.detach())
-        return self._tensors[-1]
+        reference = tensor.detach()
+        self._tensors.append(local_of(reference) if is_distributed(reference) else reference)
+        return reference
 
     def _fingerprint(self) -> tuple[list[int], list[Tensor]]:
         """Torch's version counters, and hashes of the values: writes through `.data` count no version. The hashes stay
@@ -193,12 +262,6 @@ class FingerprintedState:
             if t.is_floating_point() and t.itemsize > 1 and t.numel():
                 hashes.setdefault(t.device, []).append(torch.hash_tensor(t).view(torch.int64))
         return [compat.version_of(t) for t in self._tensors], [torch.stack(same) for same in hashes.values()]
-
-
-def _is_live(registered: Any) -> bool:
-    """Whether a checkpoint can be loaded into the tensors that state_dict() returns: torch's own objects copy it there
-    anyway, or take it over. Any other may take these tensors for something else."""
-    return isinstance(registered, nn.Module) or (isinstance(registered, Optimizer) and loads_in_place(registered))
 
 
 def _ddp_of(module: nn.Module) -> DistributedDataParallel | None:
@@ -235,8 +298,8 @@ def _state_of(registered: Any) -> Any:
     return registered if isinstance(registered, dict) else _unwrapped(registered).state_dict()
 
 
-def _check(name: str, registered: Any) -> None:
-    """Raise ConfigError for an object that a checkpoint cannot hold."""
+def _checked_state(name: str, registered: Any) -> Any:
+    """The object's state. Raises ConfigError for an object that has none, or none that a checkpoint can hold."""
     if name == "position":
         raise ConfigError("run.restore(position=...): every checkpoint has a position already; choose another name")
     if not isinstance(registered, dict) and not (
@@ -246,8 +309,21 @@ def _check(name: str, registered: Any) -> None:
             f"run.restore({name}=...): a {type(registered).__name__} has no state_dict() and load_state_dict(), "
             "and is no dict"
         )
+    check_sharded(name, registered)
     try:
-        serialized_structure(Packed(_state_of(registered)).structure)
+        return _state_of(registered)
+    except Exception as error:  # the object may be the user's
+        raise _unstored(name, error) from error
+
+
+def _check_stored(name: str, state: Any, place: ShardPlace) -> None:
+    """Raise ConfigError for a state that a checkpoint cannot hold."""
+    try:
+        serialized_structure(Packed(state, place).structure)
     except Exception as error:  # pickle and torch.load raise many kinds
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"run.restore({name}=...): its state cannot be stored: {reason}") from error
+        raise _unstored(name, error) from error
+
+
+def _unstored(name: str, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())[:300]
+    return ConfigError(f"run.restore({name}=...): its state cannot be stored: {reason}")

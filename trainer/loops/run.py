@@ -55,8 +55,9 @@ class Run:
         def main(run, args: Args):
             ...
 
-    With several ranks every optimizer must update the parameters of a registered DistributedDataParallel. If the loop
-    averages the gradients itself, set `run.averages_gradients = True` before `run.restore(...)`.
+    With several ranks every optimizer must update the parameters of a registered DistributedDataParallel, or of a
+    registered model that torch's `fully_shard` has sharded. If the loop averages the gradients itself, set
+    `run.averages_gradients = True` before `run.restore(...)`.
 
     Attributes: `rank`, `size` (number of ranks), `local_rank`, `local_size` (number of ranks on this node), `device`
     (this rank's torch.device), `config`, `args`, `name` and `folder` (the run's name, and the path of its folder).
@@ -123,12 +124,15 @@ class Run:
         state must be the same on every rank. At least one is an optimizer. Register the DistributedDataParallel, not
         the model inside it. Raises ConfigError for an object that cannot be stored, for a checkpoint that does not fit
         the objects, and where nothing averages the gradients of several ranks (see `averages_gradients`).
+
+        A model may be sharded by torch's `fully_shard`, over a mesh of all ranks: `(ranks,)`, or `(replicas, shards)`.
+        Of DTensors, in its optimizer and in any other object, each rank saves its rows.
         """
         self._loop.register(objects, self.averages_gradients)
 
     def checkpoint(self, save: Callable[[Path], object], load: Callable[[Path], object], **objects: Any) -> None:
-        """Call this instead of `restore` where a framework holds state that cannot be registered, such as sharded
-        weights: it saves and loads that itself. `objects` are registered besides, as in `restore`.
+        """Call this instead of `restore` where a framework holds state that cannot be registered, such as the shards
+        of DeepSpeed: it saves and loads that itself. `objects` are registered besides, as in `restore`.
 
         `save(folder)` is called on all ranks together, between two steps and after the function has returned. It writes
         into that empty folder, which all ranks share, and is done when it returns. The folder becomes part of the

@@ -1,4 +1,7 @@
-"""Compares the registered state over the ranks before a save, in which each rank writes its stripe of it."""
+"""Compares the registered state over the ranks before a save, in which each rank writes its stripe of it.
+
+The shards of a sharded tensor are compared over the ranks that hold the same one.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.shards import is_distributed, local_of
 from trainer.loops.digests import PLAIN, leaves_of
 from trainer.loops.registered import State
 from trainer.world.group import Group
@@ -17,31 +21,46 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 MOST_NAMES = 3
 
 
-def difference_between_ranks(state: State, group: Group) -> str | None:
-    """Which values of this state differ between ranks; None if they are the same. A collective, of 8 bytes per rank."""
-    own = _checksum(state, group.device)
-    return None if bool((torch.stack(group.gather(own)) == own).all()) else _describe_difference(state, group)
+def difference_between_ranks(state: State, group: Group, shards: int = 1) -> str | None:
+    """Which values of this state, of which the rank holds one of so many shards, differ between ranks; None if they are
+    the same. A collective, of 8 bytes per rank; of 16 if there are shards."""
+    leaves, sharded = list(leaves_of(state)), list[tuple[str, Any]]()
+    if shards > 1:
+        sharded = [(name, leaf) for name, leaf in leaves if is_distributed(leaf)]
+        leaves = [(name, leaf) for name, leaf in leaves if not is_distributed(leaf)]
+    parts = [(1, leaves)] if shards == 1 else [(1, leaves), (shards, sharded)]
+    sums = torch.stack(group.gather(torch.cat([_checksum(part, group.device) for _, part in parts])))
+    for of_part, (count, _) in zip(sums.unbind(1), parts):
+        if not bool((of_part.view(-1, count) == of_part[:count]).all()):
+            return _describe_difference(dict(leaves), dict(sharded), group, shards)
+    return None
 
 
-def _describe_difference(state: State, group: Group) -> str:
+def _describe_difference(leaves: dict[str, Any], sharded: dict[str, Any], group: Group, shards: int) -> str:
     """Which values of the state differ between ranks. Runs over the store; every rank calls it, once per attempt."""
-    own = {name: _digest(leaf) for name, leaf in leaves_of(state)}
-    group.store.set(f"state/{group.world.rank}", json.dumps(own))
-    texts = group.store.multi_get([f"state/{rank}" for rank in range(group.world.size)])
-    first, *others = (json.loads(text) for text in texts)
-    names = [name for name in first if any(other.get(name) != first[name] for other in others)]
-    names += [name for other in others for name in other if name not in first and name not in names]
-    ranks = [str(rank) for rank, other in enumerate(others, 1) if other != first or list(other) != list(first)]
+    rank, size = group.world.rank, group.world.size
+    own = {name: _digest(leaf) for name, leaf in (leaves | sharded).items()}
+    group.store.set(f"state/{rank}", json.dumps(own))
+    found = [json.loads(text) for text in group.store.multi_get([f"state/{each}" for each in range(size)])]
+    names, ranks = list[str](), list[str]()
+    for number, other in enumerate(found):
+        first = found[0] | {name: found[number % shards].get(name) for name in sharded}
+        differing = [name for name in first | other if first.get(name) != other.get(name)]
+        names += [name for name in differing if name not in names]
+        ranks += [str(number)] if differing or list(other) != list(first) else []
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     what = ", ".join(names[:MOST_NAMES]) + more if names else "the order of its names"
-    return f"{what} (rank {', '.join(ranks)} against rank 0)"
+    against = "rank 0" if shards == 1 else "the first replica of the shard"
+    return f"{what} (rank {', '.join(ranks)} against {against})"
 
 
-def _checksum(state: State, device: torch.device) -> Tensor:
-    """A number for the state, on this rank's device: nothing waits for it here."""
+def _checksum(leaves: list[tuple[str, Any]], device: torch.device) -> Tensor:
+    """A number for these values, on this rank's device: nothing waits for it here."""
     plain = hashlib.blake2b(digest_size=7)
     hashes: dict[torch.device, list[Tensor]] = {}  # Adam's `step` may be on the CPU
-    for name, leaf in leaves_of(state):
+    for name, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            leaf = local_of(leaf)
         if isinstance(leaf, Tensor) and _can_hash(leaf):
             plain.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
             hashes.setdefault(leaf.device, []).append(_hash(leaf))
@@ -58,6 +77,7 @@ def _checksum(state: State, device: torch.device) -> Tensor:
 def _digest(leaf: Any) -> str:
     """A text that differs where values differ. Of objects that are not plain only the type counts."""
     if isinstance(leaf, Tensor):
+        leaf = local_of(leaf)
         return f"{leaf.dtype} {tuple(leaf.shape)} {int(_hash(leaf)) if _can_hash(leaf) else ''}"
     if isinstance(leaf, PLAIN):
         return f"{type(leaf).__name__} {leaf!r}"

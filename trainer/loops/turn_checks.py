@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import compat
+from trainer.checkpoint.shards import local_of
 from trainer.config.errors import ConfigError
 from trainer.data.loader import is_ours
 from trainer.loops.registered import Registered
@@ -66,6 +67,7 @@ class TurnChecks:
         """The body of the turn of `step` (from 0) is done. Raises ConfigError."""
         if self._turn != 1:
             return
+        self._registered.check_sharding()
         if any(given > self._given.get(iteration, 0) for iteration, given in _iterations()):
             raise ConfigError(
                 f"step {step + 1} drew a batch from an iteration over a DataLoader that goes beyond the step; each "
@@ -124,8 +126,8 @@ class _Gradients:
         return all(same) and self._versions == self._count()
 
     def any(self) -> bool:
-        """Whether any gradient is not 0 now."""
-        return any(p.grad is not None and bool(p.grad.norm()) for p in self._parameters)
+        """Whether any gradient is not 0 now; of sharded ones, on this rank."""
+        return any(p.grad is not None and bool(local_of(p.grad).norm()) for p in self._parameters)
 
     def _count(self) -> list[int]:
         return [0 if p.grad is None else compat.version_of(p.grad) for p in self._parameters]

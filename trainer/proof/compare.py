@@ -39,11 +39,13 @@ def first_difference(
 
 
 def differs_by_rank(probed: Probed) -> Difference | None:
-    """The first step after which registered state differs between the ranks."""
+    """The first step after which registered state differs between the ranks, apart from what each has its rows of."""
     for line in probed.steps[0]:
         for rank in range(1, len(probed.steps)):
             other = probed.at(rank, line["step"])
-            if other is not None and (names := _differing(line["state"], other["state"])):
+            if other is None:
+                continue
+            if names := tuple(name for name in _differing(line["state"], other["state"]) if name not in line["rows"]):
                 return Difference(line["attempt"], line["step"], "state", rank, names)
     return None
 

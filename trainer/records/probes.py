@@ -74,6 +74,7 @@ class ProbedStep(TypedDict):
     inputs: list[str]  # digests of the inputs of the model's forward passes in training
     updates: int  # calls of an optimiser's step()
     state: dict[str, str]  # digests of all that a checkpoint of this step would hold, by name
+    rows: list[str]  # the names in `state` of sharded tensors: the rank has some rows of each
     variables: dict[str, Variable]  # of the user's code, by name, as the step began
 
 
