@@ -93,7 +93,8 @@ class Task:
                     fully_shard(layer, mesh=mesh)
                 fully_shard(model, mesh=mesh)
 
-        Each parameter must be cut by its rows, as fully_shard does it. Called for the averaged model as well.
+        Each parameter must be cut by its rows, as fully_shard does it. Called for the averaged model as well. `mesh`
+        has the dimension "shard", and with train.sharding=hybrid also "replicate", unless train.shares adds the copies.
         """
         raise NotImplementedError("the default is in trainer.loops.fsdp")
 

@@ -121,7 +121,7 @@ def loading(workers: int = 0, **more: Any) -> LoaderFactory:
 def samples(task: Classification, dataset: Any, rank: int, size: int, **how: Any) -> dict[tuple[int, int], Tensor]:
     """The images that reach the model in a rank's steps, by (epoch, index)."""
     begin, micro_batches = how.pop("begin", 0), how.pop("micro_batches", 1)
-    keys = list(TrainBatchKeys(Order(30, BATCH, 3), range(begin, STEPS), rank, size, micro_batches))
+    keys = list(TrainBatchKeys(Order(30, BATCH, 3), range(begin, STEPS), [rank], size, micro_batches))
     loader = loading(**how).loader(dataset, 3, keys)
     found = {}
     try:
@@ -210,7 +210,7 @@ def rows() -> TensorDataset:
 
 def test_memory_gives_the_batches_of_samples() -> None:
     """Batches indexed as a whole equal those that torch collates from single samples, types included."""
-    keys = list(TrainBatchKeys(Order(30, 7, 3), range(9), 0, 1, 1))
+    keys = list(TrainBatchKeys(Order(30, 7, 3), range(9), [0], 1, 1))
     tensors = rows()
     slowly = list(loading(collate=default_collate).loader(tensors, 3, keys))
     at_once = list(loading().loader(tensors, 3, keys))
@@ -225,7 +225,7 @@ def test_batches_fetched_together_are_those_fetched_alone(size: int, monkeypatch
     monkeypatch.setattr(memory_batches, "BLOCK", 3)
     tensors, order = TensorDataset(torch.randn(70, 4), torch.arange(70)), Order(70, size, 3)
     for first in range(6):
-        keys = list(TrainBatchKeys(order, range(first, 2 * order.steps_per_epoch), 0, 1, 1))
+        keys = list(TrainBatchKeys(order, range(first, 2 * order.steps_per_epoch), [0], 1, 1))
         batches = list(loading().loader(tensors, 3, keys))
         assert [batch[1].tolist() for batch in batches] == [list(indices) for _, indices in keys]
         assert all(torch.equal(batch[0], tensors.tensors[0][batch[1]]) for batch in batches)
@@ -261,7 +261,7 @@ def test_samples_get_pythons_integers() -> None:
             assert type(index) is int
             return super().__getitem__(index)
 
-    keys = TrainBatchKeys(Order(30, 7, 3), range(5), 0, 1, 1)
+    keys = TrainBatchKeys(Order(30, 7, 3), range(5), [0], 1, 1)
     assert sum(len(batch[1]) for batch in loading().loader(Lookup(*rows().tensors), 3, keys)) == 30
 
 

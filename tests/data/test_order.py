@@ -83,8 +83,8 @@ def test_batches_from_any_step_on(order: Order, size: int, micro_batches: int, d
     steps = data.draw(st.integers(1, 2 * order.steps_per_epoch + 1))
     start = data.draw(st.integers(0, steps))
     rank = data.draw(st.integers(0, size - 1))
-    whole = as_lists(TrainBatchKeys(order, range(steps), rank, size, micro_batches))
-    resumed = as_lists(TrainBatchKeys(order, range(start, steps), rank, size, micro_batches))
+    whole = as_lists(TrainBatchKeys(order, range(steps), [rank], size, micro_batches))
+    resumed = as_lists(TrainBatchKeys(order, range(start, steps), [rank], size, micro_batches))
     assert resumed == whole[start * micro_batches :]
     assert all(indices for _, indices in whole), "a model may not accept an empty batch"
     counts = [count for step in range(steps) for count in order.micro_batch_sizes(step, rank, size, micro_batches)]
@@ -94,7 +94,7 @@ def test_batches_from_any_step_on(order: Order, size: int, micro_batches: int, d
 @given(st.integers(1, 300), st.integers(1, 64), SIZES)
 def test_validation_sees_each_sample_once(samples: int, batch_size: int, size: int) -> None:
     """A sample counted twice or not at all shifts the accuracy, and unequal numbers of batches make a rank hang."""
-    ranks = [ValidationBatchKeys(samples, batch_size, rank, size) for rank in range(size)]
+    ranks = [ValidationBatchKeys(samples, batch_size, [rank], size) for rank in range(size)]
     seen = [i for batches in ranks for number in range(len(batches)) for i in batches.indices(number)]
     assert sorted(seen) == list(range(samples))
     assert len({len(list(batches)) for batches in ranks}) == 1
@@ -165,7 +165,7 @@ def test_draws_belong_to_the_sample(start: int, size: int) -> None:
         for index, value in zip(indices, values)
     }
     for rank in range(size):
-        part = as_lists(TrainBatchKeys(order, range(start, 10), rank, size, 1))
+        part = as_lists(TrainBatchKeys(order, range(start, 10), [rank], size, 1))
         for (epoch, indices), values in zip(part, loading.loader(Noise(), 3, part)):
             assert values == [drawn[epoch, index] for index in indices]
     assert len(set(drawn.values())) == 40
@@ -173,7 +173,7 @@ def test_draws_belong_to_the_sample(start: int, size: int) -> None:
 
 def test_workers_change_nothing() -> None:
     """The number of workers affects only the speed: samples and their draws stay the same."""
-    batches = list(TrainBatchKeys(Order(20, 4, 3), range(7), 0, 2, 1))
+    batches = list(TrainBatchKeys(Order(20, 4, 3), range(7), [0], 2, 1))
     one, two = (
         list(LoaderFactory(list, workers=n, device=CPU, timeout_s=60).loader(Noise(), 3, batches)) for n in (0, 2)
     )

@@ -20,6 +20,7 @@ from tests.support.samples import check_samples
 from trainer.config.checks import check_no_sharding, check_shards
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
+from trainer.config.schema import Train
 from trainer.data.order import Order
 from trainer.records.metrics import read_lines
 
@@ -129,7 +130,10 @@ def test_starts_from_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("train.sharding=full train.shares=2 launch.tasks_per_node=2", "train.shares=2: cannot be combined with"),
+        (
+            "train.sharding=full train.shares=2 train.accumulate=4 launch.tasks_per_node=2",
+            r"train.accumulate=4: with train.sharding=full and train.shares=2 each share is one micro-batch",
+        ),
         ("train.sharding=full train.channels_last=true", "train.channels_last=true: cannot be combined with"),
         ("train.sharding=hybrid optim.name=muon", "optim.name=muon: updates a matrix as a whole"),
         ("train.sharding=half", "train.sharding=half: "),
@@ -145,6 +149,7 @@ def test_keys_that_contradict_each_other(words: str, said: str) -> None:
     ("sharding", "nodes", "each", "hosts", "said"),
     [
         ("full", 1, 1, ("a",), "this run has one rank"),
+        ("hybrid", 2, 3, tuple("aaabbb"), "with train.shares=12 the ranks of a node must be 2, 4, 8 ..., not 3; use"),
         ("hybrid", 4, 1, tuple("abcd"), "cuts the state over the ranks of a node, and a node has one"),
         ("hybrid", 1, 4, ("a",) * 4, "keeps a copy of the state on each node, and this run has one node"),
         ("hybrid", 2, 2, tuple("abab"), "numbered node by node; these are on a, b, a, b"),
@@ -152,9 +157,10 @@ def test_keys_that_contradict_each_other(words: str, said: str) -> None:
     ],
 )
 def test_ranks_that_cannot_share_a_state(sharding: str, nodes: int, each: int, hosts: Sequence[str], said: str) -> None:
-    """The ranks would hang, or hold a state that no node has as a whole."""
+    """The ranks would hang, or hold a state that no node has as a whole, or add gradients in another order."""
+    shares = 12 if "shares" in said else None
     with pytest.raises(ConfigError, match=said):
-        check_shards(sharding, nodes, each, hosts)
+        check_shards(Train(sharding=sharding, shares=shares), nodes, each, hosts)
 
 
 def test_a_custom_loop_shards_by_itself() -> None:

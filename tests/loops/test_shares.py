@@ -114,6 +114,7 @@ def one_of_twelve(rank: int, size: int, order: Order) -> Learner:
 
 
 def tensors(learning: Learner) -> Sequence[nn.Parameter]:
+    assert isinstance(learning.gradients, replicated.Replicated)
     return learning.gradients.summed
 
 

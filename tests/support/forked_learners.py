@@ -59,8 +59,9 @@ def _steps(build: Callable[[], nn.Module], words: list[str], group: Group) -> Re
     config = Config.load(None, ["device=cpu", *words])
     learner = Learner(config, Images(config, build), group, total_steps=10)
     learner.warm_up((IMAGES[:4], LABELS[:4]))
-    rank, size = group.world.rank, group.world.size
-    cuts = torch.arange(12).chunk(size)[rank].chunk(config.train.accumulate)
+    rank, total = group.world.rank, config.train.shares or group.world.size
+    shares = [torch.arange(12).chunk(total)[share] for share in learner.shares]
+    cuts = [cut for share in shares for cut in share.chunk(config.train.accumulate)]
     measured = []
     for step in range(4):
         learner.learn(step, [((IMAGES[cut], LABELS[cut]), len(cut)) for cut in cuts], 12)

@@ -30,6 +30,7 @@ from tests.support.faulty_tasks import (
     Unprepared,
     shares_per_rank,
 )
+from tests.support.layers import transformer
 from tests.support.waiting import DEADLINE_S, wait_until
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config.config import Config
@@ -63,6 +64,7 @@ __all__ = [
     "RecordedUnhurried",
     "Signalled",
     "SignalledElsewhere",
+    "SignalledTransformer",
     "Slow",
     "SlowData",
     "SmallSignalled",
@@ -147,6 +149,13 @@ class Signalled(Classification):
     def per_unit(self, unit: str) -> int:
         """Calls of `step` per unit of work."""
         return shares_per_rank(self.config) * (self.config.train.accumulate if unit == "step" else 1)
+
+
+class SignalledTransformer(Signalled):
+    """With a transformer."""
+
+    def model(self) -> nn.Module:
+        return transformer(self.classes or 0)
 
 
 class OwnOptimizer(Signalled):

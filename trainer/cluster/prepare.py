@@ -91,7 +91,7 @@ def _check(config: Config, way: Way, search: Sequence[Path] = ()) -> None:
     if way is Way.RANK:
         return  # the rank itself finds out about its machine
     launch = config.launch
-    check_shards(config.train.sharding, launch.node_counts[0], launch.ranks_per_node)
+    check_shards(config.train, launch.node_counts[0], launch.ranks_per_node)
     check_replicas(config.checkpoint.replicas, launch.node_counts[0])
     machine_checks.check_writable(Path(config.launch.root))
     if way in (Way.LOCAL, Way.DEBUG):

@@ -12,7 +12,7 @@ from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
 from trainer.config.launch import RESERVED_SBATCH_OPTIONS, Launch
 from trainer.config.ranking import Ranking
-from trainer.config.schema import READY_MADE, Settings
+from trainer.config.schema import READY_MADE, Settings, Train
 from trainer.say import counted
 
 # The largest batch size to propose. For a wide range of nodes, the smallest one that divides is absurdly large.
@@ -88,9 +88,9 @@ def check_replicas(replicas: int, nodes: int) -> None:
         )
 
 
-def check_shards(sharding: str, nodes: int, ranks_per_node: int, hosts: Sequence[str] = ()) -> None:
+def check_shards(train: Train, nodes: int, ranks_per_node: int, hosts: Sequence[str] = ()) -> None:
     """Raise ConfigError unless these ranks, on these `hosts`, can hold a state between them (train.sharding)."""
-    given, none = f"train.sharding={sharding}", "train.sharding=none"
+    sharding, given, none = train.sharding, f"train.sharding={train.sharding}", "train.sharding=none"
     if sharding == "none":
         return
     if nodes * ranks_per_node == 1:
@@ -99,6 +99,11 @@ def check_shards(sharding: str, nodes: int, ranks_per_node: int, hosts: Sequence
         raise ConfigError(f"{given}: cuts the state over the ranks of a node, and a node has one; use full, or {none}")
     if sharding == "hybrid" and nodes == 1:
         raise ConfigError(f"{given}: keeps a copy of the state on each node, and this run has one node; use full")
+    if sharding == "hybrid" and train.shares is not None and ranks_per_node & (ranks_per_node - 1):
+        raise ConfigError(
+            f"{given}: with train.shares={train.shares} the ranks of a node must be 2, 4, 8 ..., not {ranks_per_node}; "
+            "use full"
+        )
     # Tests pretend that one host is several nodes.
     node_by_node = [hosts[rank - rank % ranks_per_node] for rank in range(len(hosts))]
     if sharding == "hybrid" and len(set(hosts)) > 1 and node_by_node != list(hosts):
@@ -148,8 +153,11 @@ def _check_sharding(config: Settings) -> None:
         raise ConfigError(f"checkpoint.replicas={replicas}: with {given} {why}; remove this key")
     if train.sharding == "none":
         return
-    if train.shares is not None:
-        raise ConfigError(f"train.shares={train.shares}: cannot be combined with {given} yet; remove one of them")
+    if train.shares is not None and train.accumulate > 1:
+        raise ConfigError(
+            f"train.accumulate={train.accumulate}: with {given} and train.shares={train.shares} each share is one "
+            "micro-batch; remove this key, or use more shares"
+        )
     if train.channels_last:
         raise ConfigError(f"train.channels_last=true: cannot be combined with {given}; shards keep torch's own layout")
     if config.optim.name.lower() in NOT_BY_ROWS:

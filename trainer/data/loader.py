@@ -6,7 +6,7 @@ index. So the batches are the same for any number of workers and ranks, and from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -197,7 +197,8 @@ def _identity(batch: Any) -> Any:
 
 @dataclass
 class TrainBatchKeys:
-    """The keys of this rank's micro-batches in `steps`, which may span epochs.
+    """The keys of the micro-batches that a rank has in `steps`, which may span epochs: `micro_batches` of each of its
+    `shares`, of which there are `total`.
 
     A micro-batch that is empty for this rank, as in a short last batch, is replaced by two samples, since a model may
     not accept fewer. `Order.micro_batch_sizes` is 0 for it, so that they do not count.
@@ -205,15 +206,16 @@ class TrainBatchKeys:
 
     order: Order
     steps: range
-    rank: int
-    size: int
+    shares: Sequence[int]
+    total: int
     micro_batches: int
 
     def __iter__(self) -> Iterator[BatchKey]:
         for step in self.steps:
             epoch = self.order.epoch(step)
-            for indices in self.order.micro_batches(step, self.rank, self.size, self.micro_batches):
-                yield epoch, indices if len(indices) else self.order.batch(step)[:2]
+            for share in self.shares:
+                for indices in self.order.micro_batches(step, share, self.total, self.micro_batches):
+                    yield epoch, indices if len(indices) else self.order.batch(step)[:2]
 
 
 class StepLoader:
@@ -225,7 +227,7 @@ class StepLoader:
     ) -> None:
         self.order = order
         self._parts = factory, dataset, rank, size, shares
-        self._keys = TrainBatchKeys(order, range(0), rank, size, shares)
+        self._keys = TrainBatchKeys(order, range(0), [rank], size, shares)
 
     @cached_property
     def _loader(self) -> DeviceLoader:
@@ -295,26 +297,26 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class ValidationBatchKeys:
-    """The keys of this rank's parts of each validation batch, of which there are `shares`. All ranks have the same
+    """The keys of a rank's `shares` of each validation batch, of which there are `total`. All ranks have the same
     number of batches."""
 
     samples: int
     batch_size: int
-    rank: int
-    size: int
-    shares: int = 1
+    shares: Sequence[int]
+    total: int
 
     def __len__(self) -> int:
-        return -(-self.samples // self.batch_size) * self.shares
+        return -(-self.samples // self.batch_size) * len(self.shares)
 
-    def indices(self, batch: int, share: int = 0) -> range:
-        """The sample indices of this rank's part `share` of `batch`, which may be empty."""
+    def indices(self, batch: int, number: int = 0) -> range:
+        """The sample indices of this rank's share `number` of `batch`, which may be empty."""
         start = batch * self.batch_size
         count = min(self.batch_size, self.samples - start)
-        part, parts = self.rank * self.shares + share, self.size * self.shares
-        return range(start + count * part // parts, start + count * (part + 1) // parts)
+        share = self.shares[number]
+        return range(start + count * share // self.total, start + count * (share + 1) // self.total)
 
     def __iter__(self) -> Iterator[BatchKey]:
         for position in range(len(self)):
-            indices = self.indices(*divmod(position, self.shares)) or range(1)  # empty: one sample that does not count
+            indices = self.indices(*divmod(position, len(self.shares)))
+            indices = indices or range(1)  # empty: one sample that does not count
             yield VALIDATION, numpy.arange(indices.start, indices.stop)

@@ -135,7 +135,7 @@ class PartOrder(Order):
         return _part(self.whole, self.samples, self.seed, epoch)
 
 
-@lru_cache(maxsize=16)  # all batches but the last of an epoch are cut alike
+@lru_cache(maxsize=256)  # of a rank's shares; all batches but the last of an epoch are cut alike
 def _cuts(count: int, batch_size: int, rank: int, size: int, accumulate: int) -> list[tuple[int, int]]:
     parts = size * accumulate
     # Batch norm cannot train on a single sample, so a short batch fills fewer micro-batches, with at least two each.

@@ -29,7 +29,8 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def shard(models: Sequence[nn.Module], task: Task, config: Config, group: Group, place: ShardPlace) -> None:
     """Cut each of these models into shards, on its device: as the task says, or by default its repeated blocks and the
     rest. A collective. Raises ConfigError for a model that cannot be cut."""
-    mesh = make_mesh(place, group.device, 2 * meeting_timeout(config.launch.hang_timeout_s))
+    patience = 2 * meeting_timeout(config.launch.hang_timeout_s)
+    mesh = make_mesh(place, group.device, patience, adds_replicas=config.train.shares is None)
     by_task = type(task).shard is not Task.shard
     given = f"train.sharding={config.train.sharding}: {config.task}"
     for model in models:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainer.config.config import Config
 from trainer.loops.replicated import Replicated
+from trainer.loops.shares import AddsShares
 from trainer.world.group import Group
 from trainer.world.shard_place import ShardPlace
 
@@ -23,7 +24,7 @@ class Gradients(Protocol):
 
     waits_in_forward: bool  # whether a forward pass waits for the other ranks
     parallel: nn.Module  # the model as a training step calls it
-    summed: list[nn.Parameter]  # what `ShareSum` adds
+    share_sum: AddsShares
 
     def adopt(self, optimizer: Optimizer, task: str) -> None:
         """Prepare the optimiser, which `task` has made. Raises ConfigError."""

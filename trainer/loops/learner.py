@@ -20,7 +20,7 @@ from trainer.loops.gradients import make_gradients
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
 from trainer.loops.model_setup import channels_last, prepare_model
 from trainer.loops.rates import LearningRates
-from trainer.loops.shares import ShareSum, shares_of
+from trainer.loops.shares import shares_of
 from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer, loads_in_place
 from trainer.optim.fast_step import FastStep
 from trainer.task import Task
@@ -57,7 +57,6 @@ class Learner:
         # short last batch gives them unequal shares. With train.shares the gradients are added instead.
         self._weight = 1 if config.train.shares else group.world.size
         self.gradients = make_gradients(self.model, group, config, self.place)
-        self._share_sum = ShareSum(self.gradients.summed, len(self.shares))
         self.buffers = Buffers(self.model, group)
         self.optimizer = task.optimizer(self.model)
         check_made(self.optimizer, self.model, config.task)
@@ -77,7 +76,7 @@ class Learner:
         All collectives of the step happen here. Nothing that a checkpoint holds changes here: `update` does that.
         """
         in_order, per_share = iter(micro_batches), len(micro_batches) // len(self.shares)
-        waits_in_forward = self.gradients.waits_in_forward
+        waits_in_forward, share_sum = self.gradients.waits_in_forward, self.gradients.share_sum
         for share, seed in enumerate(self._seeds):
             of_share = list(islice(in_order, per_share))  # first, as loading may draw random numbers
             self._generators.seed(nth_seed(seed, step))
@@ -88,7 +87,7 @@ class Learner:
             for number, (batch, count) in enumerate(of_share, 1):
                 ends_share = number == per_share
                 last = ends_share and share == len(self._seeds) - 1
-                if waits_in_forward and number == 1:
+                if waits_in_forward and share == 0 and number == 1:
                     self.own_work_done()
                 with self.gradients.reducing(last):
                     loss = self._forward(self.gradients.parallel, batch)["loss"]
@@ -96,9 +95,9 @@ class Learner:
                         self.own_work_done()
                     weight = count * self._weight / samples
                     if ends_share:
-                        self._share_sum.end_share(share)
+                        share_sum.end_share(share)
                     self._backward(loss if weight == 1 else loss * weight)
-                    self._share_sum.end_backward()
+                    share_sum.end_backward()
         self._generators.check()
         self.buffers.broadcast()
         self.gradients.meet(self.scaler, self.optimizer)

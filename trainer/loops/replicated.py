@@ -18,6 +18,7 @@ from trainer.compat import autograd
 from trainer.config.config import Config
 from trainer.config.schema import Train
 from trainer.loops.finite_check import FiniteCheck
+from trainer.loops.shares import AddsShares, ShareSum, shares_of
 from trainer.world.group import Group
 from trainer.world.tree_sum import TreeHook
 
@@ -38,6 +39,7 @@ class Replicated:
         self._parameters = list(model.parameters())
         self.summed = [self._loss_tap, *self._parameters]
         self.parallel = data_parallel(model, self._loss_tap, group, config.train)
+        self.share_sum: AddsShares = ShareSum(self.summed, len(shares_of(config.train, group.world)))
         self._alone = self.parallel is model
         in_buckets = not self._alone and lays_in_buckets(config.train, group.device)
         self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets)

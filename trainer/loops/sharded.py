@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ from torch.optim import Optimizer
 from trainer import compat
 from trainer.compat import fsdp as compat_fsdp
 from trainer.config.config import Config
+from trainer.loops.exact_square import ExactSquare
 from trainer.loops.rows import Rows
+from trainer.loops.shares import AddsShares, ShareSum, in_order
+from trainer.loops.turn_sums import turn_sums
 from trainer.world.group import Group
 from trainer.world.shard_place import ShardPlace
+from trainer.world.tree_sum import tree_sum
 
 # In these types the norm of finite gradients is finite, or the gradient is beyond any use.
 NORM_SUFFICES = (torch.float32, torch.float64, torch.bfloat16)
@@ -35,7 +40,6 @@ class Sharded:
     """
 
     waits_in_forward = True
-    summed: list[nn.Parameter] = []  # noqa: RUF012
 
     def __init__(self, model: nn.Module, group: Group, config: Config, place: ShardPlace) -> None:
         self.parallel = model
@@ -43,14 +47,21 @@ class Sharded:
         self._group, self._place, self._clip_norm = group, place, config.optim.clip_norm
         self._norm_suffices = all(p.dtype in NORM_SUFFICES for p in self._parameters)
         self._states: dict[int, dict[str, Any]] = {}  # by the id of the model
-        self._loss: Tensor | None = None
-        self._met: Tensor | None = None  # loss, count of ranks with a nonfinite gradient, squared norm
+        self._losses: list[Tensor] = []  # of this rank's shares; without train.shares of the rank
+        self._met: Tensor | None = None  # mean loss, count of ranks with a nonfinite gradient, squared norm
         self._gradients: list[Tensor] = []  # of this rank's rows
         self._one = torch.ones((), device=group.device)
+        self._train, self._in_shares = config.train, config.train.shares is not None
+        self._exact: ExactSquare | None = None
+        self.share_sum: AddsShares = ShareSum([], 1)
+        if self._in_shares:
+            self.share_sum = turn_sums(model, config, group, place)
+            if self._clip_norm is not None:
+                self._exact = ExactSquare(sum(map(len, self._parameters)), group.device)
 
     def adopt(self, optimizer: Optimizer, task: str) -> None:
         """See Gradients."""
-        self._rows = Rows(optimizer, task)
+        self._rows = Rows(optimizer, task, fill=self._in_shares and self._group.device.type == "cpu")
         self.marked, self.live, self.local = self._rows.marked, self._rows.live, self._rows.local
 
     @property
@@ -77,37 +88,53 @@ class Sharded:
     def backward(self, scaled: Tensor, loss: Tensor) -> None:
         """See Gradients."""
         scaled.backward()
-        self._loss = loss if self._loss is None else self._loss + loss
+        if self._losses and not self._in_shares:
+            loss = self._losses.pop() + loss
+        self._losses.append(loss)
 
     def meet(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """See Gradients. Also unscales the gradients."""
-        assert self._loss is not None
         self._gradients = gradients = self._rows.take_gradients()
         found = torch.zeros((), device=self._group.device)
-        norm = None
         if scaler.is_enabled() or self._clip_norm is None or not self._norm_suffices:
             # As GradScaler does it: a reciprocal in fp32 would round twice.
             inverse = scaler.scale(self._one).double().reciprocal().float()
             for dtype in {gradient.dtype: None for gradient in gradients}:
                 same = [gradient for gradient in gradients if gradient.dtype is dtype]
                 compat.note_nonfinite(same, found, inverse)
-        if self._clip_norm is not None:
-            norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(found)
-        square = torch.zeros_like(found) if norm is None else norm.double().square()
-        mine = torch.stack([self._loss.double(), found.double(), square.double()])
+        mine = torch.cat([torch.stack([*self._losses, found]).double(), self._square(gradients)])
         everyone = mine.new_empty(self._group.world.size * len(mine))
         dist.all_gather_into_tensor(everyone, mine)
-        everyone = everyone.view(-1, len(mine))
-        # Each replica has all of the gradient.
-        self._met = torch.cat([everyone[:, :2].sum(0), everyone[: self._place.shards, 2:].sum(0)])
-        self._loss = None
+        self._met = self._add(everyone.view(-1, len(mine)))
+        self._losses = []
         if scaler.is_enabled():
             compat_fsdp.set_found_inf(scaler, optimizer, (self._met[1] > 0).float())
+
+    def _square(self, gradients: Sequence[Tensor]) -> Tensor:
+        """What the other ranks need to know of this rank's gradients for the squared norm of all."""
+        if self._exact is not None:
+            return self._exact.of(gradients)
+        if self._clip_norm is None or not gradients:
+            return self._one.new_zeros(1, dtype=torch.float64)
+        return nn.utils.get_total_norm(gradients).double().square().view(1)
+
+    def _add(self, ranks: Tensor) -> Tensor:
+        """What all ranks have found, of a row for each."""
+        world, shards = self._group.world, self._place.shards  # each replica has all of the gradient
+        if not self._in_shares:
+            met = torch.cat([ranks[:, :2].sum(0), ranks[:shards, 2:].sum(0)])
+            met[0] /= world.size
+            return met
+        each = len(self._losses)
+        loss = tree_sum(in_order(ranks[:, :each].float(), self._train, world))  # as DDP adds it with the gradients
+        square = ranks[:shards, each + 1 :]
+        total = square.sum() if self._exact is None else self._exact.total(square)
+        return torch.stack([loss.double(), ranks[:, each].sum(), total])
 
     def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
         """See Gradients."""
         assert self._met is not None
-        loss = (self._met[0] / self._group.world.size).float()
+        loss = self._met[0].float()
         bad = ~torch.isfinite(loss)
         measured: dict[str, Tensor] = {}
         if self._clip_norm is not None:
@@ -120,7 +147,7 @@ class Sharded:
 
     def end_warm_up(self) -> None:
         """See Gradients. From here on FSDP2 leaves each shard where it is in memory."""
-        self._loss = None
+        self._losses = []
         for parameter in self._parameters:
             parameter.grad = None
         assert self._rows.in_place(), "FSDP2 has moved a shard"

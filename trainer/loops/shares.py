@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -11,9 +12,37 @@ from trainer.world.world import World
 
 
 def shares_of(train: Train, world: World) -> range:
-    """The numbers of this rank's shares of the global batch; without `train.shares` each rank has one."""
-    each = (train.shares or world.size) // world.size
-    return range(world.rank * each, (world.rank + 1) * each)
+    """The numbers of this rank's shares of the global batch; without `train.shares` each rank has one.
+
+    Each rank has neighbouring ones. Under train.sharding, each `team` of ranks has, and deals them out in turns.
+    """
+    each, team = (train.shares or world.size) // world.size, team_of(train, world)
+    number, place = divmod(world.rank, team)
+    first, end = number * team * each, (number + 1) * team * each
+    return range(first + place, end, team)
+
+
+def team_of(train: Train, world: World) -> int:
+    """How many neighbouring ranks form a team: a power of two. Sharded gradients are added over the ranks before they
+    are added over a rank's shares. So in each turn a team has neighbouring shares, whose sum is a node of the tree."""
+    ranks = {"none": 1, "full": world.size, "hybrid": world.local_size}[train.sharding]
+    return ranks & -ranks
+
+
+def in_order(rows: Tensor, train: Train, world: World) -> Tensor:
+    """One row for each share, in their order, of rows for each share of each rank."""
+    each, team = rows.shape[1], team_of(train, world)
+    return rows.view(-1, team, each, *rows.shape[2:]).transpose(1, 2).flatten(0, 2)
+
+
+class AddsShares(Protocol):
+    """Adds the gradients of the shares that a rank computes one after another."""
+
+    def end_share(self, share: int) -> None:
+        """The next backward pass is the last one of this share, counted from 0 on this rank."""
+
+    def end_backward(self) -> None:
+        """Call this after each backward pass."""
 
 
 class PartialSums:
@@ -54,12 +83,12 @@ class ShareSum(PartialSums):
                 parameter.register_post_accumulate_grad_hook(self._complete)
 
     def end_share(self, share: int) -> None:
-        """The next backward pass is the last one of this share."""
+        """See AddsShares."""
         if self._levels:
             self._share, self._left = share, set(self._parameters)
 
     def end_backward(self) -> None:
-        """Call this after each backward pass: completes the parameters that the last one of a share has not reached."""
+        """See AddsShares. Completes the parameters that the last backward pass of a share has not reached."""
         for parameter in tuple(self._left):
             self._complete(parameter)
 

@@ -34,7 +34,7 @@ class TaskLoop(Loop):
         config, group = self.config, self.group
         check_size(config.train.shares, self.size)
         world = group.world
-        check_shards(config.train.sharding, world.nodes, world.size // world.nodes, world.hosts)
+        check_shards(config.train, world.nodes, world.size // world.nodes, world.hosts)
         check_batch(config.train.batch_size, [self.size], config.train.accumulate, config.train.shares)
 
         self.watch.enter("preparing data")
@@ -54,6 +54,7 @@ class TaskLoop(Loop):
         self.saves.hold(self.place)
         self.loading = make_loading(config, self.task, group)
         self.validation = Validation(config, val_set, counts[1], self.loading, group)
+        self._total_shares = config.train.shares or self.size  # of all ranks
         self.micro_batches = config.train.accumulate * len(self.learner.shares)  # of this rank, per step
         self.learner.own_work_done = self.ring.end_work
         self.watch.measure(lambda: self.ring.busy_s)
@@ -140,7 +141,12 @@ class TaskLoop(Loop):
         step = self.position.step
         self.ring.begin_work()
         began = time.perf_counter()
-        counts = self.order.micro_batch_sizes(step, self.rank, self.size, self.micro_batches)
+        accumulate = self.config.train.accumulate
+        counts = [
+            count
+            for share in self.learner.shares
+            for count in self.order.micro_batch_sizes(step, share, self._total_shares, accumulate)
+        ]
         micro_batches: Collection[tuple[Any, int]]
         if len(self.learner.shares) == 1:
             micro_batches = [(next(batches), count) for count in counts]
@@ -221,7 +227,8 @@ class TaskLoop(Loop):
 
     def _batches(self) -> TrainBatchKeys:
         steps = range(self.position.step, self.total_steps)
-        return TrainBatchKeys(self.order, steps, self.rank, self.size, self.micro_batches)
+        accumulate = self.config.train.accumulate
+        return TrainBatchKeys(self.order, steps, self.learner.shares, self._total_shares, accumulate)
 
 
 class _LoadedWhenDue(Collection[tuple[Any, int]]):

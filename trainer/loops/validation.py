@@ -15,7 +15,7 @@ from trainer.data.decoded_cache import DecodedCache
 from trainer.data.loader import LoaderFactory, ValidationBatchKeys
 from trainer.loops.learner import Learner
 from trainer.loops.loop import finite
-from trainer.loops.shares import shares_of
+from trainer.loops.shares import in_order, shares_of
 from trainer.task import Task
 from trainer.world.group import Group
 from trainer.world.tree_sum import tree_sum
@@ -51,9 +51,9 @@ class Validation:
     def __init__(
         self, config: Config, val_set: Dataset[Any], samples: int, loading: LoaderFactory, group: Group
     ) -> None:
-        self._group, self._in_shares = group, config.train.shares is not None
-        shares, world = shares_of(config.train, group.world), group.world
-        self._keys = ValidationBatchKeys(samples, config.train.batch_size, world.rank, world.size, len(shares))
+        self._group, self._train = group, config.train
+        shares, total = shares_of(config.train, group.world), config.train.shares or group.world.size
+        self._keys = ValidationBatchKeys(samples, config.train.batch_size, shares, total)
         self._loader = loading.loader(val_set, config.seed, self._keys)
 
     def measure(self, learner: Learner, step: int, begin_batch: Callable[[], bool]) -> dict[str, float | None] | None:
@@ -70,7 +70,10 @@ class Validation:
                 return None
             sums[share] += learner.evaluate(step, number, batch, len(self._keys.indices(number, share)), share)
         learner.train(True)
-        totals = tree_sum(torch.cat(self._group.gather(sums))) if self._in_shares else self._group.sum(sums[0])
+        if self._train.shares is None:
+            totals = self._group.sum(sums[0])
+        else:
+            totals = tree_sum(in_order(torch.stack(self._group.gather(sums)), self._train, self._group.world))
         means = [total / self._keys.samples for total in totals.tolist()]
         return {f"val_{name}": finite(mean) for name, mean in zip(learner.names, means)}
 

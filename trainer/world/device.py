@@ -53,7 +53,10 @@ def describe_numerics(
 ) -> dict[str, str | int]:
     """Everything that the last bits of a step depend on: torch, the device and its libraries, threads, and whether the
     ranks shard the model. On GPUs also how the ranks are spread over nodes, because NCCL adds along the connections
-    between them; not with `at_any_size` (train.shares), where NCCL adds nothing."""
+    between them; not with `at_any_size` (train.shares), where NCCL adds nothing, and where full and hybrid sharding are
+    the same."""
+    if at_any_size and sharding != "none":
+        sharding = "full or hybrid"
     if device.type != "cuda":
         # Torch uses different loops on a processor with wider vectors.
         processor = f"cpu with {torch.backends.cpu.get_cpu_capability()}"

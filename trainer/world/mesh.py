@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -11,17 +12,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.world.shard_place import ShardPlace
 
 
-def make_mesh(place: ShardPlace, device: torch.device, timeout: timedelta) -> DeviceMesh:
-    """The mesh of all ranks. One replica: of the dimension "shard". Several: of "replicate" and "shard".
+def make_mesh(place: ShardPlace, device: torch.device, timeout: timedelta, adds_replicas: bool = True) -> DeviceMesh:
+    """The mesh of all ranks. One replica: of the dimension "shard". Several: of "replicate" and "shard"; unless FSDP2
+    `adds_replicas`, the mesh of this rank's replica alone.
 
     A collective.
     """
+    names = ("replicate", "shard")
     if place.replicas == 1:
         assert dist.group.WORLD is not None
-        return DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=("shard",))
-    ranks = [[place.rank_of(shard, replica) for shard in range(place.shards)] for replica in range(place.replicas)]
-    groups = []
-    for parts in (list(zip(*ranks)), ranks):
-        group, _ = dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout=timeout)
-        groups.append(group)
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+        return DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=names[1:])
+    shards = _group(place.ranks, timeout)
+    if not adds_replicas:
+        return DeviceMesh.from_group(shards, device.type, mesh_dim_names=names[1:])
+    groups = [replica_group(place, timeout), shards]
+    return DeviceMesh.from_group(groups, device.type, mesh=place.ranks, mesh_dim_names=names)
+
+
+def replica_group(place: ShardPlace, timeout: timedelta) -> dist.ProcessGroup:
+    """The ranks that hold this rank's shard. A collective."""
+    return _group(list(zip(*place.ranks)), timeout)
+
+
+def _group(parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """That of these groups of ranks which this rank is in."""
+    group, _ = dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout=timeout)
+    return group

@@ -16,6 +16,11 @@ class ShardPlace(NamedTuple):
     replica: int  # from 0
     replicas: int
 
+    @property
+    def ranks(self) -> list[list[int]]:
+        """All ranks: for each replica, those that hold its shards."""
+        return [[self.rank_of(shard, replica) for shard in range(self.shards)] for replica in range(self.replicas)]
+
     def rank_of(self, shard: int, replica: int) -> int:
         """The rank that holds this copy of this shard."""
         return replica * self.shards + shard

@@ -32,15 +32,16 @@ def tree_sum(rows: Tensor) -> Tensor:
 
 
 class ScatteredSum:
-    """A sum over the ranks under way, of which each rank gets one chunk. The first half of an all-reduce; alone it is a
-    reduce-scatter."""
+    """A sum over the ranks of a group under way, of which each rank gets one chunk. The first half of an all-reduce."""
 
-    def __init__(self, flat: Tensor, size: int, received: Tensor | None = None) -> None:
+    def __init__(
+        self, flat: Tensor, size: int, received: Tensor | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
         """Start it. `flat` has one dimension; its length is a multiple of `size`, the number of ranks. `received` is
         memory of the same shape to use."""
         self._received = torch.empty_like(flat) if received is None else received
         self._size = size
-        self._work = dist.all_to_all_single(self._received, flat, async_op=True)
+        self._work = dist.all_to_all_single(self._received, flat, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """This rank's chunk of the sum. With NCCL only the current stream waits."""
@@ -49,26 +50,30 @@ class ScatteredSum:
 
 
 class BucketSum:
-    """The sum of one of DDP's buckets over the ranks, in the bucket's own memory."""
+    """The sum of one of DDP's buckets over the ranks of a group, in the bucket's own memory."""
 
-    def __init__(self, buffer: Tensor, size: int, received: Tensor | None = None) -> None:
-        self._buffer = buffer
+    def __init__(
+        self, buffer: Tensor, size: int, received: Tensor | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._buffer, self._group = buffer, group
         missing = -len(buffer) % size
         self._whole = torch.nn.functional.pad(buffer, (0, missing)) if missing else buffer
-        self._scattered = ScatteredSum(self._whole, size, received)
+        self._scattered = ScatteredSum(self._whole, size, received, group)
         self._gathering: list[dist.Work] = []
 
     def gather(self) -> None:
         """The second half: start to collect the chunks."""
         if self._gathering:
             return
-        chunk = self._scattered.wait()
+        chunk, group = self._scattered.wait(), self._group
         if self._whole.is_cuda:
-            self._gathering = [dist.all_gather_into_tensor(self._whole, chunk, async_op=True)]
-        else:
-            chunks = self._whole.chunk(dist.get_world_size())
-            chunks[dist.get_rank()].copy_(chunk)
-            self._gathering = [dist.broadcast(one, rank, async_op=True) for rank, one in enumerate(chunks)]
+            self._gathering = [dist.all_gather_into_tensor(self._whole, chunk, group=group, async_op=True)]
+            return
+        chunks = self._whole.chunk(dist.get_world_size(group))
+        chunks[dist.get_rank(group)].copy_(chunk)
+        self._gathering = [
+            dist.broadcast(one, group=group, group_src=rank, async_op=True) for rank, one in enumerate(chunks)
+        ]
 
     def wait(self) -> Tensor:
         """The bucket with the sum in it."""

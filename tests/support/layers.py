@@ -1,0 +1,26 @@
+"""A small transformer with dropout, in layers that are sharded one by one.
+
+The numbers of elements of its tensors are multiples of 16, so that they fill the vectors of a CPU: the elements that do
+not are computed otherwise where a tensor is not cut, see trainer.loops.rows.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class Layer(nn.Module):
+    """A layer of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+def transformer(classes: int = 16) -> nn.Module:
+    """For images of 3 x 8 x 8."""
+    return nn.Sequential(nn.Flatten(2), nn.Linear(64, 16), Layer(), Layer(), nn.Flatten(), nn.Linear(48, classes))
