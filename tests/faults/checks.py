@@ -179,16 +179,17 @@ def lost_steps(start: int, begun: int, resumed: int) -> int:
     return max(0, start + begun - 1 - resumed)
 
 
-def spares(loss: Loss, nodes: int) -> bool:
-    """Whether the fault may cost no step in a run on this many nodes."""
-    return loss is Loss.NOTHING or (loss is Loss.UNLESS_A_NODE_LIVES and nodes > 1)
+def spares(loss: Loss, nodes: int, ranks: int) -> bool:
+    """Whether the fault may cost no step in a run on this many nodes, with so many ranks."""
+    survivors = {Loss.NOTHING: 1, Loss.UNLESS_A_NODE_LIVES: nodes - 1, Loss.UNLESS_A_RANK_LIVES: ranks - 1}
+    return survivors.get(loss, 0) > 0
 
 
-def check_loss(loss: Loss, nodes: int, resumed: int, lost: int, kept: int) -> list[str]:
+def check_loss(loss: Loss, nodes: int, ranks: int, resumed: int, lost: int, kept: int) -> list[str]:
     """A fault cost no more than allowed. `kept` is the newest intact step before the fault, or for NEWEST after it."""
     if loss is Loss.NEWEST:
         return [f"resumed after step {resumed}, but {kept} was the newest intact checkpoint"] if resumed != kept else []
-    if spares(loss, nodes):
+    if spares(loss, nodes, ranks):
         return [f"{counted(lost, 'step')} lost, 0 allowed"] if lost else []
     return [f"resumed after step {resumed}, but step {kept} was saved"] if resumed < kept else []
 

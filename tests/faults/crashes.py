@@ -143,19 +143,20 @@ def _is(shape: Shape) -> Needs:
     return lambda setting: setting.shape is shape
 
 
-SINCE_SAVE, A_NODE_LIVES, STAYS = Loss.SINCE_SAVE, Loss.UNLESS_A_NODE_LIVES, Return.STAYS
+SINCE_SAVE, A_NODE_LIVES, A_RANK_LIVES = Loss.SINCE_SAVE, Loss.UNLESS_A_NODE_LIVES, Loss.UNLESS_A_RANK_LIVES
+STAYS = Return.STAYS
 FIXED, SPARE, RANGE = Shape
 AGAIN = Moment.AGAIN
 STEADY = (Moment.STEP, Moment.VALIDATION, Moment.SAVE)
 FAULTS = [
-    Fault("kill-rank-0", "SIGKILL of rank 0", kill_rank_0, (*ALWAYS, AGAIN)),
-    Fault("kill-rank", "SIGKILL of another rank", kill_other_rank, (*ALWAYS, AGAIN)),
+    Fault("kill-rank-0", "SIGKILL of rank 0", kill_rank_0, (*ALWAYS, AGAIN), A_RANK_LIVES),
+    Fault("kill-rank", "SIGKILL of another rank", kill_other_rank, (*ALWAYS, AGAIN), A_RANK_LIVES),
     Fault("kill-all", "SIGKILL of every rank", kill_all, (*ALWAYS, AGAIN), SINCE_SAVE),
-    Fault("kill-supervisor", "SIGKILL of a rank's supervisor", kill_supervisor, (*AT_WORK, AGAIN)),
+    Fault("kill-supervisor", "SIGKILL of a rank's supervisor", kill_supervisor, (*AT_WORK, AGAIN), A_RANK_LIVES),
     Fault("bad-node", "a node kills its ranks three times in a row", bad_node, STEADY, SINCE_SAVE, needs=_is(FIXED)),
     Fault("kill-srun", "SIGKILL of srun", kill_srun, (*WITH_RANKS, AGAIN), SINCE_SAVE),
     Fault("kill-worker", "SIGKILL of a loader worker", kill_worker, STEADY, needs=lambda run: run.workers > 0),
-    Fault("freeze-rank", "SIGSTOP of a rank", freeze_rank, (*AT_WORK, AGAIN)),
+    Fault("freeze-rank", "SIGSTOP of a rank", freeze_rank, (*AT_WORK, AGAIN), A_RANK_LIVES),
     Fault("node-crash", "a node loses power", crash_node, (*STEADY, AGAIN), A_NODE_LIVES, needs=_is(FIXED)),
     Fault("spare-node", "node-crash with a spare node", crash_node, (*STEADY, AGAIN), A_NODE_LIVES, needs=_is(SPARE)),
     Fault("fewer-nodes", "the same with `--nodes 1-2`", crash_other_node, STEADY, A_NODE_LIVES, needs=_is(RANGE)),

@@ -46,6 +46,7 @@ class Loss(Enum):
 
     NOTHING = "0"
     SINCE_SAVE = "those since the last save"
+    UNLESS_A_RANK_LIVES = "0 if another rank survives, else those since the last save"
     UNLESS_A_NODE_LIVES = "0 if another node survives, else those since the last save"
     NEWEST = "those since the save before the last"
 

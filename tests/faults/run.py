@@ -193,7 +193,9 @@ class Run:
         if again := shot.moment is Moment.AGAIN:  # two faults: there may be no rank left to save
             fault = fault if fault.loses is Loss.NEWEST else replace(fault, loses=Loss.SINCE_SAVE)
         hit = Hit(self.plan.name, fault.name, shot.moment if again else where, shot.delay_ms)
-        nodes = len({rank.env["SLURMD_NODENAME"] for rank in victim.ranks().values()}) or self.plan.setting.nodes
+        ranks = victim.ranks().values()
+        nodes = len({rank.env["SLURMD_NODENAME"] for rank in ranks}) or self.plan.setting.nodes
+        size = len(ranks) or self.plan.setting.world_size
         struck = time.monotonic()
         try:
             if later := fault.inject(victim, shot):
@@ -212,7 +214,7 @@ class Run:
             hit.back_s = time.monotonic() - struck
             victim.set_pace(FAST_MS)
             victim.settle()
-            self._judge(hit, fault, attempt, kept, nodes)
+            self._judge(hit, fault, attempt, kept, nodes, size)
         except GaveUp as error:
             hit.wrong.append(str(error))
             raise GaveUp() from None  # the violation is in the Hit
@@ -267,8 +269,9 @@ class Run:
 
     # --- checks
 
-    def _judge(self, hit: Hit, fault: Fault, attempt: Attempt | None, kept: int, nodes: int) -> None:
-        """Enter in `hit` what the fault cost, which struck a run on that many nodes, and any violations."""
+    def _judge(self, hit: Hit, fault: Fault, attempt: Attempt | None, kept: int, nodes: int, size: int) -> None:
+        """Enter in `hit` what the fault cost, which struck a run of `size` ranks on that many nodes, and any
+        violations."""
         victim, returns, itself = self.victim, fault.returns, hit.by == "itself"
         names = (attempt, attempt and attempt.never_began)
         record = next((r for r in victim.records() if Attempt.of(r) in names), None)
@@ -298,8 +301,8 @@ class Run:
             *(checks.lost_steps(starts[a], count, resume.number) for a, count in begun.items()),
             0,
         )
-        hit.allowed = 0 if checks.spares(fault.loses, nodes) else hit.lost + resume.number - kept
-        hit.wrong += checks.check_loss(fault.loses, nodes, resume.number, hit.lost, kept)
+        hit.allowed = 0 if checks.spares(fault.loses, nodes, size) else hit.lost + resume.number - kept
+        hit.wrong += checks.check_loss(fault.loses, nodes, size, resume.number, hit.lost, kept)
         if fault.loses is Loss.NEWEST:
             said = {event.number for event in victim.log.events if event.kind == "skip"}
             unsaid = [step for step in victim.spoiled() if step > resume.number and step not in said]

@@ -225,21 +225,23 @@ def test_lost_steps_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "nodes", "resumed", "lost", "wrong"),
+    ("loss", "nodes", "ranks", "resumed", "lost", "wrong"),
     [
-        (Loss.NOTHING, 1, 30, 0, ""),
-        (Loss.NOTHING, 1, 29, 1, "1 step lost, 0 allowed"),
-        (Loss.SINCE_SAVE, 1, 20, 10, ""),
-        (Loss.SINCE_SAVE, 1, 19, 11, "resumed after step 19, but step 20 was saved"),
-        (Loss.UNLESS_A_NODE_LIVES, 1, 20, 10, ""),
-        (Loss.UNLESS_A_NODE_LIVES, 2, 20, 10, "10 steps lost, 0 allowed"),
-        (Loss.NEWEST, 1, 20, 10, ""),
-        (Loss.NEWEST, 1, 30, 0, "resumed after step 30, but 20 was the newest intact checkpoint"),
+        (Loss.NOTHING, 1, 1, 30, 0, ""),
+        (Loss.NOTHING, 1, 1, 29, 1, "1 step lost, 0 allowed"),
+        (Loss.SINCE_SAVE, 1, 2, 20, 10, ""),
+        (Loss.SINCE_SAVE, 1, 2, 19, 11, "resumed after step 19, but step 20 was saved"),
+        (Loss.UNLESS_A_NODE_LIVES, 1, 2, 20, 10, ""),
+        (Loss.UNLESS_A_NODE_LIVES, 2, 2, 20, 10, "10 steps lost, 0 allowed"),
+        (Loss.UNLESS_A_RANK_LIVES, 1, 1, 20, 10, ""),
+        (Loss.UNLESS_A_RANK_LIVES, 1, 2, 20, 10, "10 steps lost, 0 allowed"),
+        (Loss.NEWEST, 1, 2, 20, 10, ""),
+        (Loss.NEWEST, 1, 2, 30, 0, "resumed after step 30, but 20 was the newest intact checkpoint"),
     ],
 )
-def test_what_a_fault_may_cost(loss: Loss, nodes: int, resumed: int, lost: int, wrong: str) -> None:
+def test_what_a_fault_may_cost(loss: Loss, nodes: int, ranks: int, resumed: int, lost: int, wrong: str) -> None:
     """After 30 steps, with a save at 20: one lost step too many is found, and a damaged checkpoint that was loaded."""
-    assert "; ".join(check_loss(loss, nodes, resumed, lost, kept=20)) == wrong
+    assert "; ".join(check_loss(loss, nodes, ranks, resumed, lost, kept=20)) == wrong
 
 
 def test_the_plan_is_a_function_of_the_seed() -> None:
