@@ -6,8 +6,8 @@ frozen with them and continues in their own turns. Each training notes when its 
 interrupts does not count. All others do, also the first after a freeze: the caches are cold for about a millisecond, of
 turns of seconds, for every training alike.
 
-Clocks go on during a freeze: what Laststep does every few seconds, it does up to twice as often as in life. Its saves
-by the clock are an exception, they are planned in steps. No rank looks dead: the watchdog counts rounds, not seconds.
+Clocks go on during a freeze: what Laststep does every few seconds, it does up to twice as often as in life, so no such
+cost is missing. No rank looks dead: the watchdog counts rounds, not seconds.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Training:
         with path.open("wb") as file:
             file.truncate(8 * MOST_STEPS)
         self._clock = _mapped(path)
-        self._seen = 0  # steps that earlier turns have read
+        self._seen = 0  # steps begun, as far as anybody has looked
         self._steps = self._sent = 0  # in all turns: steps begun, and bytes sent on the loopback device
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         self.processes = []
@@ -102,7 +102,7 @@ class Training:
         if any(process.poll() is not None for process in self.processes):
             raise RuntimeError(f"a rank has ended too early:\n{self._log.read_text()}")
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         """Send all its processes a signal."""
         for process in self.processes:
             if process.poll() is None:
@@ -110,18 +110,22 @@ class Training:
 
     def turn(self, seconds: float) -> float:
         """Let it train for this long and at least FEWEST_STEPS, then freeze it; returns the mean seconds of a step."""
-        before, began = _loopback_bytes(), time.monotonic()
-        self.signal(signal.SIGCONT)
+        before, first, began = _loopback_bytes(), self._steps_begun(), time.monotonic()
+        self.send(signal.SIGCONT)
         time.sleep(seconds)
-        self._await_step(self._seen + FEWEST_STEPS)
+        self._await_step(first + FEWEST_STEPS)
         ended = time.monotonic()
-        self.signal(signal.SIGSTOP)
+        self.send(signal.SIGSTOP)
         self.check_alive()
-        new = list(itertools.takewhile(bool, self._clock[self._seen :]))
-        self._seen += len(new)
-        self._steps += sum(moment >= began for moment in new)
+        new = self._clock[first : self._steps_begun()].tolist()
+        self._steps += len(new)
         self._sent += _loopback_bytes() - before
         return mean_step_s(new, began, ended)
+
+    def _steps_begun(self) -> int:
+        while self._clock[self._seen]:
+            self._seen += 1
+        return self._seen
 
     def sent_bytes(self) -> float:
         """Bytes per step that its ranks have sent to each other during its turns. Nothing else should use the loopback
@@ -130,13 +134,13 @@ class Training:
 
     def stop(self) -> None:
         """Ask its ranks to stop, and wait until they have."""
-        self.signal(signal.SIGTERM)
+        self.send(signal.SIGTERM)
         for process in self.processes:
             process.wait(DEADLINE_S)
 
     def end(self) -> None:
         """Kill all its processes."""
-        self.signal(signal.SIGKILL)
+        self.send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
 
@@ -180,7 +184,7 @@ def compare(
             stack.callback(both[-1].end)
         for training in both:
             training.await_start()
-            training.signal(signal.SIGSTOP)
+            training.send(signal.SIGSTOP)
         first, second = both
         for training in WARM_UP * both:
             training.turn(WARM_UP_S)

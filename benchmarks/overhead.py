@@ -7,9 +7,9 @@ step, progress, stop agreement, watchdog, an asynchronous save every second, Ten
 around a custom loop, and so are Lightning and Accelerate if they are installed (`pip install lightning accelerate`).
 
 Each of them takes turns with the bare loop, see benchmarks/_turns.py. A turn is half as long as the interval at which
-TensorBoard's curves are updated, so each has an update and two saves. A ratio compares the mean time of a step in a
-turn with that of the bare loop's turns before and after it. The median ratio of Laststep has a limit; if it is over it
-by more than the noise, the exit status is 1, and a profile shows where the time went.
+TensorBoard's curves are updated, so about every turn has an update, and two saves. A ratio compares the mean time of a
+step in a turn with that of the bare loop's turns before and after it. The median ratio of Laststep has a limit; if it
+is over it by more than the noise, the exit status is 1, and a profile shows where the time went.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def profile(workload: str, ranks: int) -> dict[str, float]:
         try:
             training.await_start()
             step_s = training.turn(PROFILE_S)
-            training.signal(signal.SIGCONT)
+            training.send(signal.SIGCONT)
             training.stop()
         finally:
             training.end()
