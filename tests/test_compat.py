@@ -21,7 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from tests.support.editable import install_finder
@@ -35,7 +38,7 @@ from trainer.compat import fsdp as compat_fsdp
 from trainer.compat import generators as compat_generators
 from trainer.config.config import Config
 from trainer.rundir import RunDir
-from trainer.world.shard_place import ShardPlace
+from trainer.world.shard_place import ShardPlace, shard_rows
 
 
 def test_it_imports_nothing() -> None:
@@ -49,7 +52,7 @@ def test_it_imports_nothing() -> None:
 def test_no_private_name_elsewhere() -> None:
     """One place to look when a library changes. (attempt/compiler.py stands in for torch._dynamo.)"""
     private = re.compile(
-        r"\btorch(\.\w+)*\._(?!_)|tensorboard\.compat|JobEnvironment\._|\._(orig_mod|shutdown_w|option_s)"
+        r"\btorch(\.\w+)*\._(?!_)|tensorboard\.compat|JobEnvironment\._|\._(orig_mod|shutdown_w|option_s|schema|cdata)"
     )
     sources = {*(PROJECT / "trainer").rglob("*.py")} - {*(PROJECT / "trainer" / "compat").rglob("*.py")}
     sources.discard(PROJECT / "trainer" / "attempt" / "compiler.py")
@@ -381,3 +384,114 @@ def test_what_this_rank_holds_of_a_tensor() -> None:
         assert compat_fsdp.on_this_rank(weight).data_ptr() == weight.to_local().data_ptr() > 0  # type: ignore
     plain = torch.ones(2)
     assert compat_fsdp.on_this_rank(plain) is plain
+
+
+def test_recording_operators() -> None:
+    """A model is built without memory by noting each operator. One that were not noted, or not recognised as drawing or
+    writing, would give a sharded run other initial weights."""
+    noted: list[tuple[Any, ...]] = []
+    with compat_fsdp.recording(lambda *given: noted.append(given)):
+        weight = torch.empty(2, 3, device="meta")
+        weight.normal_(std=0.5)
+        torch.add(weight[0], 1, out=torch.empty(3, device="meta"))
+    noted = [each for each in noted if compat_fsdp.name_of(each[0]) != "aten::detach"]  # a view
+    names = [compat_fsdp.name_of(operator) for operator, *_ in noted]
+    assert names == ["aten::empty", "aten::normal_", "aten::select", "aten::empty", "aten::add"]
+    assert [torch.Tag.nondeterministic_seeded in operator.tags for operator, *_ in noted[:2]] == [False, True]
+    writes = [compat_fsdp.written_by(operator, args, kwargs) for operator, args, kwargs, _ in noted]
+    assert [len(written) for written in writes] == [0, 1, 0, 0, 1]
+    memories = [compat_fsdp.storage_of(each) for each in (*writes[1], *writes[4])]
+    assert memories == [compat_fsdp.storage_of(each) for each in (weight, noted[3][3])]
+
+
+def test_memories_of_tensors() -> None:
+    """A view is part of the memory that it shows, also where there is no data."""
+    for device in ("cpu", "meta"):
+        tensor, other = torch.empty(3, device=device), torch.empty(3, device=device)
+        assert compat_fsdp.storage_of(tensor[1:]) == compat_fsdp.storage_of(tensor) != compat_fsdp.storage_of(other)
+
+
+def test_truncated_normal_draws() -> None:
+    """torch leaves out a tensor on the meta device, so the call itself must be noted."""
+    noted: list[Any] = []
+    before = nn.init._no_grad_trunc_normal_
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        compat_fsdp.trunc_normal_by(lambda real: lambda *a, **k: noted.append((real, a, k))),
+    ):
+        nn.init.trunc_normal_(tensor := torch.ones(3), 0.5, 2.0, -1.0, 1.0)
+        assert torch.equal(tensor, torch.ones(3)), "somebody else draws"
+        1 / 0  # noqa: B018
+    assert [(real, args[0] is tensor, args[1:]) for real, args, _ in noted] == [(before, True, (0.5, 2.0, -1.0, 1.0))]
+    assert nn.init._no_grad_trunc_normal_ is before
+    again = torch.Generator()
+    drawn = [before(torch.empty(3), 0.5, 2.0, -1.0, 1.0, generator=again.manual_seed(1)) for _ in range(2)]
+    assert torch.equal(*drawn) and not torch.equal(drawn[0], tensor), "it is replayed with the same arguments"
+
+
+def test_functions_that_make_tensors() -> None:
+    """What a model makes on the default device is made without memory; what it computes stays where it is."""
+    makes = (torch.empty, torch.randn, torch.zeros, torch.arange, torch.tensor, torch.linspace)
+    assert all(map(compat_fsdp.takes_default_device, makes))
+    assert not any(map(compat_fsdp.takes_default_device, (torch.add, torch.zeros_like, nn.functional.linear)))
+
+
+def test_a_mode_sees_what_is_read_of_a_tensor() -> None:
+    """`nn.init` leaves out meta tensors, so a model that is built without memory must not be told that it has them."""
+    seen: list[Any] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        assert torch.empty(1, device="meta").is_meta
+    assert seen == [torch.empty, Tensor.is_meta.__get__]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("place", [ShardPlace(0, 2, 0, 1), ShardPlace(1, 2, 1, 2), ShardPlace(3, 4, 0, 1)])
+def test_how_fsdp2_cuts_rows(place: ShardPlace) -> None:
+    """Where a rank's rows lie in a checkpoint is computed, so FSDP2 must cut exactly there: uneven, too, or none."""
+    with pretended_rank(place) as mesh:
+        model = nn.Linear(3, 5, device="meta")
+        fully_shard(model, mesh=mesh)
+        begin, end = shard_rows(5, place.shard, place.shards)
+        assert isinstance(model.weight, DTensor) and isinstance(model.bias, DTensor)
+        assert model.weight.placements[-1].is_shard(0) and all(p.is_replicate() for p in model.weight.placements[:-1])
+        assert model.weight.to_local().shape == (end - begin, 3) and model.bias.to_local().shape == (end - begin,)
+
+
+def test_fsdp2_and_the_memory_of_shards() -> None:
+    """A model is cut without memory and given it afterwards. Then an update works on the rows in their place, so they
+    must stay there, and a validation must be able to free what it has gathered."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(3, 3, bias=False, device="meta")
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        assert isinstance(model, FSDPModule) and isinstance(model.weight, DTensor)
+        model.weight = nn.Parameter(torch.empty_like(model.weight, device="cpu"))
+        model.weight.to_local().detach().copy_(torch.eye(3))
+        model.load_state_dict({}, strict=False)  # has FSDP2 look where its shards are now
+        shard = model.weight
+        for step in (1, 2):
+            place = shard.to_local().data_ptr()
+            assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 3), float(step))), "it gathers what is there"
+            assert not isinstance(model.weight, DTensor), "the root stays gathered until a backward pass"
+            model.reshard()
+            assert model.weight is shard and shard.to_local().data_ptr() == place
+            model(torch.ones(1, 3)).sum().backward()
+            assert model.weight is shard and isinstance(shard.grad, DTensor)
+            assert torch.equal(shard.grad.to_local(), torch.ones(3, 3)) and shard.to_local().data_ptr() == place
+            shard.grad = None
+            shard.to_local().detach().add_(torch.eye(3))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_recording_of_gradients() -> None:
+    """An update is not part of the graph."""
+    autograd.set_grad_enabled(False)
+    recorded = torch.is_grad_enabled()
+    autograd.set_grad_enabled(True)
+    assert (recorded, torch.is_grad_enabled()) == (False, True)

@@ -5,20 +5,26 @@ Run `python -m tools.benchmarks` after a benchmark has written other figures; te
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections.abc import Iterator
 from itertools import islice
+=======
+from collections.abc import Iterable, Iterator
+>>>>>>> shbench
 from pathlib import Path
 from typing import Any
 
 from benchmarks._measure import MISSED, NOISE
 from benchmarks.overhead import WORKLOADS
-from tools.scale import result, table
+from benchmarks.sharding import BARE, OURS
+from tools.scale import RESULTS, result, table
 from trainer.say import counted
 
 MEASURED = (
     *("agreement", "goodput", "loading", "meeting", "memory", "overhead", "requeue"),
     *("rescue", "restart", "restore", "save", "shares", "start", "status", "stops", "submit"),
 )
+SHARDED = ("sharding", "sharded_save", "replicas_2")  # on the page once they have been measured
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PAGE = """\
 # Benchmarks
@@ -38,11 +44,20 @@ trainers.
 """
 
 Row = tuple[str, str, str]
+SAVE_WAYS = ("laststep", "dcp.async_save")
+SAVE_FIGURES = {
+    "stall_s": ("the training loop pauses for a save of", "s"),
+    "save_s": ("until the disk has", "s"),
+    "restore_s": ("from the disk, the ranks restore", "s"),
+    "written_mb": ("a rank writes, of", "MB"),
+}
 
 
 def page() -> str:
     """The whole page."""
-    of = {name: result(name) for name in MEASURED}
+    of = {
+        name: result(name) for name in (*MEASURED, *SHARDED) if name in MEASURED or (RESULTS / f"{name}.json").exists()
+    }
     dates = sorted({measured["date"] for measured in of.values()})
     return PAGE.format(
         **{key: of["overhead"][key] for key in ("cores", "cpu", "python", "torch", "submitit")},
@@ -52,12 +67,23 @@ def page() -> str:
 
 
 def _rows(of: dict[str, Any]) -> Iterator[Row]:
+<<<<<<< HEAD
     yield from _overhead(of["overhead"])
     yield _shares(of["shares"])
+=======
+    yield from _overhead(of["overhead"]["steps"])
+    yield _shares(of["shares"]["pairs"])
+    if "sharding" in of:
+        yield from _sharding(of["sharding"])
+>>>>>>> shbench
     yield from _ranks(of)
     yield from _starts(of["requeue"])
     yield from _faults(of["restart"], of["rescue"])
     yield from _checkpoints(of)
+    if "sharded_save" in of:
+        yield from _sharded_save(of["sharded_save"])
+    if "replicas_2" in of:
+        yield _replicas(of["replicas_2"])
     yield from _loading(of["loading"]["figures"])
     yield from _memory(of["memory"])
     yield from _commands(of)
@@ -98,6 +124,56 @@ def _shares(shares: dict[str, Any]) -> Row:
         "a step of ResNet-50 with `train.shares`: 2 and 4 ranks with a share each, one rank with 4 shares (`shares`)",
         f"{ratios[0]}, {ratios[1]} and {ratios[2]} times that of plain DistributedDataParallel, and of accumulation",
         f"sent per step without and with shares: {sent[0]} MB on 2 ranks, {sent[1]} MB on 4",
+    )
+
+
+def _sharding(sharding: dict[str, Any]) -> Iterator[Row]:
+    """What train.sharding=full saves and costs."""
+    memory = sharding["memory"]
+    of = {way: [peak["peak_mb"][way] for peak in memory["peaks"] if way in peak["peak_mb"]] for way in (OURS, BARE)}
+    ranks, states, limits = ([peak[key] for peak in memory["peaks"]] for key in ("ranks", "state_mb", "limit_mb"))
+    missed = "; **misses its goal**" * any(peak > limit for peak, limit in zip(of[OURS], limits))
+    yield (
+        f"peak memory of a rank that trains {memory['parameters'] / 1e6:.0f} million parameters with AdamW and "
+        f"`train.sharding=full`, {_list(ranks)} ranks (`sharding`)",
+        f"{_list(of[OURS])} MB{missed}",
+        f"its part of parameters, gradients and moments {_list(states)} MB; a bare FSDP2 loop on {_list(ranks[1:])} "
+        f"ranks {_list(of[BARE])} MB",
+    )
+    for timed in sharding["time"]:
+        ratio, step = timed["ratio"], timed["step_s"]
+        said = {"met": "", "missed": f"; **misses the goal of {sharding['limit']:g}**"}
+        yield (
+            f"a step with `train.sharding=full` on {timed['ranks']} ranks (`sharding`)",
+            f"{ratio['median']:.2f} ({ratio['p10']:.2f} to {ratio['p90']:.2f}"
+            f"{said.get(timed['verdict'], '; ' + timed['verdict'])}) times that of a bare FSDP2 loop",
+            f"{_us(1e6 * step[BARE])}",
+        )
+
+
+def _sharded_save(save: dict[str, Any]) -> Iterator[Row]:
+    """Saving and restoring a sharded state."""
+    ways = [{of: [save["results"][n][way][of] for n in save["results"]] for of in SAVE_FIGURES} for way in SAVE_WAYS]
+    ours, theirs = ways
+    what = f"a sharded state of {save['bytes'] / 1e9:g} GB on {_list(save['results'])} ranks"
+    for of, (title, unit) in SAVE_FIGURES.items():
+        digits = 2 if unit == "s" else 0
+        figures = [_list(f"{figure:.{digits}f}" for figure in way[of]) for way in (ours, theirs)]
+        yield (
+            f"{title} {what} (`sharded_save`)",
+            f"{figures[0]} {unit}",
+            f"`torch.distributed.checkpoint` {figures[1]} {unit}",
+        )
+
+
+def _replicas(replicas: dict[str, Any]) -> Row:
+    """Copies in another node's memory."""
+    step = {name: f"{replicas[name]['step_ms']:.0f}" for name in ("no copies", "every 10 steps", "every step")}
+    return (
+        f"a step with a copy of {replicas['megabytes']:g} MB per rank on another node, every 10th step and every step "
+        "(`replicas`)",
+        f"{step['every 10 steps']}, {step['every step']} ms",
+        f"without copies {step['no copies']} ms",
     )
 
 
@@ -282,6 +358,10 @@ def _goal(check: dict[str, Any]) -> str:
     """What to say about a limit that is not met."""
     said = {MISSED: "; **misses the goal of {limit:g}**", NOISE: "; within noise of the goal of {limit:g}"}
     return said.get(check["verdict"], "").format_map(check)
+
+
+def _list(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _us(microseconds: float) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
+from tests.loops.test_blocks import encoder
 from tests.loops.test_learner import blocks, convnet
 from trainer.loops.deferred_init import CannotDefer, Ref, Tape
 from trainer.tasks.decoder import Decoder
@@ -82,6 +83,19 @@ def replayed(build: Callable[[], nn.Module]) -> tuple[dict[str, Tensor], int]:
 )
 def test_the_same_bits(build: Callable[[], nn.Module]) -> None:
     """Of every parameter and every buffer, whatever initialises them; never with memory for more than two tensors."""
+    most, expected = check_bits(build)
+    assert most <= 2 * max(tensor.nbytes for tensor in expected.values()) + 1000
+
+
+def test_copies_of_a_layer() -> None:
+    """torch's encoder copies the layer that it is given: that one is needed until the last copy, and nothing else."""
+    most, expected = check_bits(encoder)
+    layer = sum(tensor.nbytes for name, tensor in expected.items() if name.startswith("1.layers.0."))
+    assert most <= layer + max(tensor.nbytes for tensor in expected.values()) + 1000
+
+
+def check_bits(build: Callable[[], nn.Module]) -> tuple[int, dict[str, Tensor]]:
+    """The most bytes that this model took while it was built without memory, and its tensors, which are the same."""
     found, most = replayed(build)
     torch.manual_seed(3)
     model = build()
@@ -89,7 +103,7 @@ def test_the_same_bits(build: Callable[[], nn.Module]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), name
-    assert most <= 2 * max(tensor.nbytes for tensor in expected.values()) + 1000
+    return most, expected
 
 
 def seeds() -> nn.Module:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.loops.test_learner import blocks, convnet
 from tests.support.forked_learners import Result, learn
@@ -56,6 +57,35 @@ def test_hybrid_trains_as_without_sharding(tmp_path: Path) -> None:
     for sharding, nodes in (("hybrid", 2), ("full", 1)):
         sharded = learn(tmp_path / sharding, convnet, (*words, f"train.sharding={sharding}"), 4, nodes)
         assert_close(plain, sharded)
+
+
+class Residual(nn.Module):
+    """A repeated block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def tied() -> nn.Module:
+    """Two blocks have one weight, and so have a layer in front of the blocks and the last one."""
+    first, last, blocks = nn.Linear(12, 5), nn.Linear(12, 5), [Residual() for _ in range(4)]
+    last.weight, blocks[3].linear.weight = first.weight, blocks[0].linear.weight
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 12), first, nn.Tanh(), nn.Linear(5, 12), *blocks, last)
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    """Both places use one weight, with the sum of both gradients, and stay one in the averaged model."""
+    words = ("optim.name=adamw", "optim.lr=0.001", EPS, "train.ema_decay=0.9", "launch.tasks_per_node=2")
+    plain = learn(tmp_path / "plain", tied, words, 2)
+    full = learn(tmp_path / "full", tied, (*words, "train.sharding=full"), 2)
+    assert_close(plain, full)
+    for model, prefix in ((full["state"]["model"], ""), (full["state"]["average"], "module.")):
+        assert torch.equal(model[f"{prefix}2.weight"], model[f"{prefix}9.weight"])
+        assert torch.equal(model[f"{prefix}5.linear.weight"], model[f"{prefix}8.linear.weight"])
 
 
 def assert_close(one: Result, other: Result) -> None:

@@ -55,6 +55,12 @@ def recording(note: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None])
     return Recorder()
 
 
+def name_of(operator: Any) -> str:
+    """The name of an operator, the same for all its overloads, such as aten::normal_."""
+    name: str = operator._schema.name
+    return name
+
+
 def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operator writes to."""
     schema = operator._schema.arguments

@@ -134,7 +134,7 @@ class Tape:
             if draws:
                 raise CannotDefer("it draws random numbers on a device that it names itself")
             return
-        name = function._schema.name
+        name = compat_fsdp.name_of(function)
         if name in FORBIDDEN:
             raise CannotDefer(f"it calls {name}")
         read = {compat_fsdp.storage_of(tensor) for tensor in given}

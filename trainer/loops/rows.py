@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.shards import Like, is_distributed, local_of
 from trainer.config.checks import NOT_BY_ROWS, NOT_BY_ROWS_WHY
 from trainer.config.errors import ConfigError
+from trainer.optim.by_rows import needs_other_rows
 
 # On a CPU torch's fused optimisers compute the elements at the end of a tensor that do not fill a vector in float64.
 WHOLE_VECTORS = 64  # bytes: the widest
@@ -134,9 +135,8 @@ def _sharded_like(whole: nn.Parameter, rows: Tensor) -> Tensor:
 def _check(optimizer: Optimizer, task: str) -> None:
     """Raise ConfigError unless this optimiser can update rows."""
     kind, made = type(optimizer), f"task={task}: optimizer()"
-    for base in kind.__mro__:
-        if base.__name__.lower() in NOT_BY_ROWS:
-            raise ConfigError(f"{made}: {base.__name__} {NOT_BY_ROWS_WHY}, so train.sharding cannot shard it")
+    if any(base.__name__.lower() in NOT_BY_ROWS for base in kind.__mro__) or needs_other_rows(optimizer):
+        raise ConfigError(f"{made}: {kind.__name__} {NOT_BY_ROWS_WHY}, so train.sharding cannot shard it")
     if (kind.state_dict, kind.load_state_dict) != (Optimizer.state_dict, Optimizer.load_state_dict):
         raise ConfigError(
             f"{made}: {kind.__name__} has a state_dict of its own, of which train.sharding cannot tell what are rows"
