@@ -20,7 +20,7 @@ from trainer.compat import fsdp as compat_fsdp
 from trainer.config.config import Config
 from trainer.loops.rows import Rows
 from trainer.world.group import Group
-from trainer.world.shard_place import ShardPlace
+from trainer.world.shard_place import Gathered, ShardPlace
 
 # In these types the norm of finite gradients is finite, or the gradient is beyond any use.
 NORM_SUFFICES = (torch.float32, torch.float64, torch.bfloat16)
@@ -31,7 +31,8 @@ class Sharded:
 
     No rank has the gradient as a whole. So at the end of each step the ranks gather three numbers of each: its loss,
     whether a gradient is not finite, and the sum of the squares of its gradients. Every rank adds them in the same way.
-    A rank that has them all knows that the gradients of the step are reduced on every rank.
+    A rank that has them all knows that the gradients of the step are reduced on every rank. Should another rank wait
+    for them for good, because the ranks between have died, it can take them from this one (`gathered`, `take`).
     """
 
     waits_in_forward = True
@@ -44,7 +45,9 @@ class Sharded:
         self._norm_suffices = all(p.dtype in NORM_SUFFICES for p in self._parameters)
         self._states: dict[int, dict[str, Any]] = {}  # by the id of the model
         self._loss: Tensor | None = None
-        self._met: Tensor | None = None  # loss, count of ranks with a nonfinite gradient, squared norm
+        self._reduced = -1  # the last step (from 0) of which this rank has its gradients
+        # The last step that has met, and its loss, count of ranks with a nonfinite gradient, and squared norm.
+        self._met: tuple[int, Tensor] | None = None
         self._gradients: list[Tensor] = []  # of this rank's rows
         self._one = torch.ones((), device=group.device)
 
@@ -79,7 +82,7 @@ class Sharded:
         scaled.backward()
         self._loss = loss if self._loss is None else self._loss + loss
 
-    def meet(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+    def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:
         """See Gradients. Also unscales the gradients."""
         assert self._loss is not None
         self._gradients = gradients = self._rows.take_gradients()
@@ -95,27 +98,51 @@ class Sharded:
             norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(found)
         square = torch.zeros_like(found) if norm is None else norm.double().square()
         mine = torch.stack([self._loss.double(), found.double(), square.double()])
+        self._loss, self._reduced = None, step
+        # From here on the thread of a rescue may do the update, should this one never return from the collective, or
+        # too late. So all that this one still does is one assignment.
+        everyone = self._gather(mine)
+        # Each replica has all of the gradient.
+        self._met = step, torch.cat([everyone[:, :2].sum(0), everyone[: self._place.shards, 2:].sum(0)])
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """The numbers of all ranks, a row for each."""
         everyone = mine.new_empty(self._group.world.size * len(mine))
         dist.all_gather_into_tensor(everyone, mine)
-        everyone = everyone.view(-1, len(mine))
-        # Each replica has all of the gradient.
-        self._met = torch.cat([everyone[:, :2].sum(0), everyone[: self._place.shards, 2:].sum(0)])
-        self._loss = None
-        if scaler.is_enabled():
-            compat_fsdp.set_found_inf(scaler, optimizer, (self._met[1] > 0).float())
+        return everyone.view(-1, len(mine))
+
+    @property
+    def gathered(self) -> Gathered | None:
+        """See Gradients."""
+        if self._met is None:
+            return None
+        step, met = self._met
+        return Gathered(step + 1, tuple(value.hex() for value in met.tolist()))
+
+    def take(self, gathered: Gathered) -> bool:
+        """See Gradients."""
+        step = gathered.step - 1
+        if self._reduced != step:
+            return False
+        values = [float.fromhex(value) for value in gathered.values]
+        self._met = step, torch.tensor(values, dtype=torch.float64, device=self._group.device)
+        return True
 
     def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
         """See Gradients."""
         assert self._met is not None
-        loss = (self._met[0] / self._group.world.size).float()
+        _, met = self._met
+        if scaler.is_enabled():
+            compat_fsdp.set_found_inf(scaler, optimizer, (met[1] > 0).float())
+        loss = (met[0] / self._group.world.size).float()
         bad = ~torch.isfinite(loss)
         measured: dict[str, Tensor] = {}
         if self._clip_norm is not None:
-            norm = measured["grad_norm"] = self._met[2].sqrt().float()
+            norm = measured["grad_norm"] = met[2].sqrt().float()
             if not math.isinf(self._clip_norm) and self._gradients:
                 compat_fsdp.scale_each(self._gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if not scaler.is_enabled():
-            bad |= ~torch.isfinite(self._met[1:]).all() | (self._met[1] > 0)
+            bad |= ~torch.isfinite(met[1:]).all() | (met[1] > 0)
         return {"loss": loss, "nonfinite": bad.float(), **measured}
 
     def end_warm_up(self) -> None:
