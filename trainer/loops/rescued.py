@@ -172,12 +172,8 @@ class Rescued(ABC):
     def frozen(self, place: Place | None = None) -> Iterator[FrozenState]:
         """The state that `freeze` has frozen, or what copies hold at a place, to be saved by a thread other than the
         one that trains. Raises StateChanged if this rank holds nothing there."""
-        own, copies = None, {}
-        if self.copies is not None and place is not None:
-            own = self.copies.own_at(place)
-            copies = {self.copies.ward_shard: kept.data for kept in self.copies.kept() if kept.place == place}
-        if own is not None:
-            copies[self.place.shard] = own.data
+        own = self.copies.own_at(place) if self.copies and place else None
+        copies = self.copies.at(place) if self.copies and place else {}
         live = own is None and self._frozen_live and place in (None, self.position.place)
         if not live and not copies:
             raise StateChanged
