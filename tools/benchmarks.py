@@ -5,12 +5,8 @@ Run `python -m tools.benchmarks` after a benchmark has written other figures; te
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Iterator
-from itertools import islice
-=======
 from collections.abc import Iterable, Iterator
->>>>>>> shbench
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +63,10 @@ def page() -> str:
 
 
 def _rows(of: dict[str, Any]) -> Iterator[Row]:
-<<<<<<< HEAD
     yield from _overhead(of["overhead"])
     yield _shares(of["shares"])
-=======
-    yield from _overhead(of["overhead"]["steps"])
-    yield _shares(of["shares"]["pairs"])
     if "sharding" in of:
         yield from _sharding(of["sharding"])
->>>>>>> shbench
     yield from _ranks(of)
     yield from _starts(of["requeue"])
     yield from _faults(of["restart"], of["rescue"])

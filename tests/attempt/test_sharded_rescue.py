@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.apart import fall_apart
 from tests.support.ranks import Attempt, fingerprint
 from tests.support.runs import FAULTY, KILLED, only
 from tests.support.runs import config as a_config
@@ -86,3 +87,39 @@ def test_full_without_copies(root: Path) -> None:
     assert said in record["error"] and said in attempt.output()
     ends_undisturbed(root, "bare", options)
     assert read_lines(attempt.run.attempts)[1]["start_step"] == 3
+
+
+def test_one_behind_in_a_hybrid_run(root: Path, tmp_path: Path) -> None:
+    """Rank 3 is killed after its update of step 5. Rank 1, the only one left with its shard, never gets what all ranks
+    have gathered at the end of that step: it does its update with what the others have got, and no step is lost."""
+    env = {"LASTSTEP_TEST_APART": f"5 rank 1 hangs {tmp_path}"}
+    attempt = Attempt(config(root, "apart", HYBRID), env, nodes=2, before=fall_apart)
+    assert attempt.wait() == [1, 1, 1, KILLED], attempt.output()
+    record = only(attempt)
+    assert (record["end_step"], record["lost_steps"]) == (5, 0), attempt.output()
+    assert "it has now done the update of step 5" in attempt.logs[1].read_text()
+    ends_undisturbed(root, "apart", HYBRID)
+
+
+def test_one_behind_while_all_live(root: Path, tmp_path: Path) -> None:
+    """Rank 0 fails after a step, and its update is nowhere else. In the main thread of rank 1 the collective hangs, or
+    raises an error, or returns after all while the update is being done in the thread of the rescue: it is done once,
+    with the same bits."""
+    options = (*FAULTY, *FULL, "train.ema_decay=0.9", "train.precision=fp16", "train.max_steps=10")
+    done = 0
+    for how in ("hangs", "fails", "returns"):
+        folder = tmp_path / how
+        folder.mkdir()
+        env = {"LASTSTEP_TEST_APART": f"3 rank 1 {how} {folder}"}
+        attempt = Attempt(a_config(root, "behind", 2, options), env, before=fall_apart)
+        assert attempt.wait() == [1, 1], attempt.output()
+        done += 3
+        record = read_lines(attempt.run.attempts)[-1]
+        assert (record["end_step"], record["lost_steps"]) == (done, 0), attempt.output()
+        assert f"it has now done the update of step {done}" in attempt.logs[1].read_text()
+    prints = []
+    for name in ("behind", "calm"):
+        attempt = Attempt(a_config(root, name, 2, options))
+        assert attempt.wait() == [0, 0], attempt.output()
+        prints.append(fingerprint(attempt.run))
+    assert prints[0] == prints[1]

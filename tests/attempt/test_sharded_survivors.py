@@ -6,8 +6,9 @@ it wants to force. What they write is kept in memory, so that a commit can be co
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from trainer.attempt.rescue_records import Holding, Part, Place, Plan
 from trainer.attempt.rescue_roll import ALONE_S, GATHER_S, SILENT_S, STUCK_S
 from trainer.checkpoint import stripes
 from trainer.world.seal import Seal
+from trainer.world.shard_place import Gathered
 from trainer.world.watchdog import Fault
 
 BYTES = 4096
@@ -45,14 +47,30 @@ def place_of(step: int) -> Place:
     return (step, 0, False, False)
 
 
+def gathered_at(step: int) -> Gathered:
+    """What the ranks gather at the end of a step: nothing that JSON or a comparison may lose."""
+    return Gathered(step, (float(step).hex(), (0.1).hex(), float("nan").hex()))
+
+
 class Survivor:
-    """A surviving rank that can write these shards: pairs of a step and a shard. `kept` it holds for another rank."""
+    """A surviving rank that can write these shards: pairs of a step and a shard. `kept` it holds for another rank.
+
+    The newest of its own is what it trains with. If that is of the step that it has `gathered`, it has done its update;
+    if it is of the step before, it can do it.
+    """
 
     def __init__(
-        self, stage: Stage, rank: int, own: Iterable[tuple[int, int]], kept: Iterable[tuple[int, int]] = ()
+        self,
+        stage: Stage,
+        rank: int,
+        own: Iterable[tuple[int, int]],
+        kept: Iterable[tuple[int, int]] = (),
+        gathered: int | None = None,
     ) -> None:
         self.stage, self.rank = stage, rank
         self.own, self.kept = set(own), set(kept)
+        self.gathered = None if gathered is None else gathered_at(gathered)
+        self.advances = True
         self.rescue = Rescue(stage.folder, rank, stage.size, lambda: bool(stage.recorded), SEAL)
         self.before: dict[str, Callable[[], None]] = {}  # what happens before it writes, reports, commits or records
         self.suspended = False
@@ -64,11 +82,16 @@ class Survivor:
 
     def announce(self) -> Survivor:
         shards = self.stage.shards
+        live = max(self.own) if self.own and self.advances else None
         self.rescue.announce(
             *(
-                Holding(place_of(step), BYTES, False, shard=shard, shards=shards, commits=(step, shard) in self.own)
+                Holding(
+                    *(place_of(step), BYTES, False, True, shard, shards),
+                    *((step, shard) in self.own, (step, shard) == live),
+                )
                 for step, shard in sorted(self.own | self.kept)
-            )
+            ),
+            gathered=self.gathered,
         )
         return self
 
@@ -78,11 +101,26 @@ class Survivor:
             return
         assert plan is not None
         try:
-            self.write(plan, duty) if isinstance(duty, Part) else self.act(duty)
+            if isinstance(duty, Gathered):
+                self.advance(duty)
+            else:
+                self.write(plan, duty) if isinstance(duty, Part) else self.act(duty)
         except Superseded:
             pass
         except OSError as error:
             self.rescue.report_unable(str(error))
+
+    def advance(self, gathered: Gathered) -> None:
+        """Do the update of this step. If it fails in the middle, what the rank trains with is lost."""
+        live = step, shard = max(self.own)
+        assert gathered == gathered_at(step + 1) and self.advances, "an update is done once, of what it follows"
+        self.advances = False
+        self.own.remove(live)
+        self.stage.updates.append(self.rank)
+        with contextlib.suppress(OSError):
+            self.meet("update")
+            self.own.add((gathered.step, shard))
+        self.announce()
 
     def write(self, plan: Plan, part: Part) -> None:
         assert plan.place is not None
@@ -121,11 +159,14 @@ class Stage:
         self.saved: list[int] = []
         self.recorded: list[tuple[int, Plan]] = []
         self.living: list[Survivor] = []
+        self.updates: list[int] = []  # the ranks that have begun one
 
-    def survivor(self, rank: int, *own: int, kept: Iterable[tuple[int, int]] = ()) -> Survivor:
-        """A rank that has announced its shard at these steps, and what it keeps for its ward."""
+    def survivor(
+        self, rank: int, *own: int, kept: Iterable[tuple[int, int]] = (), gathered: int | None = None
+    ) -> Survivor:
+        """A rank that has announced its shard at these steps, what it keeps for its ward, and what it has gathered."""
         shard = rank % self.shards
-        return Survivor(self, rank, [(step, shard) for step in own], kept).sign_in().announce()
+        return Survivor(self, rank, [(step, shard) for step in own], kept, gathered).sign_in().announce()
 
     def commit(self, plan: Plan) -> None:
         assert plan.place is not None
@@ -325,6 +366,122 @@ def test_hybrid_split_by_a_step(stage: Stages, steps: list[int | None], saved: l
     assert s.saved == saved
 
 
+def apart(s: Stage, *steps: int | None, copied: Sequence[int] = ()) -> None:
+    """The ranks that live at these steps, with copies of others. Those at step 9 have done it, so they have what was
+    gathered at its end; those at step 8 have their gradients of step 9, and wait for that."""
+    for rank, step in enumerate(steps):
+        if step is not None:
+            s.survivor(rank, *copied, step, kept=[(each, (rank - 2) % 4) for each in copied], gathered=step)
+
+
+@pytest.mark.parametrize(
+    ("shards", "steps", "saved", "updates"),
+    [
+        (2, [9, 8, 9, None], [9], [1]),  # a rank has died after its update
+        (2, [9, 8, 9, 8], [9], [1, 3]),
+        (2, [None, 9, 8, None], [9], [2]),
+        (2, [None, 8, 9, None], [9], [1]),
+        (2, [9, 8, 8, 8], [8], []),  # step 8 is whole as it is
+        (2, [9, None, 8, None], [], []),  # nobody is left that has shard 1
+        (4, [9, 8, 8, 9], [9], [1, 2]),  # a rank has failed, and all live
+        (4, [9, 8, 9, None], [], []),
+        (4, [8, 8, 8, 8], [8], []),
+    ],
+    ids=str,
+)
+def test_those_behind_do_the_update(
+    stage: Stages, shards: int, steps: list[int | None], saved: list[int], updates: list[int]
+) -> None:
+    """Where the survivors hold no step as a whole, but would hold the newest if those behind did its update. Where that
+    does not help, or is not needed, nobody does."""
+    s = stage(4, shards)
+    apart(s, *steps)
+    s.end()
+    assert (s.saved, s.updates) == (saved, updates)
+
+
+def test_nobody_has_done_the_update(stage: Stages) -> None:
+    """All have gathered step 9 when a rank fails, and none has begun its update: step 8 is whole."""
+    s = stage(4, 4)
+    for rank in range(4):
+        s.survivor(rank, 8, gathered=9)
+    s.end()
+    assert (s.saved, s.updates) == ([8], [])
+
+
+def test_an_update_does_not_help_without_the_lost_shard(stage: Stages) -> None:
+    """Copies of step 6 exist of all shards. A rank on step 9 has died, and its shard with it."""
+    s = stage(4, 4)
+    apart(s, 9, 8, 8, None, copied=[6])
+    s.end()
+    assert (s.saved, s.updates) == ([6], [])
+
+
+def test_a_copy_of_the_lost_shard_and_an_update(stage: Stages) -> None:
+    """Copies of steps 6 and 9. The rank that has died had already sent that of step 9."""
+    s = stage(4, 4)
+    s.survivor(1, 6, 8, kept=[(6, 3), (9, 3)], gathered=8)
+    apart(s, 9, None, 8, None, copied=[6])
+    s.end()
+    assert (s.saved, s.updates) == ([9], [1, 2])
+
+
+def test_one_that_has_gathered_comes_late(stage: Stages) -> None:
+    """The others already write the copies of step 6. They begin anew."""
+    s = stage(4, 4)
+    apart(s, None, 8, 8, 8, copied=[6])
+    s.pass_s(10)
+    assert not s.recorded
+    s.survivor(0, 6, 9, gathered=9)
+    s.end()
+    assert (s.saved, s.updates) == ([9], [1, 2, 3])
+
+
+@pytest.mark.parametrize("ends", [dies, refuses])
+def test_an_update_fails(stage: Stages, ends: Callable[[], None]) -> None:
+    """What that rank trains with is lost, but its replica has done the same update."""
+    s = stage(4, 2)
+    apart(s, 9, 8, 9, 8)
+    s.living[1].before["update"] = ends
+    s.end()
+    assert s.saved == [9] and s.writers()[1] == {3}
+
+
+def test_the_only_update_fails(stage: Stages) -> None:
+    """Then that shard is lost. The others fall back to the copies, nothing hangs, and nobody tries again."""
+    s = stage(4, 4)
+    apart(s, 9, 8, 9, 9, copied=[6])
+    s.living[1].before["update"] = refuses
+    plan = s.end()
+    assert (s.saved, s.updates, plan.lost_shards) == ([6], [1], (1,))
+
+
+def test_an_update_hangs(stage: Stages) -> None:
+    """Its heart beats. It is given up like one whose write hangs."""
+    s = stage(4, 4)
+    apart(s, 9, 8, 9, 9, copied=[6])
+    s.living[1].suspended = True
+    s.end(within_s=STUCK_S + 10)
+    assert (s.saved, s.updates) == ([6], [])
+
+
+def test_the_leader_dies_before_the_update(stage: Stages) -> None:
+    """Another one asks again, and the update is done once."""
+    s = stage(4, 2)
+    leader = s.survivor(3)
+    apart(s, 9, 8)
+    slow = s.living[2]
+    slow.suspended = True
+    s.pass_s(1)
+    plan = leader.rescue.plan
+    assert plan is not None and plan.gathered == gathered_at(9)
+    leader.die()
+    s.pass_s(SILENT_S + 2)
+    slow.suspended = False
+    s.end()
+    assert (s.saved, s.updates) == ([9], [1])
+
+
 def test_a_better_set_appears_late(stage: Stages) -> None:
     """While step 8 is being written, the rank that completes step 9 signs in. Their files are not mixed."""
     s = stage(4, 2)
@@ -466,10 +623,10 @@ def test_whatever_happens(stage: Stages, seed: int) -> None:
     for rank in draw.sample(range(size), draw.randint(2, size)):
         own = {(step, rank % shards) for step in draw.choice([[8], [9], [8, 9], [7, 8], [7, 8, 9], []])}
         kept = {(step, (rank - 1) % shards) for step in draw.choice([[], [8], [7, 8]])}
-        one = Survivor(s, rank, own, kept)
-        fault = draw.choice([None, None, "write", "report", "commit", "record", "suspended"])
+        one = Survivor(s, rank, own, kept, gathered=max(own)[0] if own and draw.random() < 0.7 else None)
+        fault = draw.choice([None, None, "write", "report", "commit", "record", "update", "suspended"])
         if fault is not None and fault != "suspended":
-            one.before[fault] = draw.choice([dies, refuses]) if fault in ("write", "commit") else dies
+            one.before[fault] = draw.choice([dies, refuses]) if fault in ("write", "commit", "update") else dies
         one.suspended = fault == "suspended" and not any(each.suspended for ones in late.values() for each in ones)
         round_ = draw.choice([0, 0, 0, 1, 2, 5])
         late.setdefault(round_, []).append(one)

@@ -6,7 +6,7 @@ The ranks are objects in this process; their copies travel over real sockets, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -29,13 +29,14 @@ from trainer.checkpoint.writer import CheckpointInfo
 from trainer.config.errors import ConfigError
 from trainer.loops.copies import Copies, open_link
 from trainer.loops.held import HeldState
+from trainer.loops.late_update import LateUpdate
 from trainer.loops.readback import Measured, Readback
 from trainer.loops.rescued import HeldCopy, Rescued
 from trainer.records.metrics import MetricsFile
 from trainer.world.group import Group
 from trainer.world.seal import Seal
 from trainer.world.sealed_store import SealedStore
-from trainer.world.shard_place import ShardPlace
+from trainer.world.shard_place import Gathered, ShardPlace
 
 
 def full_state(step: int) -> dict[str, Any]:
@@ -104,6 +105,21 @@ class Rank(Rescued):
             assert self.copies is not None
             self.copies.count(one.step + 1, self.position, self.metrics.count)
         self.readback.remove(len(measured))
+
+
+class Late:
+    """Stands for LateUpdate. Without values, the update fails."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.tried = rank, False
+
+    def do(self, gathered: Gathered) -> tuple[Mapping[str, torch.Tensor], int] | None:
+        self.tried = True
+        with pretended_rank(self.rank.place) as mesh:
+            self.rank.state = sharded_state(full_state(gathered.step), self.rank.place, mesh)
+        if not gathered.values:
+            raise RuntimeError("in the middle of the update")
+        return {}, 8
 
 
 class Cluster:
@@ -227,6 +243,40 @@ def test_a_rank_that_cannot_read_its_device(cluster: Cluster) -> None:
         rank.readback.read_now = None  # type: ignore[method-assign,assignment]
     freeze(ranks[:2], live=False)
     assert_is(save(ranks[:2], 3), 3)
+
+
+def test_one_behind_does_its_update_in_the_rescue(cluster: Cluster) -> None:
+    """Its main thread comes back when the rescue has begun: it must not do the same update once more. What is saved has
+    the line and the loss of that step."""
+    ranks = cluster.ranks(every_steps=3)
+    for number in range(5):
+        for rank in ranks if number < 4 else ranks[1:]:
+            rank.step()
+    behind = ranks[0]
+    behind.late_update = cast(LateUpdate, Late(behind))
+    freeze(ranks)
+    main = threading.Thread(target=behind.ring.begin_update, daemon=True)
+    main.start()
+    assert not behind.advance(Gathered(4, ("0x0p+0",))), "it has done that one"
+    assert behind.advance(Gathered(5, ("0x0p+0",))) and behind.freeze(0.0)
+    assert not behind.advance(Gathered(6, ("0x0p+0",))), "no rank has the gradients of that one"
+    assert_is(save(ranks, 5), 5)
+    assert main.is_alive(), "it waits for the end of the process"
+
+
+def test_an_update_that_fails_in_the_rescue(cluster: Cluster) -> None:
+    """What the rank trains with is neither the step before nor the next one: it is not saved. Its copies are whole."""
+    ranks = cluster.ranks(every_steps=3)
+    for _ in range(4):
+        for rank in ranks:
+            rank.step()
+    behind = ranks[0]
+    behind.late_update = cast(LateUpdate, Late(behind))
+    freeze(ranks)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        behind.advance(Gathered(5, ()))
+    assert not behind.freeze(0.0) and not behind.advance(Gathered(5, ("0x0p+0",)))
+    assert_is(save(ranks, 3), 3)
 
 
 def test_a_frozen_copy_is_not_overwritten(cluster: Cluster) -> None:

@@ -160,7 +160,7 @@ class EndByFault:
         rescue.start()
         try:
             rescuer = Rescuer(state, fault, rescue, self._main_thread_failed.is_set)
-            rescue.announce(*rescuer.freeze())
+            rescuer.announce()
             while (duty := rescue.next_duty()) is not None:
                 rescuer.do(duty)
         finally:

@@ -10,7 +10,8 @@ them. (Just-in-time checkpointing: Gupta et al., EuroSys 2024.)
        reads the files of all ranks. It writes the plan into its own file in every round, and the others read only that.
     3. The survivors that hold the state that is furthest along write a part of it each. The lowest of them commits, and
        records the end of the attempt. If one dies meanwhile, the others share what it has not written. Of a sharded
-       state, the newest step counts of which every shard is held: by a rank that trains with it, or as a copy.
+       state, the newest step counts of which every shard is held: by a rank that trains with it, or as a copy. Where
+       survivors are one step apart, those behind may first have to do the update of the newest step.
     4. If the leader falls silent, another survivor creates `leader_1.json` and continues with the plan in
        `leader_0.json`. Both may live for a while. That does no harm: a plan names its own folder for the files, only
        ranks that know their state to be whole write them, and no commit replaces an intact checkpoint.
@@ -38,6 +39,7 @@ from trainer.attempt.rescue_records import Board, Holding, Part, Plan, Survivor
 from trainer.attempt.rescue_roll import ALONE_S, SILENT_S, Roll
 from trainer.say import say
 from trainer.world.seal import Seal
+from trainer.world.shard_place import Gathered
 from trainer.world.watchdog import Fault
 
 # The length of a round: this per rank, so that many ranks do not overload the file system, but at least the shortest.
@@ -81,25 +83,26 @@ class Rescue:
         """Do the rounds in a thread."""
         threading.Thread(target=self._rounds, name="rescue", daemon=True).start()
 
-    def announce(self, *holdings: Holding) -> None:
-        """Say what this rank has frozen, nothing if it has nothing whole."""
-        self._update(frozen=True, holdings=holdings)
+    def announce(self, *holdings: Holding, gathered: Gathered | None = None) -> None:
+        """Say what this rank has frozen, nothing if it has nothing whole, and what it has gathered last."""
+        self._update(frozen=True, holdings=holdings, gathered=gathered)
 
-    def next_duty(self) -> Part | Plan | None:
-        """What this rank is to do next: write a part, or act as the plan says. None when the rescue is over. Waits."""
+    def next_duty(self) -> Part | Plan | Gathered | None:
+        """What this rank is to do next: write a part, update, or act as the plan says. None at the end. Waits."""
         with self._changed:
             while (duty := self.duty()) is None and not self.is_over:
                 self._changed.wait()
             return duty
 
-    def duty(self) -> Part | Plan | None:
+    def duty(self) -> Part | Plan | Gathered | None:
         """The same, without waiting: None also when there is nothing to do yet."""
         plan, me = self.plan, self._me
         if plan is None or (me.unable is not None and plan.place is not None):
             return None
+        if plan.gathered is not None:
+            return plan.gathered if me.can_advance(plan.gathered) else None
         if plan.act:
-            has_acted = me.acted and me.generation == plan.generation
-            return plan if plan.actor == me.rank and not has_acted else None
+            return plan if plan.actor == me.rank and not (me.acted and me.generation == plan.generation) else None
         written = self._written_for(plan)
         return next((part for part in plan.parts if part.rank == me.rank and part.file not in written), None)
 

@@ -1,7 +1,8 @@
 """What the leader of a rescue decides: which survivors write which part of the last finished step, and who commits it.
 
-The newest place is saved at which the survivors hold every shard. Those that hold a shard share its bytes. Nothing here
-touches a file or a clock, as in trainer.attempt.rescue_roll.
+The newest place is saved at which the survivors hold every shard. Those that hold a shard share its bytes. Survivors
+may be one step apart, so that they hold no step as a whole; those behind then do the update of the newest step, if that
+completes it. Nothing here touches a file or a clock, as in trainer.attempt.rescue_roll.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from trainer.checkpoint.stripes import Stripe, stripe_count
 
 def next_plan(plan: Plan | None, roll: Roll, new_generation: Callable[[], str]) -> Plan | None:
     """What to do now, given the plan so far. None: wait."""
-    if plan is None or _is_obsolete(plan, roll):
+    gathered = roll.to_advance()
+    if gathered is not None and plan is not None and plan.gathered == gathered:
+        return plan
+    if gathered is not None and roll.has_settled:
+        return Plan(new_generation(), roll.able[0].rank, None, gathered=gathered)
+    if plan is None or plan.gathered is not None or _is_obsolete(plan, roll):
         plan = _with_another_actor(plan, roll) or _begin(roll, new_generation)
     if plan is None or plan.act:
         return plan
@@ -45,8 +51,7 @@ def is_behind(plan: Plan, holdings: Iterable[Holding]) -> bool:
 
 def _is_obsolete(plan: Plan, roll: Roll) -> bool:
     """Whether the plan cannot be carried out as it is, or a better state has been found."""
-    held = roll.held()
-    best = roll.best(held)
+    best = roll.best
     if plan.place is None:
         return best is not None or plan.actor not in [one.rank for one in roll.able]
     if plan.actor not in roll.committers(plan.place) or (best is not None and best > plan.place):
@@ -65,7 +70,7 @@ def _with_another_actor(plan: Plan | None, roll: Roll) -> Plan | None:
     the survivors begin anew, in a folder where the first writes nothing if it comes back."""
     if plan is None or plan.place is None:
         return None
-    committers, best = roll.committers(plan.place), roll.best(roll.held())
+    committers, best = roll.committers(plan.place), roll.best
     can_begin_anew = best is not None and best >= plan.place
     if plan.actor in committers or not committers or can_begin_anew or not _is_complete(plan, plan.place, roll):
         return None
@@ -73,8 +78,7 @@ def _with_another_actor(plan: Plan | None, roll: Roll) -> Plan | None:
 
 
 def _begin(roll: Roll, new_generation: Callable[[], str]) -> Plan | None:
-    held = roll.held()
-    place = roll.best(held)
+    held, place = roll.held(), roll.best
     if place is None:
         able = roll.able
         return Plan(new_generation(), able[0].rank, None) if able and roll.has_gathered(None) else None

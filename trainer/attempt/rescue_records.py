@@ -7,10 +7,11 @@ hold several shards, and one shard of several steps: what it trains with, and co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.checkpoint.stripes import Stripe
+from trainer.world.shard_place import Gathered
 from trainer.world.watchdog import Fault
 
 Place = tuple[int, int, bool, bool]  # see `Position.place`
@@ -27,6 +28,7 @@ class Holding:
     shard: int = 0
     shards: int = 1  # that the state consists of
     commits: bool = True  # whether this rank can also write what is no part of a shard, and so commit
+    advances: bool = False  # whether this rank can do the update after it, given what others have gathered
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Survivor:
     progress: int = 0  # counts what it has done, to the chunk
     frozen: bool = False  # whether it knows what it holds
     holdings: tuple[Holding, ...] = ()
+    gathered: Gathered | None = None  # by all ranks, at the end of the last step of which it knows that
     unable: str | None = None  # why it could not save its state
     generation: str = ""  # of the plan that `written` and `acted` belong to
     written: dict[str, Any] = field(default_factory=dict)  # the manifest's entry of each part that it wrote, by file
@@ -49,7 +52,33 @@ class Survivor:
     def parse(cls, fields: Mapping[str, Any]) -> Survivor:
         """The survivor with these fields, as `dataclasses.asdict` made them. Raises TypeError or KeyError."""
         holdings = tuple(Holding(**{**one, "place": tuple(one["place"])}) for one in fields["holdings"])
-        return cls(**{**fields, "failure": fields["failure"] and Fault(**fields["failure"]), "holdings": holdings})
+        failure, gathered = fields["failure"] and Fault(**fields["failure"]), _gathered(fields)
+        return cls(**{**fields, "failure": failure, "holdings": holdings, "gathered": gathered})
+
+    def can_advance(self, gathered: Gathered) -> bool:
+        """Whether it holds the state before this step, and can do the step's update."""
+        return self.unable is None and any(_is_before(holding, gathered) for holding in self.holdings)
+
+    def advanced(self, gathered: Gathered) -> Survivor:
+        """What it will be once it has done that."""
+        if not self.can_advance(gathered):
+            return self
+        holdings = (
+            replace(one, place=(gathered.step, *one.place[1:])) if _is_before(one, gathered) else one
+            for one in self.holdings
+        )
+        return replace(self, holdings=tuple(holdings))
+
+
+def _is_before(holding: Holding, gathered: Gathered) -> bool:
+    return holding.advances and holding.place[0] == gathered.step - 1
+
+
+def _gathered(fields: Mapping[str, Any]) -> Gathered | None:
+    if (found := fields["gathered"]) is None:
+        return None
+    step, values = found
+    return Gathered(step, tuple(values))
 
 
 @dataclass(frozen=True)
@@ -80,6 +109,7 @@ class Plan:
     actor: int  # the rank that commits and records the end; the lowest of those that can
     place: Place | None  # of the state to save; None: the survivors do not hold all of any
     parts: tuple[Part, ...] = ()  # by shard, in the order of their bytes; empty if the state is saved or not savable
+    gathered: Gathered | None = None  # nothing is saved yet: those that hold the step before do this update
     act: bool = False  # everything is written, and nobody is waited for: the actor acts
     written: dict[str, Any] = field(default_factory=dict)  # with `act`: the manifest's entry of each part, by file
     present: tuple[int, ...] = ()  # with `act`: the ranks that signed in
@@ -95,6 +125,7 @@ class Plan:
                 **fields,
                 "place": fields["place"] and tuple(fields["place"]),
                 "parts": tuple(Part(**part) for part in fields["parts"]),
+                "gathered": _gathered(fields),
                 "present": tuple(fields["present"]),
                 "failures": tuple(Fault(**failure) for failure in fields["failures"]),
                 "lost_shards": tuple(fields["lost_shards"]),

@@ -6,10 +6,11 @@ not make a rank look dead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from trainer.attempt.rescue_records import Place, Plan, Survivor
+from trainer.world.shard_place import Gathered
 
 # Ranks that have not signed in are waited for this long after the last one that did, before anything is committed: they
 # may be a step ahead. All survivors notice a fault within half a second.
@@ -76,24 +77,32 @@ class Roll:
 
     def held(self) -> Held:
         """Which of them can write which shard of the state at which place; the lowest rank first."""
-        held: Held = {}
-        for one in self.able:
-            for holding in one.holdings if one.unable is None else ():
-                held.setdefault(holding.place, {}).setdefault(holding.shard, []).append(one.rank)
-        return held
+        return _held(self.able)
 
     def committers(self, place: Place) -> list[int]:
         """Which of them can commit the state at this place; the lowest rank first."""
-        return [
-            one.rank
-            for one in self.able
-            if one.unable is None and any(holding.place == place and holding.commits for holding in one.holdings)
-        ]
+        return _committers(self.able, place)
 
-    def best(self, held: Held) -> Place | None:
+    @property
+    def best(self) -> Place | None:
         """The newest place of which all shards are held."""
+        return self._best(self.able)
+
+    def to_advance(self) -> Gathered | None:
+        """What those that are one step behind need to do its update, if that completes the newest step. None where the
+        step before can be saved as it is: no step that all ranks have done is lost then, and no update can fail."""
+        gathered = max((one.gathered for one in self.found.values() if one.gathered), default=None)
+        if gathered is None:
+            return None
+        best, able = self.best, self.able
+        if best is not None and best[0] >= gathered.step - 1:
+            return None
+        best = self._best([one.advanced(gathered) for one in able])
+        return gathered if best is not None and best[0] == gathered.step else None
+
+    def _best(self, able: Sequence[Survivor]) -> Place | None:
         count = self.shards
-        whole = (place for place, shards in held.items() if len(shards) == count and self.committers(place))
+        whole = (p for p, shards in _held(able).items() if len(shards) == count and _committers(able, p))
         return max(whole, default=None)
 
     @property
@@ -145,10 +154,28 @@ class Roll:
         return self._idle[rank] * self._round_s >= STUCK_S
 
 
+def _held(able: Iterable[Survivor]) -> Held:
+    held: Held = {}
+    for one in able:
+        for holding in one.holdings if one.unable is None else ():
+            held.setdefault(holding.place, {}).setdefault(holding.shard, []).append(one.rank)
+    return held
+
+
+def _committers(able: Iterable[Survivor], place: Place) -> list[int]:
+    return [
+        one.rank
+        for one in able
+        if one.unable is None and any(holding.place == place and holding.commits for holding in one.holdings)
+    ]
+
+
 def _has_work(one: Survivor, plan: Plan | None) -> bool:
     """Whether the rescue waits for this survivor to do something."""
     if plan is None or not one.frozen:
         return not one.frozen
+    if plan.gathered is not None:
+        return one.can_advance(plan.gathered)
     if plan.act:
         return plan.actor == one.rank
     written = one.written if one.generation == plan.generation else {}

@@ -18,6 +18,7 @@ from trainer.checkpoint.store import CheckpointError
 from trainer.records.retry import least_hopeful
 from trainer.say import counted, say
 from trainer.world import run_lock
+from trainer.world.shard_place import Gathered
 from trainer.world.watchdog import Fault
 
 if TYPE_CHECKING:
@@ -38,8 +39,14 @@ class Rescuer:
         self._state, self._fault, self._rescue = state, fault, rescue
         self._main_thread_failed = main_thread_failed
 
-    def freeze(self) -> list[Holding]:
-        """Freeze the state of the last finished step. Returns what this rank can write: nothing if none is whole."""
+    def announce(self) -> None:
+        """Freeze the state of the last finished step, and say what this rank can write."""
+        holdings, loop = self._freeze(), self._state.loop
+        late = loop.late_update if loop else None
+        self._rescue.announce(*holdings, gathered=late.gathered if late else None)
+
+    def _freeze(self) -> list[Holding]:
+        """Returns what this rank can write: nothing if no state is whole."""
         # A main thread that has failed will not complete its update, so waiting for that would be in vain.
         timeout_s = 0.0 if self._main_thread_failed() else FREEZE_S
         loop = self._state.loop
@@ -63,7 +70,8 @@ class Rescuer:
                 loop.saves.wait(COMMIT_S)  # all ranks may be alive, and about to commit it
         with loop.frozen() as frozen:
             saved = loop.saves.saved.step == step
-            return [Holding(loop.position.place, frozen.bytes, saved, loop.rescuable, shard, shards)]
+            held = (loop.position.place, frozen.bytes, saved, loop.rescuable, shard, shards)
+            return [Holding(*held, advances=loop.late_update is not None and not loop.late_update.tried)]
 
     def _freeze_copies(self, loop: Loop, timeout_s: float) -> list[Holding]:
         """The copies in this rank's host memory."""
@@ -73,12 +81,25 @@ class Rescuer:
             for copy in loop.freeze_copies(timeout_s)
         ]
 
-    def do(self, duty: Part | Plan) -> None:
+    def do(self, duty: Part | Plan | Gathered) -> None:
         """Do what the rescue asks of this rank."""
         if isinstance(duty, Part):
             self._write(duty)
+        elif isinstance(duty, Gathered):
+            self._advance(duty)
         else:
             self._act(duty)
+
+    def _advance(self, gathered: Gathered) -> None:
+        """Do the update of a step in which this rank's main thread is stuck."""
+        loop = self._state.loop
+        assert loop is not None
+        try:
+            if loop.advance(gathered):
+                say(f"this rank was one step behind others: it has now done the update of step {gathered.step}")
+        except Exception:
+            say(f"WARNING: this rank cannot do the update of step {gathered.step}:\n{traceback.format_exc()}")
+        self.announce()
 
     def _write(self, part: Part) -> None:
         """Write a part of the frozen state."""
@@ -94,7 +115,7 @@ class Rescuer:
         except Superseded:
             return
         except StateChanged:  # the rank that this one's device waited for was only slow: now it holds the next step
-            return self._rescue.announce(*self.freeze())
+            return self.announce()
         except Exception as error:  # of the disk or of the device; another rank may do better
             say(f"WARNING: this rank cannot save its part of the state: {error}")
             return self._rescue.report_unable(str(error))

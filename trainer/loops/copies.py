@@ -147,6 +147,12 @@ class Copies:
         """The own copy at this place."""
         return next((copy for copy in self.own() if copy.position.place == place), None)
 
+    def at(self, place: Place) -> dict[int, memoryview]:
+        """The copies at this place by their shard. Call after `freeze`."""
+        kept = [(self.ward_shard, copy.data) for copy in self.kept() if copy.place == place]
+        own = self.own_at(place)
+        return dict(kept if own is None else [*kept, (self._place.shard, own.data)])
+
     def kept(self) -> list[Copy]:
         """The last two copies of the ward. Call after `freeze`."""
         return self._link.freeze(0.0)

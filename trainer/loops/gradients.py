@@ -13,7 +13,7 @@ from trainer.config.config import Config
 from trainer.loops.replicated import Replicated
 from trainer.loops.shares import AddsShares
 from trainer.world.group import Group
-from trainer.world.shard_place import ShardPlace
+from trainer.world.shard_place import Gathered, ShardPlace
 
 
 class Gradients(Protocol):
@@ -45,13 +45,21 @@ class Gradients(Protocol):
     def backward(self, scaled: Tensor, loss: Tensor) -> None:
         """The backward pass of `loss`, which the scaler has `scaled`."""
 
-    def meet(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """What is left to learn from the other ranks before the update. Whoever has this knows that the gradients of
-        the step are complete on every rank."""
+    def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """What is left to learn from the other ranks before the update of `step` (from 0). A rank that has this knows
+        that the gradients of the step are complete on every rank."""
+
+    @property
+    def gathered(self) -> Gathered | None:
+        """What `meet` has last learned, if a rank that waits in it can use that."""
+
+    def take(self, gathered: Gathered) -> bool:
+        """Take what another rank has learned in `meet`, in place of the thread that waits in it for good. False if this
+        rank's gradients of that step are not complete."""
 
     def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
         """The step's `loss` and `nonfinite`, and with optim.clip_norm the norm of the gradient, which this clips. See
-        `Learner.update`. No collectives here."""
+        `Learner.update`. No collectives here. What the update changes must not change before this is called."""
 
     def marked(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """A state_dict of the optimiser as a checkpoint holds it."""

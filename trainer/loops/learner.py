@@ -100,7 +100,7 @@ class Learner:
                     share_sum.end_backward()
         self._generators.check()
         self.buffers.broadcast()
-        self.gradients.meet(self.scaler, self.optimizer)
+        self.gradients.meet(step, self.scaler, self.optimizer)
 
     def update(self) -> dict[str, Tensor]:
         """The update of the step. No collectives here: a rank that gets this far finishes even if a peer dies.

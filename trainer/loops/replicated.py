@@ -20,6 +20,7 @@ from trainer.config.schema import Train
 from trainer.loops.finite_check import FiniteCheck
 from trainer.loops.shares import AddsShares, ShareSum, shares_of
 from trainer.world.group import Group
+from trainer.world.shard_place import Gathered
 from trainer.world.tree_sum import TreeHook
 
 
@@ -73,8 +74,14 @@ class Replicated:
             autograd.backward(scaled)
             self._loss_tap.grad = loss if self._loss_tap.grad is None else self._loss_tap.grad + loss
 
-    def meet(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+    gathered = None  # any rank that has done the update can save it for all
+
+    def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:
         """See Gradients. DDP has summed the loss with the gradients."""
+
+    def take(self, gathered: Gathered) -> bool:
+        """See Gradients."""
+        return False
 
     def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
         """See Gradients."""

@@ -8,7 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,10 @@ from trainer.loops.ring import Ring
 from trainer.records.metrics import MetricsFile
 from trainer.world.device_queue import open_queue
 from trainer.world.replica_link import Place
-from trainer.world.shard_place import ShardPlace
+from trainer.world.shard_place import Gathered, ShardPlace
+
+if TYPE_CHECKING:
+    from trainer.loops.late_update import LateUpdate
 
 
 class NotFinite(ArithmeticError):
@@ -71,6 +74,8 @@ class Rescued(ABC):
         self._position = Position()
         self._frozen: Position | None = None
         self._frozen_live = False  # whether what this rank trains with is whole, and frozen
+        self._torn = False  # whether a rescue has begun an update of it that it has not ended
+        self.late_update: LateUpdate | None = None  # where a rescue may do one
         self.copies: Copies | None = None  # with checkpoint.replicas
         self._host_buffer = self.queue.host_buffer(WRITE_BYTES)
         self.restored = False  # whether there is a state worth saving
@@ -104,8 +109,21 @@ class Rescued(ABC):
         A GPU may still do what is queued, if the rank that it waits for comes back. Then another state is whole, and
         this is called again.
         """
-        self._frozen_live = self.restored and self._freeze(timeout_s)
+        self._frozen_live = self.restored and not self._torn and self._freeze(timeout_s)
         return self._frozen_live
+
+    def advance(self, gathered: Gathered) -> bool:
+        """Do the update that the frozen state lacks to be that of `gathered.step`, at most once; see LateUpdate. Call
+        `freeze` again. False if nothing has changed."""
+        late = self.late_update
+        if late is None or late.tried or not self._frozen_live or self.position.step != gathered.step - 1:
+            return False
+        self._frozen_live, self._torn = False, True
+        done = late.do(gathered)
+        if done is not None:
+            self._count_step(*done)
+        self._torn = False
+        return done is not None
 
     def _freeze(self, timeout_s: float) -> bool:
         if not self.ring.freeze(timeout_s):
@@ -154,12 +172,8 @@ class Rescued(ABC):
     def frozen(self, place: Place | None = None) -> Iterator[FrozenState]:
         """The state that `freeze` has frozen, or what copies hold at a place, to be saved by a thread other than the
         one that trains. Raises StateChanged if this rank holds nothing there."""
-        own, copies = None, {}
-        if self.copies is not None and place is not None:
-            own = self.copies.own_at(place)
-            copies = {self.copies.ward_shard: kept.data for kept in self.copies.kept() if kept.place == place}
-        if own is not None:
-            copies[self.place.shard] = own.data
+        own = self.copies.own_at(place) if self.copies and place else None
+        copies = self.copies.at(place) if self.copies and place else {}
         live = own is None and self._frozen_live and place in (None, self.position.place)
         if not live and not copies:
             raise StateChanged
@@ -199,14 +213,17 @@ class Rescued(ABC):
 
     def _end_update(self, measured: Mapping[str, Tensor], samples: int, batches: int = 0) -> None:
         """The step is done, as far as the CPU is concerned: count it."""
+        self._count_step(measured, samples, batches)
+        self.ring.end_update()
+        if self.copies is not None:
+            self._copy(self.copies)
+
+    def _count_step(self, measured: Mapping[str, Tensor], samples: int, batches: int = 0) -> None:
         position = self._position
         self.readback.add(position.step, measured)
         position.step += 1
         position.batches += batches
         position.samples += samples
-        self.ring.end_update()
-        if self.copies is not None:
-            self._copy(self.copies)
 
     def _copy(self, copies: Copies) -> None:
         """After an update: take a copy, or make sure of the last one, if either is due."""

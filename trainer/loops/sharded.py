@@ -24,7 +24,7 @@ from trainer.loops.rows import Rows
 from trainer.loops.shares import AddsShares, ShareSum, in_order
 from trainer.loops.turn_sums import turn_sums
 from trainer.world.group import Group
-from trainer.world.shard_place import ShardPlace
+from trainer.world.shard_place import Gathered, ShardPlace
 from trainer.world.tree_sum import tree_sum
 
 # In these types the norm of finite gradients is finite, or the gradient is beyond any use.
@@ -36,7 +36,8 @@ class Sharded:
 
     No rank has the gradient as a whole. So at the end of each step the ranks gather three numbers of each: its loss,
     whether a gradient is not finite, and the sum of the squares of its gradients. Every rank adds them in the same way.
-    A rank that has them all knows that the gradients of the step are reduced on every rank.
+    A rank that has them all knows that the gradients of the step are reduced on every rank. Should another rank wait
+    for them for good, because the ranks between have died, it can take them from this one (`gathered`, `take`).
     """
 
     waits_in_forward = True
@@ -48,7 +49,9 @@ class Sharded:
         self._norm_suffices = all(p.dtype in NORM_SUFFICES for p in self._parameters)
         self._states: dict[int, dict[str, Any]] = {}  # by the id of the model
         self._losses: list[Tensor] = []  # of this rank's shares; without train.shares of the rank
-        self._met: Tensor | None = None  # mean loss, count of ranks with a nonfinite gradient, squared norm
+        self._reduced = -1  # the last step (from 0) of which this rank has its gradients
+        # The last step that has met, and its mean loss, count of ranks with a nonfinite gradient, and squared norm.
+        self._met: tuple[int, Tensor] | None = None
         self._gradients: list[Tensor] = []  # of this rank's rows
         self._one = torch.ones((), device=group.device)
         self._train, self._in_shares = config.train, config.train.shares is not None
@@ -92,7 +95,7 @@ class Sharded:
             loss = self._losses.pop() + loss
         self._losses.append(loss)
 
-    def meet(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+    def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:
         """See Gradients. Also unscales the gradients."""
         self._gradients = gradients = self._rows.take_gradients()
         found = torch.zeros((), device=self._group.device)
@@ -103,12 +106,34 @@ class Sharded:
                 same = [gradient for gradient in gradients if gradient.dtype is dtype]
                 compat.note_nonfinite(same, found, inverse)
         mine = torch.cat([torch.stack([*self._losses, found]).double(), self._square(gradients)])
+        losses = len(self._losses)
+        self._losses, self._reduced = [], step
+        # From here on the thread of a rescue may do the update, should this one never return from the collective, or
+        # too late. So all that this one still does is one assignment.
+        self._met = step, self._add(self._gather(mine), losses)
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """The numbers of all ranks, a row for each."""
         everyone = mine.new_empty(self._group.world.size * len(mine))
         dist.all_gather_into_tensor(everyone, mine)
-        self._met = self._add(everyone.view(-1, len(mine)))
-        self._losses = []
-        if scaler.is_enabled():
-            compat_fsdp.set_found_inf(scaler, optimizer, (self._met[1] > 0).float())
+        return everyone.view(-1, len(mine))
+
+    @property
+    def gathered(self) -> Gathered | None:
+        """See Gradients."""
+        if self._met is None:
+            return None
+        step, met = self._met
+        return Gathered(step + 1, tuple(value.hex() for value in met.tolist()))
+
+    def take(self, gathered: Gathered) -> bool:
+        """See Gradients."""
+        step = gathered.step - 1
+        if self._reduced != step:
+            return False
+        values = [float.fromhex(value) for value in gathered.values]
+        self._met = step, torch.tensor(values, dtype=torch.float64, device=self._group.device)
+        return True
 
     def _square(self, gradients: Sequence[Tensor]) -> Tensor:
         """What the other ranks need to know of this rank's gradients for the squared norm of all."""
@@ -118,31 +143,33 @@ class Sharded:
             return self._one.new_zeros(1, dtype=torch.float64)
         return nn.utils.get_total_norm(gradients).double().square().view(1)
 
-    def _add(self, ranks: Tensor) -> Tensor:
-        """What all ranks have found, of a row for each."""
+    def _add(self, ranks: Tensor, losses: int) -> Tensor:
+        """What all ranks have found, of a row for each, which begins with this many losses."""
         world, shards = self._group.world, self._place.shards  # each replica has all of the gradient
         if not self._in_shares:
             met = torch.cat([ranks[:, :2].sum(0), ranks[:shards, 2:].sum(0)])
             met[0] /= world.size
             return met
-        each = len(self._losses)
-        loss = tree_sum(in_order(ranks[:, :each].float(), self._train, world))  # as DDP adds it with the gradients
-        square = ranks[:shards, each + 1 :]
+        loss = tree_sum(in_order(ranks[:, :losses].float(), self._train, world))  # as DDP adds it with the gradients
+        square = ranks[:shards, losses + 1 :]
         total = square.sum() if self._exact is None else self._exact.total(square)
-        return torch.stack([loss.double(), ranks[:, each].sum(), total])
+        return torch.stack([loss.double(), ranks[:, losses].sum(), total])
 
     def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
         """See Gradients."""
         assert self._met is not None
-        loss = self._met[0].float()
+        _, met = self._met
+        if scaler.is_enabled():
+            compat_fsdp.set_found_inf(scaler, optimizer, (met[1] > 0).float())
+        loss = met[0].float()
         bad = ~torch.isfinite(loss)
         measured: dict[str, Tensor] = {}
         if self._clip_norm is not None:
-            norm = measured["grad_norm"] = self._met[2].sqrt().float()
+            norm = measured["grad_norm"] = met[2].sqrt().float()
             if not math.isinf(self._clip_norm) and self._gradients:
                 compat_fsdp.scale_each(self._gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if not scaler.is_enabled():
-            bad |= ~torch.isfinite(self._met[1:]).all() | (self._met[1] > 0)
+            bad |= ~torch.isfinite(met[1:]).all() | (met[1] > 0)
         return {"loss": loss, "nonfinite": bad.float(), **measured}
 
     def end_warm_up(self) -> None:

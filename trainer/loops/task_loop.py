@@ -17,6 +17,7 @@ from trainer.data.loader import TrainBatchKeys
 from trainer.data.order import Order
 from trainer.loops.held import HeldState
 from trainer.loops.initial_weights import read_initial_weights, start_from
+from trainer.loops.late_update import LateUpdate
 from trainer.loops.learner import Learner
 from trainer.loops.loop import AttemptContext, Loop, finite
 from trainer.loops.rescued import NotFinite
@@ -51,6 +52,8 @@ class TaskLoop(Loop):
 
         self.learner = Learner(config, self.task, group, self.total_steps)
         self.place = self.learner.place
+        if self.place.shards > 1 and not self.queue.runs_ahead:
+            self.late_update = LateUpdate(self.learner, self.order)
         self.saves.hold(self.place)
         self.loading = make_loading(config, self.task, group)
         self.validation = Validation(config, val_set, counts[1], self.loading, group)

@@ -26,6 +26,13 @@ class ShardPlace(NamedTuple):
         return replica * self.shards + shard
 
 
+class Gathered(NamedTuple):
+    """What all ranks have told each other at the end of a step: with it, a rank that has its gradients can update."""
+
+    step: int  # that the update completes, from 1
+    values: tuple[str, ...]  # as float.hex writes them: exact, and equal to themselves even if they are NaN
+
+
 def shard_place(sharding: str, world: World) -> ShardPlace:
     """A rank's place under `train.sharding`: full cuts the state over all ranks, hybrid over the ranks of a node."""
     if sharding == "full":
