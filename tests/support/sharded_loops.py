@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -51,7 +51,8 @@ def thorough(run: Run) -> dict[str, Any]:
     tests = DataLoader(samples, 4, sampler=DistributedSampler(samples, shuffle=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=0.01)
     schedule = StepLR(optimizer, 3, gamma=0.8)
-    average = {name: p.detach().clone() for name, p in named(model)}
+    weights = dict(named(model))  # while they are sharded
+    average = {name: p.detach().clone() for name, p in weights.items()}
     run.restore(model=model, optimizer=optimizer, schedule=schedule, average=average)
     for epoch in run.epochs(2):
         model.train()
@@ -67,20 +68,22 @@ def thorough(run: Run) -> dict[str, Any]:
             optimizer.zero_grad()
             schedule.step()
             with torch.no_grad():
-                for name, p in named(model):
+                for name, p in weights.items():
                     average[name].mul_(0.9).add_(p, alpha=0.1)
 
         model.eval()
-        mine = {name: p.detach().clone() for name, p in named(model)}
+        mine = {name: p.detach().clone() for name, p in weights.items()}
         sums = torch.zeros(())
         with torch.no_grad():
-            for name, p in named(model) if epoch else ():
+            for name, p in weights.items() if epoch else ():
                 p.copy_(average[name])
             for x, y in run.validation(tests):
                 struck.strike("validation")
                 sums += nn.functional.mse_loss(model(x), y)
-            for name, p in named(model) if epoch else ():
+            for name, p in weights.items() if epoch else ():
                 p.copy_(mine[name])
+        if isinstance(model, FSDPModule):
+            model.reshard()  # FSDP2 keeps what it has gathered until a backward pass
         dist.all_reduce(sums)
         run.log(val_loss=sums, noise=torch.rand(()))
     return {"rate": optimizer.param_groups[0]["lr"]}

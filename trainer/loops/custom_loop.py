@@ -9,6 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainer.data.loader import StepLoader, StepNumbers, end_workers
 from trainer.loops import misuse
+from trainer.loops.custom_sharding import hold_shard
 from trainer.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, Framework, Phase
 from trainer.loops.logged import as_numbers
 from trainer.loops.loop import AttemptContext
@@ -48,7 +49,8 @@ class CustomLoop(CustomSteps):
         self.startup.done("data and model")
         self.watch.enter("restoring")
         registered = self._held.register(objects, opaque=framework is not None)
-        self._hold_shard(registered.place)
+        self.place = registered.place
+        hold_shard(self.place, self.saves, self.numerics, self._held.checkpoint, self.progress.say)
         self._too_early.remove()
         self._move(Event.RESTORE)
         if problem := self.shares.register(registered, averages_gradients or framework is not None):
@@ -116,9 +118,8 @@ class CustomLoop(CustomSteps):
         """The batches of a second loader, `per_step` for each step."""
         if problem := misuse.of_batches(loader, per_step, self.shares.total):
             raise self._misuse(problem)
-        own = self.loaders.another(loader, self.config.seed)
         unit = lambda: self.shares.unit(self.position.step) if self.phase in IN_BODY else None  # noqa: E731
-        return SideBatches(own, per_step, unit, self.shares.here)
+        return SideBatches(self.loaders.another(loader, self.config.seed), per_step, unit, self.shares.here)
 
     def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a loader. The ranks can stop before each of them."""
@@ -142,10 +143,8 @@ class CustomLoop(CustomSteps):
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Log values for the line of the open step, or else of the epoch."""
-        if self.phase in STEP_OPEN:
-            self._logged.log_step(values)
-        else:
-            self._logged.log_epoch(values)
+        log = self._logged.log_step if self.phase in STEP_OPEN else self._logged.log_epoch
+        log(values)
 
     def _train(self) -> bool:
         if self.position.finished:

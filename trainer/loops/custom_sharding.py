@@ -6,15 +6,19 @@ a mesh (full), or over the last of two, of which the first has the replicas (hyb
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.pack import map_tensors, tensors_of
+from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.checkpoint.shards import Like, is_distributed, shard_count
 from trainer.config.errors import ConfigError
 from trainer.loops.digests import leaves_of
+from trainer.world.device import changed_numerics
 from trainer.world.group import Group
 from trainer.world.shard_place import ShardPlace
 
@@ -68,6 +72,22 @@ def _place_of(name: str, tensor: DTensor, group: Group) -> ShardPlace:
         )
     rank = group.world.rank
     return ShardPlace(rank % shards, shards, rank // shards, size // shards)
+
+
+def hold_shard(
+    place: ShardPlace,
+    saves: CheckpointManager,
+    numerics: dict[str, str | int],
+    checkpoint: SharedCheckpoint | None,
+    say: Callable[[str], None],
+) -> None:
+    """From now on this rank saves that shard of the state. Notes in `numerics` how the state is sharded, and warns if
+    the steps of the checkpoint were computed in another way."""
+    saves.hold(place)
+    if place.shards > 1:
+        numerics["sharding"] = "full" if place.replicas == 1 else "hybrid"
+    if checkpoint is not None and (changed := changed_numerics(checkpoint.manifest.numerics, numerics)):
+        say(f"WARNING: {changed}")
 
 
 def check_sharded(name: str, registered: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainer.checkpoint.restore import SharedCheckpoint
@@ -72,6 +73,18 @@ class CustomState:
     def unchanged(self) -> bool:
         """Whether what follows the steps of an epoch has left the state alone. True when no epoch's steps are over."""
         return self._after_steps is None or self._after_steps.unchanged()
+
+    def unchanged_everywhere(self) -> bool:
+        """The same, on every rank: of a sharded state, what has changed may be another rank's rows. A collective."""
+        unchanged = self.unchanged()
+        if self._known().place.shards == 1:
+            return unchanged
+        return all(map(bool, self._group.gather(torch.tensor(unchanged, device=self._group.device))))
+
+    def meet(self) -> None:
+        """See `Registered.meet`."""
+        if self.registered is not None:
+            self.registered.meet()
 
     def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
         """What the host holds of the state now, see `HeldState`."""

@@ -12,9 +12,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
+from trainer.checkpoint.position import Position
 from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.checkpoint.store import OPAQUE
 from trainer.config.config import Config
@@ -31,7 +31,6 @@ from trainer.loops.registered import State
 from trainer.loops.rescued import NotFinite
 from trainer.loops.same_state import difference_between_ranks
 from trainer.loops.turn_checks import TurnChecks
-from trainer.world.shard_place import ShardPlace
 
 
 class Phase(Enum):
@@ -112,18 +111,9 @@ class CustomSteps(Loop):
         """Take over the position of the checkpoint. The objects take over the rest when the function registers them."""
         if checkpoint is not None:
             self._held.checkpoint = checkpoint
-            self._take_position(checkpoint)
+            self._position = Position(**checkpoint.position)
             if self.position.finished and _is_extended(checkpoint.manifest.config, self.config):
                 self.position.finished = False
-
-    def _hold_shard(self, place: ShardPlace) -> None:
-        """From now on this rank holds that shard of the state."""
-        self.place = place
-        self.saves.hold(place)
-        if place.shards > 1:
-            self.numerics["sharding"] = "full" if place.replicas == 1 else "hybrid"
-        if self._held.checkpoint is not None:
-            self._check_numerics(self._held.checkpoint)
 
     def save(self) -> None:
         """Start a save of this position. A collective."""
@@ -142,14 +132,8 @@ class CustomSteps(Loop):
         return super()._unchanged() and (self.ring.held is not None or self._held.unchanged())
 
     def _can_leave_validation(self) -> bool:
-        """Whether a run could resume from here. The answer is the same on every rank; may wait for a save. A collective
-        where the state is sharded: what has changed may be another rank's rows."""
-        if not self._held.steps_over:
-            return False
-        unchanged = self._held.unchanged()
-        if self.place.shards > 1:
-            unchanged = all(map(bool, self.group.gather(torch.tensor(unchanged, device=self.group.device))))
-        if not unchanged:
+        """Whether a run could resume from here. The answer is the same on every rank; may wait for a save."""
+        if not self._held.steps_over or not self._held.unchanged_everywhere():
             return False
         if self.rescuable:
             return True
@@ -288,8 +272,7 @@ class CustomSteps(Loop):
 
     def _epoch_record(self, include_open: bool) -> dict[str, Any]:
         values = self._logged.epoch_values(include_open)
-        if self._held.registered is not None:
-            self._held.registered.meet()
+        self._held.meet()
         return {"epoch": self.position.epoch + 1, "step": self.position.step, **values}
 
     def _misuse(self, what: str) -> ConfigError:

@@ -151,11 +151,8 @@ class Loop(Rescued):
             _write_plan(self._plan, total_steps, batch_size)
 
     def _take_position(self, checkpoint: SharedCheckpoint) -> None:
-        """Take over the position of a checkpoint."""
+        """Take over the position of a checkpoint, and warn if its steps were computed in another way."""
         self._position = Position(**checkpoint.position)
-
-    def _check_numerics(self, checkpoint: SharedCheckpoint) -> None:
-        """Warn if the steps of a checkpoint were computed in another way."""
         if changed := changed_numerics(checkpoint.manifest.numerics, self.numerics):
             self.progress.say(f"WARNING: {changed}")
 

@@ -78,7 +78,6 @@ class TaskLoop(Loop):
         self.watch.enter("restoring")
         if checkpoint is not None:
             self._take_position(checkpoint)
-            self._check_numerics(checkpoint)
             self.learner.load_state_dict(checkpoint.load(self.learner.live_state(), self.watch.advance))
             self._check_end()
         elif initial is not None:
