@@ -57,6 +57,7 @@ SLOW = (
     "loops/test_opaque",
     "loops/test_script_loops",
     "loops/test_sharding",
+    "loops/test_sharded_shares",
     "loops/test_shares",
     "loops/test_sizes",
     "loops/test_weights",

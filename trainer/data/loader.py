@@ -201,7 +201,7 @@ class TrainBatchKeys:
     `shares`, of which there are `total`.
 
     A micro-batch that is empty for this rank, as in a short last batch, is replaced by two samples, since a model may
-    not accept fewer. `Order.micro_batch_sizes` is 0 for it, so that they do not count.
+    not accept fewer. Its count is 0.
     """
 
     order: Order
@@ -216,6 +216,12 @@ class TrainBatchKeys:
             for share in self.shares:
                 for indices in self.order.micro_batches(step, share, self.total, self.micro_batches):
                     yield epoch, indices if len(indices) else self.order.batch(step)[:2]
+
+    def counts(self, step: int) -> list[int]:
+        """How many samples of each micro-batch of `step` count."""
+        order = self.order
+        sizes = [order.micro_batch_sizes(step, share, self.total, self.micro_batches) for share in self.shares]
+        return sizes[0] if len(sizes) == 1 else [size for of_share in sizes for size in of_share]
 
 
 class StepLoader:
@@ -254,9 +260,8 @@ class StepLoader:
 
     def weights(self, step: int) -> list[float]:
         """The part of the samples of `step` that each of this rank's batches has."""
-        _, _, rank, size, shares = self._parts
-        counts, samples = self.order.micro_batch_sizes(step, rank, size, shares), self.order.count(step)
-        return [count / samples for count in counts]
+        samples = self.order.count(step)
+        return [count / samples for count in self._keys.counts(step)]
 
     def __iter__(self) -> Iterator[Any]:
         """Raises ConfigError: only run.steps(...) knows which batch is next."""

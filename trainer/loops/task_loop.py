@@ -55,9 +55,10 @@ class TaskLoop(Loop):
         if self.place.shards > 1 and not self.queue.runs_ahead:
             self.late_update = LateUpdate(self.learner, self.order)
         self.saves.hold(self.place)
+        steps, total_shares = range(self.total_steps), train.shares or self.size
+        self._keys = TrainBatchKeys(self.order, steps, self.learner.shares, total_shares, train.accumulate)
         self.loading = make_loading(config, self.task, group)
         self.validation = Validation(config, val_set, counts[1], self.loading, group)
-        self._total_shares = config.train.shares or self.size  # of all ranks
         self.micro_batches = config.train.accumulate * len(self.learner.shares)  # of this rank, per step
         self.learner.own_work_done = self.ring.end_work
         self.watch.measure(lambda: self.ring.busy_s)
@@ -120,7 +121,8 @@ class TaskLoop(Loop):
 
     def _train(self) -> bool:
         self.watch.enter("training")
-        loader = self.loading.loader(self.train_set, self.config.seed, self._batches())
+        self._keys.steps = range(self.position.step, self.total_steps)
+        loader = self.loading.loader(self.train_set, self.config.seed, self._keys)
         try:
             return self._steps(iter(loader))
         finally:
@@ -143,12 +145,7 @@ class TaskLoop(Loop):
         step = self.position.step
         self.ring.begin_work()
         began = time.perf_counter()
-        accumulate = self.config.train.accumulate
-        counts = [
-            count
-            for share in self.learner.shares
-            for count in self.order.micro_batch_sizes(step, share, self._total_shares, accumulate)
-        ]
+        counts = self._keys.counts(step)
         micro_batches: Collection[tuple[Any, int]]
         if len(self.learner.shares) == 1:
             micro_batches = [(next(batches), count) for count in counts]
@@ -226,11 +223,6 @@ class TaskLoop(Loop):
     def _begin_validation_batch(self) -> bool:
         """False if the ranks agreed to stop before it."""
         return self.stop.begin_tick()
-
-    def _batches(self) -> TrainBatchKeys:
-        steps = range(self.position.step, self.total_steps)
-        accumulate = self.config.train.accumulate
-        return TrainBatchKeys(self.order, steps, self.learner.shares, self._total_shares, accumulate)
 
 
 class _LoadedWhenDue(Collection[tuple[Any, int]]):
