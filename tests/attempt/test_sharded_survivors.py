@@ -340,7 +340,7 @@ def test_some_are_one_step_ahead(stage: Stages, ahead: list[int]) -> None:
     s = stage(4, 4)
     for rank in (0, 1, 3):
         s.survivor(rank, *([8, 9] if rank in ahead else [8]), kept=[(8, (rank - 2) % 4)])
-    plan = s.end()
+    plan = s.end(within_s=GATHER_S + 2)  # that step is not waited for: SIGKILL nears
     assert (s.saved, plan.done_step) == ([8], 8)
 
 

@@ -55,3 +55,13 @@ def plain_desk(desks: dict[str | None, Desk]) -> Iterator[Desk]:
     """A desk with Python itself, as `plain` has."""
     yield desks[sys.executable]
     desks[sys.executable].tidies_up()
+
+
+@pytest.fixture(scope="session")
+def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    """A user of a cluster whose nodes die. One that is silent for 40 s is DOWN."""
+    require(missing())
+    folder = tmp_path_factory.mktemp("nodes")
+    cluster = Cluster.start(folder / "slurm", slurmd_timeout_s=40, accounting=False, owner=os.getpid())
+    yield User(cluster, folder / "runs")
+    cluster.stop()

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from tests.slurm.cluster import Cluster
-from tests.slurm.cluster import missing as missing_slurm
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.user import User
-from tests.support.needs import require
 from tests.support.ranks import fingerprint
 from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S
@@ -22,16 +15,6 @@ from trainer.records.metrics import newest_step, read_lines
 
 SPARE = ("--nodes", "2", "launch.spare_nodes=1")
 SOON_S = 30.0  # 10 s on an idle machine; Slurm itself takes minutes to notice a dead node
-
-
-@pytest.fixture(scope="module")
-def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
-    """A user of a cluster whose nodes die. One that is silent for 40 s is DOWN."""
-    require(missing_slurm())
-    folder = tmp_path_factory.mktemp("nodes")
-    cluster = Cluster.start(folder / "slurm", slurmd_timeout_s=40, accounting=False, owner=os.getpid())
-    yield User(cluster, folder / "runs")
-    cluster.stop()
 
 
 def trains(user: User, name: str, attempt: int) -> list[str]:

@@ -122,7 +122,8 @@ class Roll:
         if not self.all_frozen:
             return False
         newest = max(self.held(), default=None)
-        steps_at_stake = place is None or (newest is not None and newest[0] > place[0])
+        # A step that not even the survivors have all done is none of these: SIGKILL may be nearer than the wait for it.
+        steps_at_stake = place is None or (newest is not None and min(newest[0], self.done_step) > place[0])
         if steps_at_stake and any(one.began_step for one in self.found.values()):
             return self._is_complete or self._unjoined_s >= ALONE_S
         return self._is_complete or self._unjoined * self._round_s >= GATHER_S
