@@ -70,11 +70,8 @@ def resume(root: Path, name: str, ranks: int, mesh: str, *options: str) -> dict[
     [
         ("step 1 rank 0", 1),
         ("step 5 rank 1", 5),
-        ("validation 3 rank 0", 8),
-        (
-            "validation 11 rank 1",
-            16,
-        ),  # other weights are in the place of the model's: the ranks stop once they are back
+        ("validation 3 rank 0", 8),  # other weights are in the place of the model's: the ranks stop once they are back
+        ("validation 11 rank 1", 16),
     ],
 )
 def test_stop_anywhere(root: Path, place: str, step: int) -> None:

@@ -26,7 +26,8 @@ def network(mesh: str, seed: int = 0) -> nn.Module:
     model = nn.Sequential(body, nn.Linear(33, 1))
     if mesh == "none":
         return DistributedDataParallel(model)
-    device_mesh = init_device_mesh("cpu", tuple(map(int, mesh.split("x"))))
+    shape = tuple(map(int, mesh.split("x")))
+    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     fully_shard(body, mesh=device_mesh)
     return fully_shard(model, mesh=device_mesh)
 
@@ -45,7 +46,7 @@ def data() -> TensorDataset:
 
 def thorough(run: Run) -> dict[str, Any]:
     """AdamW, whose state is made in the first step; clipping, accumulation, a schedule, a moving average in a dict,
-    whose weights take the place of the others' in the second validation."""
+    whose weights take the place of the others' in the first validation."""
     struck, samples = Struck(run), data()
     loader, model = run.loader(samples, 8), network(str(run.args.mesh))
     tests = DataLoader(samples, 4, sampler=DistributedSampler(samples, shuffle=False))
@@ -75,12 +76,12 @@ def thorough(run: Run) -> dict[str, Any]:
         mine = {name: p.detach().clone() for name, p in weights.items()}
         sums = torch.zeros(())
         with torch.no_grad():
-            for name, p in weights.items() if epoch else ():
+            for name, p in weights.items() if not epoch else ():
                 p.copy_(average[name])
             for x, y in run.validation(tests):
                 struck.strike("validation")
                 sums += nn.functional.mse_loss(model(x), y)
-            for name, p in weights.items() if epoch else ():
+            for name, p in weights.items() if not epoch else ():
                 p.copy_(mine[name])
         if isinstance(model, FSDPModule):
             model.reshard()  # FSDP2 keeps what it has gathered until a backward pass

@@ -63,7 +63,7 @@ def _place_of(name: str, tensor: DTensor, group: Group) -> ShardPlace:
         kind = group.device.type
         raise ConfigError(
             f"{given} is sharded over a mesh of the ranks {mesh.tolist()}; give fully_shard one of all {size} ranks in "
-            f'their order: init_device_mesh("{kind}", ({size},)), or of (replicas, shards)'
+            f'their order: init_device_mesh("{kind}", ({size},)), or a named one of (replicas, shards)'
         )
     if tensor.device.type != group.device.type:
         raise ConfigError(
