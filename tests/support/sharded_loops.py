@@ -26,7 +26,8 @@ def network(mesh: str, seed: int = 0) -> nn.Module:
     model = nn.Sequential(body, nn.Linear(33, 1))
     if mesh == "none":
         return DistributedDataParallel(model)
-    device_mesh = init_device_mesh("cpu", tuple(map(int, mesh.split("x"))))
+    shape = tuple(map(int, mesh.split("x")))
+    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     fully_shard(body, mesh=device_mesh)
     return fully_shard(model, mesh=device_mesh)
 
