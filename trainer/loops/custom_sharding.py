@@ -123,7 +123,8 @@ def likes_of(state: Any) -> Any:
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = getattr(optimizer, "param_groups", [])  # a wrapper that is refused later may have none
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _given(name: str) -> str:
