@@ -49,6 +49,7 @@ SLOW = (
     "gpu/",
     "loops/test_behind_a_device",
     "loops/test_custom_loop",
+    "loops/test_custom_sharding",
     "loops/test_custom_shares.py::test_any_number_of_ranks",
     "loops/test_custom_shares.py::test_own_batches",
     "loops/test_exact",
