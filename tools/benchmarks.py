@@ -109,7 +109,8 @@ def _overhead(overhead: dict[str, Any]) -> Iterator[Row]:
 
 def _shares(shares: dict[str, Any]) -> Row:
     """What train.shares costs."""
-    ratios = [f"{check['median']:.2f}{_goal(check)}" for check in shares["checks"]]
+    goals = [_goal(check).removeprefix("; ") for check in shares["checks"]]
+    ratios = [f"{check['median']:.2f}{goal and f' ({goal})'}" for check, goal in zip(shares["checks"], goals)]
     sent = [" and ".join(f"{size / 1e6:.0f}" for size in of["sent_bytes"]) for of in shares["pairs"]]
     return (
         "a step of ResNet-50 with `train.shares`: 2 and 4 ranks with a share each, one rank with 4 shares (`shares`)",
