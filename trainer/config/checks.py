@@ -149,8 +149,9 @@ def _check_sharding(config: Settings) -> None:
     if replicas > 1:
         raise ConfigError(f"checkpoint.replicas={replicas}: one copy of each shard is kept at most; use 1")
     if replicas and train.sharding != "full":
-        why = "each node has all of the state" if train.sharding == "hybrid" else "each rank has all of the state"
-        raise ConfigError(f"checkpoint.replicas={replicas}: with {given} {why}; remove this key")
+        raise ConfigError(
+            f"checkpoint.replicas={replicas}: copies need train.sharding=full, not {given}; remove this key"
+        )
     if train.sharding == "none":
         return
     if train.shares is not None and train.accumulate > 1:
