@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import os
 import shlex
@@ -42,6 +44,9 @@ class Trainer:
         done, SystemExit when the attempt failed and the job is requeued, else the error that made it fail.
         """
         signals = Signals.catch()
+        if not faulthandler.is_enabled():
+            with contextlib.suppress(Exception):  # a notebook's stderr is no file
+                faulthandler.enable()  # a rank that crashes in C prints its Python stack
         from trainer.attempt.attempt import Attempt  # here, as the command only pickles this class
         from trainer.attempt.finished import finish_of
 

@@ -7,6 +7,7 @@ the last bits would differ.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import signal
@@ -125,6 +126,16 @@ def test_stuck_with_the_interpreters_lock(root: Path) -> None:
     assert attempt.wait() == [1, 1], attempt.output()
     assert only(attempt)["reason"] == "hung"
     assert "Timeout (" in attempt.logs[1].read_text() and "in befall" in attempt.logs[1].read_text()
+
+
+def test_a_rank_crashes_in_c(root: Path) -> None:
+    """Its log has the Python stack: else nobody could tell a crash in an extension from a kill."""
+    crash = {"LASTSTEP_TEST_FAULT": "crash step 3 rank 1"}
+    attempt = Attempt(config(root, "crash", 2, FAULTY), crash, before=faulthandler.disable)  # pytest has enabled it
+    assert attempt.wait() == [1, -signal.SIGSEGV], attempt.output()
+    said = attempt.logs[1].read_text()
+    assert "Fatal Python error: Segmentation fault" in said and "in befall" in said
+    assert (only(attempt)["end_step"], only(attempt)["lost_steps"]) == (2, 0)
 
 
 def test_raised(root: Path) -> None:

@@ -56,6 +56,7 @@ def job(
         pytest.param(SIGTERM, job("PENDING", restarts=2), Ending("preempted", False), id="requeue-quick"),
         pytest.param(SIGUSR2, job("COMPLETING", restarts=2), Ending("preempted", False), id="requeue-by-usr2"),
         pytest.param(SIGTERM, job("RUNNING", preempted=AT_ONCE), Ending("preempted", True), id="grace"),
+        pytest.param(SIGTERM, job("SIGNALING", preempted=AT_ONCE), Ending("preempted", True), id="grace-signaling"),
         pytest.param(SIGUSR2, job("RUNNING", left_s=9, preempted=AT_ONCE), Ending("preempted", True), id="grace-usr2"),
         pytest.param(SIGTERM, job("COMPLETING", left_s=0, preempted=AT_ONCE), Ending("preempted", True), id="cancel"),
         pytest.param(
@@ -88,6 +89,8 @@ def job(
         pytest.param(SIGTERM, job("COMPLETING"), Ending("cancelled", False), id="scancel"),
         pytest.param(SIGUSR2, job("COMPLETING"), Ending("cancelled", False), id="scancel-after-usr2"),
         pytest.param(SIGTERM, job("RUNNING"), UNEXPLAINED, id="kill"),
+        pytest.param(SIGTERM, job("SIGNALING"), UNEXPLAINED, id="kill-signaling"),
+        pytest.param(SIGTERM, job("STOPPED"), UNEXPLAINED, id="kill-stopped"),
         pytest.param(SIGTERM, job("CANCELLED"), Ending("cancelled", False), id="scancel-quick"),
         pytest.param(SIGTERM, job("RUNNING", restarts=2), Ending("preempted", False), id="requeue-runs-again"),
         pytest.param(SIGINT, job("RUNNING"), Ending("cancelled", False), id="ctrl-c-in-srun"),

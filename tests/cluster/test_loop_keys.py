@@ -45,6 +45,8 @@ def check(folder: Path, source: str, *words: str) -> None:
         ("def main(run): ...", "seed=3"),
         ("def main(run): ...", "checkpoint.every_steps=5"),
         ("def main(run): ...", "launch.nodes=3"),
+        ("def main(run): ...", "checkpoint.replicas=1"),
+        ("from elsewhere import main", "checkpoint.replicas=1"),
         ("def main(run): ...", "train.log_every=1"),
         ("def main(run): ...", "train.precision=tf32"),
         ("def main(run): print(run.args.lr)", "args.lr=3"),
@@ -116,3 +118,15 @@ def test_every_start(
     assert "train.epochs: fixed_loop.main" in refusal(["resume", "fixed", "train.epochs=20"], capfd, here)
     assert main(["resume", "first", "train.epochs=20"]) == 0
     assert Config.load(RunDir(here / "runs/first").config).train.epochs == 20
+
+
+@pytest.mark.parametrize("words", [("checkpoint.replicas=1",), ("checkpoint.replicas=1", "train.sharding=hybrid")])
+def test_copies_without_shards(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Of a Task it is known at the submission that its ranks hold the same: nobody waits in the queue to learn it."""
+    for check_words in (lambda: check(tmp_path, "class main(Task): ...", *words), lambda: of_a_ready_made(words)):
+        with pytest.raises(ConfigError, match=r"^checkpoint.replicas=1: copies need train.sharding=full, not train.sh"):
+            check_words()
+
+
+def of_a_ready_made(words: tuple[str, ...]) -> None:
+    check_keys(Config.load(None, words), words)

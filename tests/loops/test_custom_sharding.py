@@ -6,7 +6,7 @@ A shard that is saved with another step's, or restored on another rank, still tr
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,12 @@ def config(root: Path, name: str, ranks: int, mesh: str, *options: str) -> Confi
     place = [f"launch.root={root}", f"launch.name={name}", f"launch.tasks_per_node={ranks}", f"args.mesh={mesh}"]
     for_all = ["device=cpu", "train.log_every=3", "launch.max_failures=9", "launch.hang_timeout_s=20"]
     for_all += [f"checkpoint.every_{what}=null" for what in ("epochs", "minutes")]
-    return Config.load(None, ["task=tests.support.sharded_loops.thorough", *for_all, *options, *place])
+    return Config.load(None, ["task=tests.support.sharded_loops.thorough", *for_all, *place, *options])
 
 
 def strike(root: Path, name: str, ranks: int, mesh: str, place: str, *options: str) -> dict[str, Any]:
     """The record of an attempt that received the signal at that place."""
-    attempt = Attempt(config(root, name, ranks, mesh, *options), {"LASTSTEP_TEST_SIGNAL": place})
+    attempt = Attempt(config(root, name, ranks, mesh, *options), {"LASTSTEP_TEST_SIGNAL": place}, nodes=nodes(options))
     number, hit = signal.Signals[place.split()[0]], int(place.split()[-1])
     stopped = [128 + number] * ranks
     killed = [KILLED if rank == hit else 1 for rank in range(ranks)]
@@ -56,9 +56,14 @@ def strike(root: Path, name: str, ranks: int, mesh: str, place: str, *options: s
     return record
 
 
+def nodes(options: Sequence[str]) -> int:
+    """Each rank has a node of its own if it keeps copies of another's shard."""
+    return 2 if COPIED[0] in options else 1
+
+
 def resume(root: Path, name: str, ranks: int, mesh: str, *options: str) -> dict[str, Any]:
     """The record of the next attempt, which ends like an undisturbed run."""
-    attempt = Attempt(config(root, name, ranks, mesh, *options))
+    attempt = Attempt(config(root, name, ranks, mesh, *options), nodes=nodes(options))
     assert attempt.wait() == [0] * ranks, attempt.output()
     assert "WARNING" not in attempt.output()
     assert fingerprint(attempt.run) == undisturbed_run(config(root, "unused", ranks, mesh))
@@ -88,6 +93,19 @@ def test_a_rank_is_killed(root: Path) -> None:
     assert (record["end_step"], record["lost_steps"]) == (6, 2)
     assert "shard 1 is held by no surviving rank; the run is back at step 4" in record["error"]
     assert resume(root, "killed", 2, "2", "checkpoint.every_steps=4")["start_step"] == 4
+
+
+COPIED = ("checkpoint.replicas=1", "launch.nodes=2", "launch.tasks_per_node=1")
+
+
+@pytest.mark.parametrize(("place", "step"), [("step 7 rank 1", 6), ("validation 3 rank 0", 8)])
+def test_a_copy_survives(root: Path, place: str, step: int) -> None:
+    """With a copy of each shard in the memory of another node, no step is lost. In the first validation other weights
+    are in the place of the model's, so the copy is all there is."""
+    name = "copied-" + place.replace(" ", "-")
+    record = strike(root, name, 2, "2", f"SIGKILL {place}", *COPIED)
+    assert (record["end_step"], record["lost_steps"]) == (step, 0)
+    assert resume(root, name, 2, "2", *COPIED)["start_step"] == step
 
 
 @pytest.mark.parametrize("place", ["SIGKILL step 5 rank 0", "SIGKILL step 12 rank 3"])

@@ -5,6 +5,7 @@ A part that is not cut as a checkpoint expects would be saved wrongly; one that 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.support.worlds import a_world
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.loops.fsdp import shard
+from trainer.loops.learner import Learner
 from trainer.loops.model_setup import prepare_model
 from trainer.world.group import Group
 from trainer.world.shard_place import ShardPlace
@@ -169,3 +171,31 @@ def test_a_parameter_without_rows(cut: Cut | None) -> None:
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
     with pytest.raises(ConfigError, match=r"mine.Mine: scale has no rows to cut; give this parameter the shape \(1,\)"):
         cut_by(cut, model)
+
+
+def with_a_double(trained: bool) -> nn.Module:
+    model = residual()
+    model[0].weight = nn.Parameter(model[0].weight.double(), requires_grad=trained)
+    return model
+
+
+def test_parameters_of_different_types() -> None:
+    """torch's own message names no parameter, and comes after the data is prepared. Frozen ones may differ."""
+    with pytest.raises(ConfigError, match=r"0.weight is torch.float64, 0.bias torch.float32, and are gathered"):
+        cut_by(None, with_a_double(trained=True))
+    cut_by(None, with_a_double(trained=False))
+
+
+@pytest.mark.parametrize("words", [(), ("optim.clip_norm=1",)])
+def test_gradients_are_freed_by_the_update(words: tuple[str, ...]) -> None:
+    """Else a rank holds those of two steps at the next backward pass, when memory is fullest."""
+    task, config = task_and_config(None, FULL, *words)
+    batch = torch.randn(4, 6), torch.arange(4)
+    with pretended_rank(FULL):
+        learning = Learner(config, task, a_group(FULL), total_steps=10)
+        for step in range(2):
+            learning.learn(step, [(batch, 4)], 4)
+            rows = [parameter for group in learning.optimizer.param_groups for parameter in group["params"]]
+            gradients = [weakref.ref(each.grad) for each in rows]
+            learning.update()
+            assert all(gradient() is None for gradient in gradients)

@@ -164,7 +164,7 @@ def test_four_two_one_four_ranks(tmp_path: Path) -> None:
         "model.name=resnet18 data.args.image_size=32 train.channels_last=true train.max_steps=2 data.args.samples=32",
         "data.name=mnist-5k data.args={augment:true} train.max_steps=4 train.batch_size=32 model.args.width=8 "
         "train.precision=fp16 optim.clip_norm=0.5",
-        "data.args.samples=32 data.args.image_size=8 train.compile=true train.max_steps=2 model.args.width=4",
+        "task=tests.support.tasks.SmallSignalled data.args.samples=32 train.compile=true train.max_steps=2",
     ],
     ids=["transformer", "resnet", "in-memory", "compiled"],
 )

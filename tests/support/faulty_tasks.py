@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
@@ -80,7 +81,8 @@ class Faulty(Classification):
 
     LASTSTEP_TEST_FAULT is "kill step 5 rank 1,2", or "kill-both" (its supervisor too), "halt" (SIGSTOP), "sleep" (stuck
     in user code), "spin" (stuck with the interpreter's lock held), "raise" (an error of its own), "worker" (its loader
-    worker is killed), "gpu-memory" (the error of a GPU that has none left), "memory" (a limit on its own).
+    worker is killed), "gpu-memory" (the error of a GPU that has none left), "memory" (a limit on its own), "crash" (a
+    bad address in C).
     """
 
     def __init__(self, config: Config) -> None:
@@ -105,6 +107,8 @@ class Faulty(Classification):
         elif self.kind == "kill-both":  # a rank dies with its supervisor
             os.kill(os.getppid(), signal.SIGKILL)
             threading.Event().wait(600)
+        elif self.kind == "crash":
+            ctypes.string_at(0)
         elif self.kind == "sleep":
             threading.Event().wait(600)
         elif self.kind == "spin":

@@ -16,6 +16,9 @@ Seen on Slurm 22.05 (`scontrol show job`, unchanged from the moment of the signa
     scancel --signal, kill, srun after     RUNNING     the same                                no
         another rank's death
 
+RUNNING stands for all of UNENDED: during the first two signals of a preemption with GraceTime, SIGCONT and SIGTERM, the
+state may be SIGNALING (seen).
+
 `scontrol requeue` restarts the job in every one of these cases, as long as a process of the job is left to call it.
 
 A SIGTERM to a job that is still running does not mean that it was cancelled. On a busy cluster slurmctld repeats, a
@@ -30,7 +33,7 @@ import signal
 import time
 from typing import Literal, NamedTuple
 
-from trainer.world.slurm import NEVER, REPLACED, Job, show_job, unix_time
+from trainer.world.slurm import NEVER, REPLACED, UNENDED, Job, show_job, unix_time
 from trainer.world.world import World
 
 # Slurm checks time limits only now and then, so `--signal=USR2@S` may be sent up to 60 s early (man sbatch).
@@ -66,7 +69,7 @@ def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, n
         return Ending("preempted", requeue=False)
     if job.get("Reason") == "TimeLimit":
         return Ending("timeout" if preempted_at == NEVER else "preempted", requeue=True)
-    if job.get("JobState") != "RUNNING":
+    if job.get("JobState") not in UNENDED:
         if job.get("Reason") == "JobLaunchFailure":
             return Ending("failed", requeue=True, error="the job's batch shell was killed")
         at_once = unix_time(job.get("EndTime", "")) <= preempted_at + 1 < NEVER

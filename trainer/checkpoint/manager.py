@@ -157,8 +157,11 @@ class CheckpointManager:
     def due_in_s(self) -> float:
         """Seconds until the next save, or the retry of a failed one, is due by the clock. Each rank has its own clock,
         so the answers differ."""
-        every_s = self._auto.seconds if self._auto else self._every_s
-        return (RETRY_S if self._failed else every_s) - (time.monotonic() - self._began)
+        every_s = RETRY_S if self._failed else self._auto.seconds if self._auto else self._every_s
+        # Training would stand still until a save in progress is written, so that save gets another interval. It gets no
+        # more: if the disk hangs, training must not continue without checkpoints.
+        intervals = 1 if self.saving is None or self._writer.wait(0) else 2
+        return intervals * every_s - (time.monotonic() - self._began)
 
     def close(self) -> None:
         """End the writer and the metrics, which it syncs; no save can be started any more."""

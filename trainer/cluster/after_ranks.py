@@ -56,6 +56,7 @@ from trainer.world.signals import STOP_SIGNALS
 from trainer.world.slurm import (
     EXPEDITE,
     REPLACED,
+    UNENDED,
     Job,
     SlurmError,
     forbid_requeue,
@@ -194,7 +195,7 @@ def starts_again_here(run: RunDir, world: World, launch: Launch) -> bool:
 
 def _why_too_late(job: Job, launch: Launch) -> str:
     """Why nothing can start in the job's allocation any more; empty if it can."""
-    if job.get("JobState") != "RUNNING":
+    if job.get("JobState") not in UNENDED:
         return f"the job is {job.get('JobState')}"
     left_s = unix_time(job.get("EndTime", "")) - time.time()
     if left_s <= launch.signal_delay_s + EARLY_S:  # the ranks that received its warning have ended

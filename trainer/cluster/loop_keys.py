@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.cluster.run_config import LATER_KEYS
 from trainer.cluster.task_check import definition
-from trainer.config.checks import check_no_sharding
+from trainer.config.checks import check_copies_of_task, check_no_sharding
 from trainer.config.config import PACKAGED, Config, find_config, missing_keys
 from trainer.config.errors import ConfigError, nearest
 from trainer.config.keys import fields_of
@@ -31,6 +31,8 @@ def check_keys(config: Config, words: Iterable[str], source: str | None = None, 
     if source is not None:
         keys += _own_keys(source) + [f"args.{name}" for name in config.args]
     tree, function = definition(config.task, search or [Path.cwd()])
+    if isinstance(function, ast.ClassDef) or "." not in config.task:
+        check_copies_of_task(config)
     if tree is None or not isinstance(function, ast.FunctionDef):
         return
     check_no_sharding(config)

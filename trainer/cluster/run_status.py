@@ -28,7 +28,7 @@ from trainer.records.time_split import TimeSplit, Waiting, split_time
 from trainer.rundir import RunDir
 from trainer.say import command
 from trainer.world import run_lock
-from trainer.world.slurm import is_job_id
+from trainer.world.slurm import UNENDED, is_job_id
 
 READ_THREADS = 16  # on a network file system each waits for its run's files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
@@ -273,7 +273,7 @@ def _in_queue(job: Job, of_job: Sequence[AttemptRecord]) -> tuple[str, str]:
     """State and reason of a run whose job is in the queue; `of_job` holds its attempts in that job."""
     if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "EXPEDITING", "SPECIAL_EXIT"):
         return "requeued" if of_job else "queued", job.reason
-    if job.state not in ("RUNNING", "CONFIGURING", "SUSPENDED", "RESIZING"):
+    if job.state not in UNENDED:
         return "stopping", job.state.lower()
     started_at, last = job.starts_at or 0.0, of_job[-1] if of_job else None
     why = "" if job.state == "RUNNING" else job.state.lower()

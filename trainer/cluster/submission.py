@@ -10,20 +10,22 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 from submitit import Job, SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from trainer.cluster import code_copy, machine_checks, run_folders, sbatch
 from trainer.cluster.code_origin import origin_of
-from trainer.cluster.local_job import LocalJob
 from trainer.cluster.prepare import Way, prepare_new
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 from trainer.world.slurm import new_tag
+
+if TYPE_CHECKING:
+    from trainer.cluster.local_job import LocalJob
 
 # Prefixes of the variables that Slurm, submitit, torchrun, mpirun, --spawn and Ray's workers set for their ranks.
 LAUNCHER_VARIABLES = (
@@ -50,7 +52,11 @@ def submit(config: Config, local: bool = False) -> SlurmJob[dict[str, float]] | 
     """
     config = prepare_new(config, Way.LOCAL if local else Way.SLURM)
     with run_folders.created(config) as run:
-        return LocalJob(config, run) if local else submit_run(config, run)
+        if not local:
+            return submit_run(config, run)
+        from trainer.cluster.local_job import LocalJob  # here, because it would slow down every submission
+
+        return LocalJob(config, run)
 
 
 def submit_run(config: Config, run: RunDir) -> SlurmJob[dict[str, float]]:

@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from trainer.cluster.prepare import Way, prepare
     from trainer.cluster.run_status import jobs_in_queue
     from trainer.commands import start
+    from trainer.commands.dry_run import dry_run
 
     way, overrides = Way.of(args), overrides_of(args, JOB_OPTIONS)
     if args.force and way is not Way.LOCAL:
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         schedule = "" if config.optim.schedule == "constant" else f" (optim.schedule={config.optim.schedule})"
         print(f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}")
     if way is Way.DRY_RUN:
-        return start.dry_run(config)
+        return dry_run(config)
     with run_folders.reconfigured(folder, config):
         return start.start(config, folder, way)
 

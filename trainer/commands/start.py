@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from trainer.checkpoint.store import CheckpointStore
-from trainer.cluster import follow, local, sbatch, submission
+from trainer.cluster import submission
 from trainer.cluster.prepare import Way
 from trainer.cluster.run_folders import short, typed
 from trainer.cluster.run_status import StatusReader, records_of
@@ -23,9 +22,11 @@ from trainer.say import command, counted
 def start(config: Config, run: RunDir, way: Way) -> int:
     """Start the ranks of a run whose folder exists; returns the exit status. Raises ConfigError when Slurm refuses."""
     launch = config.launch
-    if way is Way.DEBUG:
-        return local.run_debug(config)
-    if way is Way.LOCAL:
+    if way in (Way.DEBUG, Way.LOCAL):
+        from trainer.cluster import local  # which takes a while to import, as `follow` does
+
+        if way is Way.DEBUG:
+            return local.run_debug(config)
         print(f"run    {run.name}\nranks  {launch.world_size} on this machine\nfolder {short(run.path)}", flush=True)
         status = local.run_local(config, run)
         if status == 0:
@@ -45,18 +46,12 @@ def start(config: Config, run: RunDir, way: Way) -> int:
         print(f"[laststep] WARNING: {warning}", file=sys.stderr, flush=True)
     if way is not Way.FOLLOW:
         return 0
-    status = follow.follow(run, job)
+    from trainer.cluster.follow import follow
+
+    status = follow(run, job)
     if status == 0:
         _print_result(run)
     return status
-
-
-def dry_run(config: Config) -> int:
-    """Print the configuration and the sbatch script; returns the exit status."""
-    run = RunDir(Path(config.launch.root) / str(config.launch.name))
-    print(f"# {short(run.config)}\n{config.to_yaml()}")
-    print(f"# sbatch script\n{sbatch.run_executor(config, run).script()}")
-    return 0
 
 
 def root_hint(launch: Launch) -> str:

@@ -47,10 +47,9 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start a new run; returns the exit status."""
     from trainer.checkpoint.store import CheckpointStore
-    from trainer.cluster import branch, run_folders
+    from trainer.cluster import run_folders
     from trainer.cluster.loop_keys import check_keys
     from trainer.cluster.prepare import Way, prepare_new
-    from trainer.commands import start
     from trainer.config.config import Config, find_config
 
     way, overrides, source = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None
@@ -60,12 +59,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.site is not None:
             raise ConfigError(f"--site {args.site}: --from {args.source} has a configuration already; leave this out")
+        from trainer.cluster import branch
+
         source = branch.find_source(args.source, overrides)
         config, stem = branch.configure(source, overrides), source.name
     config = prepare_new(config, way, stem)
     check_keys(config, overrides, args.config if source is None else None)
     if way is Way.DRY_RUN:
-        return start.dry_run(config)
+        from trainer.commands.dry_run import dry_run
+
+        return dry_run(config)
+    from trainer.commands import start
+
     with run_folders.created(config) as folder:
         copied = [] if source is None else [branch.copy_state(source, folder)]
         status = start.start(config, folder, way)

@@ -122,6 +122,16 @@ def check_no_sharding(config: Settings) -> None:
         )
 
 
+def check_copies_of_task(config: Settings) -> None:
+    """Raise ConfigError if a Task is configured with copies of shards, and without shards that need them."""
+    replicas, sharding = config.checkpoint.replicas, config.train.sharding
+    if replicas and sharding != "full":
+        raise ConfigError(
+            f"checkpoint.replicas={replicas}: copies need train.sharding=full, not train.sharding={sharding}; remove "
+            "this key"
+        )
+
+
 def check_size(shares: int | None, ranks: int) -> None:
     """Raise ConfigError unless this many ranks can divide the shares among them."""
     if shares is not None and ranks not in (fit := sizes_for(shares)):
@@ -148,10 +158,6 @@ def _check_sharding(config: Settings) -> None:
     replicas = config.checkpoint.replicas
     if replicas > 1:
         raise ConfigError(f"checkpoint.replicas={replicas}: one copy of each shard is kept at most; use 1")
-    if replicas and train.sharding != "full":
-        raise ConfigError(
-            f"checkpoint.replicas={replicas}: copies need train.sharding=full, not {given}; remove this key"
-        )
     if train.sharding == "none":
         return
     if train.shares is not None and train.accumulate > 1:

@@ -186,8 +186,8 @@ class Checkpoint:
     )
     replicas: int = setting(
         0,
-        "copies of each rank's shard in the host memory of another node, 0 or 1, with train.sharding=full: without "
-        "one, a rank that dies costs the steps since the last save",
+        "copies of each rank's shard in the host memory of another node, 0 or 1, with train.sharding=full or in a "
+        "custom loop that shards its model: without one, a rank that dies costs the steps since the last save",
         least=0,
     )
     replica_every_steps: int = setting(

@@ -172,8 +172,9 @@ def open_link(group: Group, place: ShardPlace) -> ReplicaLink:
     world = group.world
     if place.shards == 1 or place.replicas > 1:
         raise ConfigError(
-            "checkpoint.replicas=1: copies are for a state that is cut over all ranks (train.sharding=full); here each "
-            "shard has a replica already, so a rank that dies costs no step: use checkpoint.replicas=0"
+            "checkpoint.replicas=1: copies are for a state that is cut over all ranks (train.sharding=full, or in a "
+            "custom loop a mesh of all ranks); here other ranks hold the same, so a rank that dies costs no step: use "
+            "checkpoint.replicas=0"
         )
     if world.hosts[keeper_of(world.rank, world)] == world.hosts[world.rank] and len(set(world.hosts)) > 1:
         raise ConfigError(

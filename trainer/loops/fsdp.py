@@ -54,6 +54,8 @@ def shard(models: Sequence[nn.Module], task: Task, config: Config, group: Group,
         for name, parameter in model.named_parameters():
             if not _is_cut(parameter, place):
                 raise ConfigError(f"{given}.shard() must cut each parameter by rows over the mesh; {name} is not")
+        if mixed := _mixed_types(model):
+            raise ConfigError(f"{given}: {mixed}, and are gathered together; give both the same type")
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, half: torch.dtype | None) -> None:
@@ -98,6 +100,20 @@ def _ties(model: nn.Module) -> set[tuple[str, str]]:
     first: dict[int, str] = {}
     names = [(first.setdefault(id(p), name), name) for name, p in model.named_parameters(remove_duplicate=False)]
     return {(one, other) for one, other in names if one != other}
+
+
+def _mixed_types(model: nn.Module) -> str:
+    """Says which two trainable parameters that are gathered together have different types, if any do. torch would
+    refuse them in the first forward pass."""
+    parts = [name and f"{name}." for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            part = max(filter(name.startswith, parts), key=len)
+            one, dtype = first.setdefault(part, (name, parameter.dtype))
+            if parameter.dtype != dtype:
+                return f"{one} is {dtype}, {name} {parameter.dtype}"
+    return ""
 
 
 def _is_cut(parameter: nn.Parameter, place: ShardPlace) -> bool:

@@ -159,6 +159,7 @@ class Sharded:
         """See Gradients."""
         assert self._met is not None
         _, met = self._met
+        gradients, self._gradients = self._gradients, []  # whose memory is not kept beyond the update
         if scaler.is_enabled():
             compat_fsdp.set_found_inf(scaler, optimizer, (met[1] > 0).float())
         loss = met[0].float()
@@ -166,8 +167,8 @@ class Sharded:
         measured: dict[str, Tensor] = {}
         if self._clip_norm is not None:
             norm = measured["grad_norm"] = met[2].sqrt().float()
-            if not math.isinf(self._clip_norm) and self._gradients:
-                compat_fsdp.scale_each(self._gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+            if not math.isinf(self._clip_norm) and gradients:
+                compat_fsdp.scale_each(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if not scaler.is_enabled():
             bad |= ~torch.isfinite(met[1:]).all() | (met[1] > 0)
         return {"loss": loss, "nonfinite": bad.float(), **measured}

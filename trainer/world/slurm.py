@@ -21,6 +21,10 @@ TAG = re.compile(r"\blaststep:[0-9a-f]{12}\b")
 TAG_VARIABLE = "LASTSTEP_JOB_TAG"
 # States of a node on which no ranks are to start. "*": it does not respond.
 UNFIT = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|\*")
+# The states of a job that has its nodes and that nobody has ended. Slurm shows one word where a running job has flags
+# too. SIGNALING lasts from a SIGCONT until every node has confirmed it: slurmctld sends one right before the SIGTERM of
+# a preemption with GraceTime, so on a busy cluster that is what ranks see when the SIGTERM arrives.
+UNENDED = ("RUNNING", "SIGNALING", "STOPPED", "SUSPENDED", "CONFIGURING", "RESIZING")
 REPLACED = "REPLACED"  # our own JobState: this process's job id is that of another job now
 Partition = Mapping[str, str]  # the fields of `scontrol show partition`
 # `sbatch --requeue=expedite`, where the site allows it. Read in Slurm's sources (slurmctld/job_mgr.c):
