@@ -180,7 +180,10 @@ def _chaos(given: argparse.Namespace, sites: Sequence[Site], kept: Path) -> int:
         print(f"the folders of runs with violations are in {kept}")
     if report.interrupted:
         return 130
-    if given.results:
+    if given.results and report.violations:
+        report.keep_good(given.results)
+        print("the same command repeats these runs, and no others")
+    elif given.results:
         given.results.unlink(missing_ok=True)  # the same command begins anew
     return int(bool(report.violations))
 

@@ -80,7 +80,10 @@ def crash_node(victim: Victim, shot: Shot) -> None:
     """A node loses power, and comes back before or after Slurm marks it DOWN."""
     node = victim.node(shot.aim)
     victim.site.cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
-    victim.signal(signal.SIGKILL, *victim.on_node(node))
+    there = victim.on_node(node)
+    # Frozen first, as power goes off for all at once: srun's child would use its last moment to have all ranks killed.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        victim.signal(number, *there)
     _back_later(victim, node, 3 + 2 * SLURMD_TIMEOUT_S * shot.aim)
 
 

@@ -62,6 +62,7 @@ class Report:
     spent_s: float = 0.0  # before this process
     done: dict[str, list[Hit]] = field(default_factory=dict)  # the faults of each run that is complete
     commits: list[str] = field(default_factory=lambda: [commit()])  # of the code under faults, the newest last
+    repeated: list[str] = field(default_factory=list)  # runs that had a violation before
     interrupted: bool = False
 
     @property
@@ -73,10 +74,19 @@ class Report:
         """Keep what is known of complete runs, for `load`."""
         done = {run: [{**asdict(hit), "moment": hit.moment.name} for hit in hits] for run, hits in self.done.items()}
         kept = {"plan": fingerprint(self.plan), "runs": self.runs, "wrong": self.wrong, "done": done}
+        kept |= {"commits": self.commits, "repeated": self.repeated}
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({**kept, "spent_s": self.elapsed_s, "commits": self.commits}))
+        temporary.write_text(json.dumps({**kept, "spent_s": self.elapsed_s}))
         temporary.replace(path)
+
+    def keep_good(self, path: Path) -> None:
+        """Keep the runs without violations: the next process repeats the others, once what they showed is corrected."""
+        names = [hit.run for hit in self.hits if hit.wrong] + [line.partition(":")[0] for line in self.wrong]
+        bad = {name.partition(".")[0] for name in names}
+        self.done = {run: hits for run, hits in self.done.items() if run not in bad}
+        self.runs, self.wrong, self.repeated = self.runs - len(bad), [], sorted({*self.repeated, *bad})
+        self.save(path)
 
     def load(self, path: Path) -> None:
         """Continue with the results of an interrupted harness, if there are any. Raises ValueError if they are those of
@@ -88,6 +98,7 @@ class Report:
             raise ValueError(f"{path} has the results of other faults: remove it, or name another file")
         self.runs, self.wrong, self.spent_s = kept["runs"], kept["wrong"], kept["spent_s"]
         self.commits = list(dict.fromkeys([*kept["commits"], *self.commits]))
+        self.repeated = kept["repeated"]
         for run, hits in kept["done"].items():
             self.done[run] = [Hit(**{**hit, "moment": Moment[hit["moment"]]}) for hit in hits]
             self.hits += self.done[run]
@@ -148,6 +159,10 @@ class Report:
             f"SlurmdTimeout={site.SLURMD_TIMEOUT_S}",
             f"{minutes(self.elapsed_s)} (min:s)",
         ]
+        if self.repeated:
+            lines.append(
+                f"these runs had a violation, and were repeated after a correction: {', '.join(self.repeated)}"
+            )
         return lines + [f"not tested ({what}): {why}" for what, why in self.lacks.items()]
 
 

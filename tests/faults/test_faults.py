@@ -15,6 +15,7 @@ import pytest
 from tests.faults.checks import Attempt, Seen, Undisturbed, check_curves, check_loss, check_run, lost_steps
 from tests.faults.faults import FAULTS
 from tests.faults.plan import Loss, make_plan
+from tests.faults.report import Hit, Report
 from tests.faults.site import compile_clock
 from tests.slurm.cluster import missing
 from tests.support.needs import require, require_program
@@ -254,6 +255,24 @@ def test_the_plan_is_a_function_of_the_seed() -> None:
     for run in plan:
         for shot in run.shots:
             assert FAULTS[shot.fault].needs(run.setting) and shot.moment in FAULTS[shot.fault].moments
+
+
+def test_runs_with_violations_are_repeated(tmp_path: Path) -> None:
+    """They alone, and the report says so: nobody has hours to repeat a thousand faults for the sake of one."""
+    plan = make_plan(FAULTS, 40, seed=1)
+    report, path = Report(1, plan, 2, {}), tmp_path / "results.json"
+    for run in plan:
+        report.done[run.name] = [Hit(run.name, shot.fault, shot.moment, shot.delay_ms) for shot in run.shots]
+        report.hits += report.done[run.name]
+        report.runs += 1
+    first, second, *rest = (run.name for run in plan)
+    report.done[first][0].wrong.append("a step lost")
+    report.wrong.append(f"{second}.2: never injected: requeue")
+    report.keep_good(path)
+    again = Report(1, plan, 2, {})
+    again.load(path)
+    assert (list(again.done), again.runs, again.violations) == (rest, len(rest), [])
+    assert f"repeated after a correction: {first}, {second}" in again.markdown()
 
 
 def test_the_plan_leaves_out_what_the_machine_lacks() -> None:

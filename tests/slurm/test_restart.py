@@ -140,7 +140,12 @@ def test_a_signal_between_two_starts_in_a_step(
     if ends:
         user.waits_for_end(name, "finished")
     user.waits_until_gone(user.job_of(name))
-    assert starts(user, name) == [("failed", 0, 0, 0), *ends]
+    first, *more = starts(user, name)
+    assert first == ("failed", 0, 0, 0)
+    if ends:
+        assert more == ends
+    else:  # the SIGTERM of scancel may come a moment after the answer: then the ranks have started, and stop at once
+        assert more in ([], [("cancelled", 0, 0, 1)])
     state = user.cluster.run("scontrol", "show", "job", user.job_of(name))
     assert ("JobState=CANCELLED" in state) == (not ends)
 

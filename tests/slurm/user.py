@@ -121,9 +121,11 @@ class User:
         for pid in tasks:
             with contextlib.suppress(OSError):  # it has ended
                 parents.add(parent(pid))
-        for pid in tasks | keepers & parents:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # Frozen first, as power goes off for all at once: srun's child would have the ranks on other nodes killed.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in tasks | keepers & parents:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def waits_until_gone(self, job: str, deadline_s: float = DEADLINE_S) -> None:
         """Wait until the job has left the queue."""
