@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Tests start hundreds of interpreters, which would each compile the package if they could not keep what they compile.
+test test-fast test-slurm bench: export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: train check docs test test-fast test-slurm slurm slurm-down chaos gpu-check bench clean
 
 train: $(VENV)/installed  ## train on 5,000 handwritten digits on this machine
@@ -53,7 +56,7 @@ gpu-check: $(VENV)/installed-dev  ## on a machine with a GPU: tests, then benchm
 	$(BIN)/python -m pytest tests/gpu -W default
 	$(BIN)/python -m benchmarks.gpu
 
-bench: $(VENV)/installed  ## measure every figure of docs/benchmarks.md, and check the limits; about 15 minutes
+bench: $(VENV)/installed  ## measure most figures of docs/benchmarks.md, and check the limits; about 16 minutes
 	$(BIN)/python -m benchmarks
 
 # For tests of Slurm, mpirun, network namespaces, Tab completion and torch.compile. Without root or apt these tests

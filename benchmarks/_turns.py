@@ -135,8 +135,12 @@ class Training:
     def stop(self) -> None:
         """Ask its ranks to stop, and wait until they have."""
         self.send(signal.SIGTERM)
+        self.wait(DEADLINE_S)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until its ranks have ended. Raises subprocess.TimeoutExpired."""
         for process in self.processes:
-            process.wait(DEADLINE_S)
+            process.wait(seconds)
 
     def end(self) -> None:
         """Kill all its processes."""

@@ -96,7 +96,7 @@ class Trial(NamedTuple):
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results; returns 1 if a ratio is below the limit."""
     parser = argparse.ArgumentParser(prog="benchmarks.loading", description="The throughput of the input pipeline.")
-    parser.add_argument("--turns", type=int, default=3, help="turns of both contenders (default: 3)")
+    parser.add_argument("--turns", type=int, default=2, help="turns of both contenders (default: 2)")
     turns = parser.parse_args(words).turns
     if turns < 2:
         parser.error("--turns must be at least 2")

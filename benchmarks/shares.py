@@ -47,7 +47,7 @@ PAIRS = (
 def main(words: list[str] | None = None) -> int:
     """Measure, print a table, write the results; returns 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="benchmarks.shares", description="What train.shares costs.")
-    parser.add_argument("--pairs", type=int, default=6, help="turns of each kind (default: 6)")
+    parser.add_argument("--pairs", type=int, default=4, help="turns of each kind (default: 4)")
     pairs = parser.parse_args(words).pairs
     if pairs < 2:
         parser.error("--pairs must be at least 2")
