@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +27,7 @@ from trainer.attempt import end_by_fault
 from trainer.attempt.attempt import Attempt, Stopped
 from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.grace import GracePeriod
+from trainer.attempt.rescue_files import gone_file
 from trainer.records.attempts import begin_attempt
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
@@ -162,6 +164,24 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
             if thread.name == "rescuer":  # what it says now must not stand in the output of the next test
                 thread.join(DEADLINE_S)
     end.wait()  # so a main thread that failed by itself is not held up either
+
+
+def test_a_rank_has_ended(root: Path) -> None:
+    """Its supervisor says so. Rank 0 may be waiting for it where no collective fails, such as in the last save."""
+    attempt, _, _ = an_attempt(root, "ended")
+    attempt._watchdog.close()
+    state = attempt._state
+    state._launched = replace(state.world, size=2, hosts=("n1", "n2"))
+    folder = state.run_dir.rescues / state.world.attempt
+    folder.mkdir(parents=True)
+    gone_file(folder, 1).write_text("-9")
+    assert attempt._end_by_fault.check() is None, "before the first tick the ranks may not have met"
+    state.stop = Mock(tick=1, signal=None, noticed_at=None)
+    fault = attempt._end_by_fault.check()
+    assert fault is not None and (fault.reason, fault.cause) == ("failed", False)
+    assert "rank 1 on n2 has ended" in fault.text
+    state._launched = replace(state.world, rank=1)
+    assert attempt._end_by_fault.check() is None, "only rank 0 asks the file system"
 
 
 def test_the_next_node_loses_power(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

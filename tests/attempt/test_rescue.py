@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -25,11 +25,14 @@ from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, FAULTY, KILLED, befall, config, only, undisturbed
 from tests.support.tasks import read_one_step_late
 from tests.support.worlds import a_world
+from trainer.attempt import rescuer
 from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.grace import GracePeriod
 from trainer.attempt.rescue import Rescue, write_fields
 from trainer.attempt.rescue_cause import blamed_hosts
 from trainer.attempt.rescue_records import Holding, Plan, Survivor
+from trainer.attempt.rescuer import Rescuer
+from trainer.attempt.signal_cause import Ending
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint import stripes
 from trainer.checkpoint.store import CheckpointStore
@@ -216,6 +219,27 @@ def test_who_is_blamed(fault: Fault, failures: tuple[Fault, ...], missing: list[
     """A run leaves a node that is blamed twice. The user's own bug must blame nobody."""
     world = a_world(size=4, hosts=("n1", "n2", "n2", "n3"))
     assert blamed_hosts(fault, cast("Plan", SimpleNamespace(failures=failures)), missing, world) == blamed
+
+
+@pytest.mark.parametrize("reason", ["failed", "preempted"])
+def test_a_signal_after_a_rank_was_killed(root: Path, reason: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a task has been killed, srun sends SIGTERM to the others. They may get it before they notice, and the record
+    must say what ended the attempt. A preemption kills ranks too, and blames no node."""
+    signalled = Ending(reason, reason == "failed", "received SIGTERM" if reason == "failed" else None)
+    monkeypatch.setattr(rescuer, "ending_by_signal", lambda state: signalled)
+    settings, run = config(root, f"signal-{reason}", 2, ()), RunDir(root / f"signal-{reason}")
+    run.path.mkdir()
+    world = a_world(size=2, hosts=("n1", "n2"))
+    begin_attempt(run, world, 0)
+    state: Any = SimpleNamespace(run_dir=run, world=world, config=settings, loop=None, start_step=0)
+    rescue: Any = SimpleNamespace(missing=lambda plan: [1])
+    plan: Any = SimpleNamespace(failures=(), lost_shards=())
+    Rescuer(state, Fault("signal", "giving the step up"), rescue, lambda: True)._record(plan, 5, 5)
+    (record,) = read_lines(run.attempts)
+    if reason == "failed":
+        assert record["blamed"] == ["n2"] and "rank 1 on n2: gone" in record["error"]
+    else:
+        assert (record["reason"], record["blamed"], record["error"]) == ("preempted", [], None)
 
 
 def test_a_loader_worker_is_killed(root: Path) -> None:

@@ -62,6 +62,17 @@ def test_a_killed_rank(user: User) -> None:
     assert fingerprint(user.run("kept")) == undisturbed(4, *UNHURRIED)
 
 
+def test_killed_in_the_last_save(user: User) -> None:
+    """No collective fails: the other rank waits for a part of the checkpoint, on another node. It is told at once, long
+    before a silent rank would be taken for dead."""
+    words = ("task=tests.support.faulty_tasks.KilledInTheLastSave", "checkpoint.every_epochs=null")
+    user.types("--nodes", "2", "--name", "last-save", "--follow", *SMALL, "train.epochs=2", *words)
+    assert starts(user, "last-save") == [("failed", 0, 0, 0), ("finished", 0, 0, 1)]
+    first, second = user.attempts("last-save")
+    assert (first["end_step"], first["lost_steps"], second["start_step"]) == (14, 0, 14)
+    assert fingerprint(user.run("last-save")) == undisturbed(2, *SMALL, "train.epochs=2")
+
+
 @pytest.mark.parametrize("fault", ["kill", "halt"])
 def test_as_long_as_it_makes_progress(user: User, fault: str) -> None:
     """A rank is killed, or frozen, in the fifth step of every attempt. Each attempt keeps four steps, so the budget of

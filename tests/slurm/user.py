@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import parent, processes
-from tests.support.forked import forked_python
+from tests.support.forked import forked_python, process_of
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
 from trainer.records.metrics import read_lines
@@ -93,7 +93,7 @@ class User:
         return self.attempts(name)
 
     def kills(self, name: str, *ranks: int) -> None:
-        """Send SIGKILL to these ranks of the run, in this order. A forked rank dies with its supervisor."""
+        """Send SIGKILL to these ranks of the run, in this order. A forked one dies with its supervisor."""
         pids = {
             pid: int(environ["SLURM_PROCID"])
             for pid, command, environ in processes()
@@ -102,7 +102,7 @@ class User:
         supervisors = {parent(pid) for pid in pids}
         pid_of = {rank: pid for pid, rank in pids.items() if pid not in supervisors}
         for number in ranks:
-            os.kill(pid_of[number], signal.SIGKILL)
+            os.kill(process_of(pid_of[number], self.python), signal.SIGKILL)
 
     def kills_srun(self, name: str) -> None:
         """Send SIGKILL to the run's srun, but first to its child process, which would have the ranks killed."""

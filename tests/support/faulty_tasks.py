@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from tests.support.waiting import wait_until
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config.config import Config
+from trainer.loops.loop import Loop
 from trainer.rundir import RunDir
 from trainer.tasks.classification import Classification
 from trainer.world.launchers import detect_world
@@ -164,6 +165,16 @@ class Unprepared(Classification):
         if detect_world().rank == 1:
             raise FileNotFoundError("train/0001.jpg")
         return super().datasets()
+
+
+class KilledInTheLastSave(Classification):
+    """Rank 1 is killed when the save at the end of the run begins, unless it has been started again."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        world = detect_world()
+        if world.rank == 1 and world.step_restarts == 0:
+            Loop._save_last = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
 
 
 class KilledOnce(Classification):

@@ -199,8 +199,9 @@ def test_the_probes_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 class Silence:
     """Rank 0's watchdog, which hears its own heartbeats and none of rank 1, whose process is `other` on `host`."""
 
-    def __init__(self, other: str, host: str = "here") -> None:
-        self.watch = Watchdog(Probes(world=lambda: a_world(size=2)), 600, on_fault=lambda fault: None)
+    def __init__(self, other: str, host: str = "here", grace_s: float = 30) -> None:
+        probes = Probes(world=lambda: a_world(size=2), grace_s=lambda: grace_s)
+        self.watch = Watchdog(probes, 600, on_fault=lambda fault: None)
         self.watch.close()  # the test does its rounds
         self.other = Beat(host, 7, 5, "training", LOADS, False, 0.0, other)
         self.round = 0
@@ -231,6 +232,16 @@ def test_a_starved_rank_is_not_dead() -> None:
     assert not elsewhere.dead()
     elsewhere.pass_s(20)
     assert elsewhere.dead(), "on another node nothing but its silence is known"
+
+
+def test_a_short_grace_period() -> None:
+    """With a KillWait of 15 s, a rank that waited for 15 s in the save of a stop was killed before it gave up on a dead
+    one, and the steps since the last save were lost (seen)."""
+    silence = Silence("1 1", host="n2", grace_s=15)
+    silence.pass_s(6)
+    assert not silence.dead(in_a_hurry=True)
+    silence.pass_s(1.5)
+    assert silence.dead(in_a_hurry=True) and not silence.dead()
 
 
 def test_a_killed_rank_is_dead_at_once() -> None:

@@ -83,6 +83,7 @@ class Attempt:
             ticks=lambda: self._state.ticks,
             check=self._end_by_fault.check,
             others_gave_up=lambda: has_begun(run_dir.rescues / world.attempt),
+            grace_s=lambda: self._grace.seconds(self._state.signal or signal.SIGTERM),
         )
         self._watchdog = Watchdog(probes, config.launch.hang_timeout_s, self._end_by_fault.run)
         # Ends the threads that use the store. One that returned from torch's C++ while Python shuts down would abort

@@ -18,6 +18,7 @@ from trainer.attempt.deadline import exit_now, run_for
 from trainer.attempt.ending import record_end
 from trainer.attempt.grace import LAST_MOMENT_S, GracePeriod
 from trainer.attempt.rescue import Rescue
+from trainer.attempt.rescue_files import gone_file
 from trainer.attempt.rescuer import Rescuer
 from trainer.attempt.state import AttemptState
 from trainer.records.attempts import find_record
@@ -99,7 +100,7 @@ class EndByFault:
 
         Exits when the grace period after a signal is over.
         """
-        return self._check_grace() or self._check_folder() or self._check_neighbour()
+        return self._check_grace() or self._check_folder() or self._check_gone() or self._check_neighbour()
 
     def close(self) -> None:
         """The attempt is over."""
@@ -112,6 +113,18 @@ class EndByFault:
         if self._state.world.rank == 0 and self._checks % CHECKS_PER_LOOK == 0 and self._state.run_dir.is_gone():
             return Fault("failed", self._gone(), retry="no")
         return None
+
+    def _check_gone(self) -> Fault | None:
+        """Whether a supervisor says that its rank has ended. The others may wait where no collective fails: in the last
+        save, or after a signal, to agree on the last step."""
+        state, world = self._state, self._state.world
+        folder = state.run_dir.rescues / world.attempt
+        if world.rank or not state.ticks or not folder.exists():
+            return None
+        gone = next((rank for rank in range(world.size) if gone_file(folder, rank).exists()), None)
+        if gone is None:
+            return None
+        return Fault("failed", f"rank {gone} on {world.host_of(gone)} has ended", cause=False)
 
     def _check_neighbour(self) -> Fault | None:
         """Whether the host of another node is dead. From the first tick on, when the ranks have met."""

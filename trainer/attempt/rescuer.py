@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainer.attempt.ending import EndReason, end_srun, ending_by_signal, print_hint, record_end, requeue, shell_is_gone
@@ -167,13 +168,18 @@ class Rescuer:
         """Record the end, and requeue the job where nobody else does."""
         state, fault = self._state, self._fault
         missing = self._rescue.missing(plan)
-        error: str | None = explain(fault, plan, missing, state.world)
-        blamed = blamed_hosts(fault, plan, missing, state.world)
         reason: EndReason
-        if fault.reason == "signal":
+        error: str | None = None
+        if by_signal := fault.reason == "signal":
             reason, wants_requeue, error = ending_by_signal(state)
+            # Once a task has been killed, srun sends SIGTERM to those that are left.
+            by_signal = reason != "failed" or not (missing or plan.failures)
+            fault = replace(fault, cause=by_signal)
         else:
             reason, wants_requeue = fault.reason, True
+        if not by_signal:
+            error = explain(fault, plan, missing, state.world)
+        blamed = blamed_hosts(fault, plan, missing, state.world)
         if plan.lost_shards and end_step > saved_step:
             say(lost := lost_shards(plan, end_step, saved_step))
             error = "\n".join(filter(None, [error, lost]))

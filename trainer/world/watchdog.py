@@ -36,7 +36,7 @@ BEAT_S = 0.5
 SLOW_WINDOW_S = 60.0
 # A rank that the others wait for is taken for dead when it has sent no heartbeat for this long. A starved host delays
 # heartbeats by several seconds, and the end of the attempt is a high price for that. In a hurry, that is after a
-# signal, the others may be killed soon, and lose nothing by saving without it: half of Slurm's KillWait leaves time.
+# signal, the others may be killed soon, and lose nothing by saving without it: half of the grace period leaves time.
 DEAD_AFTER_S, DEAD_IN_A_HURRY_S = 60.0, 15.0
 FaultReason = Literal["failed", "hung", "signal"]  # signal: the grace period after one is running out
 # Whether a retry may succeed; if_trained: only if the run has trained before as it is configured now.
@@ -79,6 +79,7 @@ class Probes:
     ticks: Callable[[], int] = lambda: 0  # units of work begun so far
     check: Callable[[], Fault | None] = lambda: None  # a fault that the rank finds itself, without its peers
     others_gave_up: Callable[[], bool] = lambda: False  # whether another rank has begun its end by fault
+    grace_s: Callable[[], float] = lambda: 2 * DEAD_IN_A_HURRY_S  # from a stop signal to SIGKILL
 
 
 class Watchdog:
@@ -150,7 +151,8 @@ class Watchdog:
         """Whether that rank's process has ended, or is silent for so long that it must be taken for dead. One that runs
         on rank 0's node is only starved or suspended. Only rank 0 knows; elsewhere False."""
         if rank in self._ended or in_a_hurry:
-            return rank in self._ended or self._silent_s[rank] >= DEAD_IN_A_HURRY_S
+            patience_s = min(DEAD_IN_A_HURRY_S, self._probes.grace_s() / 2)
+            return rank in self._ended or self._silent_s[rank] >= patience_s
         return self._silent_s[rank] >= DEAD_AFTER_S and not self._runs_here(rank)
 
     def _runs_here(self, rank: int) -> bool:

@@ -43,6 +43,13 @@ def forked_python(*modules: str) -> str:
     return str(folder / "python")
 
 
+def process_of(client: int, python: str) -> int:
+    """The process that a client of this stand-in stands for; one of Python itself stands for itself. Kill that process
+    and not the client, which would end before it."""
+    note = Path(python).with_name(f"process_{client}")
+    return int(note.read_text()) if note.exists() else client
+
+
 def _compile(compiler: str, folder: Path) -> None:
     places = (f'-DSOCKET="{folder / "socket"}"', f'-DPYTHON="{sys.executable}"')
     language = ("-x", "c") if Path(compiler).name == "cc" else ("-x", "c++")

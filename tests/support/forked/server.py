@@ -131,6 +131,7 @@ class Server:
         self.processes[pidfd] = pid, connection
         self.events.register(pidfd, selectors.EVENT_READ, pidfd)
         self.events.register(connection, selectors.EVENT_READ, pidfd)
+        Path(self.listener.getsockname()).with_name(f"process_{client.pid}").write_text(str(pid))
         _send(connection, pid)
         return None
 
