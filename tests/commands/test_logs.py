@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 from tests.support.commands import fake_squeue
 from tests.support.records import ended_attempt
 from tests.support.waiting import DEADLINE_S, wait_until
+from trainer.cluster.run_status import still_prints
 from trainer.commands import logs
 from trainer.commands.main import main
 from trainer.rundir import RunDir
@@ -176,6 +178,32 @@ def test_follow_waits_for_the_job(run: RunDir, slurm: Path, monkeypatch: pytest.
         "[laststep] first: queued: PartitionTimeLimit, main allows at most 1:00:00",
         "[laststep] first: finished",
     ]
+
+
+def test_follow_prints_the_last_lines(run: RunDir, slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a run is recorded before anything else, so before rank 0 says what the run has come to."""
+    monkeypatch.setattr(logs, "POLL_S", 0.01)
+    printed, said = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", printed)
+    monkeypatch.setattr(sys, "stderr", said)
+    writes(run, 0, HEAD, "[laststep 10:00:01] step 9/9")
+    looked: list[bool] = []
+
+    def look(folder: RunDir) -> bool:
+        looked.append(still_prints(folder))
+        return looked[-1]
+
+    monkeypatch.setattr(logs, "still_prints", look)
+    statuses: list[int] = []
+    with run.lock.open("w") as lock:  # held by rank 0
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run.attempts.write_text(json.dumps(ended_attempt(job_id="4711", end=time.time())) + "\n")
+        following = threading.Thread(target=lambda: statuses.append(main(["logs", "first", "-f"])))
+        following.start()
+        wait_until(lambda: looked.count(True) > 2 or not following.is_alive(), "it does not look whether more may come")
+        writes(run, 0, HEAD, "[laststep 10:00:01] step 9/9", "[laststep 10:00:02] finished: epoch 1")
+    following.join(DEADLINE_S)
+    assert statuses == [0] and "finished: epoch 1" in printed.getvalue()
 
 
 def test_a_rank_that_never_comes(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from submitit import SlurmJob
 
 from trainer.cluster.live_log import LiveLog
 from trainer.cluster.run_folders import typed
-from trainer.cluster.run_status import RunStatus, StatusReader
+from trainer.cluster.run_status import RunStatus, StatusReader, still_prints
 from trainer.cluster.waiting import Waiting
 from trainer.rundir import RunDir
 from trainer.say import command
@@ -26,8 +26,9 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
             while True:
                 # Status before log: once the run has ended, this update prints its last lines.
                 (status,) = reader.read([run])
+                ended = not status.alive and not still_prints(run)
                 log.update()
-                if not status.alive:
+                if ended:
                     break
                 waiting.update(status)
                 time.sleep(POLL_S)

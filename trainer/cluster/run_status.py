@@ -33,6 +33,7 @@ from trainer.world.slurm import UNENDED, is_job_id
 READ_THREADS = 16  # on a network file system each waits for its run's files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
 JUST_STARTED_S = 120.0  # the most that a rank on this machine takes to import torch
+LAST_LINES_S = 30.0  # how long a rank may take to leave
 ALIVE = ("queued", "requeued", "starting", "running", "restarting", "stopping", "unknown")
 WAITING = ("queued", "requeued", "starting", "restarting")  # for its next attempt
 # The state of a run without a job, by the reason of its last attempt in attempts.jsonl.
@@ -241,6 +242,12 @@ def _state(
     if last is None and (log := run.logs / f"{job.id}_0_log.out").exists():
         return "failed", f"job ended before its ranks began; see {log}"
     return _without_job(last)
+
+
+def still_prints(run: RunDir) -> bool:
+    """Whether the last lines of a run that has ended may be still to come: its end is recorded before rank 0 leaves."""
+    ended_at = max((record["end"] or 0.0 for record in records_of(run)[-1:]), default=0.0)
+    return time.time() < ended_at + LAST_LINES_S and run_lock.current_holder(run.lock) is not None
 
 
 def is_finished(submissions: Sequence[SubmissionRecord], records: Sequence[AttemptRecord]) -> bool:

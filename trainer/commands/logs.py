@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 
 from trainer.cluster import run_folders
 from trainer.cluster.merged_logs import Line, MergedLogs, attempt_numbers
-from trainer.cluster.run_status import StatusReader, records_of
+from trainer.cluster.run_status import StatusReader, records_of, still_prints
 from trainer.cluster.waiting import Waiting, waiting_for
 from trainer.commands.parsers import Parser, add_run
 from trainer.config.errors import ConfigError
@@ -76,11 +76,12 @@ def _follow(folder: RunDir, args: argparse.Namespace, logs: MergedLogs, reader: 
     tail = args.tail
     while True:
         (status,) = reader.read([folder])  # before the logs, so that the last lines of the run are still printed
-        if not status.alive or _never_comes(folder, args.rank):
+        ended = not status.alive and not still_prints(folder)
+        if ended or _never_comes(folder, args.rank):
             _check_exists(folder, args, logs)
-        printer.print(_last(printer.select(logs.read(whole=not status.alive)), tail))
+        printer.print(_last(printer.select(logs.read(whole=ended)), tail))
         tail = None
-        if not status.alive:
+        if ended:
             _note(f"{folder.name}: {status.state}{status.why and f', {status.why}'}")
             return 0 if status.state == "finished" else 1
         waiting.update(status)
