@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -114,13 +116,39 @@ def test_too_many_to_be_code(run: RunDir, here: Path, monkeypatch: pytest.Monkey
 def test_a_disk_that_refuses(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No partial copy is left: the next try starts over."""
 
-    def full(source: Path, to: Path) -> None:
+    def full(source: object, to: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shutil.copy2", full)
+    monkeypatch.setattr("shutil.copyfileobj", full)
     with pytest.raises(ConfigError, match=r"the code could not be copied to .*No space left on device"):
         copied(run)
     assert not list(run.path.iterdir())
+
+
+@pytest.mark.parametrize("alone_s", [60.0, 0.0])
+def test_each_file_is_exact(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch, alone_s: float) -> None:
+    """All files are there, whole, and scripts stay executable, whether one thread copies them or several do."""
+    monkeypatch.setattr(code_copy, "COPY_ALONE_S", alone_s)
+    (here / "empty").touch()
+    (here / "data.bin").write_bytes(os.urandom(300_000))
+    modes = {"my_task.py": 0o755, "data.bin": 0o444, "empty": 0o666, "parts/model.py": 0o600}
+    for name, mode in modes.items():
+        os.utime(here / name, (1e9, 1e9))
+        (here / name).chmod(mode)
+    copied(run)
+    for name, mode in modes.items():
+        found = (run.code / name).stat()
+        assert (run.code / name).read_bytes() == (here / name).read_bytes()
+        assert (stat.S_IMODE(found.st_mode), found.st_mtime) == (mode & ~0o022, 1e9)
+    for module in (run_folders.PROJECT / "trainer").rglob("*.py"):
+        assert (run.code / module.relative_to(run_folders.PROJECT)).read_bytes() == module.read_bytes()
+
+
+def test_the_list_of_packages(run: RunDir, here: Path) -> None:
+    """It has the names and versions that Python itself reads."""
+    copied(run)
+    known = {f"{package.name}=={package.version}" for package in importlib.metadata.distributions()}
+    assert set(run.packages.read_text().splitlines()) == known
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import os
+import re
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
@@ -25,10 +27,15 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
 
-COPY_THREADS = 16  # each waits for the file system
+# One thread copies for COPY_ALONE_S: on a local disk it is faster alone. Then COPY_THREADS copy what is left: on a
+# network file system each waits for its file.
+COPY_ALONE_S = 0.1
+COPY_THREADS = 16
 MOST_FILES = 50_000
 MOST_MB = 1000  # a larger copy is refused
 MUCH_MB = 100  # a larger copy gets a warning
+METADATA = ("METADATA", "PKG-INFO", "")  # in .dist-info; in .egg-info; .egg-info that is a file itself
+NAME, VERSION = (re.compile(rf"^{field}: *(\S+)", re.MULTILINE) for field in ("Name", "Version"))
 
 
 def copy_code(run: RunDir, config: Config) -> None:
@@ -52,10 +59,7 @@ def copy_code(run: RunDir, config: Config) -> None:
         origin.save(partial)
         if (diff := git(Path(origin.git_folder), "diff", "HEAD", "--", ".")) is not None:
             run.diff.write_bytes(diff)
-        # Once per package: each access reads the metadata again.
-        packages = [distribution.metadata for distribution in importlib.metadata.distributions()]
-        installed = {f"{package['Name']}=={package['Version']}" for package in packages}
-        run.packages.write_text("\n".join(sorted(installed, key=str.lower)) + "\n")
+        run.packages.write_text("\n".join(sorted(_packages(), key=str.lower)) + "\n")
         partial.rename(run.code)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -143,13 +147,37 @@ def _copy(folder: Path, files: Iterable[Path], to: Path) -> None:
     files = [path for path in files if not os.path.lexists(to / path)]
     for parent in {path.parent for path in files}:
         (to / parent).mkdir(parents=True, exist_ok=True)
+
+    def copy(path: Path) -> None:
+        _copy_file(folder / path, to / path)
+
+    left, deadline = iter(files), time.monotonic() + COPY_ALONE_S
+    for path in left:
+        copy(path)
+        if time.monotonic() > deadline:
+            break
     with ThreadPoolExecutor(COPY_THREADS) as pool:
-        for _ in pool.map(lambda path: _copy_file(folder / path, to / path), files):
+        for _ in pool.map(copy, left):
             pass
 
 
 def _copy_file(file: Path, to: Path) -> None:
-    """Copy a file with its mode, except that only its owner may write the copy."""
-    shutil.copy2(file, to)
-    if (mode := to.stat().st_mode) & OTHERS_MAY_WRITE:
-        to.chmod(stat.S_IMODE(mode) & ~OTHERS_MAY_WRITE)
+    """Copy a file with its mode and times, except that only its owner may write the copy. shutil.copy2 would make twice
+    as many system calls."""
+    with open(file, "rb", buffering=0) as source, open(to, "wb") as copy:
+        found = os.fstat(source.fileno())
+        shutil.copyfileobj(source, copy)
+    os.chmod(to, stat.S_IMODE(found.st_mode) & ~OTHERS_MAY_WRITE)
+    os.utime(to, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def _packages() -> set[str]:
+    """NAME==VERSION of each installed package. `Distribution.metadata` would parse all other fields too, which takes
+    six times as long."""
+    packages = set()
+    for distribution in importlib.metadata.distributions():
+        text = next(filter(None, map(distribution.read_text, METADATA)), "")
+        name, version = NAME.search(text), VERSION.search(text)
+        if name and version:  # else it is what a failed installation has left
+            packages.add(f"{name[1]}=={version[1]}")
+    return packages

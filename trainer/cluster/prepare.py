@@ -74,7 +74,9 @@ def _fit(config: Config, way: Way) -> Config:
 
 def _for_cluster(config: Config, way: Way) -> Config:
     """A job without a grace time gets that of its cluster, and an expedited requeue where the cluster allows it."""
-    if way not in (Way.SLURM, Way.FOLLOW, Way.DRY_RUN) or is_silent():
+    if way not in (Way.SLURM, Way.FOLLOW, Way.DRY_RUN):
+        return config
+    if way is Way.DRY_RUN and is_silent():  # the other ways have passed check_slurm
         return config
     launch, cluster = config.launch, cluster_settings()
     slurm = dict(launch.slurm)

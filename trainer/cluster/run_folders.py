@@ -159,7 +159,10 @@ def runs_root(overrides: Sequence[str]) -> str:
     for word in overrides:
         if word.partition("=")[0] != "launch.root":
             raise ConfigError(f"{word}: this command takes no key but launch.root, the folder that holds all runs")
-    return Config.load(None, overrides, site()).launch.root
+    profile = site()
+    if not overrides and profile is None:
+        return Config().launch.root  # the default, which needs no check
+    return Config.load(None, overrides, profile).launch.root
 
 
 def typed(run: RunDir) -> str:

@@ -40,8 +40,9 @@ def start(config: Config, run: RunDir, way: Way) -> int:
     print(f"job    {job.job_id}: {counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}")
     print(f"folder {short(run.path)}")
     print(f"log    {short(job.paths.stdout)} (rank 0)")
+    name = typed(run)
     for verb in ("logs -f", "status", "cancel"):
-        print(f"next   {command(f'{verb} {typed(run)}')}", flush=True)
+        print(f"next   {command(f'{verb} {name}')}", flush=True)
     if warning := may_never_start(*StatusReader().read([run])):
         print(f"[laststep] WARNING: {warning}", file=sys.stderr, flush=True)
     if way is not Way.FOLLOW:
