@@ -146,7 +146,7 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
     run_lock.acquire(attempt._run_dir.lock, attempt._state.world)
     forever = threading.Event()
     loop.position.place, loop.saves.saving, loop.saves.saved.step = (5, 0, False, False), None, 3
-    loop.place, loop.freeze_copies.return_value, loop.late_update = ShardPlace(0, 1, 0, 1), [], None
+    loop.place, loop.freeze_copies.return_value, loop.gathered = ShardPlace(0, 1, 0, 1), [], None
     frozen = loop.frozen.return_value.__enter__ = Mock()
     frozen.return_value.bytes = 64
     loop.frozen.return_value.__exit__ = Mock(return_value=None)

@@ -321,7 +321,7 @@ def a_rank(root: Path, name: str, rank: int) -> AttemptState:
     state.loop = loop = Mock(name="loop")
     loop.position.step, loop.saves.saved.step, loop.saves.saving = 5, 3, None
     loop.position.place, loop.rescuable = (5, 0, False, False), True
-    loop.freeze_copies.return_value, loop.late_update = [], None
+    loop.freeze_copies.return_value, loop.gathered = [], None
     loop.progress.step_s.return_value, loop.saves.stalled_s = 0.1, 0.0
     begin_attempt(run, state.world, 0)
     return state

@@ -75,20 +75,26 @@ def doubling(run: Run) -> None:
 
 @contextlib.contextmanager
 def a_loop(
-    kind: str, settings: Config, closing: contextlib.ExitStack, function: Callable[[Run], Any] = doubling
+    kind: str | type[Task],
+    settings: Config,
+    closing: contextlib.ExitStack,
+    function: Callable[[Run], Any] = doubling,
+    group: Group | None = None,
 ) -> Iterator[Loop]:
-    """A loop in this process, restored. `function` is what a custom one calls."""
+    """A loop in this process, restored: "task", "custom", which calls `function`, or that of a Task. It may be one of
+    a `group` of several ranks."""
     run = RunDir(Path(settings.launch.root) / str(settings.launch.name))
     run.path.mkdir(parents=True, exist_ok=True)
-    world = a_world()
+    world = group.world if group else a_world()
     device = set_up_device(settings, world)
-    group = Group(world, dist.HashStore(), device, "gloo" if device.type == "cpu" else "nccl")
+    group = group or Group(world, dist.HashStore(), device, "gloo" if device.type == "cpu" else "nccl")
     watch = Watchdog(Probes(world=lambda: world), 600, on_fault=lambda fault: None)
     signals: Any = type("Signals", (), {"on_first": lambda self, act: None, "first": None})()
     stop = Stop(world, group.store, signals, lambda why: None)
     context = AttemptContext(settings, run, group, stop, watch, StartupTimer(), closing)
     try:
-        loop = TaskLoop(Doubling, context) if kind == "task" else make_custom_loop(function, context)
+        task = Doubling if kind == "task" else kind
+        loop = make_custom_loop(function, context) if isinstance(task, str) else TaskLoop(task, context)
         closing.callback(loop.tensorboard.end)  # its thread waits for minutes else
         loop.restore(None)
         yield loop

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,7 @@ class ScriptedQueue(DeviceQueue):
         self.limit = sys.maxsize  # the device does no more than this many
         self.waiting = False  # whether a thread waits for the device
         self.on_mark: Callable[[ScriptedEvent], None] = lambda event: None
+        self.is_beside = False  # whether this is queued beside the training: the device does it at once
         self._moved = threading.Condition(threading.RLock())
 
     def work(self, effect: Callable[[], None] = NOTHING) -> None:
@@ -59,6 +61,12 @@ class ScriptedQueue(DeviceQueue):
     def synchronize(self) -> None:
         self.wait_for(len(self.queued))
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        self.is_beside = True
+        yield
+        self.is_beside = False
+
     def on_host(self, tensor: Tensor) -> bool:
         return tensor.ndim == 0
 
@@ -71,6 +79,9 @@ class ScriptedEvent:
         self.place = 0  # in the queue, from 1
 
     def record(self) -> None:
+        if self._queue.is_beside:
+            self.place = 0
+            return
         self._queue.on_mark(self)
         self.place = len(self._queue.queued) + 1
         self._queue.work()

@@ -43,8 +43,7 @@ class Rescuer:
     def announce(self) -> None:
         """Freeze the state of the last finished step, and say what this rank can write."""
         holdings, loop = self._freeze(), self._state.loop
-        late = loop.late_update if loop else None
-        self._rescue.announce(*holdings, gathered=late.gathered if late else None)
+        self._rescue.announce(*holdings, gathered=loop.gathered if loop else None)
 
     def _freeze(self) -> list[Holding]:
         """Returns what this rank can write: nothing if no state is whole."""

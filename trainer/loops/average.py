@@ -23,13 +23,13 @@ class Average(AveragedModel):
         super().__init__(model, device, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
         self.requires_grad_(False)
         self._update = get_ema_multi_avg_fn(decay)
-        self._empty = True  # whether the counter is 0
+        self.is_empty = True  # whether the counter is 0
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Add the model as it is now. The first one is copied."""
         own, others = _tensors(self.module), _tensors(model)
-        if self._empty:
+        if self.is_empty:
             for averaged, tensor in zip(own, others):
                 averaged.copy_(tensor)
         else:
@@ -40,13 +40,13 @@ class Average(AveragedModel):
                 pair[1].append(tensor)
             for averaged_group, group in by_dtype.values():
                 self._update(averaged_group, group, self.n_averaged)
-        self._empty = False
+        self.is_empty = False
         self.n_averaged += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """See torch."""
         result = super().load_state_dict(state_dict, strict, assign)
-        self._empty = bool(self.n_averaged == 0)
+        self.is_empty = bool(self.n_averaged == 0)
         return result
 
 

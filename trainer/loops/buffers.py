@@ -45,7 +45,7 @@ class Buffers:
         self._bytes = [bytes_of(buffer) for buffer in self._live]
         self._sizes = [len(part) for part in self._bytes]
         self._group = group
-        self._received = self._gather()
+        self.received = self._gather()  # by the last `broadcast`; the next one makes a new tensor
         self._captured = False  # since the last `broadcast`
         self.snapshot()
 
@@ -61,17 +61,17 @@ class Buffers:
         """Receive rank 0's buffers, to be committed by `commit`. A collective."""
         if self._live:
             if self._captured and self._more:
-                received = self._received.split(self._sizes)
+                received = self.received.split(self._sizes)
                 compat.copy_each([received[n] for n in self._more], [self._bytes[n] for n in self._more])
             self.capture()
             self._captured = False
-            self._group.broadcast([self._received])
+            self._group.broadcast([self.received])
 
     def capture(self) -> None:
         """What is in the live buffers now will be broadcast, unless that has been said since the last `broadcast`. This
         does not hold for the tensors that are only treated like buffers."""
         if self._live and not self._captured:
-            self._received, self._captured = self._gather(), True
+            self.received, self._captured = self._gather(), True
 
     def rewind(self, start: Committed | None = None) -> None:
         """Put the buffers `start` back into the live ones, None: the committed ones; what was there at the first call
@@ -93,7 +93,7 @@ class Buffers:
         `broadcast` this restores the live buffers to how they were at the start.
         """
         if self._live:
-            row = self._received
+            row = self.received
             if nonfinite is not None:
                 row = torch.where(nonfinite == 0, row, self.committed.row)
             self.committed = Committed(row, [buffer.clone() for buffer in self._elsewhere])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -49,9 +50,11 @@ class Gradients(Protocol):
         """What is left to learn from the other ranks before the update of `step` (from 0). A rank that has this knows
         that the gradients of the step are complete on every rank."""
 
-    @property
-    def gathered(self) -> Gathered | None:
-        """What `meet` has last learned, if a rank that waits in it can use that."""
+    def gathered(self, steps: int | None) -> Gathered | None:
+        """What `meet` has learned in the last of so many steps, None: of all. None if no rank can use that."""
+
+    def hold(self) -> Callable[[], None]:
+        """Keep what `measure` will need for the step that has met. Returns what puts it back."""
 
     def take(self, gathered: Gathered) -> bool:
         """Take what another rank has learned in `meet`, in place of the thread that waits in it for good. False if this

@@ -35,6 +35,7 @@ class HeldOptimizer:
         def hold(value: Any) -> Any:
             return map_tensors(value, lambda tensor: tensor.clone() if on_host(tensor) else tensor)
 
+        self._optimizer, self._on_host = optimizer, on_host
         self._whole: dict[str, Any] | None = None
         if type(optimizer).state_dict is not Optimizer.state_dict:
             self._whole = hold(optimizer.state_dict())
@@ -49,6 +50,33 @@ class HeldOptimizer:
             else hold(values)
             for key, values in optimizer.state.items()
         }
+
+    def can_put_back(self) -> bool:
+        """Whether `put_back` is possible: the optimiser has the same tensors as then, and has made no others."""
+        live = self._optimizer.state
+        if self._whole is not None or self._state.keys() != live.keys():
+            return False
+        return all(
+            isinstance(values, dict)
+            and values.keys() == live[key].keys()
+            and all(self._is_same(live[key][name], value) for name, value in values.items())
+            for key, values in self._state.items()
+        )
+
+    def _is_same(self, live: Any, held: Any) -> bool:
+        return not isinstance(live, Tensor) or live is held or self._on_host(live)
+
+    def put_back(self) -> None:
+        """Give the optimiser back what the CPU has changed since."""
+        for group, held in zip(self._optimizer.param_groups, self._groups):
+            group.update({name: value for name, value in held.items() if name != "params"})
+        for key, values in self._state.items():
+            for name, value in values.items():
+                live = self._optimizer.state[key][name]
+                if not isinstance(live, Tensor):
+                    self._optimizer.state[key][name] = value
+                elif live is not value:
+                    live.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """What the optimiser's own state_dict() returned, or would have returned, when this was made."""

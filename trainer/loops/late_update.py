@@ -8,8 +8,12 @@ done its update; another has its gradients, and waits for what they gathered. It
   collective returns after all. Until there it only assigns what it has gathered, which is the same on every rank.
 * All that the update needs is on this rank, and only the update itself changes it.
 
-Only on a CPU. On a GPU the host is ahead: it has queued this update behind the collective that hangs, counted it, and
-let go of the gradients, whose memory the next step may already use.
+On a GPU the host is ahead: it has queued this update behind the collective that hangs, and begun the next step. So the
+gradients are kept until the device has done their update: a rank has those of two steps in memory. In the rescue the
+host is given back what it held before the update, and does it once more, on the stream beside. That is safe while the
+main thread waits for the device, and the device for the collective. Should it go on after all, nothing of this rank's
+state is saved: the update may have been done twice. Its kernels have been launched before, so none is loaded now; but
+an optimiser that is not fused allocates, for which a driver may wait for the device. Then the rescue ends by its deadline.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from trainer.data.order import Order
+from trainer.loops.held import HeldState
 from trainer.loops.learner import Learner
 from trainer.world.shard_place import Gathered
 
@@ -30,15 +35,15 @@ class LateUpdate:
         self.tried = False
         self._learner, self._order = learner, order
 
-    @property
-    def gathered(self) -> Gathered | None:
-        """What this rank has gathered last, for those that have not."""
-        return self._learner.gradients.gathered
+    def gathered(self, steps: int | None) -> Gathered | None:
+        """What this rank has gathered in the last of so many steps, None: of all, for those that have not."""
+        return self._learner.gradients.gathered(steps)
 
-    def do(self, gathered: Gathered) -> tuple[Mapping[str, Tensor], int] | None:
-        """Do the update of this step. Returns what the step measured, and its samples; None if this rank's gradients
-        are not complete."""
-        self.tried = True
+    def do(self, gathered: Gathered, held: HeldState | None) -> tuple[Mapping[str, Tensor], int] | None:
+        """Do the update of this step; `held` is what the host held right before, None if it still does. Returns what
+        the step measured, and its samples; None if it cannot be done: then nothing has changed."""
+        if held is not None and not self._learner.put_back(held):
+            return None
         if not self._learner.gradients.take(gathered):
             return None
         return self._learner.update(), self._order.count(gathered.step - 1)

@@ -41,6 +41,9 @@ class Learner:
         self.total_steps = total_steps
         self.names: list[str] = []  # of the values that the task measures, the loss first; known after warm_up
         self.own_work_done: Callable[[], None] = lambda: None  # called where a step may begin to wait for other ranks
+        # Called before the gradients of a step replace those of the step before, with `keeps_gradients`.
+        self.before_meeting: Callable[[], None] = lambda: None
+        self.keeps_gradients = False  # whether an update can be done again
 
         self._generators = Generators(task.draws, self.device, config.task)
         seed_generators(seed_of("model", config.seed), self.device)
@@ -99,6 +102,7 @@ class Learner:
                     self._backward(loss if weight == 1 else loss * weight)
                     share_sum.end_backward()
         self._generators.check()
+        self.before_meeting()
         self.buffers.broadcast()
         self.gradients.meet(step, self.scaler, self.optimizer)
 
@@ -176,6 +180,12 @@ class Learner:
         names."""
         return _HeldLearner(self, on_host)
 
+    def put_back(self, held: HeldState) -> bool:
+        """Give the host back what it held right before an update, where `held` was made with `keeps_gradients`, so that
+        `update` can do it once more. False if that is not possible: then nothing has changed."""
+        assert isinstance(held, _HeldLearner)
+        return held.put_back()
+
     def _state_dict(self, buffers: Committed, optimizer: dict[str, Any]) -> dict[str, Any]:
         return {
             "model": self.buffers.in_state_dict(self.gradients.state_of(self.model, keep_vars=True), buffers),
@@ -233,6 +243,7 @@ class _HeldLearner:
         self._buffers = learner.buffers.committed
         self._optimizer = HeldOptimizer(learner.optimizer, on_host)
         self._addresses = addresses(learner.gradients.in_place)
+        self._inputs = _Inputs(learner) if learner.keeps_gradients else None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -240,3 +251,30 @@ class _HeldLearner:
 
     def unchanged(self) -> bool:
         return self._addresses == addresses(self._learner.gradients.in_place)
+
+    def put_back(self) -> bool:
+        if self._inputs is None or self._buffers.elsewhere:  # which the host has changed
+            return False
+        if not self._optimizer.can_put_back() or not self.unchanged():
+            return False
+        self._optimizer.put_back()
+        self._learner.buffers.committed = self._buffers
+        self._inputs.put_back()
+        return True
+
+
+class _Inputs:
+    """What the update of a step needs besides the state, as the host has it right before."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._rates, self._received = learner._rates_now, learner.buffers.received
+        self._average_is_empty = learner.average is not None and learner.average.is_empty
+        self._put_back_gradients = learner.gradients.hold()
+
+    def put_back(self) -> None:
+        learner = self._learner
+        learner._rates_now, learner.buffers.received = self._rates, self._received
+        if learner.average is not None:
+            learner.average.is_empty = self._average_is_empty
+        self._put_back_gradients()

@@ -138,7 +138,8 @@ class Loop(Rescued):
 
     def _collect_measured(self) -> None:
         """Write the requested steps to metrics.jsonl. Raises NotFinite."""
-        measured = self.readback.collect(self.position.step)
+        with self.ring.waiting():
+            measured = self.readback.collect(self.position.step)
         with self.records_lock:
             self._write_steps(measured)
         self.saves.poll()

@@ -89,6 +89,10 @@ class Readback:
         pending = [(step, measured) for step, measured in self._pending if step < until]
         return [Measured(step, {name: float(value) for name, value in measured.items()}) for step, measured in pending]
 
+    def forget(self, step: int) -> None:
+        """Forget the pending steps from `step` (from 0) on: they will be measured anew."""
+        self._pending = [(pending, measured) for pending, measured in self._pending if pending < step]
+
     def remove(self, count: int) -> None:
         """Forget the oldest `count` pending steps: they are in metrics.jsonl."""
         del self._pending[:count]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -74,7 +74,13 @@ class Replicated:
             autograd.backward(scaled)
             self._loss_tap.grad = loss if self._loss_tap.grad is None else self._loss_tap.grad + loss
 
-    gathered = None  # any rank that has done the update can save it for all
+    def gathered(self, steps: int | None) -> Gathered | None:
+        """See Gradients. Any rank that has done the update can save it for all."""
+        return None
+
+    def hold(self) -> Callable[[], None]:
+        """See Gradients."""
+        return lambda: None
 
     def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:
         """See Gradients. DDP has summed the loss with the gradients."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo
 from trainer.loops.copies import Copies
 from trainer.loops.held import HeldState
 from trainer.loops.readback import Measured, Readback
-from trainer.loops.ring import Ring
+from trainer.loops.ring import DEVICE_S, POLL_S, Ring
 from trainer.records.metrics import MetricsFile
 from trainer.world.device_queue import open_queue
 from trainer.world.replica_link import Place
@@ -118,12 +119,41 @@ class Rescued(ABC):
         late = self.late_update
         if late is None or late.tried or not self._frozen_live or self.position.step != gathered.step - 1:
             return False
+        late.tried = True
+        held = self.ring.held
+        if self.queue.runs_ahead and not self.ring.await_thread(DEVICE_S):
+            return False  # it may still change what the update needs
         self._frozen_live, self._torn = False, True
-        done = late.do(gathered)
-        if done is not None:
+        with self.queue.beside():
+            done = late.do(gathered, held.state if held is not None else None)
+            self._await_device()
+        if done is None:
+            self._torn = False
+        elif self.ring.redo():
+            if held is not None:
+                self._position = held.position
+                self.readback.forget(held.position.step)
             self._count_step(*done)
-        self._torn = False
-        return done is not None
+            self._torn = False
+        return done is not None and not self._torn
+
+    def _await_device(self) -> None:
+        """Wait for what was queued beside the training. Raises TimeoutError: a device that hangs may not do it."""
+        done, deadline = self.queue.event(), time.monotonic() + DEVICE_S
+        done.record()
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the device has not done the update within {DEVICE_S:.0f} s")
+            time.sleep(POLL_S)
+
+    @property
+    def gathered(self) -> Gathered | None:
+        """What all ranks have gathered last, as far as this one knows, for those that wait for it. After `freeze`."""
+        late = self.late_update
+        if late is None or (self.queue.runs_ahead and not self._frozen_live):
+            return None
+        with self.queue.beside():
+            return late.gathered(self.position.step if self.queue.runs_ahead else None)
 
     def _freeze(self, timeout_s: float) -> bool:
         if not self.ring.freeze(timeout_s):

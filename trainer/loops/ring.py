@@ -53,6 +53,9 @@ class Ring(Generic[Held]):
         self._lock = threading.Lock()
         self._frozen = False
         self._chosen = -1
+        self._waits = False  # whether the thread that trains waits for the device
+        self._stopped = False  # whether it waits for the end of the process
+        self._redone = False
 
     # In the thread that trains
 
@@ -84,6 +87,7 @@ class Ring(Generic[Held]):
             if not frozen:
                 slot.begun, self._newest = True, number
         if frozen:
+            self._stopped = True
             threading.Event().wait()  # nothing of this update is queued; the process ends
 
     def end_update(self) -> None:
@@ -98,6 +102,21 @@ class Ring(Generic[Held]):
         self.begin_update()
         yield
         self.end_update()
+
+    def await_newest(self) -> None:
+        """Wait until the device has done the newest update, and let go of what the host held of the state before it."""
+        if self._newest >= 0:
+            with self.waiting():
+                self._await_end(self._slot(self._newest))
+            if not self._frozen and self._newest:
+                self._slot(self._newest - 1).held = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """In this block the thread that trains waits for the newest update. If that never ends, it goes no further."""
+        self._waits = True
+        yield
+        self._waits = False
 
     def synchronize(self) -> None:
         """Wait until the device has done everything that is queued."""
@@ -135,6 +154,8 @@ class Ring(Generic[Held]):
         """
         with self._lock:
             self._frozen = True
+        if self._redone:
+            return self.is_whole()
         began = time.monotonic()
         while self._newest >= 0:
             number = self._newest_begun()
@@ -152,7 +173,23 @@ class Ring(Generic[Held]):
     @property
     def held(self) -> Held | None:
         """What the host held of the chosen state; None: what it holds now."""
-        return None if self._chosen == self._newest else self._slot(self._chosen).held
+        return None if self._redone or self._chosen == self._newest else self._slot(self._chosen).held
+
+    def await_thread(self, timeout_s: float) -> bool:
+        """Wait until the thread that trains waits too, for as long as the chosen state is whole. Call after `freeze`.
+        False if it has not come to that."""
+        deadline = time.monotonic() + timeout_s
+        while not (waits := self._stopped or (self._waits and self._newest > self._chosen)):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        return waits
+
+    def redo(self) -> bool:
+        """Another thread has done the update after the chosen state itself, and the host holds what that has left: from
+        now on this is the chosen state. False if the device has begun to do the same."""
+        self._redone = self.is_whole()
+        return self._redone
 
     def is_whole(self) -> bool:
         """Whether the device has not begun to change the chosen state: all that has been read until now is of it."""

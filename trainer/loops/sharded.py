@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ class Sharded:
         self._states: dict[int, dict[str, Any]] = {}  # by the id of the model
         self._losses: list[Tensor] = []  # of this rank's shares; without train.shares of the rank
         self._reduced = -1  # the last step (from 0) of which this rank has its gradients
-        # The last step that has met, and its mean loss, count of ranks with a nonfinite gradient, and squared norm.
-        self._met: tuple[int, Tensor] | None = None
+        # The last two steps that have met: mean loss, count of ranks with a nonfinite gradient, and squared norm.
+        self._met: dict[int, Tensor] = {}
         self._gradients: list[Tensor] = []  # of this rank's rows
         self._one = torch.ones((), device=group.device)
         self._train, self._in_shares = config.train, config.train.shares is not None
@@ -109,8 +109,8 @@ class Sharded:
         losses = len(self._losses)
         self._losses, self._reduced = [], step
         # From here on the thread of a rescue may do the update, should this one never return from the collective, or
-        # too late. So all that this one still does is one assignment.
-        self._met = step, self._add(self._gather(mine), losses)
+        # too late. So all that this one still does is to assign what both then have.
+        self._note(step, self._add(self._gather(mine), losses))
 
     def _gather(self, mine: Tensor) -> Tensor:
         """The numbers of all ranks, a row for each."""
@@ -118,13 +118,28 @@ class Sharded:
         dist.all_gather_into_tensor(everyone, mine)
         return everyone.view(-1, len(mine))
 
-    @property
-    def gathered(self) -> Gathered | None:
+    def _note(self, step: int, met: Tensor) -> None:
+        self._met = {known: values for known, values in self._met.items() if known == step - 1} | {step: met}
+
+    def gathered(self, steps: int | None) -> Gathered | None:
         """See Gradients."""
-        if self._met is None:
+        met = self._met
+        step = max(met, default=-1) if steps is None else steps - 1
+        if step not in met:
             return None
-        step, met = self._met
-        return Gathered(step + 1, tuple(value.hex() for value in met.tolist()))
+        return Gathered(step + 1, tuple(value.hex() for value in met[step].tolist()))
+
+    def hold(self) -> Callable[[], None]:
+        """See Gradients."""
+        reduced, gradients = self._reduced, self._gradients
+        of_rows = [rows.grad for rows in self._rows.own]
+
+        def put_back() -> None:
+            self._reduced, self._gradients = reduced, gradients
+            for rows, gradient in zip(self._rows.own, of_rows):
+                rows.grad = gradient
+
+        return put_back
 
     def take(self, gathered: Gathered) -> bool:
         """See Gradients."""
@@ -132,7 +147,7 @@ class Sharded:
         if self._reduced != step:
             return False
         values = [float.fromhex(value) for value in gathered.values]
-        self._met = step, torch.tensor(values, dtype=torch.float64, device=self._group.device)
+        self._note(step, torch.tensor(values, dtype=torch.float64, device=self._group.device))
         return True
 
     def _square(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -157,8 +172,7 @@ class Sharded:
 
     def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
         """See Gradients."""
-        assert self._met is not None
-        _, met = self._met
+        met = self._met[self._reduced]
         gradients, self._gradients = self._gradients, []  # whose memory is not kept beyond the update
         if scaler.is_enabled():
             compat_fsdp.set_found_inf(scaler, optimizer, (met[1] > 0).float())
