@@ -12,8 +12,8 @@ On a GPU the host is ahead: it has queued this update behind the collective that
 gradients are kept until the device has done their update: a rank has those of two steps in memory. In the rescue the
 host is given back what it held before the update, and does it once more, on the stream beside. That is safe while the
 main thread waits for the device, and the device for the collective. Should it go on after all, nothing of this rank's
-state is saved: the update may have been done twice. Its kernels have been launched before, so none is loaded now. But an
-optimiser that is not fused allocates, for which a driver may wait for the device: then the rescue's deadline ends it.
+state is saved: the update may have been done twice. Its kernels have been launched before, so none is loaded now; but
+an optimiser that is not fused allocates, for which a driver may wait for the device. The rescue's deadline ends that.
 """
 
 from __future__ import annotations
