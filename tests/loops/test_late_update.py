@@ -28,6 +28,7 @@ from tests.support.runs import config
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
 from trainer.attempt.deadline import exit_now
+from trainer.checkpoint.files import StateChanged
 from trainer.checkpoint.pack import map_tensors
 from trainer.checkpoint.shards import local_of
 from trainer.loops.task_loop import TaskLoop
@@ -132,7 +133,8 @@ def goes_on(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
             return measured
 
         rank.loop.learner.update = late  # type: ignore[method-assign]
-        assert not rank.loop.advance(gathered())
+        with pytest.raises(StateChanged):
+            rank.loop.advance(gathered())
         assert not rank.loop.freeze(0.0), "what it holds is nothing that should be saved"
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.checkpoint.pack import map_tensors
+from trainer.checkpoint.position import Position
 
 
 class HeldState(Protocol):
@@ -20,6 +22,14 @@ class HeldState(Protocol):
 
     def unchanged(self) -> bool:
         """Whether these are still the tensors of that state."""
+
+
+@dataclass(frozen=True)
+class HeldStep:
+    """What the host held of a step's state before the next update."""
+
+    position: Position
+    state: HeldState
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:

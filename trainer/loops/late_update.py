@@ -18,32 +18,67 @@ an optimiser that is not fused allocates, for which a driver may wait for the de
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from torch import Tensor
 
+from trainer.checkpoint.files import StateChanged
 from trainer.data.order import Order
-from trainer.loops.held import HeldState
-from trainer.loops.learner import Learner
+from trainer.loops.held import HeldStep
+from trainer.loops.learner import HeldLearner, Learner
+from trainer.loops.ring import DEVICE_S, POLL_S, Ring
+from trainer.world.device_queue import DeviceQueue
 from trainer.world.shard_place import Gathered
 
 
 class LateUpdate:
     """What a rescue needs for this."""
 
-    def __init__(self, learner: Learner, order: Order) -> None:
+    def __init__(self, learner: Learner, order: Order, ring: Ring[HeldStep], queue: DeviceQueue) -> None:
         self.tried = False
-        self._learner, self._order = learner, order
+        self._learner, self._order, self._ring, self._queue = learner, order, ring, queue
+        if queue.runs_ahead:
+            learner.await_update = ring.await_newest
 
-    def gathered(self, steps: int | None) -> Gathered | None:
-        """What this rank has gathered in the last of so many steps, None: of all, for those that have not."""
-        return self._learner.gradients.gathered(steps)
+    @staticmethod
+    def helps(learner: Learner, queue: DeviceQueue) -> bool:
+        """Whether a rescue may need it. Without replicas a rank that dies takes its shard with it: on a GPU this would
+        cost memory in vain."""
+        place, copies = learner.place, learner.config.checkpoint.replicas
+        return place.shards > 1 and (not queue.runs_ahead or place.replicas > 1 or copies > 0)
 
-    def do(self, gathered: Gathered, held: HeldState | None) -> tuple[Mapping[str, Tensor], int] | None:
-        """Do the update of this step; `held` is what the host held right before, None if it still does. Returns what
-        the step measured, and its samples; None if it cannot be done: then nothing has changed."""
-        if held is not None and not self._learner.put_back(held):
-            return None
-        if not self._learner.gradients.take(gathered):
-            return None
-        return self._learner.update(), self._order.count(gathered.step - 1)
+    def gathered(self, steps: int) -> Gathered | None:
+        """What this rank has gathered last, for those that have not; on a GPU in the last of so many steps, which the
+        device has done."""
+        with self._queue.beside():
+            return self._learner.gradients.gathered(steps if self._queue.runs_ahead else None)
+
+    def do(self, gathered: Gathered) -> tuple[Mapping[str, Tensor], int] | None:
+        """Do the update of this step, after the state that the ring has chosen. Returns what the step measured, and its
+        samples; None if it cannot be done: then nothing has changed. Raises StateChanged if the device has gone on, and
+        TimeoutError if it does not do this update."""
+        self.tried = True
+        if self._queue.runs_ahead and not self._ring.await_thread(DEVICE_S):
+            return None  # it may still change what the update needs
+        held = self._ring.held
+        with self._queue.beside():
+            if held is not None:
+                assert isinstance(held.state, HeldLearner)
+                if not held.state.put_back():
+                    return None
+            if not self._learner.gradients.take(gathered):
+                return None
+            measured = self._learner.update()
+            self._await_device()
+        if not self._ring.redo():
+            raise StateChanged("the device has gone on meanwhile, and may have done the same update")
+        return measured, self._order.count(gathered.step - 1)
+
+    def _await_device(self) -> None:
+        done, deadline = self._queue.event(), time.monotonic() + DEVICE_S
+        done.record()
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the device has not done the update within {DEVICE_S:.0f} s")
+            time.sleep(POLL_S)

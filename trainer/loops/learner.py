@@ -41,9 +41,8 @@ class Learner:
         self.total_steps = total_steps
         self.names: list[str] = []  # of the values that the task measures, the loss first; known after warm_up
         self.own_work_done: Callable[[], None] = lambda: None  # called where a step may begin to wait for other ranks
-        # Called before the gradients of a step replace those of the step before, with `keeps_gradients`.
-        self.before_meeting: Callable[[], None] = lambda: None
-        self.keeps_gradients = False  # whether an update can be done again
+        # If an update can be done again: this is called before the gradients of the next step replace its own.
+        self.await_update: Callable[[], None] | None = None
 
         self._generators = Generators(task.draws, self.device, config.task)
         seed_generators(seed_of("model", config.seed), self.device)
@@ -102,7 +101,8 @@ class Learner:
                     self._backward(loss if weight == 1 else loss * weight)
                     share_sum.end_backward()
         self._generators.check()
-        self.before_meeting()
+        if self.await_update is not None:
+            self.await_update()
         self.buffers.broadcast()
         self.gradients.meet(step, self.scaler, self.optimizer)
 
@@ -178,13 +178,7 @@ class Learner:
     def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
         """What the host holds of the state now, see `HeldState`; the CPU itself changes the tensors that `on_host`
         names."""
-        return _HeldLearner(self, on_host)
-
-    def put_back(self, held: HeldState) -> bool:
-        """Give the host back what it held right before an update, where `held` was made with `keeps_gradients`, so that
-        `update` can do it once more. False if that is not possible: then nothing has changed."""
-        assert isinstance(held, _HeldLearner)
-        return held.put_back()
+        return HeldLearner(self, on_host)
 
     def _state_dict(self, buffers: Committed, optimizer: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -235,7 +229,7 @@ class Learner:
         return bool(nonfinite)
 
 
-class _HeldLearner:
+class HeldLearner:
     """A learner's state. Weights, average and scaler change on the device alone, each in its place."""
 
     def __init__(self, learner: Learner, on_host: Callable[[Tensor], bool]) -> None:
@@ -243,16 +237,20 @@ class _HeldLearner:
         self._buffers = learner.buffers.committed
         self._optimizer = HeldOptimizer(learner.optimizer, on_host)
         self._addresses = addresses(learner.gradients.in_place)
-        self._inputs = _Inputs(learner) if learner.keeps_gradients else None
+        self._inputs = _Inputs(learner) if learner.await_update is not None else None
 
     @property
     def state(self) -> dict[str, Any]:
+        """See HeldState."""
         return self._learner._state_dict(self._buffers, self._optimizer.state_dict())
 
     def unchanged(self) -> bool:
+        """See HeldState."""
         return self._addresses == addresses(self._learner.gradients.in_place)
 
     def put_back(self) -> bool:
+        """Give the host back what it held right before an update, so that `update` can do it once more. False if it
+        cannot: then nothing has changed."""
         if self._inputs is None or self._buffers.elsewhere:  # which the host has changed
             return False
         if not self._optimizer.can_put_back() or not self.unchanged():

@@ -50,10 +50,8 @@ class AttemptContext:
 
 
 class Loop(Rescued):
-    """Trains. Every rank runs one, in step with the others.
-
-    Between two updates the state is the same on every rank, and can be saved; see `Rescued` for when one of them dies.
-    """
+    """Trains. Every rank runs one, in step with the others. Between two updates the state is the same on every rank,
+    and can be saved; see `Rescued` for when one of them dies."""
 
     def __init__(self, context: AttemptContext) -> None:
         self.config, self.group, self.stop, self.watch = context.config, context.group, context.stop, context.watch

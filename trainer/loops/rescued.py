@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,9 +19,9 @@ from trainer.checkpoint.position import Position
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo
 from trainer.loops.copies import Copies
-from trainer.loops.held import HeldState
+from trainer.loops.held import HeldState, HeldStep
 from trainer.loops.readback import Measured, Readback
-from trainer.loops.ring import DEVICE_S, POLL_S, Ring
+from trainer.loops.ring import Ring
 from trainer.records.metrics import MetricsFile
 from trainer.world.device_queue import open_queue
 from trainer.world.replica_link import Place
@@ -34,14 +33,6 @@ if TYPE_CHECKING:
 
 class NotFinite(ArithmeticError):
     """A loss or a gradient is NaN or infinite, and train.nonfinite=fail."""
-
-
-@dataclass(frozen=True)
-class HeldStep:
-    """What the host held of a step's state before the next update."""
-
-    position: Position
-    state: HeldState
 
 
 @dataclass(frozen=True)
@@ -119,41 +110,23 @@ class Rescued(ABC):
         late = self.late_update
         if late is None or late.tried or not self._frozen_live or self.position.step != gathered.step - 1:
             return False
-        late.tried = True
         held = self.ring.held
-        if self.queue.runs_ahead and not self.ring.await_thread(DEVICE_S):
-            return False  # it may still change what the update needs
         self._frozen_live, self._torn = False, True
-        with self.queue.beside():
-            done = late.do(gathered, held.state if held is not None else None)
-            self._await_device()
-        if done is None:
-            self._torn = False
-        elif self.ring.redo():
+        done = late.do(gathered)
+        if done is not None:
             if held is not None:
                 self._position = held.position
                 self.readback.forget(held.position.step)
             self._count_step(*done)
-            self._torn = False
-        return done is not None and not self._torn
-
-    def _await_device(self) -> None:
-        """Wait for what was queued beside the training. Raises TimeoutError: a device that hangs may not do it."""
-        done, deadline = self.queue.event(), time.monotonic() + DEVICE_S
-        done.record()
-        while not done.query():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the device has not done the update within {DEVICE_S:.0f} s")
-            time.sleep(POLL_S)
+        self._torn = False
+        return done is not None
 
     @property
     def gathered(self) -> Gathered | None:
         """What all ranks have gathered last, as far as this one knows, for those that wait for it. After `freeze`."""
-        late = self.late_update
-        if late is None or (self.queue.runs_ahead and not self._frozen_live):
+        if self.late_update is None or (self.queue.runs_ahead and not self._frozen_live):
             return None
-        with self.queue.beside():
-            return late.gathered(self.position.step if self.queue.runs_ahead else None)
+        return self.late_update.gathered(self.position.step)
 
     def _freeze(self, timeout_s: float) -> bool:
         if not self.ring.freeze(timeout_s):

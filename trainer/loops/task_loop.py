@@ -52,8 +52,8 @@ class TaskLoop(Loop):
 
         self.learner = Learner(config, self.task, group, self.total_steps)
         self.place = self.learner.place
-        if self.place.shards > 1:
-            self._allow_late_update()
+        if LateUpdate.helps(self.learner, self.queue):
+            self.late_update = LateUpdate(self.learner, self.order, self.ring, self.queue)
         self.saves.hold(self.place)
         steps, total_shares = range(self.total_steps), train.shares or self.size
         self._keys = TrainBatchKeys(self.order, steps, self.learner.shares, total_shares, train.accumulate)
@@ -63,13 +63,6 @@ class TaskLoop(Loop):
         self.learner.own_work_done = self.ring.end_work
         self.watch.measure(lambda: self.ring.busy_s)
         self.startup.done("data and model")
-
-    def _allow_late_update(self) -> None:
-        if self.queue.runs_ahead:  # there it costs memory
-            if self.place.replicas == 1 and not self.config.checkpoint.replicas:
-                return  # a rank that dies takes its shard with it
-            self.learner.keeps_gradients, self.learner.before_meeting = True, self.ring.await_newest
-        self.late_update = LateUpdate(self.learner, self.order)
 
     def restore(self, checkpoint: SharedCheckpoint | None) -> None:
         """Warm up, then load the checkpoint; None: keep the initial state."""

@@ -151,8 +151,7 @@ class Watchdog:
         """Whether that rank's process has ended, or is silent for so long that it must be taken for dead. One that runs
         on rank 0's node is only starved or suspended. Only rank 0 knows; elsewhere False."""
         if rank in self._ended or in_a_hurry:
-            patience_s = min(DEAD_IN_A_HURRY_S, self._probes.grace_s() / 2)
-            return rank in self._ended or self._silent_s[rank] >= patience_s
+            return rank in self._ended or self._silent_s[rank] >= min(DEAD_IN_A_HURRY_S, self._probes.grace_s() / 2)
         return self._silent_s[rank] >= DEAD_AFTER_S and not self._runs_here(rank)
 
     def _runs_here(self, rank: int) -> bool:
