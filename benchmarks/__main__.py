@@ -4,8 +4,8 @@ Each writes its figures to results/; at the end comes a table of all limits with
 a benchmark failed, or missed a limit by more than the noise. Run nothing else meanwhile. Where no Slurm can be started,
 `submit` says so and measures nothing.
 
-Only when named: `scale` and `replicas`, which have no limits, `sharding` and `sharded_save`, and `gpu`. The comparison
-with other trainers is a separate package, benchmarks.peers.
+Only when named: `scale`, `replicas` and `step_profile`, which have no limits, `sharding` and `sharded_save`, and `gpu`.
+The comparison with other trainers is a separate package, benchmarks.peers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks._measure import CHECK_TITLES, MISSED, PROJECT, RESULTS, check_line
 
 FOUND = {path.stem for path in Path(__file__).parent.glob("[!_]*.py")}
-BY_NAME_ONLY = {"gpu", "replicas", "scale", "sharded_save", "sharding"}
+BY_NAME_ONLY = {"gpu", "replicas", "scale", "sharded_save", "sharding", "step_profile"}
 
 
 def main() -> int:

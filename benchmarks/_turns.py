@@ -21,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +43,7 @@ def clock() -> Callable[[], None]:
     wants to know, as on ranks other than 0, it does nothing."""
     if CLOCK not in os.environ:
         return lambda: None
-    times, number = _mapped(Path(os.environ[CLOCK])), itertools.count()
+    times, number = mapped(Path(os.environ[CLOCK])), itertools.count()
 
     def note() -> None:
         times[next(number)] = time.monotonic()
@@ -51,7 +51,8 @@ def clock() -> Callable[[], None]:
     return note
 
 
-def _mapped(path: Path) -> memoryview[float]:
+def mapped(path: Path) -> memoryview[float]:
+    """The numbers in a file, which other processes can see and change meanwhile."""
     with path.open("r+b") as file:
         return memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
 
@@ -64,7 +65,7 @@ class Training:
         self._log, path = folder / "log", folder / "clock"  # the log is a file, as in a Slurm job
         with path.open("wb") as file:
             file.truncate(8 * MOST_STEPS)
-        self._clock = _mapped(path)
+        self._clock = mapped(path)
         self._seen = 0  # steps begun, as far as anybody has looked
         self._steps = self._sent = 0  # in all turns: steps begun, and bytes sent on the loopback device
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
@@ -174,26 +175,32 @@ class Comparison(NamedTuple):
         return [ours / statistics.fmean(neighbours) for ours, neighbours in zip(self.ours_s, pairwise(self.plain_s))]
 
 
-def compare(
-    plain: Callable[[Path], Training], ours: Callable[[Path], Training], turn_s: float, pairs: int
-) -> Comparison:
-    """Start both, each with an empty folder, let them take turns, and kill them."""
+@contextmanager
+def live(*starts: Callable[[Path], Training]) -> Iterator[list[Training]]:
+    """Start trainings, each with an empty folder, warm them up, freeze them, and kill them in the end."""
     with ExitStack() as stack:
         # So that no training outlives the benchmark, frozen or not, even if the benchmark is terminated.
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         stack.callback(signal.signal, signal.SIGTERM, before)
-        both = []
-        for start in (plain, ours):
-            both.append(start(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
-            stack.callback(both[-1].end)
-        for training in both:
+        trainings = []
+        for start in starts:
+            trainings.append(start(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+            stack.callback(trainings[-1].end)
+        for training in trainings:
             training.await_start()
             training.send(signal.SIGSTOP)
-        first, second = both
-        for training in WARM_UP * both:
+        for training in WARM_UP * trainings:
             training.turn(WARM_UP_S)
+        yield trainings
+
+
+def compare(
+    plain: Callable[[Path], Training], ours: Callable[[Path], Training], turn_s: float, pairs: int
+) -> Comparison:
+    """Start both, let them take turns, and kill them."""
+    with live(plain, ours) as (first, second):
         plain_s, ours_s = [first.turn(turn_s)], []
         for _ in range(pairs):
             ours_s.append(second.turn(turn_s))
             plain_s.append(first.turn(turn_s))
-        return Comparison(plain_s, ours_s, [training.sent_bytes() for training in both])
+        return Comparison(plain_s, ours_s, [training.sent_bytes() for training in (first, second)])

@@ -39,7 +39,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from benchmarks import _turns
+from benchmarks import _parts, _turns
 from benchmarks._measure import MISSED, PROJECT, Check, conclude, spread
 from benchmarks._turns import Comparison, Training
 from trainer import Run
@@ -116,7 +116,7 @@ def measured(names: list[str], pairs: int) -> tuple[list[dict[str, Any]], list[C
 
 def compared(name: str, workload: str, ranks: int, pairs: int) -> Comparison:
     """Let this contender and the bare loop take turns."""
-    bare, ours = (partial(_start, one, workload, ranks, {}) for one in ("bare", name))
+    bare, ours = (partial(start, one, workload, ranks, {}) for one in ("bare", name))
     return _turns.compare(bare, ours, TURN_S, pairs)
 
 
@@ -152,7 +152,7 @@ def profile(workload: str, ranks: int) -> dict[str, float]:
     """The microseconds of a step of Laststep by function; calls into other packages count for the caller."""
     with tempfile.TemporaryDirectory() as folder:
         samples = Path(folder) / "samples"
-        training = _start("laststep", workload, ranks, {PROFILE: str(samples)}, Path(folder))
+        training = start("laststep", workload, ranks, {PROFILE: str(samples)}, Path(folder))
         try:
             training.await_start()
             step_s = training.turn(PROFILE_S)
@@ -166,7 +166,7 @@ def profile(workload: str, ranks: int) -> dict[str, float]:
     return {where: round(share * counts[where], 1) for where in largest}
 
 
-def _start(name: str, workload: str, ranks: int, more: dict[str, str], folder: Path) -> Training:
+def start(name: str, workload: str, ranks: int, more: dict[str, str], folder: Path) -> Training:
     """Start to train, with `more` in the environment."""
     words = ["benchmarks.overhead", "--contender", name]
     if name.startswith("laststep"):
@@ -233,9 +233,11 @@ _at_step: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def _measure() -> None:
-    """From now on, note the time at each step of rank 0."""
+    """From now on, note the time at each step of rank 0, and on every rank that of each part if that is wanted."""
     global _at_step
     _at_step = note = _turns.clock()
+    if _parts.FOLDER in os.environ:
+        _at_step = _parts.measure_parts(ours=__name__ != "__main__", note=note)
 
     def begin() -> None:
         global _at_step
@@ -344,7 +346,7 @@ def lightning(barebones: bool = False) -> None:
 
 
 class Perceptron(Task):
-    """The same training under Laststep, which `_start` starts as a user would."""
+    """The same training under Laststep, which `start` starts as a user would."""
 
     draws = ()
 
@@ -378,7 +380,7 @@ def custom_loop(run: Run) -> None:
 
 
 def laststep() -> None:
-    """Does nothing: `_start` starts it with `python -m trainer`."""
+    """Does nothing: `start` starts it with `python -m trainer`."""
 
 
 CONTENDERS: dict[str, Callable[[], None]] = {

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import time
+
 import pytest
 
 from benchmarks._measure import MET, MISSED, NOISE, Check, check_line, interval
+from benchmarks._parts import ALL, PARTS, REST, new_switch, replace
 from benchmarks._turns import Comparison, mean_step_s
 
 
@@ -79,3 +84,35 @@ def test_a_turn_is_compared_with_the_turns_before_and_after_it() -> None:
     """So a machine that becomes slower all the time does not change the ratio."""
     drifting = Comparison(plain_s=[1.0, 1.2, 1.4, 1.6], ours_s=[1.1, 1.3, 1.5], sent=[0.0, 0.0])
     assert drifting.ratios() == pytest.approx([1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("function", [function for functions in PARTS.values() for function in functions])
+def test_the_functions_of_each_part_of_a_step_exist(function: str) -> None:
+    """A function that has another name now would count for everything else."""
+    module, _, path = function.partition(":")
+    assert callable(functools.reduce(getattr, path.split("."), importlib.import_module(module)))
+
+
+def _outer() -> None:
+    time.sleep(0.02)
+    _inner()
+
+
+def _inner() -> None:
+    time.sleep(0.05)
+
+
+def test_time_counts_for_the_innermost_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each moment counts once: the parts add up to the step."""
+    for function in ("_outer", "_inner"):  # restored at the end
+        monkeypatch.setattr(f"{__name__}.{function}", globals()[function])
+    seconds = memoryview(bytearray(8 * len(ALL))).cast("d")
+    switch = new_switch(seconds)
+    replace(f"{__name__}:_outer", 0, switch)
+    replace(f"{__name__}:_inner", 1, switch)
+    began = time.perf_counter()
+    _outer()
+    time.sleep(0.03)
+    switch(ALL.index(REST))
+    assert seconds[0] >= 0.02 and seconds[1] >= 0.05 and seconds[ALL.index(REST)] >= 0.03
+    assert sum(seconds) == pytest.approx(time.perf_counter() - began, abs=0.02)

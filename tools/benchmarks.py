@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks._measure import MISSED, NOISE
 from benchmarks.overhead import WORKLOADS
 from benchmarks.sharding import BARE, OURS
+from tools import step_profile
 from tools.scale import RESULTS, result, table
 from trainer.say import counted
 
@@ -20,22 +21,22 @@ MEASURED = (
     *("agreement", "goodput", "loading", "meeting", "memory", "overhead", "requeue"),
     *("rescue", "restart", "restore", "save", "shares", "start", "status", "stops", "submit"),
 )
-SHARDED = ("sharding", "sharded_save", "replicas_2")  # on the page once they have been measured
+OPTIONAL = ("sharding", "sharded_save", "replicas_2", "step_profile")  # on the page once they have been measured
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PAGE = """\
 # Benchmarks
 
 Each figure comes from a script in `benchmarks/`, named in brackets, which prints a table and writes
-`benchmarks/results/`. `make bench` runs all but the long ones (`sharding`, `sharded_save`, `replicas`, `scale`), and
-ends with a table of every limit; `overhead --all` measures Lightning and Accelerate too. `python -m tools.benchmarks`
-writes this page from the results.
+`benchmarks/results/`. `make bench` runs all but the long ones (`sharding`, `sharded_save`, `replicas`, `scale`,
+`step_profile`), and ends with a table of every limit; `overhead --all` measures Lightning and Accelerate too. `python
+-m tools.benchmarks` writes this page from the results.
 
 Medians, some with a 95 % confidence interval; a goal that is missed by more than the noise is bold. On {cores} cores of
 an {cpu}, Python {python}, torch {torch}, submitit {submitit}, {dates}; two gloo ranks where nothing
 else is said, no GPU.
 
 {figures}
-
+{step_profile}
 On a machine with a GPU, `make gpu-check` measures throughput, saves and starts there (`benchmarks/gpu.py`). No GPU was
 available so far. [Scale](scale.md) extrapolates to 1,024 ranks; [What each fault costs](peers.md) compares other
 trainers.
@@ -54,13 +55,14 @@ SAVE_FIGURES = {
 def page() -> str:
     """The whole page."""
     of = {
-        name: result(name) for name in (*MEASURED, *SHARDED) if name in MEASURED or (RESULTS / f"{name}.json").exists()
+        name: result(name) for name in (*MEASURED, *OPTIONAL) if name in MEASURED or (RESULTS / f"{name}.json").exists()
     }
     dates = sorted({measured["date"] for measured in of.values()})
     return PAGE.format(
         **{key: of["overhead"][key] for key in ("cores", "cpu", "python", "torch", "submitit")},
         dates=dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
         figures=table(("what", "measured", "for comparison"), _rows(of)),
+        step_profile=step_profile.section(of["step_profile"]) if "step_profile" in of else "",
     )
 
 
