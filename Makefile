@@ -56,7 +56,7 @@ gpu-check: $(VENV)/installed-dev  ## on a machine with a GPU: tests, then benchm
 	$(BIN)/python -m pytest tests/gpu -W default
 	$(BIN)/python -m benchmarks.gpu
 
-bench: $(VENV)/installed  ## measure most figures of docs/benchmarks.md, and check the limits; about 16 minutes
+bench: $(VENV)/installed  ## measure most figures of docs/benchmarks.md, and check the limits; about 15 minutes
 	$(BIN)/python -m benchmarks
 
 # For tests of Slurm, mpirun, network namespaces, Tab completion and torch.compile. Without root or apt these tests

@@ -1,11 +1,12 @@
-"""Run the benchmarks of docs/benchmarks.md one after another: `python -m benchmarks [NAME ...]`, about 16 minutes.
+"""Run the benchmarks of docs/benchmarks.md one after another: `python -m benchmarks [NAME ...]`, about 15 minutes.
 
 Each writes its figures to results/; at the end comes a table of all limits with their verdicts. The exit status is 1 if
 a benchmark failed, or missed a limit by more than the noise. Run nothing else meanwhile. Where no Slurm can be started,
 `submit` says so and measures nothing.
 
-Only when named: `scale`, `replicas` and `step_profile`, which have no limits, `sharding` and `sharded_save`, and `gpu`.
-The comparison with other trainers is a separate package, benchmarks.peers.
+Only when named: `goodput`, `replicas`, `scale` and `step_profile`, which have no limits; `memory`, `sharded_save`,
+`sharding` and `shares`, which take minutes each; and `gpu`. The comparison with other trainers is a separate package,
+benchmarks.peers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from benchmarks._measure import CHECK_TITLES, MISSED, PROJECT, RESULTS, check_line
 
 FOUND = {path.stem for path in Path(__file__).parent.glob("[!_]*.py")}
-BY_NAME_ONLY = {"gpu", "replicas", "scale", "sharded_save", "sharding", "step_profile"}
+BY_NAME_ONLY = {"gpu", "goodput", "memory", "replicas", "scale", "sharded_save", "sharding", "shares", "step_profile"}
 
 
 def main() -> int:

@@ -2,8 +2,10 @@
 
 `python -m benchmarks.submit [--rounds N]`, on Debian or Ubuntu, as root; elsewhere it says what is missing and measures
 nothing. `launch.py --nodes 2` alternates with a plain `sbatch` of the script that it would submit. All jobs are held,
-so that none of them runs. `launch.py` may take at most 0.5 s longer than sbatch, and a sweep of 1,000 runs, as one
-array, at most 10 s; if a median misses that by more than the noise, the exit status is 1.
+so that none of them runs. The run folders are in memory: how fast a disk creates their 700 files can vary tenfold with
+what was deleted on it in the last minutes (ext4 leaves young inodes alone). `launch.py` may take at most 0.5 s longer
+than sbatch, and a sweep of 1,000 runs, as one array, at most 10 s; if a median misses that by more than the noise, the
+exit status is 1.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"not measured: {lack}")
         return 0
 
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         cluster = Cluster.start(Path(name) / "slurm")
         try:
             slurm = cluster.run("sbatch", "--version").split()[1]

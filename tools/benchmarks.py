@@ -27,9 +27,9 @@ PAGE = """\
 # Benchmarks
 
 Each figure comes from a script in `benchmarks/`, named in brackets, which prints a table and writes
-`benchmarks/results/`. `make bench` runs all but the long ones (`sharding`, `sharded_save`, `replicas`, `scale`,
-`step_profile`), and ends with a table of every limit; `overhead --all` measures Lightning and Accelerate too. `python
--m tools.benchmarks` writes this page from the results.
+`benchmarks/results/`. `make bench` runs all but `goodput`, `memory`, `replicas`, `scale`, `sharded_save`, `sharding`,
+`shares` and `step_profile`, and ends with a table of its limits; `overhead --all` also measures Lightning and
+Accelerate. `python -m tools.benchmarks` writes this page from the results.
 
 Medians, some with a 95 % confidence interval; a goal that is missed by more than the noise is bold. On {cores} cores of
 an {cpu}, Python {python}, torch {torch}, submitit {submitit}, {dates}; two gloo ranks where nothing

@@ -5,6 +5,7 @@ NCCL's destructors may hang, so may a store that no longer answers, and a disk t
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -168,20 +169,38 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
 
 def test_a_rank_has_ended(root: Path) -> None:
     """Its supervisor says so. Rank 0 may be waiting for it where no collective fails, such as in the last save."""
-    attempt, _, _ = an_attempt(root, "ended")
+    attempt, loop, _ = an_attempt(root, "ended")
     attempt._watchdog.close()
     state = attempt._state
     state._launched = replace(state.world, size=2, hosts=("n1", "n2"))
     folder = state.run_dir.rescues / state.world.attempt
     folder.mkdir(parents=True)
     gone_file(folder, 1).write_text("-9")
-    assert attempt._end_by_fault.check() is None, "before the first tick the ranks may not have met"
-    state.stop = Mock(tick=1, signal=None, noticed_at=None)
-    fault = attempt._end_by_fault.check()
+    check, state.loop = attempt._end_by_fault.check, loop
+    loop.saves.last = False
+    assert check() is None, "the next collective will fail"
+    loop.saves.last = True
+    fault = check()
     assert fault is not None and (fault.reason, fault.cause) == ("failed", False)
     assert "rank 1 on n2 has ended" in fault.text
+    loop.saves.last, state.signals.first = False, signal.SIGTERM
+    fault = check()
+    assert fault is not None and fault.reason == "signal", "Slurm is asked why: the signal may have killed that rank"
     state._launched = replace(state.world, rank=1)
-    assert attempt._end_by_fault.check() is None, "only rank 0 asks the file system"
+    assert check() is None, "only rank 0 asks the file system"
+
+
+def test_a_file_system_that_fails_for_a_moment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that looks also ends the attempt in time after a signal, and keeps a timer from ending the process."""
+    attempt, loop, _ = an_attempt(root, "stale")
+    attempt._watchdog.close()
+    attempt._state.loop = loop
+
+    def stale(path: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "exists", stale)
+    assert attempt._end_by_fault.check() is None
 
 
 def test_the_next_node_loses_power(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

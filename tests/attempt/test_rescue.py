@@ -221,13 +221,21 @@ def test_who_is_blamed(fault: Fault, failures: tuple[Fault, ...], missing: list[
     assert blamed_hosts(fault, cast("Plan", SimpleNamespace(failures=failures)), missing, world) == blamed
 
 
-@pytest.mark.parametrize("reason", ["failed", "preempted"])
-def test_a_signal_after_a_rank_was_killed(root: Path, reason: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("srun", Ending("failed", True, "received SIGTERM", by_srun=True)),
+        ("shell", Ending("failed", True, "the job's batch shell was killed")),
+        ("preempted", Ending("preempted", False)),
+    ],
+)
+def test_a_signal_after_a_rank_was_killed(
+    root: Path, name: str, ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once a task has been killed, srun sends SIGTERM to the others. They may get it before they notice, and the record
     must say what ended the attempt. A preemption kills ranks too, and blames no node."""
-    signalled = Ending(reason, reason == "failed", "received SIGTERM" if reason == "failed" else None)
-    monkeypatch.setattr(rescuer, "ending_by_signal", lambda state: signalled)
-    settings, run = config(root, f"signal-{reason}", 2, ()), RunDir(root / f"signal-{reason}")
+    monkeypatch.setattr(rescuer, "ending_by_signal", lambda state: ending)
+    settings, run = config(root, f"signal-{name}", 2, ()), RunDir(root / f"signal-{name}")
     run.path.mkdir()
     world = a_world(size=2, hosts=("n1", "n2"))
     begin_attempt(run, world, 0)
@@ -236,10 +244,11 @@ def test_a_signal_after_a_rank_was_killed(root: Path, reason: Any, monkeypatch: 
     plan: Any = SimpleNamespace(failures=(), lost_shards=())
     Rescuer(state, Fault("signal", "giving the step up"), rescue, lambda: True)._record(plan, 5, 5)
     (record,) = read_lines(run.attempts)
-    if reason == "failed":
+    assert record["reason"] == ending.reason
+    if ending.by_srun:
         assert record["blamed"] == ["n2"] and "rank 1 on n2: gone" in record["error"]
     else:
-        assert (record["reason"], record["blamed"], record["error"]) == ("preempted", [], None)
+        assert (record["blamed"], record["error"]) == ([], ending.error)
 
 
 def test_a_loader_worker_is_killed(root: Path) -> None:

@@ -30,7 +30,7 @@ def slurm_time(seconds: float) -> str:
 
 
 AT_ONCE = slurm_time(NOW)
-UNEXPLAINED = Ending("failed", True, "received SIGTERM, though Slurm had not ended the job")
+UNEXPLAINED = Ending("failed", True, "received SIGTERM, though Slurm had not ended the job", by_srun=True)
 
 
 def job(

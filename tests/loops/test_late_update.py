@@ -62,9 +62,9 @@ class Fused(Larger):
 class Rank:
     """One rank, whose device hangs in its step."""
 
-    def __init__(self, loop: TaskLoop, disturbed: Disturbed, rank: int, step: int) -> None:
-        self.loop, self.disturbed, self.step = loop, disturbed, step
-        self.is_behind = rank < 2
+    def __init__(self, loop: TaskLoop, disturbed: Disturbed, folder: Path, step: int) -> None:
+        self.loop, self.disturbed, self.folder, self.step = loop, disturbed, folder, step
+        self.is_behind = loop.rank < 2
         tensors = disturbed.tensors
         disturbed.tensors = lambda loop: [*tensors(loop), *self.gradients()]  # type: ignore[method-assign]
         disturbed.hang_in(loop, step if self.is_behind else step + 1)
@@ -94,10 +94,14 @@ class Rank:
         wait_until(lambda: queue.waiting, "the thread that trains does not wait for the device")
         assert loop.position.step == step, "the CPU is ahead"
         queue.rewind()
-        loop.learner.gradients._met[step - 1].fill_(torch.nan)  # type: ignore[attr-defined]
-        for tensor in loop.readback._pending[-1][1].values():
-            tensor.fill_(torch.nan)
         assert loop.freeze(0.0) and loop.position.step == step - 1
+
+    def advances(self, gathered: Gathered) -> bool:
+        """Do the update in the rescue. What the device has not done yet holds nothing of use."""
+        self.loop.learner.gradients._met[self.step - 1].fill_(torch.nan)  # type: ignore[attr-defined]
+        for tensor in self.loop.readback._pending[-1][1].values():
+            tensor.fill_(torch.nan)
+        return self.loop.advance(gathered)
 
     def state(self) -> Any:
         """What this rank would save."""
@@ -116,10 +120,35 @@ def rescues(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
     """The update is done once more, with what the other node has gathered."""
     if rank.is_behind:
         assert not rank.loop.advance(Gathered(rank.step - 1, ())), "that one is done"
-        assert rank.loop.gathered != gathered() and rank.loop.advance(gathered())
+        assert rank.loop.gathered != gathered() and rank.advances(gathered())
         assert rank.loop.freeze(0.0) and rank.loop.position.step == rank.step
         assert not rank.loop.advance(gathered()), "once"
     return rank.state()
+
+
+def wakes_up(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
+    """The other node was only suspended. After the update in the rescue the collective returns, and this device does
+    the update again; what it gives to the others in the next step follows from that."""
+    loop, queue = rank.loop, rank.disturbed.queue
+    if rank.is_behind:
+        assert rank.advances(gathered()) and loop.freeze(0.0)
+        queue.go_to(sys.maxsize)
+        wait_until(lambda: loop.ring._stopped, "the thread that trains does not stop")
+        assert not loop.freeze(0.0), "what it holds is nothing that should be saved"
+        (rank.folder / f"stopped{loop.rank}").touch()
+    else:
+        wait_until(lambda: len(list(rank.folder.glob("stopped*"))) == 2, "the other node does not stop")
+        assert loop.learner.gradients.gathered(rank.step + 1) is None and loop.position.step == rank.step
+
+
+def has_gone_on(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
+    """The collective has returned before the update in the rescue. The step is whole as the device left it."""
+    loop = rank.loop
+    if rank.is_behind:
+        rank.disturbed.queue.go_to(sys.maxsize)
+        wait_until(lambda: loop.ring._stopped, "the thread that trains does not stop")
+        assert not loop.advance(gathered())
+        assert loop.freeze(0.0) and loop.position.step == rank.step
 
 
 def goes_on(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
@@ -134,7 +163,7 @@ def goes_on(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
 
         rank.loop.learner.update = late  # type: ignore[method-assign]
         with pytest.raises(StateChanged):
-            rank.loop.advance(gathered())
+            rank.advances(gathered())
         assert not rank.loop.freeze(0.0), "what it holds is nothing that should be saved"
 
 
@@ -184,7 +213,7 @@ def _rank(folder: Path, script: Script, task: type[Larger], rank: int, step: int
             group = Group(world, store, torch.device("cpu"), "gloo", seal=Seal(b"of all ranks"))
             with a_loop(task, settings, closing, group=group) as loop:
                 assert isinstance(loop, TaskLoop)
-                one = Rank(loop, disturbed, rank, step)
+                one = Rank(loop, disturbed, folder, step)
                 one.hangs()
                 if rank == 3:
                     torch.save(loop.gathered, folder / "gathered.new")
@@ -196,7 +225,9 @@ def _rank(folder: Path, script: Script, task: type[Larger], rank: int, step: int
 
                 torch.save(script(one, gathered), folder / f"result{rank}")
                 done = [folder / f"result{other}" for other in range(4)]
-                wait_until(lambda: all(path.exists() for path in done), "another rank has failed")
+                wait_until(
+                    lambda: all(path.exists() for path in done) or any(folder.glob("error*")), "another rank is stuck"
+                )
                 sys.stdout.flush()
                 exit_now(0)  # as after a rescue: another thread is stuck for good
     except BaseException:
@@ -214,6 +245,16 @@ def test_the_update_is_done_once_more(tmp_path: Path, task: type[Larger]) -> Non
             same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
             assert same, name
     assert [line["step"] for line in lines(RunDir(tmp_path / "run"))] == [1, 2, 3, 4]
+
+
+def test_another_node_wakes_up(tmp_path: Path) -> None:
+    """Its ranks could do the next update without this rank's consent, and save a step that no undisturbed run has."""
+    run(tmp_path, wakes_up, Fused)
+
+
+def test_the_device_has_gone_on(tmp_path: Path) -> None:
+    """Nothing is left to do, and a whole step must not be torn."""
+    run(tmp_path, has_gone_on, Fused)
 
 
 def test_the_device_goes_on(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ class Attempt:
             if finished:
                 record = record_end(state, "finished", step, step, lost_s=0.0)
             else:
-                reason, wants_requeue, error = ending_by_signal(state)
+                reason, wants_requeue, error, _ = ending_by_signal(state)
                 record = record_end(state, reason, step, step, lost_s=0.0, error=error)
             deadline.status = status
         self._leave(group)

@@ -25,7 +25,7 @@ from trainer.records.attempts import find_record
 from trainer.say import say
 from trainer.world.neighbour import Neighbour
 from trainer.world.seal import Seal
-from trainer.world.watchdog import Fault
+from trainer.world.watchdog import Fault, FaultReason
 
 # How long this rank stays in a rescue in which no survivor gets anything done, for example because the disk hangs.
 STALLED_S = 60.0
@@ -100,7 +100,10 @@ class EndByFault:
 
         Exits when the grace period after a signal is over.
         """
-        return self._check_grace() or self._check_folder() or self._check_gone() or self._check_neighbour()
+        try:
+            return self._check_grace() or self._check_folder() or self._check_gone() or self._check_neighbour()
+        except OSError:  # of the file system that the ranks share: it may answer half a second later
+            return None
 
     def close(self) -> None:
         """The attempt is over."""
@@ -118,13 +121,16 @@ class EndByFault:
         """Whether a supervisor says that its rank has ended. The others may wait where no collective fails: in the last
         save, or after a signal, to agree on the last step."""
         state, world = self._state, self._state.world
+        saves_last = state.loop is not None and state.loop.saves.last
         folder = state.run_dir.rescues / world.attempt
-        if world.rank or not state.ticks or not folder.exists():
+        if world.rank or not (state.signal or saves_last) or not folder.exists():
             return None
         gone = next((rank for rank in range(world.size) if gone_file(folder, rank).exists()), None)
         if gone is None:
             return None
-        return Fault("failed", f"rank {gone} on {world.host_of(gone)} has ended", cause=False)
+        # A stop signal may have killed it.
+        reason: FaultReason = "signal" if state.signal else "failed"
+        return Fault(reason, f"rank {gone} on {world.host_of(gone)} has ended", cause=False)
 
     def _check_neighbour(self) -> Fault | None:
         """Whether the host of another node is dead. From the first tick on, when the ranks have met."""

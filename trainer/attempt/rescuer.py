@@ -168,16 +168,13 @@ class Rescuer:
         state, fault = self._state, self._fault
         missing = self._rescue.missing(plan)
         reason: EndReason
-        error: str | None = None
-        if by_signal := fault.reason == "signal":
-            reason, wants_requeue, error = ending_by_signal(state)
-            # Once a task has been killed, srun sends SIGTERM to those that are left.
-            by_signal = reason != "failed" or not (missing or plan.failures)
-            fault = replace(fault, cause=by_signal)
+        if fault.reason == "signal":
+            reason, wants_requeue, error, by_srun = ending_by_signal(state)
+            fault = replace(fault, cause=not (by_srun and (missing or plan.failures)))
         else:
-            reason, wants_requeue = fault.reason, True
-        if not by_signal:
-            error = explain(fault, plan, missing, state.world)
+            reason, wants_requeue, error = fault.reason, True, None
+        if fault.reason != "signal" or not fault.cause:
+            error = "\n".join(filter(None, [explain(fault, plan, missing, state.world), error]))
         blamed = blamed_hosts(fault, plan, missing, state.world)
         if plan.lost_shards and end_step > saved_step:
             say(lost := lost_shards(plan, end_step, saved_step))

@@ -47,6 +47,7 @@ class Ending(NamedTuple):
     reason: Literal["preempted", "cancelled", "timeout", "failed"]
     requeue: bool
     error: str | None = None
+    by_srun: bool = False  # whether srun may have sent it, since a task was killed
 
 
 def ending(number: signal.Signals, world: World, signal_delay_s: int) -> Ending:
@@ -81,7 +82,8 @@ def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, n
         return Ending("timeout" if left_s <= signal_delay_s + EARLY_S else "preempted", requeue=True)
     if number == signal.SIGINT:  # Ctrl-C in the terminal of srun
         return Ending("cancelled", requeue=False)
-    return Ending("failed", requeue=True, error=f"received {number.name}, though Slurm had not ended the job")
+    error = f"received {number.name}, though Slurm had not ended the job"
+    return Ending("failed", requeue=True, error=error, by_srun=True)
 
 
 def comes_back(job: Job, restart: int) -> bool:

@@ -12,8 +12,9 @@ On a GPU the host is ahead: it has queued this update behind the collective that
 gradients are kept until the device has done their update: a rank has those of two steps in memory. In the rescue the
 host is given back what it held before the update, and does it once more, on the stream beside. That is safe while the
 main thread waits for the device, and the device for the collective. Should it go on after all, nothing of this rank's
-state is saved: the update may have been done twice. Its kernels have been launched before, so none is loaded now; but
-an optimiser that is not fused allocates, for which a driver may wait for the device. The rescue's deadline ends that.
+state is saved, as the update may have been done twice; and the main thread stops, so that no rank can do the next one.
+The update's kernels have been launched before, so none is loaded now; but an optimiser that is not fused allocates, for
+which a driver may wait for the device. The rescue's deadline ends that.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class LateUpdate:
 
     @staticmethod
     def helps(learner: Learner, queue: DeviceQueue) -> bool:
-        """Whether a rescue may need it. Without replicas a rank that dies takes its shard with it: on a GPU this would
-        cost memory in vain."""
-        place, copies = learner.place, learner.config.checkpoint.replicas
-        return place.shards > 1 and (not queue.runs_ahead or place.replicas > 1 or copies > 0)
+        """Whether a rescue may need it. On a GPU it costs memory, which would be in vain if a rank that dies takes its
+        shard with it, or if there is a copy of each step."""
+        place, settings = learner.place, learner.config.checkpoint
+        has_copies = settings.replicas > 0 and settings.replica_every_steps > 1
+        return place.shards > 1 and (not queue.runs_ahead or place.replicas > 1 or has_copies)
 
     def gathered(self, steps: int) -> Gathered | None:
         """What this rank has gathered last, for those that have not; on a GPU in the last of so many steps, which the
@@ -61,6 +63,8 @@ class LateUpdate:
         self.tried = True
         if self._queue.runs_ahead and not self._ring.await_thread(DEVICE_S):
             return None  # it may still change what the update needs
+        if not self._ring.is_whole():
+            return None  # the device has gone on, and done this update
         held = self._ring.held
         with self._queue.beside():
             if held is not None:

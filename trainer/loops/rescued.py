@@ -232,7 +232,8 @@ class Rescued(ABC):
         """After an update: take a copy, or make sure of the last one, if either is due."""
         step = self._position.step
         if copies.is_due(step):
-            state = {"position": asdict(self._position), **self._state()}
-            copies.take(copy.copy(self._position), self._checkpoint_info(), state, self.readback.read_now(step))
+            with self.ring.waiting():
+                state, measured = {"position": asdict(self._position), **self._state()}, self.readback.read_now(step)
+            copies.take(copy.copy(self._position), self._checkpoint_info(), state, measured)
         if copies.is_due(step + 1):
             copies.complete()

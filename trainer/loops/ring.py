@@ -87,8 +87,7 @@ class Ring(Generic[Held]):
             if not frozen:
                 slot.begun, self._newest = True, number
         if frozen:
-            self._stopped = True
-            threading.Event().wait()  # nothing of this update is queued; the process ends
+            self._stop()  # nothing of this update is queued
 
     def end_update(self) -> None:
         """The state is whole again, once the device is here."""
@@ -104,18 +103,28 @@ class Ring(Generic[Held]):
         self.end_update()
 
     def await_newest(self) -> None:
-        """Wait until the device has done the newest update, and let go of what the host held of the state before it."""
+        """Wait until the device has done the newest update, and let go of what the host held of the state before it.
+        Once the ring is frozen this does not return."""
         if self._newest >= 0:
             with self.waiting():
                 self._await_end(self._slot(self._newest))
-            if not self._frozen and self._newest:
+            # A rescue may have done that update itself, and now the device has done it again. No rank may do an update
+            # with what followed from that. None can without what this rank gathers at the end of the step under way.
+            if self._frozen:
+                self._stop()
+            if self._newest:
                 self._slot(self._newest - 1).held = None
+
+    def _stop(self) -> None:
+        self._stopped = True
+        threading.Event().wait()  # the process ends
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """In this block the thread that trains waits for the newest update. If that never ends, it goes no further."""
+        """In this block the thread that trains only waits for the device. Once the ring is frozen, it goes no further
+        than to its next wait, for the ring, the records or the copies."""
         self._waits = True
-        yield
+        yield  # a thread that has failed does not train on, and counts as one that waits
         self._waits = False
 
     def synchronize(self) -> None:
