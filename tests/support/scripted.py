@@ -27,7 +27,7 @@ class ScriptedQueue(DeviceQueue):
         self.limit = sys.maxsize  # the device does no more than this many
         self.waiting = False  # whether a thread waits for the device
         self.on_mark: Callable[[ScriptedEvent], None] = lambda event: None
-        self.is_beside = False  # whether this is queued beside the training: the device does it at once
+        self._beside = threading.local()  # of the threads that queue beside the training: the device does that at once
         self._moved = threading.Condition(threading.RLock())
 
     def work(self, effect: Callable[[], None] = NOTHING) -> None:
@@ -63,9 +63,14 @@ class ScriptedQueue(DeviceQueue):
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        self.is_beside = True
+        before, self._beside.now = self.is_beside, True
         yield
-        self.is_beside = False
+        self._beside.now = before
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether this thread queues beside the training."""
+        return getattr(self._beside, "now", False)
 
     def on_host(self, tensor: Tensor) -> bool:
         return tensor.ndim == 0
