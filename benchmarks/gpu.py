@@ -7,6 +7,7 @@ version runs on the CPU: that shows that the script works, but its figures say n
     resnet50    ResNet-50 in bf16, channels_last, compiled, on images already in GPU memory: a minimal loop with the
                 same settings, Laststep, and Laststep with train.deterministic, taking turns
     vit_b_16    the same for ViT-B/16, without train.deterministic
+    small       a network whose kernels take less time than their launches: also with CUDA graphs, as is the loop
     jpegs       ResNet-50 on 500x375 JPEGs decoded by loader workers; the bare loop reads them as torchvision's
                 references/classification does
     saves       how long a checkpoint stalls the loop, and how much it slows down the steps during the write
@@ -41,6 +42,7 @@ LIMIT = 0.98  # lowest acceptable ratio of Laststep's images per second to the b
 PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "resnet50": throughput.resnet50,
     "vit_b_16": throughput.vit_b_16,
+    "small": throughput.small,
     "jpegs": throughput.jpegs,
     "saves": saves.measure,
     "beside": beside.measure,

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__ as everything
 from benchmarks._measure import MET, MISSED, NOISE, Check, check_line, interval
 from benchmarks._parts import ALL, PARTS, REST, new_switch, replace
 from benchmarks._turns import Comparison, mean_step_s
@@ -116,3 +121,34 @@ def test_time_counts_for_the_innermost_part(monkeypatch: pytest.MonkeyPatch) -> 
     switch(ALL.index(REST))
     assert seconds[0] >= 0.02 and seconds[1] >= 0.05 and seconds[ALL.index(REST)] >= 0.03
     assert sum(seconds) == pytest.approx(time.perf_counter() - began, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict", "end"),
+    [
+        (0, MET, "failed: none; over a limit: none"),
+        (1, MISSED, "failed: none; over a limit: status"),
+        (1, MET, "failed: status; over a limit: none"),
+    ],
+)
+def test_the_exit_status_of_all(
+    status: int,
+    verdict: str,
+    end: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`make bench` must not end well when a benchmark did not, or missed its limit."""
+
+    def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[bytes]:
+        check = {"what": "a step", "limit": 1, "unit": "s", "at_least": False, "median": 2, "low": 2, "high": 2}
+        results = {"checks": [{**check, "counts": True, "verdict": verdict}]}
+        (tmp_path / "status.json").write_text(json.dumps(results))
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(everything, "RESULTS", tmp_path)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "status"])
+    assert everything.main() == status
+    assert capsys.readouterr().out.splitlines()[-1].endswith(end)

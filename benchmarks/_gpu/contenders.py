@@ -1,9 +1,10 @@
-"""The trainings to time: a minimal loop (`python -m benchmarks._gpu.contenders`), and the same training as a Task."""
+"""The trainings to time: a minimal loop (`python -m benchmarks._gpu.contenders [MODE]`), and the same as a Task."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -50,9 +51,14 @@ class Timed(Classification):
     def model(self) -> nn.Module:
         """The model; starts counting steps."""
         load = Workload.from_env()
-        if PIPE in os.environ:
-            Turns(DEVICE, load.lead, load.steps)
+        self.turns = Turns(DEVICE, load.lead, load.steps) if PIPE in os.environ else None
         return super().model()
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The loss on a batch."""
+        if model.training and self.turns is not None:
+            self.turns.begin_step()
+        return super().step(model, batch)
 
 
 class Held(Timed):
@@ -73,17 +79,18 @@ class Held(Timed):
         return super().step(model, (as_floats(self.pixels[numbers]), labels))
 
 
-def bare() -> None:
-    """A minimal loop with everything that makes it fast."""
+def bare(mode: str | None = None) -> None:
+    """A minimal loop with everything that makes it fast; `mode` is torch.compile's."""
     load = Workload.from_env()
     torch.backends.cudnn.benchmark = True
     model = build_model(load.model, 3, load.classes, load.image_size, {})
     model.to(DEVICE, memory_format=torch.channels_last)
     if GPU:
-        model.compile(dynamic=False)
+        model.compile(dynamic=False, mode=mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, fused=True)
-    Turns(DEVICE, load.lead, load.steps)
+    turns = Turns(DEVICE, load.lead, load.steps)
     for images, labels in decoded(load) if load.jpegs else held(load):
+        turns.begin_step()
         with torch.autocast(DEVICE, torch.bfloat16):
             loss = functional.cross_entropy(model(images), labels)
         loss.backward()
@@ -121,4 +128,4 @@ def decoded(load: Workload) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 if __name__ == "__main__":
-    bare()
+    bare(*sys.argv[1:])

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from trainer.tasks.models import build_model
 
 RESNET = Workload("resnet50", 256, 224, lead=2, steps=40) if GPU else Workload("resnet18", 8, 32, lead=1, steps=4)
 VIT = Workload("vit_b_16", 256, 224, lead=2, steps=30) if GPU else Workload("vit_b_16", 2, 32, lead=1, steps=2)
+SMALL = Workload("convnet", 32, 8, lead=10, steps=5000 if GPU else 400, classes=10)
+GRAPHS = "reduce-overhead"  # torch.compile's name for CUDA graphs
 # Shared by all parts, so that none has to compile what another has already compiled.
 KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/laststep-gpu"}
 
@@ -38,6 +41,12 @@ def vit_b_16(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return in_turns(VIT, given.turns, folder, {})
 
 
+def small(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A network whose kernels take less time than their launches, also with CUDA graphs."""
+    graphs = ["train.cuda_graphs=true"]
+    return in_turns(SMALL, given.turns, folder, {"cuda-graphs": graphs} if GPU else {}, [GRAPHS] if GPU else [])
+
+
 def jpegs(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A ResNet-50 on JPEG files. The untimed steps use up the batches that the workers have prefetched, two each."""
     workers = max(1, len(os.sched_getaffinity(0)) - 1)
@@ -47,9 +56,13 @@ def jpegs(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return in_turns(load, given.turns, folder, {"decoded-on-device": ["data.args.decode_on_device=true"]})
 
 
-def in_turns(load: Workload, turns: int, folder: Path, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Time the bare loop, Laststep, and the variants of Laststep, given as additional words."""
-    commands = {"bare": [sys.executable, "-m", "benchmarks._gpu.contenders"]}
+def in_turns(
+    load: Workload, turns: int, folder: Path, variants: dict[str, list[str]], modes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Time the bare loop, Laststep, the variants of Laststep, given as additional words, and the bare loop in these
+    modes of torch.compile."""
+    bare = [sys.executable, "-m", "benchmarks._gpu.contenders"]
+    commands = {"bare": bare, **{f"bare-{mode}": [*bare, mode] for mode in modes}}
     for name, more in {"laststep": [], **variants}.items():
         steps = (turns + 1) * (load.lead + load.steps)
         commands[name] = [sys.executable, "-m", "trainer", f"--name={name}", *words(load, steps, folder), *more]

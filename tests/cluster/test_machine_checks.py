@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -229,6 +230,35 @@ def test_tf32_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"^train\.precision=tf32: Tesla P100 has no tf32 arithmetic; use fp16 or fp32"
     ):
         set_up_device(config("train.precision=tf32"), WORLD)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "records what torch.compile makes; set train.compile=true, too"),
+        ("train.compile=true device=cpu", "only GPUs have CUDA graphs, but device=cpu; remove this key"),
+        ("train.compile=true train.sharding=full", "needs weights that stay where they are, and train.sharding=full"),
+        (
+            "train.compile=true train.accumulate=2",
+            "needs exactly one backward pass per step, and with train.accumulate=2",
+        ),
+        (
+            "train.compile=true train.shares=2",
+            "needs exactly one backward pass per step, and with train.shares=2 a rank",
+        ),
+    ],
+)
+def test_cuda_graphs_that_cannot_be(words: str, said: str) -> None:
+    """A second backward pass would write its gradients over those of the first."""
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'train.cuda_graphs=true: {said}')}"):
+        config("train.cuda_graphs=true", "launch.tasks_per_node=2", *words.split())
+
+
+def test_cuda_graphs_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would leave them out silently, and the run would be slower than its configuration says."""
+    gpus(0, monkeypatch)
+    with pytest.raises(ConfigError, match=r"^train\.cuda_graphs=true: only GPUs have CUDA graphs, but this rank uses"):
+        set_up_device(config("train.cuda_graphs=true", "train.compile=true"), WORLD)
 
 
 def test_deterministic_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

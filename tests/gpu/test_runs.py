@@ -55,6 +55,8 @@ def test_everything_is_exact(root: Path, device: str) -> None:
         "train.precision=bf16 train.channels_last=true",
         "train.precision=fp16 optim.clip_norm=0.5",
         "train.precision=bf16 train.compile=true data.args.samples=48 train.epochs=1",
+        "train.compile=true train.cuda_graphs=true data.args.samples=48 train.epochs=2",
+        "train.compile=true train.cuda_graphs=true train.precision=fp16 optim.clip_norm=0.5 train.epochs=1",
         "train.activation_checkpointing=true model.name=resnet18 data.args.image_size=32 train.max_steps=6",
     ],
 )
@@ -62,6 +64,23 @@ def test_each_arithmetic_is_exact(root: Path, options: str, request: pytest.Fixt
     """cuDNN, cuBLAS and compiled kernels choose the order of sums, and must choose the same in every attempt."""
     name = f"exact-{request.node.callspec.indices['options']}"
     stop_and_resume(root, name, 1, (*options.split(), "device=cuda", EXACT), "SIGTERM step 4 rank 0")
+
+
+@needs_gpu
+@pytest.mark.parametrize("options", ["", "train.precision=bf16 optim.name=adamw", "train.ema_decay=0.9"])
+def test_cuda_graphs_keep_the_bits(root: Path, options: str, request: pytest.FixtureRequest) -> None:
+    """They are the kernels of the same compiled model. A short last batch has a graph of its own."""
+    number = request.node.callspec.indices["options"]
+    words = (*options.split(), "train.compile=true", "train.epochs=1", "device=cuda", EXACT)
+    graphs = train(config(root, f"graphs-{number}", 1, (*words, "train.cuda_graphs=true")))
+    assert fingerprint(graphs) == fingerprint(train(config(root, f"no-graphs-{number}", 1, words)))
+
+
+@needs_two_gpus
+def test_cuda_graphs_over_nccl(root: Path) -> None:
+    """DistributedDataParallel cuts the compiled model into a graph for each of its buckets."""
+    words = ("train.compile=true", "train.cuda_graphs=true", "data.args.samples=48", "device=cuda", EXACT)
+    stop_and_resume(root, "graphs-nccl", 2, words, "SIGTERM step 4 rank 1")
 
 
 @needs_two_gpus
@@ -168,7 +187,16 @@ def test_stuck_in_a_kernel(root: Path, step: int) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("step", [2, 5])
-@pytest.mark.parametrize("more", [(), ("train.precision=fp16",), ("train.nonfinite=skip", "optim.name=adamw")], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("train.precision=fp16",),
+        ("train.nonfinite=skip", "optim.name=adamw"),
+        ("train.compile=true", "train.cuda_graphs=true"),
+    ],
+    ids=str,
+)
 def test_stuck_with_the_next_steps_queued(root: Path, step: int, more: tuple[str, ...]) -> None:
     """Like a collective of NCCL's that waits for a dead rank: the CPU does not wait, and queues the step's update and
     the next step behind it. The state in memory is that of the step before, and it is saved."""

@@ -38,7 +38,7 @@ LATER_KEYS = (
     *("launch.grace_s", "launch.max_failures", "launch.init_method", "launch.backend", "launch.python", "launch.srun"),
     *("launch.max_restarts", "launch.spare_nodes", "launch.exclude_after", "launch.preflight"),
     *("optim.decay_share", "train.epoch_samples", "train.sharding"),
-    *("checkpoint.replicas", "checkpoint.replica_every_steps"),
+    *("checkpoint.replicas", "checkpoint.replica_every_steps", "train.cuda_graphs"),
 )
 PLACE = ("launch.root", "launch.name")  # a run's folder may be moved
 Change = tuple[Any, Any]  # a key's value before and after

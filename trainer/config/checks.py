@@ -38,6 +38,7 @@ def check_values(config: Settings) -> None:
     _check_launch(config)
     _check_shares(config)
     _check_sharding(config)
+    _check_cuda_graphs(config)
 
 
 def check_batch(batch_size: int, world_sizes: Iterable[int], accumulate: int, shares: int | None = None) -> None:
@@ -169,6 +170,29 @@ def _check_sharding(config: Settings) -> None:
         raise ConfigError(f"train.channels_last=true: cannot be combined with {given}; shards keep torch's own layout")
     if config.optim.name.lower() in NOT_BY_ROWS:
         raise ConfigError(f"optim.name={config.optim.name}: {NOT_BY_ROWS_WHY}, so {given} cannot shard it; use adamw")
+
+
+def _check_cuda_graphs(config: Settings) -> None:
+    """Raise ConfigError for keys that contradict train.cuda_graphs. A graph writes the gradients of each backward pass
+    to the same memory, so a step can have one backward pass."""
+    train, given = config.train, "train.cuda_graphs=true"
+    if not train.cuda_graphs:
+        return
+    if config.device == "cpu":
+        raise ConfigError(f"{given}: only GPUs have CUDA graphs, but device=cpu; remove this key")
+    if not train.compile:
+        raise ConfigError(f"{given}: records what torch.compile makes; set train.compile=true, too")
+    if train.sharding != "none":
+        raise ConfigError(
+            f"{given}: needs weights that stay where they are, and train.sharding={train.sharding} gathers them anew "
+            "in each step; remove one of the two"
+        )
+    for key, value in (("accumulate", train.accumulate), ("shares", train.shares)):
+        if value not in (1, None):
+            raise ConfigError(
+                f"{given}: needs exactly one backward pass per step, and with train.{key}={value} a rank may have "
+                "several; remove one of the two"
+            )
 
 
 def _check_limits(key: str, field: dataclasses.Field[Any], value: Any) -> None:

@@ -134,6 +134,11 @@ class Train:
         choices=("fp32", "tf32", "bf16", "fp16"),
     )
     compile: bool = setting(False, "compile the model with torch.compile")
+    cuda_graphs: bool = setting(
+        False,
+        "launch the kernels of the compiled model as CUDA graphs (torch.compile's mode reduce-overhead): for models so "
+        "small that launching them takes longer than running them",
+    )
     channels_last: bool = setting(False, "store images as NHWC in memory; convolutions are faster on a GPU")
     ema_decay: float = setting(
         0.0,

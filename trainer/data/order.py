@@ -7,7 +7,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy
@@ -81,7 +81,7 @@ class Order:
             return Order(samples, batch_size, seed)
         return PartOrder(epoch_samples, batch_size, seed, whole=samples)
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Global batches per epoch, including a short last one unless `drop_last`."""
         return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)

@@ -28,7 +28,7 @@ def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -
         checkpoint_activations(model, train.compile)
     if train.compile:
         # Static shapes: dynamic ones depend on the shapes seen before, and so on where the run was resumed.
-        model.compile(dynamic=False)
+        model.compile(dynamic=False, mode="reduce-overhead" if train.cuda_graphs else None)
     return model, average
 
 

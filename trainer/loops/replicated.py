@@ -42,6 +42,8 @@ class Replicated:
         self.parallel = data_parallel(model, self._loss_tap, group, config.train)
         self.share_sum: AddsShares = ShareSum(self.summed, len(shares_of(config.train, group.world)))
         self._alone = self.parallel is model
+        # With several ranks it lies in a bucket, which the next all-reduce overwrites, as a CUDA graph does its memory.
+        self._loss_stays = self._alone and not config.train.cuda_graphs
         in_buckets = not self._alone and lays_in_buckets(config.train, group.device)
         self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets)
 
@@ -99,8 +101,7 @@ class Replicated:
         nonfinite = self._finite_check.nonfinite(measured.get("grad_norm"), loss_alone=scaler.is_enabled())
         loss, self._loss_tap.grad = self._loss_tap.grad, None
         assert loss is not None
-        # With several ranks the loss lies in a bucket that the next all-reduce overwrites.
-        return {"loss": loss if self._alone else loss.clone(), "nonfinite": nonfinite, **measured}
+        return {"loss": loss if self._loss_stays else loss.clone(), "nonfinite": nonfinite, **measured}
 
     def marked(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """See Gradients."""

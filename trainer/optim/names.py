@@ -37,6 +37,8 @@ def check_optimizer(optim: Optim) -> None:
     name = optim.name.lower()
     if name in UNSUPPORTED:
         raise ConfigError(f"optim.name={optim.name}: {UNSUPPORTED[name]}; choose another optimiser, e.g. adamw")
+    if name in FIRST and not optim.args:
+        return  # every torch has these, with weight decay: most commands need not read its source
     if not _sources():  # a login node that submits ranks into a container image may lack torch
         return
     if name not in _sources():

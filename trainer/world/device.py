@@ -28,6 +28,8 @@ def set_up_device(config: Config, world: World) -> torch.device:
     """
     device = _choose_device(config, world)
     _check_precision(config.train.precision, device)
+    if config.train.cuda_graphs and device.type == "cpu":
+        raise ConfigError("train.cuda_graphs=true: only GPUs have CUDA graphs, but this rank uses the CPU; remove it")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         _allow_tf32(config.train.precision == "tf32")
