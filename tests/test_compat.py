@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from tests.support.project import PROJECT
 from tests.support.sharded import pretended_rank, sharded
 from trainer import compat
 from trainer.cluster.sbatch import run_executor
-from trainer.compat import autograd, optimizers
+from trainer.compat import autograd, inductor, optimizers
 from trainer.compat import fsdp as compat_fsdp
 from trainer.compat import generators as compat_generators
 from trainer.config.config import Config
@@ -239,6 +240,30 @@ def test_the_compiler_says_when_it_works() -> None:
     assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))[0] == 2
     assert noted == [True, False]
     torch._dynamo.reset()
+
+
+def test_what_the_compiler_makes_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the first, dropout would differ after a resume where activations are recomputed on a GPU."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    from torch._inductor import cudagraph_trees
+
+    monkeypatch.setattr(torch._functorch.config, "graphsafe_rng_functionalization", True)
+    inductor.draw_from_default_generators()
+    assert not torch._functorch.config.graphsafe_rng_functionalization
+    assert "config.graphsafe_rng_functionalization" in inspect.getsource(torch._functorch.partitioners)
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    inductor.compile_whole_under_ddp()
+    assert not torch._dynamo.config.optimize_ddp
+    assert not inductor.has_cuda_graphs(torch.device("cuda", 0)), "no device, no graphs"
+    roots: dict[int, list[str]] = {}
+    monkeypatch.setattr(
+        cudagraph_trees, "get_manager", lambda index, create_if_none_exists: SimpleNamespace(roots=roots)
+    )
+    assert not inductor.has_cuda_graphs(torch.device("cuda", 0))
+    roots[0] = ["a graph"]
+    assert inductor.has_cuda_graphs(torch.device("cuda", 0))
+    assert "self.roots[function_id].append(" in inspect.getsource(cudagraph_trees.CUDAGraphTreeManager)
 
 
 def test_compiled_modules() -> None:

@@ -27,6 +27,7 @@ RESNET = Workload("resnet50", 256, 224, lead=2, steps=40) if GPU else Workload("
 VIT = Workload("vit_b_16", 256, 224, lead=2, steps=30) if GPU else Workload("vit_b_16", 2, 32, lead=1, steps=2)
 SMALL = Workload("convnet", 32, 8, lead=10, steps=5000 if GPU else 400, classes=10)
 GRAPHS = "reduce-overhead"  # torch.compile's name for CUDA graphs
+AGAINST = {"cuda-graphs": f"bare-{GRAPHS}"}  # the bare loop with which a contender is compared, if not the plain one
 # Shared by all parts, so that none has to compile what another has already compiled.
 KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/laststep-gpu"}
 
@@ -70,7 +71,7 @@ def in_turns(
     starts, taken = take_turns(commands, env, turns, folder)
     images = load.steps * load.batch_size
     rates = {name: spread([images / turn[name] for turn in taken], 1) for name in commands}
-    ratios = {name: spread([turn["bare"] / turn[name] for turn in taken]) for name in commands}
+    ratios = {name: spread([turn[AGAINST.get(name, "bare")] / turn[name] for turn in taken]) for name in commands}
     flops, at_best = flops_of(load), matrix_rate()
     print(
         f"{'images/s':>9} {'10-90 %':>17} {'to bare':>8} {'10-90 %':>13} {'TFLOP/s':>8} {'of best':>8}  ({turns} turns)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -237,6 +238,10 @@ def test_tf32_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("", "records what torch.compile makes; set train.compile=true, too"),
         ("train.compile=true device=cpu", "only GPUs have CUDA graphs, but device=cpu; remove this key"),
+        (
+            "train.compile=true train.activation_checkpointing=true",
+            "no graph can record how recomputed activations",
+        ),
         ("train.compile=true train.sharding=full", "needs weights that stay where they are, and train.sharding=full"),
         (
             "train.compile=true train.accumulate=2",
@@ -259,6 +264,16 @@ def test_cuda_graphs_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) 
     gpus(0, monkeypatch)
     with pytest.raises(ConfigError, match=r"^train\.cuda_graphs=true: only GPUs have CUDA graphs, but this rank uses"):
         set_up_device(config("train.cuda_graphs=true", "train.compile=true"), WORLD)
+
+
+def test_random_numbers_of_recomputed_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, torch's compiler would draw them from generators that no seed before a step reaches: dropout would
+    differ after a resume. Custom loops compile by themselves, so this does not depend on train.compile."""
+    gpus(1, monkeypatch)
+    functorch = importlib.import_module("torch._functorch.config")
+    monkeypatch.setattr(functorch, "graphsafe_rng_functionalization", True)
+    set_up_device(config(), WORLD)
+    assert not functorch.graphsafe_rng_functionalization
 
 
 def test_deterministic_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

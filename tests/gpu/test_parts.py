@@ -31,6 +31,7 @@ from trainer.data.pixels import Augmentation, Images, normalized
 from trainer.doctor.hello import measure
 from trainer.loops.learner import Learner
 from trainer.world.device import set_up_device
+from trainer.world.device_queue import open_queue
 from trainer.world.group import Group
 from trainer.world.world import World
 
@@ -82,6 +83,27 @@ def test_a_save_is_of_its_moment(tmp_path: Path, device: str) -> None:
     saver.close()
     assert torch.equal(load(store.path(1), store.verify(1))["weight"], expected)
     assert not load(store.path(2), store.verify(2))["weight"].any()
+
+
+@needs_gpu
+def test_scalars_are_read_while_the_device_is_busy() -> None:
+    """A rescue reads the losses while a collective hangs. Then it must not need memory from torch's caches, which are
+    emptied whenever a CUDA graph is recorded."""
+    device = torch.device("cuda", 0)
+    values = [0.5, 0.25, 7.0, 1.0]
+    kinds = [torch.float32, torch.float64, torch.int64, torch.bfloat16]
+    scalars = [torch.tensor(value, dtype=kind, device=device) for value, kind in zip(values, kinds)]
+    queue = open_queue(device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=device)
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(8_000_000_000)  # some 4 s
+    busy.record()
+    with queue.beside():
+        assert [queue.read(scalar) for scalar in scalars] == values
+        torch.empty(1 << 20, dtype=torch.uint8, device=device)  # as the hashes of a save
+    assert not busy.query(), "it has waited for the device"
+    torch.cuda.synchronize()
 
 
 @needs_gpu

@@ -6,6 +6,7 @@ A model with a wrong gradient still learns, only worse, without any error.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -187,6 +188,22 @@ def test_clip_norm() -> None:
 
 
 # --- options that must not change what is learned
+
+
+def test_cuda_graphs_that_torch_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a CPU, or for a model that it cannot record: the run would be slower than its configuration says. Where it
+    can, it records the second pass, so there are two before the state is restored; they leave no trace."""
+    plain_one = learner(convnet)
+    config = plain_one.config
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, cuda_graphs=True))
+    with_it = Learner(config, Images(config, convnet), plain_one.group, total_steps=10)
+    passes: list[bool] = []
+    next(with_it.model.parameters()).register_hook(lambda _: passes.append(True))
+    for learning in (plain_one, with_it):
+        learning.warm_up((IMAGES, LABELS))
+    assert len(passes) == 2 and with_it.names == plain_one.names
+    assert "WARNING: train.cuda_graphs=true: torch has recorded no CUDA graph" in capsys.readouterr().out
+    assert same(train(plain_one, 2), train(with_it, 2))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ that looks like any other.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import urllib.error
 from pathlib import Path
@@ -69,6 +70,21 @@ def test_evaluated_as_recorded(capfd: pytest.CaptureFixture[str]) -> None:
     assert raw["recorded"] is None and raw["metrics"] != found["metrics"]
     assert main(["evaluate", str(trained(1).path), "data.workers=0"]) == 0
     assert capfd.readouterr().out.endswith(" (as the run itself has measured)\n")
+
+
+def test_evaluated_without_what_only_training_needs(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run that was trained on GPUs, with keys that only they can obey, is evaluated anywhere."""
+    run = RunDir(root / "graphs")
+    shutil.copytree(trained(1).path, run.path)
+    text = run.config.read_text()
+    for before, after in (
+        ("device: cpu", "device: auto"),
+        ("  compile: false", "  compile: true\n  cuda_graphs: true"),
+    ):
+        assert before in text
+        text = text.replace(before, after)
+    run.config.write_text(text.replace("  cuda_graphs: false\n", ""))
+    assert evaluated(capfd, run, "device=cpu") == {**evaluated(capfd, trained(1)), "run": "graphs"}
 
 
 def test_evaluated_on_other_data(capfd: pytest.CaptureFixture[str]) -> None:

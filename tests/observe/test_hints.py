@@ -55,6 +55,14 @@ def test_settings_in_use_are_not_advised() -> None:
     assert "bf16" not in said and "activation_checkpointing" not in said
 
 
+def test_only_settings_that_go_together_are_advised() -> None:
+    """The next run would be refused."""
+    config = Config.load(None, ["train.compile=true", "train.cuda_graphs=true"])
+    said = str(likely_cause("torch.OutOfMemoryError: CUDA out of memory.", config, a_world()))
+    assert "accumulate" not in said and "activation_checkpointing" not in said
+    assert "with train.cuda_graphs=false, train.precision=bf16 or a smaller train.batch_size" in said
+
+
 @pytest.mark.parametrize(
     "error",
     [

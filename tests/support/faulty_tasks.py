@@ -31,6 +31,11 @@ def shares_per_rank(config: Config) -> int:
     return (config.train.shares or size) // size
 
 
+def warm_ups(config: Config) -> int:
+    """How many calls of `step` come before the first step of an attempt."""
+    return 2 if config.train.cuda_graphs else 1
+
+
 class Poisoned(Classification):
     """The loss of the run's 5th step is NaN on rank 1 alone, as of a bad sample."""
 
@@ -88,7 +93,7 @@ class Faulty(Classification):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.steps = -1  # the first call is the warm-up's
+        self.steps = -warm_ups(config)
         self.kind, _, place, _, ranks = os.environ.get("LASTSTEP_TEST_FAULT", "none step 0 rank none").split()
         self.place = (int(place) - 1) * config.train.accumulate * shares_per_rank(config) + 1
         self.here = str(detect_world().rank) in ranks.split(",")

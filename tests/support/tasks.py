@@ -29,6 +29,7 @@ from tests.support.faulty_tasks import (
     PoisonedAndKilled,
     Unprepared,
     shares_per_rank,
+    warm_ups,
 )
 from tests.support.layers import transformer
 from tests.support.waiting import DEADLINE_S, wait_until
@@ -129,7 +130,7 @@ class Signalled(Classification):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.warm = False  # the first call, the warm-up's, does not count
+        self.calls = -warm_ups(config)
         self.done = {"step": 0, "validation": 0}
         name, self.unit, place, _, ranks = (os.environ.get("LASTSTEP_TEST_SIGNAL") or "SIGTERM never 0 rank 0").split()
         self.number = signal.Signals[name]
@@ -137,13 +138,13 @@ class Signalled(Classification):
         self.here = str(detect_world().rank) in ranks.split(",")
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        if self.warm and self.here:
+        self.calls += 1
+        if self.calls > 0 and self.here:
             unit = "step" if model.training else "validation"
             self.done[unit] += 1
             if unit == self.unit and self.done[unit] == (self.place - 1) * self.per_unit(unit) + 1:
                 os.kill(os.getpid(), self.number)
                 await_agreement()
-        self.warm = True
         return super().step(model, batch)
 
     def per_unit(self, unit: str) -> int:

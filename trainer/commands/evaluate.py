@@ -31,7 +31,7 @@ CHANGEABLE = ("data.", "train.batch_size=", "device=", "launch.root=")
 ONE_RANK = (
     *("launch.nodes=1", "launch.tasks_per_node=null", "launch.gpus_per_node=0"),
     *("launch.backend=auto", "launch.init_method=null", "train.accumulate=1", "train.sharding=none"),
-    "checkpoint.replicas=0",
+    *("checkpoint.replicas=0", "train.cuda_graphs=false"),
 )
 
 

@@ -187,6 +187,11 @@ def _check_cuda_graphs(config: Settings) -> None:
             f"{given}: needs weights that stay where they are, and train.sharding={train.sharding} gathers them anew "
             "in each step; remove one of the two"
         )
+    if train.activation_checkpointing:
+        raise ConfigError(
+            f"{given}: no graph can record how recomputed activations draw their random numbers again; remove this "
+            "key or train.activation_checkpointing=true"
+        )
     for key, value in (("accumulate", train.accumulate), ("shares", train.shares)):
         if value not in (1, None):
             raise ConfigError(

@@ -18,7 +18,7 @@ from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.buffers import Buffers, Committed
 from trainer.loops.gradients import make_gradients
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
-from trainer.loops.model_setup import channels_last, prepare_model
+from trainer.loops.model_setup import channels_last, prepare_model, report_cuda_graphs
 from trainer.loops.rates import LearningRates
 from trainer.loops.shares import shares_of
 from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer, loads_in_place
@@ -155,20 +155,21 @@ class Learner:
 
         DDP changes the layout of its gradient buckets after its first backward pass, and with three ranks or more the
         order of a sum depends on the layout. Without the warm-up, a resumed run would take one step with the first
-        layout that the undisturbed run took with the second. The warm-up also compiles the model and finds the names
-        of the task's metrics. It changes no state but the buffers, and puts those back: a copy of the whole state would
-        be held just when memory is fullest. Raises ConfigError when the task returns no loss.
+        layout that the undisturbed run took with the second. It also compiles the model and finds the names of the
+        task's metrics. Only the buffers change, and are put back. Raises ConfigError when the task returns no loss.
         """
         self._generators.seed(0)
         self.train(True)
-        output = self._forward(self.gradients.parallel, batch)
-        if "loss" not in output:
-            raise ConfigError(f"task={self.config.task}: step() must return a dict with a 'loss', not {list(output)}")
-        self.names = ["loss", *sorted(set(output) - {"loss"})]
-        self._backward(output["loss"])
-        clear_gradients(self.optimizer)
-        self.gradients.end_warm_up()
-        self.buffers.commit()
+        for _ in range(2 if self.config.train.cuda_graphs else 1):  # torch records the second pass
+            names = set(output := self._forward(self.gradients.parallel, batch))
+            if "loss" not in names:
+                raise ConfigError(f"task={self.config.task}: step() must return a dict with a 'loss', not {[*output]}")
+            self._backward(output["loss"])
+            clear_gradients(self.optimizer)
+            self.gradients.end_warm_up()
+            self.buffers.commit()
+        self.names = ["loss", *sorted(names - {"loss"})]
+        report_cuda_graphs(self.config.train, self.group)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as the last `update` left it, even if a forward pass has run since. The same on every rank. Holds
@@ -205,6 +206,8 @@ class Learner:
 
     def _forward(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         batch = self.task.on_device(batch)
+        if self.config.train.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # however often the Task calls the model: all of it is one pass
         if self.config.train.channels_last:
             batch = for_each_tensor(channels_last, batch)
         if self.dtype is torch.float32:

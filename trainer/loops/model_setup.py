@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trainer.compat import inductor
 from trainer.config.config import Config
+from trainer.config.schema import Train
 from trainer.data.order import seed_generators, seed_of
 from trainer.loops.average import Average
 from trainer.loops.blocks import checkpoint_activations, repeated_blocks
+from trainer.say import say
 from trainer.task import Task
 from trainer.world.group import Group
 from trainer.world.shard_place import ShardPlace
@@ -28,6 +31,8 @@ def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -
         checkpoint_activations(model, train.compile)
     if train.compile:
         # Static shapes: dynamic ones depend on the shapes seen before, and so on where the run was resumed.
+        if train.cuda_graphs:
+            inductor.compile_whole_under_ddp()  # fewer launches; and each forward pass is one graph, as torch expects
         model.compile(dynamic=False, mode="reduce-overhead" if train.cuda_graphs else None)
     return model, average
 
@@ -54,6 +59,15 @@ def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tup
     if average is not None:
         average.n_averaged = average.n_averaged.to(device)
     return model, average
+
+
+def report_cuda_graphs(train: Train, group: Group) -> None:
+    """After the warm-up: say so if torch has recorded no CUDA graphs though it should. It may do so silently."""
+    if train.cuda_graphs and group.world.rank == 0 and not inductor.has_cuda_graphs(group.device):
+        say(
+            "WARNING: train.cuda_graphs=true: torch has recorded no CUDA graph of this model; TORCH_LOGS=cudagraphs in "
+            "the environment makes it say why"
+        )
 
 
 def channels_last(tensor: Tensor) -> Tensor:

@@ -91,6 +91,8 @@ def _use_less_memory(config: Config) -> str:
     settings = [f"train.accumulate={2 * train.accumulate} (the same global batch in smaller parts)"]
     if not train.activation_checkpointing:
         settings.append("train.activation_checkpointing=true")
+    if train.cuda_graphs:  # which go with neither of these, and whose memory nothing else can use
+        settings = ["train.cuda_graphs=false"]
     if train.precision in ("fp32", "tf32"):
         settings.append("train.precision=bf16")
     return f"start a new run with {', '.join(settings)} or a smaller train.batch_size, or resume on more ranks"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.compat import inductor
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.say import counted, say
@@ -32,6 +33,7 @@ def set_up_device(config: Config, world: World) -> torch.device:
         raise ConfigError("train.cuda_graphs=true: only GPUs have CUDA graphs, but this rank uses the CPU; remove it")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        inductor.draw_from_default_generators()
         _allow_tf32(config.train.precision == "tf32")
         if config.train.deterministic:
             # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+WORD = 8  # bytes of the longest number
+
 
 class Event(Protocol):
     """A mark in the queue; torch.cuda.Event is one."""
@@ -75,6 +77,10 @@ class DeviceQueue:
         """`count` bytes of host memory that the device copies to directly; uint8."""
         return torch.empty(count, dtype=torch.uint8)  # takes no memory until it is used
 
+    def read(self, scalar: Tensor) -> float:
+        """The value of a scalar on the device; within `beside`, and in one thread at a time."""
+        return float(scalar)
+
     def on_host(self, tensor: Tensor) -> bool:
         """Whether the CPU changes this tensor itself, ahead of the device."""
         return False
@@ -88,10 +94,13 @@ class CudaQueue(DeviceQueue):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # Scalars are read through pinned memory, and hashes are computed in device memory of this stream. Both come
-        # from torch's caches, which this fills: while a collective hangs, a new allocation may wait for it.
+        # While a collective hangs, a new allocation may wait for it. So both are taken now: pinned memory, to read
+        # scalars, and device memory of this stream, to compute hashes. To hold one number of it keeps the 2 MB around
+        # it in torch's cache, which is emptied whenever a CUDA graph is recorded.
+        self._word = torch.empty(WORD, dtype=torch.uint8, pin_memory=True)
         with self.beside():
-            torch.zeros(1, device=device).item()
+            self._held = torch.zeros(1, device=device)
+            self.read(self._held[0])
 
     def event(self) -> Event:
         """See DeviceQueue."""
@@ -111,6 +120,13 @@ class CudaQueue(DeviceQueue):
     def host_buffer(self, count: int) -> Tensor:
         """See DeviceQueue."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+    def read(self, scalar: Tensor) -> float:
+        """See DeviceQueue. `float` would take pinned memory from torch's cache, and wait where there is none."""
+        read = self._word[: scalar.element_size()].view(scalar.dtype)
+        read.copy_(scalar.detach().reshape(1), non_blocking=True)
+        self.synchronize()
+        return float(read)
 
     def on_host(self, tensor: Tensor) -> bool:
         """See DeviceQueue."""
