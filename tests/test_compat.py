@@ -256,14 +256,21 @@ def test_what_the_compiler_makes_for_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     inductor.compile_whole_under_ddp()
     assert not torch._dynamo.config.optimize_ddp
     assert not inductor.has_cuda_graphs(torch.device("cuda", 0)), "no device, no graphs"
-    roots: dict[int, list[str]] = {}
+    roots: dict[int, list[Any]] = {}
     monkeypatch.setattr(
         cudagraph_trees, "get_manager", lambda index, create_if_none_exists: SimpleNamespace(roots=roots)
     )
-    assert not inductor.has_cuda_graphs(torch.device("cuda", 0))
-    roots[0] = ["a graph"]
+    forward = SimpleNamespace(children={})
+    for graphs in ({}, {0: [forward]}):
+        roots.update(graphs)
+        assert not inductor.has_cuda_graphs(torch.device("cuda", 0)), "no backward pass"
+    forward.children[1] = ["its backward pass"]
     assert inductor.has_cuda_graphs(torch.device("cuda", 0))
-    assert "self.roots[function_id].append(" in inspect.getsource(cudagraph_trees.CUDAGraphTreeManager)
+    monkeypatch.setitem(torch._dynamo.utils.counters["inductor"], "cudagraph_skips", 1)
+    assert not inductor.has_cuda_graphs(torch.device("cuda", 0)), "not all of the model"
+    source = inspect.getsource(cudagraph_trees)
+    assert "self.roots[function_id].append(" in source and "self.children[function_id].append(" in source
+    assert '["cudagraph_skips"] += 1' in inspect.getsource(torch._inductor.cudagraph_utils)
 
 
 def test_compiled_modules() -> None:

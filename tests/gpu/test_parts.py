@@ -87,23 +87,33 @@ def test_a_save_is_of_its_moment(tmp_path: Path, device: str) -> None:
 
 @needs_gpu
 def test_scalars_are_read_while_the_device_is_busy() -> None:
-    """A rescue reads the losses while a collective hangs. Then it must not need memory from torch's caches, which are
-    emptied whenever a CUDA graph is recorded."""
+    """A rescue reads losses and gradient scales while a collective hangs. It must not ask the driver for memory then,
+    even if torch's caches have been emptied, as they are whenever a CUDA graph is recorded."""
     device = torch.device("cuda", 0)
     values = [0.5, 0.25, 7.0, 1.0]
     kinds = [torch.float32, torch.float64, torch.int64, torch.bfloat16]
     scalars = [torch.tensor(value, dtype=kind, device=device) for value, kind in zip(values, kinds)]
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    scaler.scale(scalars[0])
     queue = open_queue(device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device=device)
+    before = taken()
     busy = torch.cuda.Event()
     torch.cuda._sleep(8_000_000_000)  # some 4 s
     busy.record()
     with queue.beside():
-        assert [queue.read(scalar) for scalar in scalars] == values
+        assert [float(scalar) for scalar in scalars] == values
+        assert scaler.state_dict()["scale"] == 4.0
         torch.empty(1 << 20, dtype=torch.uint8, device=device)  # as the hashes of a save
     assert not busy.query(), "it has waited for the device"
+    assert taken() == before, "it has asked the driver for memory"
     torch.cuda.synchronize()
+
+
+def taken() -> list[int]:
+    """How often torch has asked the driver for memory of the device and of the host."""
+    return [torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]]
 
 
 @needs_gpu

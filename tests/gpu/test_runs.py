@@ -56,7 +56,6 @@ def test_everything_is_exact(root: Path, device: str) -> None:
         "train.precision=bf16 train.channels_last=true",
         "train.precision=fp16 optim.clip_norm=0.5",
         "train.precision=bf16 train.compile=true data.args.samples=48 train.epochs=1",
-        "task=tests.support.tasks.SignalledTransformer train.compile=true train.activation_checkpointing=true",
         "train.activation_checkpointing=true model.name=resnet18 data.args.image_size=32 train.max_steps=6",
     ],
 )
@@ -64,6 +63,17 @@ def test_each_arithmetic_is_exact(root: Path, options: str, request: pytest.Fixt
     """cuDNN, cuBLAS and compiled kernels choose the order of sums, and must choose the same in every attempt."""
     name = f"exact-{request.node.callspec.indices['options']}"
     stop_and_resume(root, name, 1, (*options.split(), "device=cuda", EXACT), "SIGTERM step 4 rank 0")
+
+
+@needs_gpu
+def test_recomputed_dropout_is_exact(root: Path) -> None:
+    """A compiled model draws it twice in each step, the second time as the first, and in each attempt the same."""
+    words = ("task=tests.support.tasks.SignalledTransformer", "train.compile=true", "device=cuda", EXACT)
+    recomputed = (*words, "train.activation_checkpointing=true")
+    calm = train(config(root, "recomputed-calm", 1, recomputed))
+    stopped = Attempt(config(root, "recomputed", 1, recomputed), {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 4 rank 0"})
+    assert stopped.wait() == [143], stopped.output()
+    assert fingerprint(train(config(root, "recomputed", 1, recomputed))) == fingerprint(calm)
 
 
 @needs_gpu

@@ -6,7 +6,7 @@ The ranks are objects in this process; their copies travel over real sockets, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.support.sharded import places, pretended_rank, sharded_state
 from tests.support.waiting import DEADLINE_S
@@ -59,7 +58,7 @@ class Pending:
     def first_step(self) -> int:
         return self.steps[0] if self.steps else 0
 
-    def read_now(self, until: int, read: Callable[[Tensor], float] = float) -> list[Measured]:
+    def read_now(self, until: int) -> list[Measured]:
         return [Measured(step, {"loss": float(step)}) for step in self.steps if step < until]
 
     def remove(self, count: int) -> None:

@@ -202,7 +202,7 @@ def test_cuda_graphs_that_torch_leaves_out(capsys: pytest.CaptureFixture[str]) -
     for learning in (plain_one, with_it):
         learning.warm_up((IMAGES, LABELS))
     assert len(passes) == 2 and with_it.names == plain_one.names
-    assert "WARNING: train.cuda_graphs=true: torch has recorded no CUDA graph" in capsys.readouterr().out
+    assert "WARNING: train.cuda_graphs=true: torch has recorded no CUDA graphs" in capsys.readouterr().out
     assert same(train(plain_one, 2), train(with_it, 2))
 
 

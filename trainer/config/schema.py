@@ -137,7 +137,8 @@ class Train:
     cuda_graphs: bool = setting(
         False,
         "launch the kernels of the compiled model as CUDA graphs (torch.compile's mode reduce-overhead): for models so "
-        "small that launching them takes longer than running them",
+        "small that launching them takes longer than running them; a Task that keeps what the model returns beyond a "
+        "step must clone it",
     )
     channels_last: bool = setting(False, "store images as NHWC in memory; convolutions are faster on a GPU")
     ema_decay: float = setting(

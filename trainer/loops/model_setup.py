@@ -62,11 +62,11 @@ def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tup
 
 
 def report_cuda_graphs(train: Train, group: Group) -> None:
-    """After the warm-up: say so if torch has recorded no CUDA graphs though it should. It may do so silently."""
+    """After the warm-up: say if torch has left out CUDA graphs that it should have recorded, which it does silently."""
     if train.cuda_graphs and group.world.rank == 0 and not inductor.has_cuda_graphs(group.device):
         say(
-            "WARNING: train.cuda_graphs=true: torch has recorded no CUDA graph of this model; TORCH_LOGS=cudagraphs in "
-            "the environment makes it say why"
+            "WARNING: train.cuda_graphs=true: torch has recorded no CUDA graphs of this model, or not of all of it; "
+            "with TORCH_LOGS=cudagraphs in the environment it says why"
         )
 
 

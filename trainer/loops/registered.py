@@ -247,7 +247,7 @@ class FingerprintedState:
     def unchanged(self) -> bool:
         """Whether every tensor still has the values that it had."""
         then, now = self._versions, self._fingerprint()
-        return then[0] == now[0] and all(map(torch.equal, then[1], now[1]))
+        return then[0] == now[0] and all(bool((a == b).all()) for a, b in zip(then[1], now[1]))
 
     def _reference(self, tensor: Tensor) -> Tensor:
         reference = tensor.detach()

@@ -136,7 +136,7 @@ class Rescued(ABC):
         while True:
             self._frozen = self._whole_position()
             with self.queue.beside():
-                measured = self.readback.read_now(self._frozen.step, self.queue.read)
+                measured = self.readback.read_now(self._frozen.step)
                 unchanged = self._unchanged()
             if self.ring.is_whole():
                 break

@@ -8,15 +8,17 @@ to ask which it is.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-WORD = 8  # bytes of the longest number
+NUMBERS: set[Any] = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__}
 
 
 class Event(Protocol):
@@ -77,13 +79,30 @@ class DeviceQueue:
         """`count` bytes of host memory that the device copies to directly; uint8."""
         return torch.empty(count, dtype=torch.uint8)  # takes no memory until it is used
 
-    def read(self, scalar: Tensor) -> float:
-        """The value of a scalar on the device; within `beside`, and in one thread at a time."""
-        return float(scalar)
-
     def on_host(self, tensor: Tensor) -> bool:
         """Whether the CPU changes this tensor itself, ahead of the device."""
         return False
+
+
+class ReadThrough(TorchFunctionMode):
+    """In a block of this, the number in a scalar on the device is read through `buffer`, 8 bytes of pinned host memory.
+    torch would take such memory from its cache, or, where that has none, from the driver."""
+
+    def __init__(self, buffer: Tensor, device_type: str, synchronize: Callable[[], None]) -> None:
+        super().__init__()
+        self._buffer, self._device_type, self._synchronize = buffer, device_type, synchronize
+        self._lock = threading.Lock()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See torch.overrides: called in place of each of torch's functions."""
+        if func not in NUMBERS or type(args[0]) is not Tensor or args[0].device.type != self._device_type:
+            return func(*args, **(kwargs or {}))
+        scalar = args[0].detach().reshape(1)
+        with self._lock:
+            number = self._buffer[: scalar.element_size()].view(scalar.dtype)
+            number.copy_(scalar, non_blocking=True)
+            self._synchronize()
+            return func(number)
 
 
 class CudaQueue(DeviceQueue):
@@ -94,13 +113,13 @@ class CudaQueue(DeviceQueue):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # While a collective hangs, a new allocation may wait for it. So both are taken now: pinned memory, to read
-        # scalars, and device memory of this stream, to compute hashes. To hold one number of it keeps the 2 MB around
-        # it in torch's cache, which is emptied whenever a CUDA graph is recorded.
-        self._word = torch.empty(WORD, dtype=torch.uint8, pin_memory=True)
+        # While a collective hangs, new memory may wait for it. So what a rescue needs is held from now on, since torch
+        # empties its caches whenever it records a CUDA graph.
+        buffer = torch.empty(8, dtype=torch.uint8, pin_memory=True)
+        self._reads = ReadThrough(buffer, "cuda", self.synchronize)
         with self.beside():
-            self._held = torch.zeros(1, device=device)
-            self.read(self._held[0])
+            self._held = torch.zeros(1, device=device)  # and with it the 2 MB around it, where hashes are computed
+            self._held.item()  # makes the event with which torch marks a copy
 
     def event(self) -> Event:
         """See DeviceQueue."""
@@ -114,19 +133,12 @@ class CudaQueue(DeviceQueue):
     def beside(self) -> Iterator[None]:
         """See DeviceQueue."""
         torch.cuda.set_device(self._device)  # each thread has its own, at first the first GPU
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self._reads:
             yield
 
     def host_buffer(self, count: int) -> Tensor:
         """See DeviceQueue."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
-
-    def read(self, scalar: Tensor) -> float:
-        """See DeviceQueue. `float` would take pinned memory from torch's cache, and wait where there is none."""
-        read = self._word[: scalar.element_size()].view(scalar.dtype)
-        read.copy_(scalar.detach().reshape(1), non_blocking=True)
-        self.synchronize()
-        return float(read)
 
     def on_host(self, tensor: Tensor) -> bool:
         """See DeviceQueue."""
