@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import logging
 import re
 import subprocess
 import sys
@@ -34,7 +35,8 @@ from tests.support.project import PROJECT
 from tests.support.sharded import pretended_rank, sharded
 from trainer import compat
 from trainer.cluster.sbatch import run_executor
-from trainer.compat import autograd, inductor, optimizers
+from trainer.compat import autograd, optimizers
+from trainer.compat import compiler as compat_compiler
 from trainer.compat import fsdp as compat_fsdp
 from trainer.compat import generators as compat_generators
 from trainer.config.config import Config
@@ -242,6 +244,51 @@ def test_the_compiler_says_when_it_works() -> None:
     torch._dynamo.reset()
 
 
+def test_the_compiler_makes_a_graph_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as it keeps. From then on a resumed run may compile other shapes than the undisturbed one, which must not
+    happen in silence. torch's own default would be one graph for all, once it has met a second shape."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", True)
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", False)
+    for _ in range(2):
+        compat_compiler.compile_each_shape(warnings.append)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    double = torch.compile(lambda x: 2 * x, backend=backend)
+    limit = torch._dynamo.config.recompile_limit
+    for size in [*range(2, limit + 2), 3, 2]:
+        assert double(torch.ones(size)).tolist() == [2] * size
+    assert (len(graphs), warnings) == (limit, [])
+    for size in (50, 60):
+        assert double(torch.ones(size)).tolist() == [2] * size
+    assert len(graphs) == limit
+    assert warnings == [compat_compiler.LIMIT.format(limit)]
+    torch._dynamo.reset()
+
+
+def test_the_compiler_chooses_nothing_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would choose anew in each attempt, among kernels that add in different orders."""
+    import torch._inductor.config as config
+
+    for chosen, expected in (("0", False), (None, True)):  # the user's choice is kept
+        monkeypatch.setattr(config, "deterministic", False)
+        monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", chosen or "")
+        if chosen is None:
+            monkeypatch.delenv("TORCHINDUCTOR_DETERMINISTIC")
+        compat_compiler.compile_without_timing()
+        assert config.deterministic == expected
+    monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "1")
+    code = "import torch._inductor.config as config; print(config.deterministic)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n", "where it is imported later"
+
+
 def test_what_the_compiler_makes_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the first, dropout would differ after a resume where activations are recomputed on a GPU."""
     import torch._dynamo.config
@@ -249,13 +296,13 @@ def test_what_the_compiler_makes_for_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     from torch._inductor import cudagraph_trees
 
     monkeypatch.setattr(torch._functorch.config, "graphsafe_rng_functionalization", True)
-    inductor.draw_from_default_generators()
+    compat_compiler.draw_from_default_generators()
     assert not torch._functorch.config.graphsafe_rng_functionalization
     assert "config.graphsafe_rng_functionalization" in inspect.getsource(torch._functorch.partitioners)
     monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
-    inductor.compile_whole_under_ddp()
+    compat_compiler.compile_whole_under_ddp()
     assert not torch._dynamo.config.optimize_ddp
-    assert not inductor.has_cuda_graphs(torch.device("cuda", 0)), "no device, no graphs"
+    assert not compat_compiler.has_cuda_graphs(torch.device("cuda", 0)), "no device, no graphs"
     roots: dict[int, list[Any]] = {}
     monkeypatch.setattr(
         cudagraph_trees, "get_manager", lambda index, create_if_none_exists: SimpleNamespace(roots=roots)
@@ -263,11 +310,11 @@ def test_what_the_compiler_makes_for_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     forward = SimpleNamespace(children={})
     for graphs in ({}, {0: [forward]}):
         roots.update(graphs)
-        assert not inductor.has_cuda_graphs(torch.device("cuda", 0)), "no backward pass"
+        assert not compat_compiler.has_cuda_graphs(torch.device("cuda", 0)), "no backward pass"
     forward.children[1] = ["its backward pass"]
-    assert inductor.has_cuda_graphs(torch.device("cuda", 0))
+    assert compat_compiler.has_cuda_graphs(torch.device("cuda", 0))
     monkeypatch.setitem(torch._dynamo.utils.counters["inductor"], "cudagraph_skips", 1)
-    assert not inductor.has_cuda_graphs(torch.device("cuda", 0)), "not all of the model"
+    assert not compat_compiler.has_cuda_graphs(torch.device("cuda", 0)), "not all of the model"
     source = inspect.getsource(cudagraph_trees)
     assert "self.roots[function_id].append(" in source and "self.children[function_id].append(" in source
     assert '["cudagraph_skips"] += 1' in inspect.getsource(torch._inductor.cudagraph_utils)

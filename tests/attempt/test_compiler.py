@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,8 +89,11 @@ def test_it_can_be_switched_off(value: str | None, in_place: bool, monkeypatch: 
     monkeypatch.delenv(compiler.SWITCH, raising=False)
     if value is not None:
         monkeypatch.setenv("LASTSTEP_KEEP_COMPILER", value)
+    imported: list[Any] = []
+    monkeypatch.setattr(compiler, "compile_each_shape", imported.append)
     compiler.defer_import()
     assert (sys.meta_path != before) == in_place
+    assert bool(imported) != in_place, "it makes a graph for each shape, however it is imported"
 
 
 # Compares the stand-in with the compiler itself.
@@ -114,6 +118,8 @@ def test_the_compiler_has_what_the_stand_in_has() -> None:
 ASKED = (
     "train(torch.compile(model, backend='eager'))",
     "import torch._dynamo.config as config; assert config is torch._dynamo.config; config.suppress_errors",
+    "graphs = []; double = torch.compile(lambda x: 2 * x, backend=lambda made, _: graphs.append(made) or made.forward)"
+    "; assert [len(double(torch.ones(n))) for n in (3, 4, 5, 3, 4)] and len(graphs) == 3, 'a graph for each shape'",
     "from torch._dynamo import OptimizedModule",
     "torch.compiler.reset()",
     "assert torch._dynamo.utils.is_compile_supported('cpu') in (True, False)",
@@ -131,8 +137,9 @@ def test_code_that_asks_for_it_gets_it() -> None:
 
 
 def test_one_that_is_imported_already_stays() -> None:
-    """In a notebook that has compiled before, the stand-in is not used."""
-    assert run(f"import torch, torch._dynamo as real\n{TRAIN}\nprint(torch._dynamo is real)") == "True"
+    """In a notebook that has compiled before, the stand-in is not used. From now on there is a graph for each shape."""
+    static = "not real.config.automatic_dynamic_shapes"
+    assert run(f"import torch, torch._dynamo as real\n{TRAIN}\nprint(torch._dynamo is real, {static})") == "True True"
 
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch/_inductor/runtime/cache_dir_utils.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -264,6 +265,21 @@ def test_cuda_graphs_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) 
     gpus(0, monkeypatch)
     with pytest.raises(ConfigError, match=r"^train\.cuda_graphs=true: only GPUs have CUDA graphs, but this rank uses"):
         set_up_device(config("train.cuda_graphs=true", "train.compile=true"), WORLD)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kernels_are_chosen_without_timing(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's deterministic algorithms alone would leave the compiler a choice by time, e.g. of the padding of matrix
+    products: another one in each attempt, with other last bits."""
+    gpus(1, monkeypatch)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "")
+    monkeypatch.delenv("TORCHINDUCTOR_DETERMINISTIC")
+    set_up_device(config(f"train.deterministic={str(deterministic).lower()}"), WORLD)
+    assert (os.environ.get("TORCHINDUCTOR_DETERMINISTIC") == "1") == deterministic
 
 
 def test_random_numbers_of_recomputed_activations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,13 @@ def test_own_batches_a_second_loader_and_validations_within_epochs(root: Path, p
     stop_and_resume(root, 2, "mixed", f"SIGTERM {place}", step)
 
 
+def test_it_compiles_by_itself(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default torch.compile uses one graph for all sizes as soon as it has seen a short batch, and that graph rounds
+    differently. The resumed run has not seen one yet."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(root / "compiled"))
+    stop_and_resume(root, 1, "compiling", "SIGTERM step 4 rank 0", 4)
+
+
 @pytest.mark.parametrize(
     ("ranks", "task", "place", "step"),
     [

@@ -98,6 +98,7 @@ SITUATIONS: dict[str, list[Callable[[Path], str]]] = {
         ),
     ],
     "The loss is not finite": [attempt("task=tests.support.tasks.Poisoned")],
+    "torch.compile meets many shapes": [attempt("task=tests.support.tasks.ManyShapes", "train.max_steps=12")],
     "The disk is full": [
         attempt("task=tests.support.tasks.FullDisk", "checkpoint.every_steps=2", LASTSTEP_TEST_FULL="4 7")
     ],

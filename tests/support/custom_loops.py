@@ -192,6 +192,24 @@ def mixed(run: Run) -> None:
         run.log(drawn=torch.rand(()))
 
 
+def compiling(run: Run) -> None:
+    """Compiles its loss by itself. The last of an epoch's three batches is short."""
+    struck = Struck(run)
+    x = torch.randn(21, 33, generator=torch.Generator().manual_seed(1))
+    loader, model = run.loader(TensorDataset(x), 8), nn.Linear(33, 33)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of = torch.compile(lambda out: nn.functional.batch_norm(out, None, None, training=True).sin().sum())
+    run.restore(model=model, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for (inputs,) in run.steps(loader):
+            loss = loss_of(model(inputs))
+            struck.strike("step")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+
+
 def careless(run: Run) -> Any:
     """A loop over 4 steps that does one thing wrong: what LASTSTEP_TEST_WRONG says."""
     wrong = os.environ.get("LASTSTEP_TEST_WRONG")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import NAdam, Optimizer
 from torch.utils.data import Dataset
@@ -56,6 +57,7 @@ __all__ = [
     "Held",
     "KilledOnce",
     "Linear",
+    "ManyShapes",
     "OwnOptimizer",
     "Poisoned",
     "PoisonedAndKilled",
@@ -157,6 +159,19 @@ class SignalledTransformer(Signalled):
 
     def model(self) -> nn.Module:
         return transformer(self.classes or 0)
+
+
+class ManyShapes(Classification):
+    """Compiles by itself, for another shape in each step."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.rows, self.doubled = 1, torch.compile(lambda x: 2 * x, backend="eager")
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.rows += 1
+        assert self.doubled(torch.ones(self.rows)).tolist() == [2] * self.rows
+        return super().step(model, batch)
 
 
 class OwnOptimizer(Signalled):

@@ -24,6 +24,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainer.compat.compiler import compile_each_shape
+from trainer.say import say
+
 NAME = "torch._dynamo"
 SWITCH = "LASTSTEP_KEEP_COMPILER"
 
@@ -52,8 +55,13 @@ def _processor() -> str:
 
 
 def defer_import() -> None:
-    """Import torch's compiler only once it is needed. Does nothing if it is imported already, or switched off."""
-    if NAME not in sys.modules and os.environ.get(SWITCH, "0") in ("", "0"):
+    """Import torch's compiler only once it is needed, or now if this is switched off. From then on it keeps a graph for
+    each shape, see `compile_each_shape`."""
+    if isinstance(sys.modules.get(NAME), _StandIn):
+        return
+    if NAME in sys.modules or os.environ.get(SWITCH, "0") not in ("", "0"):
+        compile_each_shape(say)
+    else:
         sys.meta_path.insert(0, _Finder())
 
 
@@ -65,6 +73,7 @@ def _import_compiler(asked_for: str) -> None:
             del sys.modules[name]
     vars(sys.modules["torch"]).pop("_dynamo", None)  # torch reads this attribute while it imports the compiler
     importlib.import_module(NAME)
+    compile_each_shape(say)
 
 
 def _disable(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:

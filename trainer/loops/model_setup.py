@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainer.compat import inductor
+from trainer.compat import compiler
 from trainer.config.config import Config
 from trainer.config.schema import Train
 from trainer.data.order import seed_generators, seed_of
@@ -20,6 +20,8 @@ from trainer.world.shard_place import ShardPlace
 def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -> tuple[nn.Module, Average | None]:
     """The task's model on its device, as `config` asks for it, and its moving average if there is one. Where they are
     sharded, this is a collective. Raises ConfigError."""
+    if config.train.compile:
+        compiler.compile_each_shape(say)
     if place.shards > 1:
         return _sharded(task, config, group, place)
     train, device = config.train, group.device
@@ -30,9 +32,8 @@ def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -
     if train.activation_checkpointing:
         checkpoint_activations(model, train.compile)
     if train.compile:
-        # Static shapes: dynamic ones depend on the shapes seen before, and so on where the run was resumed.
         if train.cuda_graphs:
-            inductor.compile_whole_under_ddp()  # fewer launches; and each forward pass is one graph, as torch expects
+            compiler.compile_whole_under_ddp()  # fewer launches; and each forward pass is one graph, as torch expects
         model.compile(dynamic=False, mode="reduce-overhead" if train.cuda_graphs else None)
     return model, average
 
@@ -63,7 +64,7 @@ def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tup
 
 def report_cuda_graphs(train: Train, group: Group) -> None:
     """After the warm-up: say if torch has left out CUDA graphs that it should have recorded, which it does silently."""
-    if train.cuda_graphs and group.world.rank == 0 and not inductor.has_cuda_graphs(group.device):
+    if train.cuda_graphs and group.world.rank == 0 and not compiler.has_cuda_graphs(group.device):
         say(
             "WARNING: train.cuda_graphs=true: torch has recorded no CUDA graphs of this model, or not of all of it; "
             "with TORCH_LOGS=cudagraphs in the environment it says why"

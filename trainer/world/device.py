@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.compat import inductor
+from trainer.compat import compiler
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.say import counted, say
@@ -33,9 +33,10 @@ def set_up_device(config: Config, world: World) -> torch.device:
         raise ConfigError("train.cuda_graphs=true: only GPUs have CUDA graphs, but this rank uses the CPU; remove it")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        inductor.draw_from_default_generators()
+        compiler.draw_from_default_generators()
         _allow_tf32(config.train.precision == "tf32")
         if config.train.deterministic:
+            compiler.compile_without_timing()
             # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

@@ -1,0 +1,86 @@
+"""The private names behind torch's compiler. They are set so that what it makes depends on nothing but its input.
+
+Its settings hold for the thread in which they are set.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+LIMIT = (
+    "WARNING: torch.compile has met more than {} kinds of input, such as shapes, and runs further ones uncompiled. A "
+    "resumed run may compile others, so its last bits may differ; pad the batches to a few shapes"
+)
+
+
+def compile_each_shape(warn: Callable[[str], None]) -> None:
+    """Compile a graph for each shape of the input. Imports the compiler.
+
+    By default it makes a graph for all sizes as soon as it meets a second one, and uses it for the first one from then
+    on. Then the bits of a step depend on the steps before, and so on where the run was resumed. It keeps a limited
+    number of graphs: `warn` is called with a line once that is reached.
+    """
+    import torch._dynamo.config as config
+
+    config.automatic_dynamic_shapes = False
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    if not any(isinstance(handler, _AtLimit) for handler in log.handlers):
+        log.addHandler(_AtLimit(lambda: warn(LIMIT.format(config.recompile_limit))))
+
+
+class _AtLimit(logging.Handler):
+    """Handles the first record that says that the compiler's limit is reached."""
+
+    def __init__(self, report: Callable[[], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._report: Callable[[], None] | None = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._report is not None and "hit config." in str(record.msg):
+            report, self._report = self._report, None
+            report()
+
+
+def compile_without_timing() -> None:
+    """Let the compiler choose no kernel by how long it takes where another one adds in another order: each attempt, and
+    each rank, might choose another one. Whoever has set TORCHINDUCTOR_DETERMINISTIC has chosen."""
+    if os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1") == "1" and "torch._inductor.config" in sys.modules:
+        sys.modules["torch._inductor.config"].deterministic = True  # type: ignore[attr-defined]
+
+
+def draw_from_default_generators() -> None:
+    """Where a compiled model recomputes activations on a GPU, let it draw its random numbers, as for dropout, from
+    torch's default generators.
+
+    By default it draws them from generators of its own, which are seeded once per process: seeding the default ones
+    before a step does not reach them, so a resumed run would draw other numbers.
+    """
+    import torch._functorch.config as config
+
+    config.graphsafe_rng_functionalization = False
+
+
+def compile_whole_under_ddp() -> None:
+    """Within DistributedDataParallel, compile a model as one graph instead of one for each bucket of gradients."""
+    import torch._dynamo.config as config
+
+    config.optimize_ddp = False
+
+
+def has_cuda_graphs(device: torch.device) -> bool:
+    """Whether the compiler has recorded CUDA graphs on this device for a forward and a backward pass, and left out no
+    part of a model so far. Call it in the thread that trains."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.cudagraph_trees import get_manager
+
+    manager = get_manager(device.index or 0, create_if_none_exists=False)
+    if manager is None or counters["inductor"]["cudagraph_skips"]:
+        return False
+    return any(any(forward.children.values()) for forwards in manager.roots.values() for forward in forwards)
