@@ -98,6 +98,13 @@ def test_own_batches_a_second_loader_and_validations_within_epochs(root: Path, p
     stop_and_resume(root, 2, "mixed", f"SIGTERM {place}", step)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_from_a_set(root: Path, ranks: int) -> None:
+    """Each process lists them in another order, and an optimiser's state is saved by their numbers: without care, a
+    resumed run gives a parameter the moments of another one of its shape, and two ranks save a mixture."""
+    stop_and_resume(root, ranks, "unordered", "SIGTERM step 3 rank 0", 3)
+
+
 def test_it_compiles_by_itself(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default torch.compile uses one graph for all sizes as soon as it has seen a short batch, and that graph rounds
     differently. The resumed run has not seen one yet."""

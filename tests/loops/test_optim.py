@@ -171,6 +171,19 @@ class TwoGroups(Perceptron):
         return 1 - step / total
 
 
+def test_parameters_in_the_models_order() -> None:
+    """However a task lists them: an optimiser's state is saved by their numbers. Their names move along."""
+
+    class Backwards(Perceptron):
+        def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(list(model.named_parameters())[::-1])
+
+    learning = learner(Backwards)
+    (group,) = learning.optimizer.param_groups
+    assert list(map(id, group["params"])) == list(map(id, learning.model.parameters()))
+    assert group["param_names"] == [name for name, _ in learning.model.named_parameters()]
+
+
 def test_own_optimizer_and_schedule() -> None:
     """The factor applies to each group's own learning rate, and a resumed run asks for it again."""
     learning = learner(TwoGroups)

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torchvision import datasets
 
 from examples import custom_loop
-from tests.support.tasks import await_agreement
+from tests.support.tasks import await_agreement, in_any_order
 from trainer import Run
 
 
@@ -190,6 +190,24 @@ def mixed(run: Run) -> None:
                 dist.all_reduce(sums)
                 run.log(val_loss=sums, noise=torch.randn(()))
         run.log(drawn=torch.rand(()))
+
+
+def unordered(run: Run) -> None:
+    """An optimiser whose parameters come from a set. All have the same shape."""
+    struck = Struck(run)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+    loader, parallel = run.loader(TensorDataset(x), 4), DistributedDataParallel(model) if run.size > 1 else model
+    optimizer = torch.optim.Adam(in_any_order(model.parameters()), lr=0.01)
+    run.restore(model=parallel, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for (inputs,) in run.steps(loader):
+            loss = (parallel(inputs) - inputs).square().mean()
+            struck.strike("step")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
 
 
 def compiling(run: Run) -> None:

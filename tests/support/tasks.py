@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ __all__ = [
     "Unhurried",
     "Unprepared",
     "await_agreement",
+    "in_any_order",
     "note_decoding",
     "read_one_step_late",
     "share_nothing",
@@ -97,6 +98,11 @@ def read_one_step_late() -> None:
         self.reads_one_step_late = True
 
     Loop.__init__ = begin_late  # type: ignore[method-assign]
+
+
+def in_any_order(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """In another order in each process, as the elements of a set of objects or of strings are."""
+    return random.SystemRandom().sample(listed := list(parameters), len(listed))
 
 
 def note_decoding() -> None:
@@ -175,12 +181,11 @@ class ManyShapes(Classification):
 
 
 class OwnOptimizer(Signalled):
-    """Makes its own optimiser, with two groups, and its own schedule."""
+    """Makes its own optimiser, with two groups, whose parameters come from sets, and its own schedule."""
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        flat = [p for p in model.parameters() if p.ndim <= 1]
-        groups: list[dict[str, Any]] = [{"params": flat, "lr": 0.02}]
-        groups.append({"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1})
+        flat, deep = ([p for p in in_any_order(model.parameters()) if (p.ndim > 1) is deep] for deep in (False, True))
+        groups: list[dict[str, Any]] = [{"params": flat, "lr": 0.02}, {"params": deep, "weight_decay": 0.1}]
         return NAdam(groups, lr=0.002)
 
     def schedule(self, step: int, total: int) -> float:

@@ -21,7 +21,7 @@ from trainer.loops.held import HeldOptimizer, HeldState, addresses
 from trainer.loops.model_setup import channels_last, prepare_model, report_cuda_graphs
 from trainer.loops.rates import LearningRates
 from trainer.loops.shares import shares_of
-from trainer.optim.build import check_made, clear_gradients, fill_momentum, load_optimizer, loads_in_place
+from trainer.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, take_made
 from trainer.optim.fast_step import FastStep
 from trainer.task import Task
 from trainer.world.group import Group
@@ -60,8 +60,7 @@ class Learner:
         self._weight = 1 if config.train.shares else group.world.size
         self.gradients = make_gradients(self.model, group, config, self.place)
         self.buffers = Buffers(self.model, group)
-        self.optimizer = task.optimizer(self.model)
-        check_made(self.optimizer, self.model, config.task)
+        self.optimizer = take_made(task.optimizer(self.model), self.model, config.task)
         self.gradients.adopt(self.optimizer, config.task)
         fill_momentum(self.optimizer)
         self._step = FastStep(self.optimizer)

@@ -21,7 +21,7 @@ from trainer.config.errors import ConfigError
 from trainer.loops.buffers import Buffers, Committed
 from trainer.loops.custom_sharding import check_sharded, is_sharded, likes_of, live_state, place_of
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
-from trainer.optim.build import load_optimizer, loads_in_place
+from trainer.optim.build import load_optimizer, loads_in_place, sort_parameters
 from trainer.world.group import Group
 from trainer.world.shard_place import ShardPlace
 
@@ -39,18 +39,20 @@ class Registered:
         state. Raises ConfigError for what cannot be registered."""
         objects = {name: _without_wrapper(each) for name, each in objects.items()}
         self._objects, self._opaque, self._group = objects, opaque, group
+        modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
+        optimizers = [registered for registered in objects.values() if isinstance(registered, Optimizer)]
+        self.optimizers = [optimizer for optimizer in optimizers if compat.takes_hooks(optimizer)]
+        for optimizer in self.optimizers:
+            sort_parameters(optimizer, (parameter for module in modules for parameter in module.parameters()))
         states = {name: _checked_state(name, registered) for name, registered in objects.items()}
         self.place = place_of(states, group)  # which shard of the state this rank holds
         for name, state in states.items():
             _check_stored(name, state, self.place)
-        optimizers = [registered for registered in objects.values() if isinstance(registered, Optimizer)]
-        self.optimizers = [optimizer for optimizer in optimizers if compat.takes_hooks(optimizer)]
         if not self.optimizers and not opaque:
             raise ConfigError(
                 "run.restore(): register the optimizer too, as in restore(model=..., optimizer=...); of a wrapper with "
                 "a state of its own, also the optimizer in it"
             )
-        modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
         self.modules = modules
         self._scalers = [registered for registered in objects.values() if isinstance(registered, torch.amp.GradScaler)]
         self._copied = [name for name, registered in objects.items() if not isinstance(registered, TORCH_TYPES)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,9 @@ def make_optimizer(model: nn.Module, optim: Optim, more_undecayed: Sequence[nn.P
     return optimizer
 
 
-def check_made(optimizer: Any, model: nn.Module, task: str) -> None:
-    """Raise ConfigError unless this is an optimiser of the model that the loop can use. `task` made it."""
+def take_made(optimizer: Any, model: nn.Module, task: str) -> Optimizer:
+    """The optimiser of the model that `task` has made, which lists its parameters in the model's order. Raises
+    ConfigError for one that the loop cannot use."""
     made = f"task={task}: optimizer()"
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{made} must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -67,6 +68,19 @@ def check_made(optimizer: Any, model: nn.Module, task: str) -> None:
             f"{made} leaves out {len(left_out)} of the model's parameters ({named}); add them, or freeze them in "
             "model() with requires_grad_(False)"
         )
+    sort_parameters(optimizer, model.parameters())
+    return optimizer
+
+
+def sort_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Have each group list its parameters in this order. Code that makes a group from a set lists them in another order
+    in each process, and an optimiser's state is saved by their numbers."""
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    for group in optimizer.param_groups:
+        listed = [places.get(id(parameter), -1) for parameter in group["params"]]
+        order = sorted(range(len(listed)), key=listed.__getitem__)
+        for name in {"params", "param_names"} & group.keys():
+            group[name][:] = [group[name][number] for number in order]
 
 
 def fill_momentum(optimizer: Optimizer) -> None:
