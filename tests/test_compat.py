@@ -234,6 +234,13 @@ def test_batch_norm() -> None:
     assert not compat.is_batch_norm(nn.LayerNorm(3))
 
 
+def test_buffers_of_a_module() -> None:
+    """A buffer that is replaced must be found, and put back."""
+    module = nn.BatchNorm1d(2)
+    compat.buffers_of(module)["running_mean"] = mean = torch.ones(2)
+    assert module.running_mean is mean and list(compat.buffers_of(nn.Sequential(module))) == []
+
+
 def test_the_compiler_says_when_it_works() -> None:
     """Else a compilation that takes longer than launch.hang_timeout_s would be taken for a hang, in every attempt."""
     torch._dynamo.reset()  # imports the compiler, for which a stand-in may stand so far

@@ -105,6 +105,27 @@ def test_parameters_from_a_set(root: Path, ranks: int) -> None:
     stop_and_resume(root, ranks, "unordered", "SIGTERM step 3 rank 0", 3)
 
 
+@pytest.mark.parametrize(("ranks", "place"), [(1, "SIGTERM step 3 rank 0"), (2, "SIGTERM step 3 rank 1")])
+def test_replaced_buffers(root: Path, ranks: int, place: str) -> None:
+    """Many models keep a running mean by `self.mean = ...`. A checkpoint has it, and it is the same on all ranks."""
+    stop_and_resume(root, ranks, "rebinding", place, 3)
+
+
+def test_a_curriculum_within_autocast(root: Path) -> None:
+    """Workers that stay from epoch to epoch would not see the change, and autocast would go on with the weights of its
+    first step. In a resumed run, workers and casts are new."""
+    stop_and_resume(root, 1, "careful", "SIGTERM step 5 rank 0", 5)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_replaced_buffers_and_a_killed_rank(root: Path, dead: int) -> None:
+    """The survivor saves the finished step's, not those of the step under way."""
+    place = f"SIGKILL step 4 rank {dead}"
+    attempt = strike(root, 2, "rebinding", place)
+    first, second = resume(root, 2, "rebinding", attempt)
+    assert (first["lost_steps"], second["start_step"]) == (0, 3)
+
+
 def test_it_compiles_by_itself(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default torch.compile uses one graph for all sizes as soon as it has seen a short batch, and that graph rounds
     differently. The resumed run has not seen one yet."""

@@ -275,3 +275,70 @@ def as_long_as_configured(run: Run) -> None:
             optimizer.step()
             run.log(loss=loss)
         run.log(drawn=torch.rand(()), number=epoch)
+
+
+class Rebinds(nn.Module):
+    """Keeps two running means in buffers, and replaces them in each forward pass."""
+
+    mean: Tensor
+    data_mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("data_mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            now = x.detach().mean(0)
+            self.mean = 0.9 * self.mean + 0.1 * now
+            self.data_mean.data = 0.9 * self.data_mean + 0.1 * now
+        return self.linear(x - self.mean + self.data_mean)
+
+
+class Curriculum(Dataset[Tensor]):
+    """Its samples depend on what the loop sets in each epoch."""
+
+    difficulty = 1.0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((8,), self.difficulty * index)
+
+
+def careful(run: Run) -> None:
+    """Loader workers, a data set that the loop changes in each epoch, and autocast around the whole loop."""
+    struck, data, model = Struck(run), Curriculum(), nn.Linear(8, 8)
+    loader, optimizer = run.loader(data, 4, num_workers=1), torch.optim.SGD(model.parameters(), lr=1e-3)
+    run.restore(model=model, optimizer=optimizer)
+    with torch.autocast("cpu", torch.bfloat16):
+        for epoch in run.epochs(2):
+            data.difficulty = 1.0 + epoch
+            for inputs in run.steps(loader):
+                loss = (model(inputs) - inputs).square().mean()
+                struck.strike("step")
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.log(loss=loss)
+
+
+def rebinding(run: Run) -> None:
+    """A model with such buffers."""
+    struck = Struck(run)
+    x = torch.randn(20, 8, generator=torch.Generator().manual_seed(1))
+    model = Rebinds()
+    loader, parallel = run.loader(TensorDataset(x), 4), DistributedDataParallel(model) if run.size > 1 else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.restore(model=parallel, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for (inputs,) in run.steps(loader):
+            loss = (parallel(inputs) - inputs.square()).square().mean()
+            struck.strike("step")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss, mean=model.mean.mean())

@@ -189,6 +189,11 @@ def replace_group_functions(init: Callable[..., None], destroy: Callable[..., No
 # --- torch: modules
 
 
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers, by name: those of no submodule. It looks them up here."""
+    return module._buffers
+
+
 def is_batch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
     """Whether a module is batch norm of any dimension, or synchronised batch norm."""
     from torch.nn.modules.batchnorm import _BatchNorm

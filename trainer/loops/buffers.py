@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import compat
+from trainer.loops.homes import Homes
 from trainer.world.group import Group
 
 
@@ -35,6 +36,7 @@ class Buffers:
     def __init__(self, model: nn.Module, group: Group, *more: Tensor) -> None:
         """The buffers of `model`, and `more` tensors to treat like buffers."""
         dense = [buffer for buffer in (*model.buffers(), *more) if is_dense(buffer)]
+        self._homes = Homes(model, dense)
         # Such as the counter of torch's AveragedModel, on the CPU. NCCL could not send it; it is the same on all ranks.
         self._elsewhere = [buffer for buffer in dense if buffer.device.type != group.device.type]
         dense = [buffer for buffer in dense if buffer.device.type == group.device.type]
@@ -44,6 +46,7 @@ class Buffers:
         self._more = [number for number, buffer in enumerate(self._live) if id(buffer) in kept]
         self._bytes = [bytes_of(buffer) for buffer in self._live]
         self._sizes = [len(part) for part in self._bytes]
+        self._layouts = [(buffer.dtype, buffer.size(), buffer.stride()) for buffer in self._live]
         self._group = group
         self.received = self._gather()  # by the last `broadcast`; the next one makes a new tensor
         self._captured = False  # since the last `broadcast`
@@ -55,6 +58,7 @@ class Buffers:
 
     def copy(self) -> Committed:
         """A copy of the live buffers, which is not committed."""
+        self._homes.bring_back()
         return Committed(self._gather(), [buffer.clone() for buffer in self._elsewhere])
 
     def broadcast(self) -> None:
@@ -71,12 +75,14 @@ class Buffers:
         """What is in the live buffers now will be broadcast, unless that has been said since the last `broadcast`. This
         does not hold for the tensors that are only treated like buffers."""
         if self._live and not self._captured:
+            self._homes.bring_back()
             self.received, self._captured = self._gather(), True
 
     def rewind(self, start: Committed | None = None) -> None:
         """Put the buffers `start` back into the live ones, None: the committed ones; what was there at the first call
         will be broadcast."""
         self.capture()
+        self._homes.bring_back()
         start = start or self.committed
         if self._live:
             parts = list(start.row.split(self._sizes))
@@ -92,6 +98,7 @@ class Buffers:
         Where `nonfinite` (a scalar on the device) is not 0, the last committed ones stay instead. Before any
         `broadcast` this restores the live buffers to how they were at the start.
         """
+        self._homes.bring_back()
         if self._live:
             row = self.received
             if nonfinite is not None:
@@ -101,9 +108,13 @@ class Buffers:
 
     def in_state_dict(self, state: dict[str, Any], committed: Committed) -> dict[str, Any]:
         """A model's `state_dict(keep_vars=True)` with these committed buffers in place of the live ones, detached."""
-        parts = zip(self._live, committed.row.split(self._sizes))
-        values = {id(live): part.view(live.dtype).as_strided(live.size(), live.stride()) for live, part in parts}
-        values |= {id(live): value for live, value in zip(self._elsewhere, committed.elsewhere)}
+        parts = [
+            part.view(dtype).as_strided(size, stride)
+            for part, (dtype, size, stride) in zip(committed.row.split(self._sizes), self._layouts)
+        ]
+        live = (*self._live, *self._elsewhere)
+        values = {id(buffer): value for buffer, value in zip(live, (*parts, *committed.elsewhere))}
+        values |= {id(now): values[id(home)] for home, now in self._homes.replaced()}  # by a step that is under way
         return {name: values.get(id(value), value).detach() for name, value in state.items()}
 
     def _gather(self) -> Tensor:

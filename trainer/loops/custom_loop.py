@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainer.data.loader import StepLoader, StepNumbers, end_workers
@@ -92,6 +93,7 @@ class CustomLoop(CustomSteps):
                     batch = self.shares.begin_step(position.step, loader, batches)
                     self._samples = loader.samples(position.step)
                     self._move(Event.BATCH)
+                    torch.clear_autocast_cache()  # autocast around the whole loop would go on with old weights
                     yield batch
                     self.end_step(ends_epoch=number == count)
             except GeneratorExit:  # by a break, whose step `end_steps` closes, or by an error on its way out

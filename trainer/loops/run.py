@@ -90,7 +90,7 @@ class Run:
         sampler: Any = None,
         drop_last: bool = False,
         pin_memory: bool = True,
-        persistent_workers: bool = True,
+        persistent_workers: bool = False,
         shares: int | None = None,
     ) -> StepLoader:
         """Make a loader for `steps`: it gives this rank its share of each batch, on the device.
@@ -105,7 +105,8 @@ class Run:
         `sampler` chooses the samples and their order instead: a sequence of indices, or a torch Sampler that is the
         same on every rank and has no generator of its own (not a DistributedSampler: each batch is shared out here). It
         is iterated once per epoch, after `set_epoch(epoch)` if it has that, with all generators seeded by (seed,
-        epoch). `drop_last` leaves out a short last batch. `pin_memory` (on GPUs) and `persistent_workers` are torch's.
+        epoch). `drop_last` leaves out a short last batch. `pin_memory` (on GPUs) and `persistent_workers` are torch's:
+        workers that stay from epoch to epoch do not see what the loop changes in the data set.
 
         `shares` is for a loop that is written for one value of train.shares: any other is refused. See `shares`.
 
