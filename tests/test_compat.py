@@ -14,6 +14,7 @@ import logging
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,6 +240,8 @@ def test_buffers_of_a_module() -> None:
     module = nn.BatchNorm1d(2)
     compat.buffers_of(module)["running_mean"] = mean = torch.ones(2)
     assert module.running_mean is mean and list(compat.buffers_of(nn.Sequential(module))) == []
+    module.register_buffer("cache", torch.ones(1), persistent=False)
+    assert compat.saved_buffers(module) == ["running_mean", "running_var", "num_batches_tracked"]
 
 
 def test_the_compiler_says_when_it_works() -> None:
@@ -262,6 +265,11 @@ def test_the_compiler_makes_a_graph_for_each_shape(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(log, "propagate", False)
     for _ in range(2):
         compat_compiler.compile_each_shape(warnings.append)
+    elsewhere: list[bool] = []
+    thread = threading.Thread(target=lambda: elsewhere.append(torch._dynamo.config.automatic_dynamic_shapes))
+    thread.start()
+    thread.join()
+    assert elsewhere == [False], "in a user's own thread, too"
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:

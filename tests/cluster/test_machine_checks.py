@@ -298,6 +298,7 @@ def test_deterministic_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "0")
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
         set_up_device(config("train.deterministic=true"), WORLD)

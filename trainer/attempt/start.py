@@ -15,6 +15,7 @@ from trainer.attempt.preflight import check_device
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.restore import SharedCheckpoint, read_newest
 from trainer.checkpoint.store import Manifest
+from trainer.compat.compiler import compile_each_shape
 from trainer.loops.loop import AttemptContext, Loop
 from trainer.loops.run import make_custom_loop
 from trainer.loops.task_loop import TaskLoop
@@ -92,6 +93,8 @@ def create_loop(
     closing: contextlib.ExitStack,
 ) -> Loop:
     """The loop around the configured Task or function."""
+    if state.config.train.compile:  # else the compiler's stand-in sees to it
+        compile_each_shape(say)
     context = AttemptContext(state.config, state.run_dir, group, stop, watchdog, phases, closing)
     # Before the user's module is imported: it may read the variables, or import the functions, at its top.
     port = group.broadcast_int("free port", free_port() if group.world.rank == 0 else None)

@@ -194,6 +194,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def saved_buffers(module: nn.Module) -> list[str]:
+    """The names of the module's own buffers that are in its state_dict()."""
+    return [name for name in module._buffers.keys() if name not in module._non_persistent_buffers_set]  # noqa: SIM118
+
+
 def is_batch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
     """Whether a module is batch norm of any dimension, or synchronised batch norm."""
     from torch.nn.modules.batchnorm import _BatchNorm

@@ -1,7 +1,4 @@
-"""The private names behind torch's compiler. They are set so that what it makes depends on nothing but its input.
-
-Its settings hold for the thread in which they are set.
-"""
+"""The private names behind torch's compiler. They are set so that what it makes depends on nothing but its input."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +26,7 @@ def compile_each_shape(warn: Callable[[str], None]) -> None:
     """
     import torch._dynamo.config as config
 
-    config.automatic_dynamic_shapes = False
+    _set_in_all_threads(config, "automatic_dynamic_shapes", False)
     log = logging.getLogger("torch._dynamo.convert_frame")
     if not any(isinstance(handler, _AtLimit) for handler in log.handlers):
         log.addHandler(_AtLimit(lambda: warn(LIMIT.format(config.recompile_limit))))
@@ -45,14 +42,23 @@ class _AtLimit(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if self._report is not None and "hit config." in str(record.msg):
             report, self._report = self._report, None
-            report()
+            try:
+                report()
+            except Exception:
+                self.handleError(record)  # the compiler calls this
+
+
+def _set_in_all_threads(config: Any, name: str, value: bool) -> None:
+    """Set one of torch's settings, and its default: what is set holds for this thread alone since torch 2.15."""
+    setattr(config, name, value)
+    config._config[name].default = value
 
 
 def compile_without_timing() -> None:
     """Let the compiler choose no kernel by how long it takes where another one adds in another order: each attempt, and
     each rank, might choose another one. Whoever has set TORCHINDUCTOR_DETERMINISTIC has chosen."""
     if os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1") == "1" and "torch._inductor.config" in sys.modules:
-        sys.modules["torch._inductor.config"].deterministic = True  # type: ignore[attr-defined]
+        _set_in_all_threads(sys.modules["torch._inductor.config"], "deterministic", True)
 
 
 def draw_from_default_generators() -> None:
@@ -64,7 +70,7 @@ def draw_from_default_generators() -> None:
     """
     import torch._functorch.config as config
 
-    config.graphsafe_rng_functionalization = False
+    _set_in_all_threads(config, "graphsafe_rng_functionalization", False)
 
 
 def compile_whole_under_ddp() -> None:

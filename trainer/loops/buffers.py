@@ -106,16 +106,18 @@ class Buffers:
             self.committed = Committed(row, [buffer.clone() for buffer in self._elsewhere])
             compat.copy_each(self._bytes, row.split(self._sizes))
 
-    def in_state_dict(self, state: dict[str, Any], committed: Committed) -> dict[str, Any]:
-        """A model's `state_dict(keep_vars=True)` with these committed buffers in place of the live ones, detached."""
+    def in_state_dict(self, state: dict[str, Any], committed: Committed, prefix: str = "") -> dict[str, Any]:
+        """A model's `state_dict(keep_vars=True)` with these committed buffers in place of the live ones, detached. That
+        model is at `prefix` in the one that was given at first. By name, since a step that is under way may have put
+        another tensor in a buffer's place."""
         parts = [
             part.view(dtype).as_strided(size, stride)
             for part, (dtype, size, stride) in zip(committed.row.split(self._sizes), self._layouts)
         ]
         live = (*self._live, *self._elsewhere)
         values = {id(buffer): value for buffer, value in zip(live, (*parts, *committed.elsewhere))}
-        values |= {id(now): values[id(home)] for home, now in self._homes.replaced()}  # by a step that is under way
-        return {name: values.get(id(value), value).detach() for name, value in state.items()}
+        named = {path: values[id(home)] for path, home in self._homes.paths}
+        return {name: named.get(prefix + name, values.get(id(value), value)).detach() for name, value in state.items()}
 
     def _gather(self) -> Tensor:
         return torch.cat(self._bytes) if self._bytes else torch.empty(0, dtype=torch.uint8)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -25,11 +26,11 @@ class _Place(NamedTuple):
     @property
     def now(self) -> Tensor | None:
         """What the module has there."""
-        return self.buffers.get(self.name)
+        return self.buffers[self.name] if self.name in self.buffers else None  # noqa: SIM401 (TorchScript has no get)
 
 
 class Homes:
-    """The buffers of a model, of which others know the memory: where it is, and how large.
+    """The buffers of a model that a checkpoint holds, of which others know the memory: where it is, and how large.
 
     A forward pass may put another tensor in the place of a buffer, as `self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`
     does.
@@ -39,40 +40,57 @@ class Homes:
         """`buffers` are those to look after."""
         known = {id(buffer) for buffer in buffers}
         self._places = [
-            _Place(named, name, f"{path}.{name}".lstrip("."), buffer, buffer.detach(), buffer.data_ptr())
-            for path, named in ((path, compat.buffers_of(module)) for path, module in model.named_modules())
-            for name, buffer in named.items()
-            if buffer is not None and id(buffer) in known
+            _Place(compat.buffers_of(module), name, f"{path}.{name}".lstrip("."), buffer, buffer.detach(), address)
+            for path, module in model.named_modules()
+            for name in compat.saved_buffers(module)
+            if (buffer := compat.buffers_of(module)[name]) is not None
+            and id(buffer) in known
+            and (address := buffer.data_ptr()) is not None
         ]
+        counts = Counter(id(place.home) for place in self._places)
+        self._shared = {home for home, count in counts.items() if count > 1}
 
     def bring_back(self) -> None:
         """Copy what has taken a buffer's place to where the buffer was, and put the buffer back. Raises ConfigError if
-        it is of another size, type or device."""
-        for place in self._places:
-            now, memory = place.now, place.memory
-            if now is not place.home or now.data_ptr() != place.address or now.shape != memory.shape:
-                self._bring_back(place, now)
+        it is of another size."""
+        replaced = [
+            (place, now)
+            for place in self._places
+            if (now := place.now) is not place.home
+            or now.data_ptr() != place.address
+            or now.shape != place.memory.shape
+        ]
+        if replaced:
+            self._bring_back([(place, now) for place, now in replaced if not _is_moved(place, now)])
 
-    def replaced(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The buffers in whose place there is something else, and that."""
-        for place in self._places:
-            if (now := place.now) is not None and now is not place.home:
-                yield place.home, now
+    @property
+    def paths(self) -> list[tuple[str, Tensor]]:
+        """The name in the whole model of each buffer, and that buffer."""
+        return [(place.path, place.home) for place in self._places]
 
     @torch.no_grad()
-    def _bring_back(self, place: _Place, now: Tensor | None) -> None:
-        memory = place.memory
-        if now is None or _kind(now) != _kind(memory):
-            became = "None" if now is None else _kind(now)
-            raise ConfigError(
-                f"the model's buffer {place.path} was {_kind(memory)}, and a step has made it {became}, which no "
-                "checkpoint can follow; give it its final size and type before training"
-            )
-        memory.copy_(now)
-        place.buffers[place.name] = place.home
-        if place.home.data_ptr() != place.address:
-            place.home.data = memory
+    def _bring_back(self, replaced: list[tuple[_Place, Tensor | None]]) -> None:
+        values = []
+        for place, now in replaced:
+            if now is None or now.shape != place.memory.shape:
+                became = "None" if now is None else f"of shape {tuple(now.shape)}"
+                raise ConfigError(
+                    f"the model's buffer {place.path} was of shape {tuple(place.memory.shape)}, and a step has made it "
+                    f"{became}, which no checkpoint can follow; give it its final shape before training"
+                )
+            if id(place.home) in self._shared:
+                raise ConfigError(
+                    f"the model's buffer {place.path} is one tensor with another buffer, and a step has replaced it; "
+                    "change it in place (copy_), or give each its own"
+                )
+            values.append(now.clone())  # one buffer may have taken the tensor of another
+        for (place, _), value in zip(replaced, values):
+            place.memory.copy_(value)
+            place.buffers[place.name] = place.home
+            if place.home.data_ptr() != place.address:
+                place.home.data = place.memory
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}"
+def _is_moved(place: _Place, now: Tensor | None) -> bool:
+    """Whether the whole model is elsewhere, as Lightning moves it to the CPU at its end: no step did that."""
+    return now is not None and now.device != place.memory.device

@@ -20,8 +20,6 @@ from trainer.world.shard_place import ShardPlace
 def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -> tuple[nn.Module, Average | None]:
     """The task's model on its device, as `config` asks for it, and its moving average if there is one. Where they are
     sharded, this is a collective. Raises ConfigError."""
-    if config.train.compile:
-        compiler.compile_each_shape(say)
     if place.shards > 1:
         return _sharded(task, config, group, place)
     train, device = config.train, group.device

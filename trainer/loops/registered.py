@@ -176,7 +176,7 @@ class Registered:
                 return copies[name]
             if isinstance(registered, nn.Module):
                 named = self._sharded.get(name) or _unwrapped(registered).state_dict(keep_vars=True)
-                return self.buffers.in_state_dict(named, buffers)
+                return self.buffers.in_state_dict(named, buffers, f"{self.modules.index(registered)}.")
             return _state_of(registered)
 
         return {name: of(name, registered) for name, registered in self._objects.items()}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-NUMBERS: set[Any] = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__}
+NUMBERS: set[Any] = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
 
 
 class Event(Protocol):
@@ -97,6 +97,8 @@ class ReadThrough(TorchFunctionMode):
         """See torch.overrides: called in place of each of torch's functions."""
         if func not in NUMBERS or type(args[0]) is not Tensor or args[0].device.type != self._device_type:
             return func(*args, **(kwargs or {}))
+        if args[0].numel() != 1 or args[0].element_size() > len(self._buffer):
+            return func(*args)  # which raises an error, or reads a complex number
         scalar = args[0].detach().reshape(1)
         with self._lock:
             number = self._buffer[: scalar.element_size()].view(scalar.dtype)
