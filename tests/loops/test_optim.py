@@ -24,7 +24,7 @@ from trainer.checkpoint.writer import CheckpointInfo
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.loops.learner import Learner
-from trainer.optim.build import load_optimizer
+from trainer.optim.build import SORTED, check_order, load_optimizer
 from trainer.optim.names import optimizer_names
 from trainer.task import Task
 from trainer.world.group import Group
@@ -182,6 +182,10 @@ def test_parameters_in_the_models_order() -> None:
     (group,) = learning.optimizer.param_groups
     assert list(map(id, group["params"])) == list(map(id, learning.model.parameters()))
     assert group["param_names"] == [name for name, _ in learning.model.named_parameters()]
+    with pytest.raises(ConfigError, match=r"^this run's checkpoints are of an older version"):  # which did not sort
+        check_order(learning.sorted, {"torch": "2.15.0"})
+    check_order(learning.sorted, {"torch": "2.15.0", **SORTED})
+    check_order(learner().sorted, {"torch": "2.15.0"})
 
 
 def test_own_optimizer_and_schedule() -> None:

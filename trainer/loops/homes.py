@@ -39,14 +39,14 @@ class Homes:
     def __init__(self, model: nn.Module, buffers: Collection[Tensor]) -> None:
         """`buffers` are those to look after."""
         known = {id(buffer) for buffer in buffers}
-        self._places = [
-            _Place(compat.buffers_of(module), name, f"{path}.{name}".lstrip("."), buffer, buffer.detach(), address)
-            for path, module in model.named_modules()
-            for name in compat.saved_buffers(module)
-            if (buffer := compat.buffers_of(module)[name]) is not None
-            and id(buffer) in known
-            and (address := buffer.data_ptr()) is not None
-        ]
+        self._places: list[_Place] = []
+        for path, module in model.named_modules():
+            named = compat.buffers_of(module)
+            for name in compat.saved_buffers(module):
+                buffer = named[name]
+                if buffer is not None and id(buffer) in known:
+                    whole = f"{path}.{name}" if path else name
+                    self._places.append(_Place(named, name, whole, buffer, buffer.detach(), buffer.data_ptr()))
         counts = Counter(id(place.home) for place in self._places)
         self._shared = {home for home, count in counts.items() if count > 1}
 

@@ -60,7 +60,7 @@ class Learner:
         self._weight = 1 if config.train.shares else group.world.size
         self.gradients = make_gradients(self.model, group, config, self.place)
         self.buffers = Buffers(self.model, group)
-        self.optimizer = take_made(task.optimizer(self.model), self.model, config.task)
+        self.optimizer, self.sorted = take_made(task.optimizer(self.model), self.model, config.task)
         self.gradients.adopt(self.optimizer, config.task)
         fill_momentum(self.optimizer)
         self._step = FastStep(self.optimizer)

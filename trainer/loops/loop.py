@@ -27,6 +27,7 @@ from trainer.loops.rescued import Rescued
 from trainer.observe.progress import Progress
 from trainer.observe.startup import StartupTimer
 from trainer.observe.tensorboard import TensorBoard
+from trainer.optim.build import SORTED
 from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.device import changed_numerics, describe_numerics
@@ -74,7 +75,7 @@ class Loop(Rescued):
         self.reads_one_step_late = self.group.device.type == "cuda"
         at_any_size = self.config.train.shares is not None
         sharding = self.config.train.sharding
-        self.numerics = describe_numerics(self.group.device, world, self.group.backend, at_any_size, sharding)
+        self.numerics = describe_numerics(self.group.device, world, self.group.backend, at_any_size, sharding) | SORTED
         self._plan, self._yaml = run.plan, self.config.to_yaml()
         self.watch.follow(self.ring.passed)
         self._first_step = 1  # the first step of this attempt, from 1

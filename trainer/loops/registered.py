@@ -21,7 +21,7 @@ from trainer.config.errors import ConfigError
 from trainer.loops.buffers import Buffers, Committed
 from trainer.loops.custom_sharding import check_sharded, is_sharded, likes_of, live_state, place_of
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
-from trainer.optim.build import load_optimizer, loads_in_place, sort_parameters
+from trainer.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
 from trainer.world.group import Group
 from trainer.world.shard_place import ShardPlace
 
@@ -42,8 +42,8 @@ class Registered:
         modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
         optimizers = [registered for registered in objects.values() if isinstance(registered, Optimizer)]
         self.optimizers = [optimizer for optimizer in optimizers if compat.takes_hooks(optimizer)]
-        for optimizer in self.optimizers:
-            sort_parameters(optimizer, (parameter for module in modules for parameter in module.parameters()))
+        in_order = [parameter for module in modules for parameter in module.parameters()]
+        self._sorted = any([sort_parameters(optimizer, in_order) for optimizer in self.optimizers])
         states = {name: _checked_state(name, registered) for name, registered in objects.items()}
         self.place = place_of(states, group)  # which shard of the state this rank holds
         for name, state in states.items():
@@ -153,6 +153,7 @@ class Registered:
                 f"run.restore(): this run's checkpoints hold {_list(checkpoint.names)}; register these, "
                 f"not {_list(self._objects)}"
             )
+        check_order(self._sorted, checkpoint.manifest.numerics)
         state = checkpoint.load(self._live(), advance, last)
         for name, registered in self._objects.items():
             try:

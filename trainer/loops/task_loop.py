@@ -22,6 +22,7 @@ from trainer.loops.learner import Learner
 from trainer.loops.loop import AttemptContext, Loop, finite
 from trainer.loops.rescued import NotFinite
 from trainer.loops.validation import Validation, make_loading, named, open_datasets
+from trainer.optim.build import check_order
 from trainer.records.data_record import check_fingerprint, write_fingerprint
 from trainer.say import counted
 from trainer.task import Task
@@ -78,6 +79,7 @@ class TaskLoop(Loop):
         self.startup.done("warm-up")
         self.watch.enter("restoring")
         if checkpoint is not None:
+            check_order(self.learner.sorted, checkpoint.manifest.numerics)
             self._take_position(checkpoint)
             self.learner.load_state_dict(checkpoint.load(self.learner.live_state(), self.watch.advance))
             self._check_end()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from trainer.config.errors import ConfigError, first_line
 from trainer.config.schema import Optim
 from trainer.optim.names import UNSUPPORTED, check_optimizer, class_name
 
+SORTED: dict[str, str | int] = {"parameters": "in the model's order"}  # in the numerics of a checkpoint
 # Fused optimisers can skip a step by a flag on the device.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 NOT_FUSED = {"foreach", "differentiable", "dampening"}  # arguments that keep them from being fused
@@ -47,9 +48,9 @@ def make_optimizer(model: nn.Module, optim: Optim, more_undecayed: Sequence[nn.P
     return optimizer
 
 
-def take_made(optimizer: Any, model: nn.Module, task: str) -> Optimizer:
-    """The optimiser of the model that `task` has made, which lists its parameters in the model's order. Raises
-    ConfigError for one that the loop cannot use."""
+def take_made(optimizer: Any, model: nn.Module, task: str) -> tuple[Optimizer, bool]:
+    """The optimiser of the model that `task` has made, with its parameters in the model's order, and whether they were
+    in another one. Raises ConfigError for one that the loop cannot use."""
     made = f"task={task}: optimizer()"
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{made} must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -68,19 +69,32 @@ def take_made(optimizer: Any, model: nn.Module, task: str) -> Optimizer:
             f"{made} leaves out {len(left_out)} of the model's parameters ({named}); add them, or freeze them in "
             "model() with requires_grad_(False)"
         )
-    sort_parameters(optimizer, model.parameters())
-    return optimizer
+    return optimizer, sort_parameters(optimizer, model.parameters())
 
 
-def sort_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Have each group list its parameters in this order. Code that makes a group from a set lists them in another order
-    in each process, and an optimiser's state is saved by their numbers."""
+def sort_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Have each group list its parameters in this order; returns whether any did not. Code that makes a group from a
+    set lists them in another order in each process, and an optimiser's state is saved by their numbers."""
+    changed = False
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     for group in optimizer.param_groups:
         listed = [places.get(id(parameter), -1) for parameter in group["params"]]
         order = sorted(range(len(listed)), key=listed.__getitem__)
+        changed |= order != list(range(len(listed)))
         for name in {"params", "param_names"} & group.keys():
             group[name][:] = [group[name][number] for number in order]
+    return changed
+
+
+def check_order(changed: bool, numerics: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a checkpoint of an older version, with these numerics, that numbers the parameters as the
+    optimiser listed them, if `sort_parameters` has `changed` that."""
+    if changed and not SORTED.items() <= numerics.items():
+        raise ConfigError(
+            "this run's checkpoints are of an older version of Laststep, which numbered the optimiser's parameters as "
+            "its groups list them; this version numbers them as the model does. End the run with the version that "
+            "began it, or begin another one with its weights (model.weights)"
+        )
 
 
 def fill_momentum(optimizer: Optimizer) -> None:
