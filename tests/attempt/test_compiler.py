@@ -83,14 +83,15 @@ def test_it_is_not_imported() -> None:
 @pytest.mark.parametrize(("value", "in_place"), [(None, True), ("0", True), ("", True), ("1", False)])
 def test_it_can_be_switched_off(value: str | None, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """LASTSTEP_KEEP_COMPILER=1, for users who suspect the stand-in: torch's compiler is imported as usual."""
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    for name in ("torch._dynamo", "torch._dynamo.config"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     before = list(sys.meta_path)
     monkeypatch.setattr(sys, "meta_path", list(before))
     monkeypatch.delenv(compiler.SWITCH, raising=False)
     if value is not None:
         monkeypatch.setenv("LASTSTEP_KEEP_COMPILER", value)
     imported: list[Any] = []
-    monkeypatch.setattr(compiler, "compile_each_shape", imported.append)
+    monkeypatch.setattr(compiler, "_keep_shapes_apart", lambda: imported.append(True))
     compiler.defer_import()
     assert (sys.meta_path != before) == in_place
     assert bool(imported) != in_place, "it makes a graph for each shape, however it is imported"

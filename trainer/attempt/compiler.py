@@ -24,9 +24,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.compat.compiler import compile_each_shape
-from trainer.say import say
-
 NAME = "torch._dynamo"
 SWITCH = "LASTSTEP_KEEP_COMPILER"
 
@@ -57,11 +54,9 @@ def _processor() -> str:
 def defer_import() -> None:
     """Import torch's compiler only once it is needed, or now if this is switched off. From then on it keeps a graph for
     each shape, see `compile_each_shape`."""
-    if isinstance(sys.modules.get(NAME), _StandIn):
-        return
-    if NAME in sys.modules or os.environ.get(SWITCH, "0") not in ("", "0"):
-        compile_each_shape(say)
-    else:
+    if f"{NAME}.config" in sys.modules or os.environ.get(SWITCH, "0") not in ("", "0"):  # which no stand-in has
+        _keep_shapes_apart()
+    elif NAME not in sys.modules:
         sys.meta_path.insert(0, _Finder())
 
 
@@ -73,6 +68,13 @@ def _import_compiler(asked_for: str) -> None:
             del sys.modules[name]
     vars(sys.modules["torch"]).pop("_dynamo", None)  # torch reads this attribute while it imports the compiler
     importlib.import_module(NAME)
+    _keep_shapes_apart()
+
+
+def _keep_shapes_apart() -> None:
+    from trainer.compat.compiler import compile_each_shape  # not at the top: tests load this file alone
+    from trainer.say import say
+
     compile_each_shape(say)
 
 
