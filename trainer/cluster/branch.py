@@ -27,13 +27,8 @@ CHANGEABLE = (
     *("device", "data.workers", "optim.lr", "optim.schedule", "optim.decay_share", "optim.warmup_steps"),
     "optim.clip_norm",
     *("train.epochs", "train.max_steps", "train.accumulate", "train.compile", "train.cuda_graphs"),
-    *(
-        "train.channels_last",
-        "train.activation_checkpointing",
-        "train.deterministic",
-        "train.nonfinite",
-        "train.log_every",
-    ),
+    *("train.channels_last", "train.activation_checkpointing", "train.deterministic", "train.nonfinite"),
+    "train.log_every",
 )
 TRIES = 5  # a run that is training may delete the checkpoint that is being copied
 
