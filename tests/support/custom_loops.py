@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -192,40 +192,37 @@ def mixed(run: Run) -> None:
         run.log(drawn=torch.rand(()))
 
 
+def fit(run: Run, loader: Any, optimizer: torch.optim.Optimizer, loss_of: Callable[[Tensor], Tensor]) -> None:
+    """Two epochs, struck in the middle of a step."""
+    struck = Struck(run)
+    for _ in run.epochs(2):
+        for (inputs,) in run.steps(loader):
+            loss = loss_of(inputs)
+            struck.strike("step")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+
+
 def unordered(run: Run) -> None:
     """An optimiser whose parameters come from a set. All have the same shape."""
-    struck = Struck(run)
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
     loader, parallel = run.loader(TensorDataset(x), 4), DistributedDataParallel(model) if run.size > 1 else model
     optimizer = torch.optim.Adam(in_any_order(model.parameters()), lr=0.01)
     run.restore(model=parallel, optimizer=optimizer)
-    for _ in run.epochs(2):
-        for (inputs,) in run.steps(loader):
-            loss = (parallel(inputs) - inputs).square().mean()
-            struck.strike("step")
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            run.log(loss=loss)
+    fit(run, loader, optimizer, lambda inputs: (parallel(inputs) - inputs).square().mean())
 
 
 def compiling(run: Run) -> None:
     """Compiles its loss by itself. The last of an epoch's three batches is short."""
-    struck = Struck(run)
     x = torch.randn(21, 33, generator=torch.Generator().manual_seed(1))
     loader, model = run.loader(TensorDataset(x), 8), nn.Linear(33, 33)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of = torch.compile(lambda out: nn.functional.batch_norm(out, None, None, training=True).sin().sum())
     run.restore(model=model, optimizer=optimizer)
-    for _ in run.epochs(2):
-        for (inputs,) in run.steps(loader):
-            loss = loss_of(model(inputs))
-            struck.strike("step")
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            run.log(loss=loss)
+    fit(run, loader, optimizer, lambda inputs: loss_of(model(inputs)))
 
 
 def careless(run: Run) -> Any:
@@ -328,17 +325,9 @@ def careful(run: Run) -> None:
 
 def rebinding(run: Run) -> None:
     """A model with such buffers."""
-    struck = Struck(run)
     x = torch.randn(20, 8, generator=torch.Generator().manual_seed(1))
     model = Rebinds()
     loader, parallel = run.loader(TensorDataset(x), 4), DistributedDataParallel(model) if run.size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.restore(model=parallel, optimizer=optimizer)
-    for _ in run.epochs(2):
-        for (inputs,) in run.steps(loader):
-            loss = (parallel(inputs) - inputs.square()).square().mean()
-            struck.strike("step")
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            run.log(loss=loss, mean=model.mean.mean())
+    fit(run, loader, optimizer, lambda inputs: (parallel(inputs) - inputs.square()).square().mean())
