@@ -164,15 +164,13 @@ def mean_step_s(beginnings: Sequence[float], began: float, ended: float) -> floa
 
 
 class Comparison(NamedTuple):
-    """Mean seconds of a step by turn: the plain training's, and in between those of ours."""
+    """Mean seconds of a step by turn: the plain training's, and in between those of ours. Several starts of the two in
+    one list."""
 
-    plain_s: list[float]  # one more than ours
+    plain_s: list[float]  # one more than ours in each start
     ours_s: list[float]
-    sent: list[float]  # bytes per step, of both
-
-    def ratios(self) -> list[float]:
-        """Each turn of ours compared with the mean of the turns of the plain training before and after it."""
-        return [ours / statistics.fmean(neighbours) for ours, neighbours in zip(self.ours_s, pairwise(self.plain_s))]
+    sent: list[float]  # bytes per step, of both, in the last start
+    ratios: list[float]  # each turn of ours compared with the mean of the plain training's turns before and after it
 
 
 @contextmanager
@@ -195,12 +193,19 @@ def live(*starts: Callable[[Path], Training]) -> Iterator[list[Training]]:
 
 
 def compare(
-    plain: Callable[[Path], Training], ours: Callable[[Path], Training], turn_s: float, pairs: int
+    plain: Callable[[Path], Training], ours: Callable[[Path], Training], turn_s: float, pairs: int, starts: int = 1
 ) -> Comparison:
-    """Start both, let them take turns, and kill them."""
-    with live(plain, ours) as (first, second):
-        plain_s, ours_s = [first.turn(turn_s)], []
-        for _ in range(pairs):
-            ours_s.append(second.turn(turn_s))
-            plain_s.append(first.turn(turn_s))
-        return Comparison(plain_s, ours_s, [training.sent_bytes() for training in (first, second)])
+    """Start both, let them take turns, and kill them; so many times, since the same program may be faster or slower by
+    some hundredths in the next process, for as long as that lives."""
+    found = Comparison([], [], [], [])
+    for _ in range(starts):
+        with live(plain, ours) as (first, second):
+            plain_s, ours_s = [first.turn(turn_s)], list[float]()
+            for _ in range(pairs):
+                ours_s.append(second.turn(turn_s))
+                plain_s.append(first.turn(turn_s))
+            found.sent[:] = [training.sent_bytes() for training in (first, second)]
+        found.plain_s.extend(plain_s)
+        found.ours_s.extend(ours_s)
+        found.ratios.extend(one / statistics.fmean(two) for one, two in zip(ours_s, pairwise(plain_s)))
+    return found

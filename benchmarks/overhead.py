@@ -1,17 +1,17 @@
 """The time of a training step compared with a bare loop that does the same training.
 
-`python -m benchmarks.overhead [--runs N] [--pairs N] [--all]`, four minutes a run. Two models on CPUs, on 1 and on 2
+`python -m benchmarks.overhead [--runs N] [--starts N] [--all]`, five minutes a run. Two models on CPUs, on 1 and on 2
 ranks of one thread each: a 64-64-10 perceptron on batches of 32 per rank, whose step is almost free, and a wider one
 whose step takes 10 ms or more. The bare loop is a minimal hand-written one, written to be fast. Laststep has everything
-on: metrics of every step, progress, stop agreement, watchdog, an asynchronous save every second, TensorBoard. With
---all it is also measured around a custom loop, and so are Lightning and Accelerate if they are installed (`pip install
-lightning accelerate`).
+on: metrics of every step, progress, stop agreement, watchdog, TensorBoard, an asynchronous save every five seconds (by
+default there are at least sixty between two). With --all it is also measured around a custom loop, and so are Lightning
+and Accelerate if they are installed (`pip install lightning accelerate`).
 
 Each of them takes turns with the bare loop, see benchmarks/_turns.py. A turn is half as long as the interval at which
-TensorBoard's curves are updated, so about every turn has an update, and two saves. A ratio compares the mean time of a
-step in a turn with that of the bare loop's turns before and after it. The median ratio of Laststep has a limit; if it
-is over it by more than the noise in any run, the exit status is 1, and a profile shows where the time went. Each run
-starts its processes anew.
+TensorBoard's curves are updated and states are saved, so about every turn has an update and a save. A ratio compares
+the mean time of a step in a turn with that of the bare loop's turns before and after it. The median ratio of Laststep
+has a limit; if it is over it by more than the noise in any run, the exit status is 1, and a profile shows where the
+time went.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ WORKLOADS = {
     "10 ms": Workload((64, 1024, 768, 10), 256, (20_000, 10_000), (1.0, 1.0)),
 }
 RANKS = (1, 2)
-PAIRS_OF_PEERS = 3  # their ratios have no limit
+STARTS, PAIRS = 2, 4
+PAIRS_OF_PEERS = 3  # and one start: their ratios have no limit
 
 
 def main(words: list[str] | None = None) -> int:
@@ -78,46 +79,48 @@ def main(words: list[str] | None = None) -> int:
         prog="benchmarks.overhead", description="The time of a step compared with a bare loop."
     )
     parser.add_argument("--runs", type=int, default=1, help="how often to measure everything (default: 1)")
-    parser.add_argument("--pairs", type=int, default=7, help="turns of each contender (default: 7)")
+    parser.add_argument("--starts", type=int, default=STARTS, help=f"processes of each contender (default: {STARTS})")
     parser.add_argument("--all", action="store_true", help="also a custom loop, and the peers that are installed")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     given = parser.parse_args(words)
     if given.contender:
         CONTENDERS[given.contender]()
         return 0
-    if given.pairs < 2 or given.runs < 1:
-        parser.error("--pairs must be at least 2, and --runs 1")
+    if given.starts < 1 or given.runs < 1:
+        parser.error("--starts and --runs must be at least 1")
 
     names = [name for name in CONTENDERS if name.startswith("laststep") or _installed(name.split()[0])]
-    runs = [measured(names if given.all and not number else ["laststep"], given.pairs) for number in range(given.runs)]
+    runs = [measured(names if given.all and not number else ["laststep"], given.starts) for number in range(given.runs)]
     figures = {"steps": runs[0][0], "runs": [[check.record() for check in checks] for _, checks in runs]}
     checks = [check for _, checks in runs for check in checks]
-    return conclude("overhead", {"pairs": given.pairs, "turn_s": TURN_S, **figures}, checks)
+    return conclude("overhead", {"starts": given.starts, "pairs": PAIRS, "turn_s": TURN_S, **figures}, checks)
 
 
-def measured(names: list[str], pairs: int) -> tuple[list[dict[str, Any]], list[Check]]:
+def measured(names: list[str], starts: int) -> tuple[list[dict[str, Any]], list[Check]]:
     """One run with these contenders: what the results keep of it, and Laststep's limits."""
     figures: list[dict[str, Any]] = []
     checks = []
-    print(f"{'step':>10} {'bare':>10} {'ratio: median':>14} {'10 %':>6} {'90 %':>6}  ({pairs} pairs of turns)")
+    print(f"{'step':>10} {'bare':>10} {'ratio: median':>14} {'10 %':>6} {'90 %':>6}  ({starts * PAIRS} pairs of turns)")
     for workload, load in WORKLOADS.items():
         for ranks in RANKS:
             for name in names:
-                found = compared(name, workload, ranks, pairs if name == "laststep" else min(pairs, PAIRS_OF_PEERS))
+                found = compared(name, workload, ranks, starts)
                 figures += entries(name, workload, ranks, found)
                 if name == "laststep":
                     what = f"step / bare loop's, {_described(workload, ranks)}"
-                    checks.append(Check(what, load.limits[ranks - 1], found.ratios()))
+                    checks.append(Check(what, load.limits[ranks - 1], found.ratios))
                     if checks[-1].verdict() == MISSED:
                         figures[-1]["profile_us"] = profile(workload, ranks)
                 _print(figures[-1], spread(found.plain_s, 6)["median"])
     return figures, checks
 
 
-def compared(name: str, workload: str, ranks: int, pairs: int) -> Comparison:
+def compared(name: str, workload: str, ranks: int, starts: int) -> Comparison:
     """Let this contender and the bare loop take turns."""
     bare, ours = (partial(start, one, workload, ranks, {}) for one in ("bare", name))
-    return _turns.compare(bare, ours, TURN_S, pairs)
+    if name != "laststep":
+        return _turns.compare(bare, ours, TURN_S, PAIRS_OF_PEERS)
+    return _turns.compare(bare, ours, TURN_S, PAIRS, starts)
 
 
 def entries(name: str, workload: str, ranks: int, found: Comparison) -> list[dict[str, Any]]:
@@ -127,7 +130,7 @@ def entries(name: str, workload: str, ranks: int, found: Comparison) -> list[dic
     ours = {
         **about,
         "contender": name,
-        "ratio": spread(found.ratios()),
+        "ratio": spread(found.ratios),
         "us": spread([1e6 * s for s in found.ours_s], 1),
     }
     return [bare, ours] if name == "laststep" else [ours]
@@ -170,7 +173,7 @@ def start(name: str, workload: str, ranks: int, more: dict[str, str], folder: Pa
     """Start to train, with `more` in the environment."""
     words = ["benchmarks.overhead", "--contender", name]
     if name.startswith("laststep"):
-        words = ["trainer", "--name=overhead", f"launch.root={folder}", f"checkpoint.every_minutes={1 / 60}"]
+        words = ["trainer", "--name=overhead", f"launch.root={folder}", f"checkpoint.every_minutes={EVERY_S / 60}"]
         words += ["task=benchmarks.overhead.custom_loop"] if "custom" in name else _task_words(workload, ranks)
     return Training(words, ranks, {WORKLOAD: workload, FOLDER: str(folder), **more}, folder)
 

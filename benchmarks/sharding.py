@@ -99,8 +99,8 @@ def main(words: list[str] | None = None) -> int:
             f"{ranks} ranks: " + ", ".join(f"{way} {1000 * s:.0f} ms per step" for way, s in took.items()), flush=True
         )
         what = f"step / {BARE}'s, {ranks} ranks"
-        checks.append(Check(what, LIMIT, found.ratios(), counts=took[BARE] >= LEAST_STEP_S))
-        steps.append({"ranks": ranks, "ratio": spread(found.ratios()), "step_s": took})
+        checks.append(Check(what, LIMIT, found.ratios, counts=took[BARE] >= LEAST_STEP_S))
+        steps.append({"ranks": ranks, "ratio": spread(found.ratios), "step_s": took})
     parameters = WORKLOADS["memory"].size.parameters
     figures = {"pairs": given.pairs, "turn_s": TURN_S, "parameters": parameters, "memory": peaks, "time": steps}
     return conclude("sharding", figures, checks)

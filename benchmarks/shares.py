@@ -64,8 +64,8 @@ def main(words: list[str] | None = None) -> int:
             f"{sent[0] / 1e6:.1f} and {sent[1] / 1e6:.1f} MB",
             flush=True,
         )
-        checks.append(Check(f"step with {pair.shares} / {pair.plain}, {ranks}", pair.limit, found.ratios()))
-        figures: dict[str, Any] = {"ratio": spread(found.ratios()), "step_s": [round(s, 4) for s in seconds]}
+        checks.append(Check(f"step with {pair.shares} / {pair.plain}, {ranks}", pair.limit, found.ratios))
+        figures: dict[str, Any] = {"ratio": spread(found.ratios), "step_s": [round(s, 4) for s in seconds]}
         results.append({**pair._asdict(), **figures, "sent_bytes": [round(size) for size in sent]})
     return conclude("shares", {"turns": pairs, "pairs": results}, checks)
 

@@ -8,14 +8,18 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import __main__ as everything
+from benchmarks import _turns
 from benchmarks._measure import MET, MISSED, NOISE, Check, check_line, interval
 from benchmarks._parts import ALL, PARTS, REST, new_switch, replace
-from benchmarks._turns import Comparison, mean_step_s
+from benchmarks._turns import mean_step_s
 
 
 @pytest.mark.parametrize(
@@ -85,10 +89,32 @@ def test_only_whole_steps_of_a_turn_count() -> None:
         mean_step_s(beginnings, 15.0, 29.0)
 
 
-def test_a_turn_is_compared_with_the_turns_before_and_after_it() -> None:
-    """So a machine that becomes slower all the time does not change the ratio."""
-    drifting = Comparison(plain_s=[1.0, 1.2, 1.4, 1.6], ours_s=[1.1, 1.3, 1.5], sent=[0.0, 0.0])
-    assert drifting.ratios() == pytest.approx([1.0, 1.0, 1.0])
+class Recorded:
+    """A training whose turns took these times."""
+
+    def __init__(self, turns: list[float]) -> None:
+        self._turns = iter(turns)
+
+    def turn(self, _: float) -> float:
+        return next(self._turns)
+
+    def sent_bytes(self) -> float:
+        return 0.0
+
+
+def test_a_turn_is_compared_with_the_turns_before_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a machine that becomes slower all the time does not change the ratio, and neither do processes that differ."""
+    starts = iter([([1.0, 1.2, 1.4, 1.6], [1.1, 1.3, 1.5]), ([2.0, 2.2, 2.4, 2.6], [2.1, 2.3, 2.5])])
+
+    @contextmanager
+    def live(*_: object) -> Iterator[list[Recorded]]:
+        yield [Recorded(turns) for turns in next(starts)]
+
+    monkeypatch.setattr(_turns, "live", live)
+    nothing: Any = None
+    found = _turns.compare(nothing, nothing, 1.0, pairs=3, starts=2)
+    assert found.ratios == pytest.approx([1.0] * 6)
+    assert (found.plain_s[4], found.ours_s[3]) == (2.0, 2.1)
 
 
 @pytest.mark.parametrize("function", [function for functions in PARTS.values() for function in functions])

@@ -131,7 +131,7 @@ class OpaqueFiles:
             if self._rank == 0 and now - look > MISSING_S:
                 self._check_alive([rank for rank, key in keys.items() if not self._keys.check([key])])
                 look = time.monotonic()
-            time.sleep(min(LONGEST_POLL_S, 0.001 + (now - began) / 10))
+            time.sleep(min(LONGEST_POLL_S, 0.002 + (now - began) / 5))
         return self._keys.multi_get(list(keys.values()))
 
 

@@ -279,7 +279,7 @@ class CheckpointWriter:
         """
         began = time.monotonic()
         while not condition():
-            if self._closed.wait(min(LONGEST_POLL_S, 0.001 + (time.monotonic() - began) / 10)):
+            if self._closed.wait(min(LONGEST_POLL_S, 0.002 + (time.monotonic() - began) / 5)):
                 raise _WriterClosed("the attempt is ending")
 
     def _chunks(self, stripe: memoryview) -> Iterator[memoryview]:

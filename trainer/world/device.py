@@ -16,6 +16,7 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.say import counted, say
 from trainer.world import nccl
+from trainer.world.host_memory import keep_freed_memory
 from trainer.world.world import World, hostname
 
 DRIVER = Path("/sys/module/nvidia/version")  # such as 580.65.06; absent where another driver is in use
@@ -43,6 +44,8 @@ def set_up_device(config: Config, world: World) -> torch.device:
             # By default this also fills each new tensor before it is computed. No result depends on that.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = not config.train.deterministic
+    else:
+        keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:
         # A sum's last bits depend on the number of threads, so it must be the same in every attempt.
         cores = len(os.sched_getaffinity(0)) // world.local_size
