@@ -270,6 +270,17 @@ def test_every_parameter_frozen() -> None:
         learner(Frozen)
 
 
+def test_sparse_gradients() -> None:
+    """One line that names the module; torch's own, in the first step, is about a missing kernel."""
+
+    class Sparse(Perceptron):
+        def model(self) -> nn.Module:
+            return nn.Sequential(super().model(), nn.ModuleDict({"words": nn.EmbeddingBag(3, 2, sparse=True)}))
+
+    with pytest.raises(ConfigError, match=r"^task=mine.Mine: 1.words is an EmbeddingBag with sparse=True.*; remove"):
+        learner(Sparse)
+
+
 def test_frozen_parameters_may_be_left_out() -> None:
     """Whoever freezes a part of a model leaves it out of the optimiser."""
 

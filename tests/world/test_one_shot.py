@@ -88,4 +88,5 @@ def test_it_is_the_mean_of_the_all_reduce() -> None:
 def test_when_it_is_used(size: int, elements: int, device: str, backend: str, suits: bool) -> None:
     """With more ranks the sum would depend on the order of the ranks, and a resumed run would get other bits."""
     group = Group(a_world(0, size), dist.HashStore(), torch.device(device), backend)
-    assert suits_one_shot(group, [torch.empty(elements, device="meta")]) is suits
+    frozen, trained = torch.empty(LARGEST, device="meta"), torch.empty(elements, device="meta", requires_grad=True)
+    assert suits_one_shot(group, [frozen, trained]) is suits

@@ -18,7 +18,7 @@ from trainer.data.order import nth_seed, seed_generators, seed_of
 from trainer.loops.buffers import Buffers, Committed
 from trainer.loops.gradients import make_gradients
 from trainer.loops.held import HeldOptimizer, HeldState, addresses
-from trainer.loops.model_setup import channels_last, prepare_model, report_cuda_graphs
+from trainer.loops.model_setup import channels_last, check_gradients, prepare_model, report_cuda_graphs
 from trainer.loops.rates import LearningRates
 from trainer.loops.shares import shares_of
 from trainer.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, take_made
@@ -48,11 +48,7 @@ class Learner:
         seed_generators(seed_of("model", config.seed), self.device)
         self.place = shard_place(config.train.sharding, group.world)
         self.model, self.average = prepare_model(task, config, group, self.place)
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ConfigError(
-                f"task={config.task}: no parameter of the model requires a gradient, so none can be trained; "
-                "leave some unfrozen in model()"
-            )
+        check_gradients(self.model, config.task)
         self.shares = shares_of(config.train, group.world)
         self._seeds = [seed_of("steps", config.seed, share) for share in self.shares]
         # The ranks average gradients. In a loss with this weight that is the mean over the global batch, even when a

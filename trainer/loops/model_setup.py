@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from trainer.compat import compiler
 from trainer.config.config import Config
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Train
 from trainer.data.order import seed_generators, seed_of
 from trainer.loops.average import Average
@@ -58,6 +59,21 @@ def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tup
     if average is not None:
         average.n_averaged = average.n_averaged.to(device)
     return model, average
+
+
+def check_gradients(model: nn.Module, task: str) -> None:
+    """Raise ConfigError unless this model of `task` has gradients, and only dense ones."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"task={task}: no parameter of the model requires a gradient, so none can be trained; "
+            "leave some unfrozen in model()"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"task={task}: {name or 'the model'} is an {type(module).__name__} with sparse=True, but sparse gradients "
+                "cannot be checked and clipped like others; remove sparse=True"
+            )
 
 
 def report_cuda_graphs(train: Train, group: Group) -> None:

@@ -25,8 +25,9 @@ LARGEST = 512 * 1024  # bytes of gradients; the ring is as fast for more, and ca
 
 def suits_one_shot(group: Group, parameters: Iterable[Tensor]) -> bool:
     """Whether the mean of the gradients of these parameters should be computed in one exchange."""
-    on_cpus = group.backend == "gloo" and group.device.type == "cpu"
-    return on_cpus and group.world.size == 2 and sum(parameter.nbytes for parameter in parameters) <= LARGEST
+    if group.world.size != 2 or group.backend != "gloo" or group.device.type != "cpu":
+        return False
+    return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad) <= LARGEST
 
 
 class OneShotHook:
