@@ -71,8 +71,8 @@ def check_gradients(model: nn.Module, task: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise ConfigError(
-                f"task={task}: {name or 'the model'} is an {type(module).__name__} with sparse=True, but sparse gradients "
-                "cannot be checked and clipped like others; remove sparse=True"
+                f"task={task}: {name or 'the model'} is an {type(module).__name__} with sparse=True, but sparse "
+                "gradients cannot be checked and clipped like others; remove sparse=True"
             )
 
 
