@@ -12,23 +12,24 @@ import pytest
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
 
-BLOCKS, MEGABYTES = 20, 40  # larger than what glibc keeps by itself
-PAGES = BLOCKS * MEGABYTES * 256
+ROUNDS, BLOCKS, MEGABYTES = 10, 8, 20  # more than what glibc keeps by itself
+PAGES = ROUNDS * BLOCKS * MEGABYTES * 256
 FREED = f"""
 import resource
 from trainer.world.host_memory import keep_freed_memory
 
 keep_freed_memory()
-b"1" * ({MEGABYTES} << 20)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range({BLOCKS}):
-    b"1" * ({MEGABYTES} << 20)
+for number in range(1 + {ROUNDS}):
+    if number == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [b"1" * ({MEGABYTES} << 20) for _ in range({BLOCKS})]
+    del blocks
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
 def page_faults(**env: str) -> int:
-    """How many pages the process has taken from the kernel for blocks after the first."""
+    """How many pages the process has taken from the kernel after the first round."""
     env = {**os.environ, "PYTHONPATH": str(PROJECT), **env}
     done = subprocess.run(
         [sys.executable, "-c", FREED], env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=True
@@ -37,7 +38,7 @@ def page_faults(**env: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to keep memory")
-def test_a_block_takes_the_memory_of_the_one_before() -> None:
+def test_blocks_take_the_memory_of_those_before() -> None:
     """Else each step of a training on CPUs would get the same memory anew, page by page."""
     assert page_faults() < PAGES / 100
 

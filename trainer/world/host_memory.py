@@ -8,19 +8,19 @@ import os
 # See malloc.h and mallopt(3).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 NEVER = -1
-LARGEST = (1 << 30, 32 << 20)  # bytes of a block that is kept. Older C libraries allow no more than the second
+LARGEST = 32 << 20  # bytes of a block that is kept; with larger ones, gaps between blocks would add up to a lot
 
 
 def keep_freed_memory() -> None:
     """Have the C library keep memory that is freed, since the next step will need as much.
 
-    By default it gives large blocks back to the kernel. Then each step takes them anew, page by page, which is a tenth
-    of the time of a small convolutional network's step. The most memory that the process takes does not change. A user
-    who has chosen how to allocate memory keeps that. Only glibc does this; elsewhere nothing happens.
+    By default it gives large blocks back to the kernel. Then each step takes them anew, page by page, which can take a
+    noticeable part of its time. A user who has chosen how to allocate memory keeps that. Only glibc does this; elsewhere
+    nothing happens.
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, NEVER)
-        any(mallopt(M_MMAP_THRESHOLD, largest) for largest in LARGEST)
+        mallopt(M_MMAP_THRESHOLD, LARGEST)
