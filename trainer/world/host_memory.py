@@ -15,8 +15,7 @@ def keep_freed_memory() -> None:
     """Have the C library keep memory that is freed, since the next step will need as much.
 
     By default it gives large blocks back to the kernel. Then each step takes them anew, page by page, which can take a
-    noticeable part of its time. A user who has chosen how to allocate memory keeps that. Only glibc does this; elsewhere
-    nothing happens.
+    noticeable part of its time. A user who has chosen how to allocate memory keeps that. Without glibc nothing happens.
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
