@@ -164,8 +164,8 @@ def mean_step_s(beginnings: Sequence[float], began: float, ended: float) -> floa
 
 
 class Comparison(NamedTuple):
-    """Mean seconds of a step by turn: the plain training's, and in between those of ours. Several starts of the two in
-    one list."""
+    """Mean seconds of a step by turn: the plain training's, and in between those of ours. The turns of several
+    starts follow one another."""
 
     plain_s: list[float]  # one more than ours in each start
     ours_s: list[float]
@@ -195,8 +195,8 @@ def live(*starts: Callable[[Path], Training]) -> Iterator[list[Training]]:
 def compare(
     plain: Callable[[Path], Training], ours: Callable[[Path], Training], turn_s: float, pairs: int, starts: int = 1
 ) -> Comparison:
-    """Start both, let them take turns, and kill them; so many times, since the same program may be faster or slower by
-    some hundredths in the next process, for as long as that lives."""
+    """Start both, let them take turns, and kill them. Several `starts` help because a process may run a few per cent
+    faster or slower than the next one of the same program, for as long as it lives."""
     found = Comparison([], [], [], [])
     for _ in range(starts):
         with live(plain, ours) as (first, second):

@@ -8,7 +8,7 @@ import os
 # See malloc.h and mallopt(3).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 NEVER = -1
-LARGEST = 32 << 20  # bytes of a block that is kept; with larger ones, gaps between blocks would add up to a lot
+LARGEST = 32 << 20  # bytes of a block that is kept; gaps left by larger ones would raise the peak memory
 
 
 def keep_freed_memory() -> None:

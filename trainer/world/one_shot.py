@@ -1,8 +1,8 @@
 """The mean of a small model's gradients over two ranks on CPUs, in one exchange.
 
-gloo's all-reduce is a ring. Two ranks send each other four messages in it, two by two, however little there is to send.
-Each message has to wake threads of both ranks, which takes longer than all else in a small model's step. In a one-shot
-all-reduce the ranks send each other all they have at once, and each adds it up; with two ranks it is as many bytes.
+gloo's all-reduce is a ring of two rounds (gloo/allreduce.cc). Each of two ranks sends four messages, however little
+there is to send, and each message has to wake threads of both, which takes longer than all else in a small model's
+step. In a one-shot all-reduce both ranks send all they have in one round, and each adds it up: as many bytes.
 
 A sum of two numbers does not depend on their order, so the mean is that of the all-reduce bit for bit. With more ranks
 it would not be.
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.world.group import Group
 
-LARGEST = 512 * 1024  # bytes of gradients; the ring is as fast for more, and can add while the backward pass goes on
+LARGEST = 512 * 1024  # bytes of gradients; for more the ring is as fast, and runs beside the backward pass
 
 
 def suits_one_shot(group: Group, parameters: Iterable[Tensor]) -> bool:
