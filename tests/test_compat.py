@@ -34,6 +34,7 @@ from tests.support.editable import install_finder
 from tests.support.needs import require_package
 from tests.support.project import PROJECT
 from tests.support.sharded import pretended_rank, sharded
+from tests.support.torch_settings import torch_setting
 from trainer import compat
 from trainer.cluster.sbatch import run_executor
 from trainer.compat import autograd, optimizers
@@ -258,33 +259,33 @@ def test_the_compiler_makes_a_graph_for_each_shape(monkeypatch: pytest.MonkeyPat
     """As many as it keeps. From then on a resumed run may compile other shapes than the undisturbed one, which must not
     happen in silence. torch's own default would be one graph for all, once it has met a second shape."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", True)
-    log = logging.getLogger("torch._dynamo.convert_frame")
-    warnings: list[str] = []
-    monkeypatch.setattr(log, "handlers", [])
-    monkeypatch.setattr(log, "propagate", False)
-    for _ in range(2):
-        compat_compiler.compile_each_shape(warnings.append)
-    elsewhere: list[bool] = []
-    thread = threading.Thread(target=lambda: elsewhere.append(torch._dynamo.config.automatic_dynamic_shapes))
-    thread.start()
-    thread.join()
-    assert elsewhere == [False], "in a user's own thread, too"
-    graphs: list[Any] = []
+    with torch_setting(torch._dynamo.config, "automatic_dynamic_shapes", True):
+        log = logging.getLogger("torch._dynamo.convert_frame")
+        warnings: list[str] = []
+        monkeypatch.setattr(log, "handlers", [])
+        monkeypatch.setattr(log, "propagate", False)
+        for _ in range(2):
+            compat_compiler.compile_each_shape(warnings.append)
+        elsewhere: list[bool] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(torch._dynamo.config.automatic_dynamic_shapes))
+        thread.start()
+        thread.join()
+        assert elsewhere == [False], "in a user's own thread, too"
+        graphs: list[Any] = []
 
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
+        def backend(graph: Any, _: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
 
-    double = torch.compile(lambda x: 2 * x, backend=backend)
-    limit = torch._dynamo.config.recompile_limit
-    for size in [*range(2, limit + 2), 3, 2]:
-        assert double(torch.ones(size)).tolist() == [2] * size
-    assert (len(graphs), warnings) == (limit, [])
-    for size in (50, 60):
-        assert double(torch.ones(size)).tolist() == [2] * size
-    assert len(graphs) == limit
-    assert warnings == [compat_compiler.LIMIT.format(limit)]
+        double = torch.compile(lambda x: 2 * x, backend=backend)
+        limit = torch._dynamo.config.recompile_limit
+        for size in [*range(2, limit + 2), 3, 2]:
+            assert double(torch.ones(size)).tolist() == [2] * size
+        assert (len(graphs), warnings) == (limit, [])
+        for size in (50, 60):
+            assert double(torch.ones(size)).tolist() == [2] * size
+        assert len(graphs) == limit
+        assert warnings == [compat_compiler.LIMIT.format(limit)]
     torch._dynamo.reset()
 
 
@@ -293,12 +294,12 @@ def test_the_compiler_chooses_nothing_by_time(monkeypatch: pytest.MonkeyPatch) -
     import torch._inductor.config as config
 
     for chosen, expected in (("0", False), (None, True)):  # the user's choice is kept
-        monkeypatch.setattr(config, "deterministic", False)
         monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", chosen or "")
         if chosen is None:
             monkeypatch.delenv("TORCHINDUCTOR_DETERMINISTIC")
-        compat_compiler.compile_without_timing()
-        assert config.deterministic == expected
+        with torch_setting(config, "deterministic", False):
+            compat_compiler.compile_without_timing()
+            assert config.deterministic == expected
     monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "1")
     code = "import torch._inductor.config as config; print(config.deterministic)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n", "where it is imported later"
@@ -310,13 +311,13 @@ def test_what_the_compiler_makes_for_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     import torch._functorch.config
     from torch._inductor import cudagraph_trees
 
-    monkeypatch.setattr(torch._functorch.config, "graphsafe_rng_functionalization", True)
-    compat_compiler.draw_from_default_generators()
-    assert not torch._functorch.config.graphsafe_rng_functionalization
+    with torch_setting(torch._functorch.config, "graphsafe_rng_functionalization", True):
+        compat_compiler.draw_from_default_generators()
+        assert not torch._functorch.config.graphsafe_rng_functionalization
     assert "config.graphsafe_rng_functionalization" in inspect.getsource(torch._functorch.partitioners)
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
-    compat_compiler.compile_whole_under_ddp()
-    assert not torch._dynamo.config.optimize_ddp
+    with torch_setting(torch._dynamo.config, "optimize_ddp", True):
+        compat_compiler.compile_whole_under_ddp()
+        assert not torch._dynamo.config.optimize_ddp
     assert not compat_compiler.has_cuda_graphs(torch.device("cuda", 0)), "no device, no graphs"
     roots: dict[int, list[Any]] = {}
     monkeypatch.setattr(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.torch_settings import torch_setting
 from tests.support.worlds import a_world
 from trainer.cluster import machine_checks
 from trainer.config.config import Config
@@ -287,9 +288,9 @@ def test_random_numbers_of_recomputed_activations(monkeypatch: pytest.MonkeyPatc
     differ after a resume. Custom loops compile by themselves, so this does not depend on train.compile."""
     gpus(1, monkeypatch)
     functorch = importlib.import_module("torch._functorch.config")
-    monkeypatch.setattr(functorch, "graphsafe_rng_functionalization", True)
-    set_up_device(config(), WORLD)
-    assert not functorch.graphsafe_rng_functionalization
+    with torch_setting(functorch, "graphsafe_rng_functionalization", True):
+        set_up_device(config(), WORLD)
+        assert not functorch.graphsafe_rng_functionalization
 
 
 def test_deterministic_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

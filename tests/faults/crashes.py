@@ -10,6 +10,7 @@ from tests.faults.plan import Fault, Loss, Moment, Needs, Return, Shape, Shot
 from tests.faults.signals import ALWAYS, AT_WORK, WITH_RANKS
 from tests.faults.site import SLURMD_TIMEOUT_S
 from tests.faults.victim import Missed, Process, Victim
+from tests.slurm.processes import cut_power
 
 CONTROLLER = "slurmctld"
 BAD_NODE_KILLS = 3
@@ -80,10 +81,8 @@ def crash_node(victim: Victim, shot: Shot) -> None:
     """A node loses power, and comes back before or after Slurm marks it DOWN."""
     node = victim.node(shot.aim)
     victim.site.cluster.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
-    there = victim.on_node(node)
-    # Frozen first, as power goes off for all at once: srun's child would use its last moment to have all ranks killed.
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        victim.signal(number, *there)
+    if not cut_power(victim.on_node(node)):
+        raise Missed("the processes have ended")
     _back_later(victim, node, 3 + 2 * SLURMD_TIMEOUT_S * shot.aim)
 
 

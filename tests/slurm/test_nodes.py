@@ -9,7 +9,6 @@ from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.user import User
 from tests.support.ranks import fingerprint
 from tests.support.undisturbed import undisturbed_run
-from tests.support.waiting import DEADLINE_S
 from trainer.config.config import Config
 from trainer.records.metrics import newest_step, read_lines
 
@@ -26,7 +25,7 @@ def trains(user: User, name: str, attempt: int) -> list[str]:
         done = [record for record in records if (newest_step(run.metrics) or {"time": 0})["time"] > record["start"]]
         return done[0]["hosts"] if done else []
 
-    return user.cluster.wait_for(hosts, DEADLINE_S, f"attempt {attempt} of {name} did no step")
+    return user.waits(name, hosts, f"did no step in attempt {attempt}")
 
 
 def undisturbed(ranks: int) -> dict[str, Any]:

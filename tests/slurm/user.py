@@ -7,16 +7,19 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.processes import parent, processes
+from tests.slurm.processes import cut_power, parent, processes
 from tests.support.forked import forked_python, process_of
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
+
+T = TypeVar("T")
 
 
 class User:
@@ -69,10 +72,17 @@ class User:
 
     def job_of(self, name: str) -> str:
         """The job id of the run; waits until it has been submitted."""
-        pickles = self.cluster.wait_for(
-            lambda: list(self.run(name).logs.glob("*_submitted.pkl")), DEADLINE_S, f"run {name} was not submitted"
-        )
+        pickles = self.waits(name, lambda: list(self.run(name).logs.glob("*_submitted.pkl")), "was not submitted")
         return pickles[0].name.split("_")[0]
+
+    def waits(self, name: str, condition: Callable[[], T], failure: str) -> T:
+        """Wait until `condition` returns something true, and return that. At the deadline the error says that run
+        `name` has this `failure`, and what its logs end with."""
+        try:
+            return self.cluster.wait_for(condition, DEADLINE_S, f"{name} {failure}")
+        except TimeoutError as error:
+            ends = [f"{log.name} ends:\n{log.read_text()[-1500:]}" for log in sorted(self.run(name).logs.glob("*.out"))]
+            raise TimeoutError("\n".join((str(error), *ends))) from None
 
     def waits_for(self, name: str, text: str, times: int = 1) -> None:
         """Wait until the ranks of the run have printed `text` this many times together."""
@@ -81,7 +91,7 @@ class User:
         def printed() -> bool:
             return sum(log.read_text().count(text) for log in logs.glob("*_log.out")) >= times
 
-        self.cluster.wait_for(printed, DEADLINE_S, f"the ranks of {name} did not print {text!r}")
+        self.waits(name, printed, f"did not print {text!r}")
 
     def waits_for_end(self, name: str, reason: str) -> list[dict[str, Any]]:
         """Wait until an attempt of the run has ended for `reason`; return the records of all attempts."""
@@ -89,7 +99,7 @@ class User:
         def ended() -> bool:
             return any(attempt["reason"] == reason for attempt in self.attempts(name))
 
-        self.cluster.wait_for(ended, DEADLINE_S, f"no attempt of {name} ended as {reason}")
+        self.waits(name, ended, f"has no attempt that ended as {reason}")
         return self.attempts(name)
 
     def kills(self, name: str, *ranks: int) -> None:
@@ -121,11 +131,7 @@ class User:
         for pid in tasks:
             with contextlib.suppress(OSError):  # it has ended
                 parents.add(parent(pid))
-        # Frozen first, as power goes off for all at once: srun's child would have the ranks on other nodes killed.
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in tasks | keepers & parents:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        cut_power(tasks | keepers & parents)
 
     def waits_until_gone(self, job: str, deadline_s: float = DEADLINE_S) -> None:
         """Wait until the job has left the queue."""
