@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
-from trainer.world import process, watchdog
+from trainer.world import pair, process, watchdog
 from trainer.world.watchdog import Beat, Fault, Probes, Watchdog, name_stuck, straggler
 
 WAITS = "_engine_run_backward (/env/lib/torch/autograd/graph.py:829)"
@@ -52,21 +52,24 @@ def test_among_equals_the_one_that_is_not_waiting_is_named() -> None:
     assert "rank 0 on n0" in both and "rank 1 on n1" in both, "nothing distinguishes them, so both are named"
 
 
-@pytest.mark.parametrize("in_torch", [True, False], ids=["torch", "a folder of that name"])
-def test_only_torch_itself_is_where_a_rank_waits(in_torch: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "waits"),
+    [(f"{Path(torch.__file__).parent}/model.py", True), (pair.__file__, True), ("/home/me/torch/model.py", False)],
+    ids=["torch", "a pair", "a folder of that name"],
+)
+def test_where_a_rank_waits_for_others(file: str, waits: bool) -> None:
     """A user's code may lie in a folder named torch. A rank that is stuck there is the one to name."""
-    folder = Path(torch.__file__).parent if in_torch else tmp_path / "torch"
     module: dict[str, Any] = {}
     code = "def wait(entered, left):\n    entered.release()\n    left.acquire()\n"
-    exec(compile(code, str(folder / "model.py"), "exec"), module)
+    exec(compile(code, file, "exec"), module)
     entered, left = (threading.Lock() for _ in range(2))  # in C: the function that calls them is the innermost line
     entered.acquire(), left.acquire()
     thread = threading.Thread(target=module["wait"], args=(entered, left))
     thread.start()
     try:
         assert entered.acquire(timeout=DEADLINE_S)
-        where, is_torchs = watchdog.innermost_line(thread.ident or 0)
-        assert where.startswith(f"wait ({folder}/model.py:") and is_torchs is in_torch
+        where, found = watchdog.innermost_line(thread.ident or 0)
+        assert where.startswith(f"wait ({file}:") and found is waits
     finally:
         left.release()
         thread.join()

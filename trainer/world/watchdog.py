@@ -38,6 +38,7 @@ SLOW_WINDOW_S = 60.0
 # heartbeats by several seconds, and the end of the attempt is a high price for that. In a hurry, that is after a
 # signal, the others may be killed soon, and lose nothing by saving without it: half of the grace period leaves time.
 DEAD_AFTER_S, DEAD_IN_A_HURRY_S = 60.0, 15.0
+PAIR = os.path.join(os.path.dirname(__file__), "pair.py")
 FaultReason = Literal["failed", "hung", "signal"]  # signal: the grace period after one is running out
 # Whether a retry may succeed; if_trained: only if the run has trained before as it is configured now.
 Retry = Literal["yes", "if_trained", "no"]
@@ -64,7 +65,7 @@ class Beat:
     progress: int  # units of work begun so far
     phase: str
     where: str  # the innermost line of the main thread
-    in_torch: bool  # that line is torch's own code, where a rank waits for others
+    waits: bool  # that line is where a rank waits for others: in torch's own code, or in trainer/world/pair.py
     busy_s: float  # spent so far on its own work, not on waiting for others
     process: str = ""  # see `trainer.world.process.identity`
     device: int = 0  # how far its device has come; the CPU may be ahead of it
@@ -247,11 +248,11 @@ class Watchdog:
 
     def _own_beat(self) -> Beat:
         world = self._probes.world()
-        where, in_torch = innermost_line(self._main_thread)
+        where, waits = innermost_line(self._main_thread)
         if self._compiling and where != self._where:
             self.advance()
         self._where = where
-        own = (world.host_of(world.rank), self._round, self._phases + self._probes.ticks(), self.phase, where, in_torch)
+        own = (world.host_of(world.rank), self._round, self._phases + self._probes.ticks(), self.phase, where, waits)
         return Beat(*own, self._busy_s(), self._process, self._device, self.activity)
 
     def _compare(self, beats: list[Beat]) -> None:
@@ -297,10 +298,10 @@ def _work_of(beat: Beat) -> tuple[int, int, int]:
 
 def find_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> Sequence[int]:
     """The ranks that the others wait for: the silent ones; else, of those with the least progress, the ones whose main
-    thread is not in torch's own code."""
+    thread does not wait for others."""
     done = [beat.progress + beat.device for beat in beats]
     behind = [rank for rank, count in enumerate(done) if count == min(done)]
-    return silent or [rank for rank in behind if not beats[rank].in_torch] or behind
+    return silent or [rank for rank in behind if not beats[rank].waits] or behind
 
 
 def name_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
@@ -338,11 +339,11 @@ def straggler(before: Sequence[Beat], after: Sequence[Beat], seconds: float) -> 
 
 
 def innermost_line(thread: int) -> tuple[str, bool]:
-    """The function, file and line that a thread is executing, and whether that file is torch's."""
+    """The function, file and line that a thread is executing, and whether it waits for other ranks there."""
     frame: Any = sys._current_frames().get(thread)
     if frame is None:
         return "?", False
     file = frame.f_code.co_filename
     folder = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "")
     in_torch = bool(folder) and file.startswith(folder + os.sep)
-    return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})", in_torch
+    return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})", in_torch or file == PAIR
