@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import SequentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.support.loops import run_function
@@ -110,6 +112,70 @@ def test_a_batch_prefetched_across_turns(tmp_path: Path) -> None:
             parts.update()
 
     assert "was made in the iteration of run.steps(...) before this one" in ends_with(main, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["scheduler", "scaler", "average", "optimizer"])
+def test_what_was_not_registered(name: str, tmp_path: Path) -> None:
+    """The classic mistake: a resumed run would begin the schedule anew, and nobody would notice."""
+
+    def main(run: Run) -> None:
+        parts = Parts(run)
+        forgotten: dict[str, Callable[[], Any]] = {
+            "scheduler": lambda: StepLR(parts.optimizer, 2),
+            "scaler": lambda: torch.amp.GradScaler("cpu"),
+            "average": lambda: AveragedModel(parts.model),
+            "optimizer": lambda: SGD(nn.Linear(2, 1).parameters(), lr=0.1, momentum=0.9),
+        }
+        one = forgotten[name]()
+        for (x,) in run.steps(parts.loader):
+            parts.backward(x)
+            parts.update()
+            if isinstance(one, Optimizer):
+                one.param_groups[0]["params"][0].grad = torch.ones(1, 2)
+                one.step()
+
+    message = ends_with(main, tmp_path)
+    assert "is not registered, so a resumed run would begin it anew" in message and f", {name}=...)" in message
+
+
+class Schedules:
+    """An object of the user's that has schedules, and knows how to save them."""
+
+    def __init__(self, schedules: list[StepLR]) -> None:
+        self.by_name = {str(number): schedule for number, schedule in enumerate(schedules)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: schedule.state_dict() for name, schedule in self.by_name.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, of_one in state.items():
+            self.by_name[name].load_state_dict(of_one)
+
+
+def test_what_need_not_be_registered(tmp_path: Path) -> None:
+    """Parts of what is registered, what has no state, what an iteration makes for itself, and what is gone."""
+
+    def main(run: Run) -> None:
+        loader, model = run.loader(DATA, 4), nn.Linear(2, 1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        schedule = SequentialLR(optimizer, [StepLR(optimizer, 2), StepLR(optimizer, 3)], [2])
+        average = AveragedModel(model)
+        more = Schedules([StepLR(optimizer, 4)])
+        run.restore(model=nn.ModuleDict({"a": average, "m": model}), optimizer=optimizer, schedule=schedule, more=more)
+        plain, off = SGD(nn.Linear(2, 1).parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+        gone = StepLR(optimizer, 5)
+        gone.itself = gone  # type: ignore[attr-defined]  # so that only the garbage collector ends it
+        del gone
+        for (x,) in run.steps(loader):
+            inner = SGD(nn.Linear(2, 1).parameters(), lr=0.1, momentum=0.9)
+            for each in (plain, inner):
+                each.param_groups[0]["params"][0].grad = torch.ones(1, 2)
+                each.step()
+            optimizer.zero_grad()
+            off.scale(model(x).square().mean()).backward()
+            optimizer.step()
+
+    assert len(read_lines(run_function(main, tmp_path, "right").metrics)) == 6
 
 
 def test_run_steps_advanced_within_a_turn(tmp_path: Path) -> None:

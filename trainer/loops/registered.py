@@ -38,7 +38,7 @@ class Registered:
         """`row` is one more tensor to broadcast with the buffers. With `opaque` a framework holds the rest of the
         state. Raises ConfigError for what cannot be registered."""
         objects = {name: _without_wrapper(each) for name, each in objects.items()}
-        self._objects, self._opaque, self._group = objects, opaque, group
+        self.objects, self.opaque, self._group = objects, opaque, group
         modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
         optimizers = [registered for registered in objects.values() if isinstance(registered, Optimizer)]
         self.optimizers = [optimizer for optimizer in optimizers if compat.takes_hooks(optimizer)]
@@ -78,7 +78,7 @@ class Registered:
         averaged |= {id(each) for named in self._sharded.values() for each in named.values() if is_distributed(each)}
         return [
             name
-            for name, registered in self._objects.items()
+            for name, registered in self.objects.items()
             if isinstance(registered, Optimizer)
             and any(p.requires_grad and id(p) not in averaged for g in registered.param_groups for p in g["params"])
         ]
@@ -114,7 +114,7 @@ class Registered:
             return
         place_of(self.state(), self._group)
         for name in self._copied:
-            if name not in self._copied_sharded and is_sharded(_state_of(self._objects[name])):
+            if name not in self._copied_sharded and is_sharded(_state_of(self.objects[name])):
                 raise ConfigError(
                     f"run.restore({name}=...): holds DTensors that were not there when it was registered, so a "
                     "resumed run would not know how they are sharded; make them before run.restore(...)"
@@ -130,7 +130,7 @@ class Registered:
 
     def own_tensors(self) -> list[Tensor]:
         """The tensors in the registered objects that are not torch's own."""
-        found = compat.tree_leaves([_state_of(self._objects[name]) for name in self._copied])
+        found = compat.tree_leaves([_state_of(self.objects[name]) for name in self._copied])
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
     def state(self) -> State:
@@ -145,17 +145,17 @@ class Registered:
     def restore(self, checkpoint: SharedCheckpoint, advance: Callable[[], None], last: bool) -> None:
         """Load what `state` returned, see `SharedCheckpoint.load`. A collective. Raises ConfigError when it does not
         fit."""
-        if bool(checkpoint.manifest.opaque) != self._opaque:
-            here, there = ("checkpoint", "restore") if self._opaque else ("restore", "checkpoint")
+        if bool(checkpoint.manifest.opaque) != self.opaque:
+            here, there = ("checkpoint", "restore") if self.opaque else ("restore", "checkpoint")
             raise ConfigError(f"run.{here}(): this run's checkpoints were written by run.{there}(...); call that")
-        if set(checkpoint.names) != self._objects.keys():
+        if set(checkpoint.names) != self.objects.keys():
             raise ConfigError(
                 f"run.restore(): this run's checkpoints hold {_list(checkpoint.names)}; register these, "
-                f"not {_list(self._objects)}"
+                f"not {_list(self.objects)}"
             )
         check_order(self._sorted, checkpoint.manifest.numerics)
         state = checkpoint.load(self._live(), advance, last)
-        for name, registered in self._objects.items():
+        for name, registered in self.objects.items():
             try:
                 if isinstance(registered, dict):
                     registered.clear()
@@ -180,14 +180,14 @@ class Registered:
                 return self.buffers.in_state_dict(named, buffers, f"{self.modules.index(registered)}.")
             return _state_of(registered)
 
-        return {name: of(name, registered) for name, registered in self._objects.items()}
+        return {name: of(name, registered) for name, registered in self.objects.items()}
 
     def _live(self) -> State:
         """What a checkpoint can be loaded into. Torch's own objects copy it there anyway, or take it over; any other
         may take these tensors for something else."""
         now = self.state()
         live: State = {}
-        for name, registered in self._objects.items():
+        for name, registered in self.objects.items():
             if isinstance(registered, nn.Module):
                 live[name] = now[name]
             elif isinstance(registered, Optimizer) and loads_in_place(registered):
@@ -197,7 +197,7 @@ class Registered:
         return live
 
     def _copy(self, name: str) -> Any:
-        state = _state_of(self._objects[name])
+        state = _state_of(self.objects[name])
         if name in self._copied_sharded:  # a deep copy of a DTensor has a mesh of its own
             return map_tensors(state, lambda tensor: tensor.detach().clone())
         return copy.deepcopy(state)
@@ -206,7 +206,7 @@ class Registered:
         """Where the parameters are in memory; of sharded ones, this rank's rows. FSDP2 hides those of a module while it
         has them gathered."""
         found = []
-        for name, registered in self._objects.items():
+        for name, registered in self.objects.items():
             if name in self._sharded:
                 parameters = [each for each in self._sharded[name].values() if isinstance(each, nn.Parameter)]
                 found += addresses(map(compat_fsdp.on_this_rank, parameters))
@@ -223,7 +223,7 @@ class _HeldRegistered:
         self._buffers, self._copies = registered.buffers.committed, dict(registered._copies)
         self._optimizers: dict[str, HeldOptimizer] = {}
         self._addresses = registered._addresses()
-        for name, item in registered._objects.items():
+        for name, item in registered.objects.items():
             if isinstance(item, Optimizer):
                 self._optimizers[name] = HeldOptimizer(item, on_host)
             elif isinstance(item, LRScheduler):

@@ -23,6 +23,7 @@ from trainer.checkpoint.shards import local_of
 from trainer.config.errors import ConfigError
 from trainer.data.loader import is_ours
 from trainer.loops.registered import Registered
+from trainer.loops.unregistered import Unregistered
 
 MOST_OBJECTS = 2_000_000  # that may be looked at: a tenth of a second
 
@@ -37,6 +38,7 @@ class TurnChecks:
         self._gradients_of = -1
         self._before: set[int] = set()  # the tensors at the beginning of the first turn, by id
         self._given: dict[int, int] = {}  # the batches that each iteration over a DataLoader had given by then, by id
+        self._unregistered: Unregistered | None = None
         self._used: list[weakref.ref[Tensor]] = []  # the inputs of the first turn
         self._earlier: dict[int, weakref.ref[Tensor]] = {}  # the tensors that the first turn has made and left, by id
 
@@ -58,6 +60,8 @@ class TurnChecks:
         if self._turn == 1:
             self._before = {id(tensor) for tensor in _tensors()}
             self._given = dict(_iterations())
+            if not step and not self._registered.opaque:
+                self._unregistered = Unregistered(self._registered, _objects())
         elif self._turn == 3:
             for hook in self._hooks:
                 hook.remove()
@@ -68,6 +72,8 @@ class TurnChecks:
         if self._turn != 1:
             return
         self._registered.check_sharding()
+        if self._unregistered and (problem := self._unregistered.problem()):
+            raise ConfigError(problem)
         if any(given > self._given.get(iteration, 0) for iteration, given in _iterations()):
             raise ConfigError(
                 f"step {step + 1} drew a batch from an iteration over a DataLoader that goes beyond the step; each "
