@@ -19,6 +19,7 @@ from tests.support.runs import config
 from tests.support.worlds import a_world
 from trainer import Run
 from trainer.checkpoint.pack import load, map_tensors
+from trainer.checkpoint.restore import read_newest
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config.config import Config
 from trainer.loops.loop import AttemptContext, Loop
@@ -81,8 +82,8 @@ def a_loop(
     function: Callable[[Run], Any] = doubling,
     group: Group | None = None,
 ) -> Iterator[Loop]:
-    """A loop in this process, restored: "task", "custom", which calls `function`, or that of a Task. It may be one of
-    a `group` of several ranks."""
+    """A loop in this process, restored from the newest checkpoint: "task", "custom", which calls `function`, or that of
+    a Task. It may be one of a `group` of several ranks."""
     run = RunDir(Path(settings.launch.root) / str(settings.launch.name))
     run.path.mkdir(parents=True, exist_ok=True)
     world = group.world if group else a_world()
@@ -96,7 +97,7 @@ def a_loop(
         task = Doubling if kind == "task" else kind
         loop = make_custom_loop(function, context) if isinstance(task, str) else TaskLoop(task, context)
         closing.callback(loop.tensorboard.end)  # its thread waits for minutes else
-        loop.restore(None)
+        loop.restore(read_newest(loop.store, group, loop.store.candidates(print), print, lambda _: None))
         yield loop
     finally:
         gc.unfreeze()  # the loop has frozen all objects of this process

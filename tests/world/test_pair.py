@@ -20,7 +20,7 @@ from trainer.world.pair import PART, Pair
 
 # Each rank begins with this.
 BEGIN = """
-import os, signal, sys
+import os, select, signal, sys
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -66,8 +66,10 @@ for step in range(2):
 print("the same bits")
 dist.destroy_process_group()
 """
-# Rank 1 is killed in its second step: before or after it has said that its gradient is there.
+# Rank 1 is killed in its second step: before or after it has said that its gradient is there. If it is "gone", rank 0
+# comes later. Its user has given SIGPIPE the default action, as tools that print to a pager do.
 KILLED = """
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
 own = Pair.of(group)
 own.register(model)
@@ -79,6 +81,8 @@ def meet_or_die():
         if sys.argv[1] == "after":
             os.write(own._tell, pair.WORD)
         os.kill(os.getpid(), signal.SIGKILL)
+    if len(meetings) == 2 and sys.argv[1] == "gone":
+        select.select([own._told], [], [])
     meet()
 
 own._meet = meet_or_die
@@ -91,7 +95,7 @@ except Exception as error:
     print(f"{type(error).__name__}: {error}")
     os._exit(0)
 """
-# Rank 1 cannot open what rank 0 offers.
+# Rank 1 cannot open what rank 0 offers, or has no memory to offer.
 REFUSED = """
 def is_open(number):
     try:
@@ -99,12 +103,14 @@ def is_open(number):
     except OSError:
         return False
 
-def refuse(*_):
+def refuse(*_, **__):
     raise PermissionError
 
 before = [number for number in range(200) if is_open(number)]
-if rank == 1:
+if rank == 1 and sys.argv[1] == "hidden":
     pair.os = type("Hidden", (), {**vars(os), "open": staticmethod(refuse)})
+elif rank == 1:
+    pair.tempfile.TemporaryFile = refuse
 assert Pair.of(group) is None
 print([number for number in range(200) if is_open(number)] == before)
 dist.destroy_process_group()
@@ -132,7 +138,7 @@ def test_it_is_the_mean_of_the_all_reduce() -> None:
     assert two_ranks(MEAN) == [(0, "the same bits\n")] * 2
 
 
-@pytest.mark.parametrize(("moment", "steps"), [("before", 1), ("after", 2)])
+@pytest.mark.parametrize(("moment", "steps"), [("before", 1), ("gone", 1), ("after", 2)])
 def test_the_other_rank_is_killed(moment: str, steps: int) -> None:
     """The survivor must not wait forever, nor take an old gradient for a new one. It knows that a peer is gone, and so
     leaves it to that peer's own error to say why."""
@@ -141,9 +147,10 @@ def test_the_other_rank_is_killed(moment: str, steps: int) -> None:
     assert said == "1.5\n" * steps + "PeerLost: rank 1 on here has ended\n"
 
 
-def test_ranks_that_cannot_see_each_other() -> None:
+@pytest.mark.parametrize("why", ["hidden", "no memory"])
+def test_ranks_that_cannot_see_each_other(why: str) -> None:
     """As in containers of their own: gloo's all-reduce, on both ranks, and nothing is left open."""
-    assert two_ranks(REFUSED) == [(0, "True\n")] * 2
+    assert two_ranks(REFUSED, why) == [(0, "True\n")] * 2
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from trainer.loops.custom_state import CustomState
 from trainer.loops.held import HeldState
 from trainer.loops.logged import LoggedValues
 from trainer.loops.loop import AttemptContext, Loop, finite
+from trainer.loops.modes import Modes
 from trainer.loops.registered import State
 from trainer.loops.rescued import NotFinite
 from trainer.loops.same_state import difference_between_ranks
@@ -106,12 +107,14 @@ class CustomSteps(Loop):
         self._samples = 0  # of the open step, over all ranks
         self._checks: TurnChecks  # from run.restore(...) on
         self._warned = False  # of an update before the steps
+        self._modes = Modes()
 
     def restore(self, checkpoint: SharedCheckpoint | None) -> None:
         """Take over the position of the checkpoint. The objects take over the rest when the function registers them."""
         if checkpoint is not None:
             self._held.checkpoint = checkpoint
             self._position = Position(**checkpoint.position)
+            self._modes.resume(self.position)
             if self.position.finished and _is_extended(checkpoint.manifest.config, self.config):
                 self.position.finished = False
 
@@ -189,6 +192,8 @@ class CustomSteps(Loop):
             self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
         registered.sync_buffers()  # before the update begins: it waits for ranks that may be dead
         if self.phase not in IN_UPDATE:
+            if warning := self._modes.update_begins():
+                self.progress.say(warning)
             self.ring.begin_update()
             self._move(Event.UPDATE)
         registered.apply_synced()
@@ -201,6 +206,7 @@ class CustomSteps(Loop):
             self._checks.no_update(self.position.step)
             self._before_update()
         registered.snapshot()
+        self._position.modes = self._modes.fingerprint
         validation = self._take_validation()
         self._end_update(self._logged.end_step(), self._samples, batches=1)
         self._move(Event.STEP_ENDS)

@@ -3,7 +3,8 @@
 gloo sends gradients through sockets, also between two processes of one host, and each of its messages has to wake
 threads of both. For a small model that takes longer than all else in a step. Here each rank puts its gradients where
 the other one can read them, says so with a byte in a pipe, and both add up. A sum of two numbers does not depend on
-their order, so the mean is that of gloo's all-reduce bit for bit. With more ranks it would not be.
+their order, so the mean is that of gloo's all-reduce bit for bit, with two exceptions: one NaN may be another one, and
+gloo's threads do not follow a torch.set_flush_denormal. With more ranks it would not be.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import secrets
 import stat
 import sys
+import tempfile
 import weakref
 from pathlib import Path
 
@@ -34,7 +36,7 @@ WORD = b"."
 class Pair:
     """This rank and the other one. Each has memory for two parts.
 
-    `told` is the pipe in which the other rank says that its part is there, `tell` the one for this rank.
+    It reads from the pipe `told` that the other rank's part is there, and writes to the pipe `tell` that its own is.
     """
 
     def __init__(self, memory: list[Tensor], rank: int, told: int, tell: int, other: str) -> None:
@@ -49,8 +51,7 @@ class Pair:
         """The two ranks of this group; None, on every rank, if they are not two on CPUs or cannot see each other's
         memory: on different hosts, or in containers that hide their processes from each other. A collective.
 
-        Neither memory nor pipes have names, so nothing is left of them however the ranks end; and the memory does not
-        count towards the size of /dev/shm, which containers often limit.
+        Neither memory nor pipes have names, so nothing is left of them however the ranks end.
         """
         on_cpus = group.backend == "gloo" and group.device.type == "cpu"
         if sys.platform != "linux" or group.world.size != 2 or not on_cpus or len(set(group.world.hosts)) > 1:
@@ -59,7 +60,7 @@ class Pair:
         own = _Offer()
         offers = [offer.tolist() for offer in group.gather(torch.tensor(own.numbers))]
         memory, tell = _accept(offers, 1 - rank)
-        # An offer must stand until the other rank has accepted it, which it has once this returns.
+        # An offer must stand until the other rank has accepted it, or could not. It has once this returns.
         everywhere = all(group.gather(torch.tensor(tell >= 0)))
         own.close()
         pair = cls(memory, rank, own.told, tell, f"rank {1 - rank} on {group.world.host_of(1 - rank)}")
@@ -79,31 +80,33 @@ class Pair:
 
     def _average(self, part: Tensor) -> None:
         """Parts go to the two halves of the memory in turn. The half that is overwritten here was read by the other
-        rank before it said that its last part was there."""
+        rank before it said that its previous part was there."""
         begin = self._exchanges % 2 * PART
         self._exchanges += 1
         both = [memory[begin : begin + part.nbytes].view(part.dtype) for memory in self._memory]
-        torch.div(part, 2, out=both[self._rank])  # before the sum, as DDP does
+        torch.mul(part, 0.5, out=both[self._rank])  # before the sum, as DDP does
         self._meet()
         torch.add(*both, out=part)
 
     def _meet(self) -> None:
         """Wait until the other rank is here as well. Raises PeerLost."""
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._tell, WORD)
+        os.write(self._tell, WORD)
         if not os.read(self._told, len(WORD)):
             raise PeerLost(f"{self._other} has ended")
 
 
 class _Offer:
-    """Memory and a pipe that another process of this user may open."""
+    """Memory and a pipe that another process of this user may open; -1 for what could not be had.
+
+    os.memfd_create would do as well, but Pythons that were built with an old libc, such as conda's, lack it."""
 
     def __init__(self) -> None:
         self.told, self._tell, self._memory = -1, -1, -1
         token = secrets.token_bytes(TOKEN_BYTES)
         with contextlib.suppress(OSError):
             self.told, self._tell = os.pipe()
-            self._memory = os.memfd_create("laststep")
+            with tempfile.TemporaryFile(dir="/dev/shm") as file:
+                self._memory = os.dup(file.fileno())
             os.posix_fallocate(self._memory, 0, 2 * PART)  # else a host without memory would end the ranks by SIGBUS
             os.pwrite(self._memory, token, 0)
         self.numbers = (os.getpid(), self._memory, self._tell, int.from_bytes(token, "big"))
@@ -114,12 +117,15 @@ class _Offer:
 
 
 def _accept(offers: list[list[int]], other: int) -> tuple[list[Tensor], int]:
-    """The memory of both ranks, and the end of the other one's pipe at which it is told something; -1 where this
-    process cannot open them."""
+    """The memory of both ranks, and the other one's pipe, to tell it something; nothing and -1 if this process cannot
+    open them.
+
+    The pipe is opened for reading as well. So it has a reader, even if the other rank has ended: writing to it then
+    causes no SIGPIPE, which ends this process if the user's code has given it its default action."""
     with contextlib.suppress(OSError):
         memory = [_map(process, number, token) for process, number, _, token in offers]
         process, _, pipe, _ = offers[other]
-        return memory, os.open(f"/proc/{process}/fd/{pipe}", os.O_WRONLY | os.O_CLOEXEC)
+        return memory, os.open(f"/proc/{process}/fd/{pipe}", os.O_RDWR | os.O_CLOEXEC)
     return [], -1
 
 
