@@ -78,13 +78,15 @@ def test_what_is_set_again(kind: str, crash_after: int, tmp_path: Path, monkeypa
 
 def test_wrappers_do_not_count() -> None:
     """A run may resume with more ranks, and so with DistributedDataParallel, or with torch.compile."""
-    model, plain, wrapped = nn.Linear(2, 1), Modes(), Modes()
-    plain.register([model])
-    wrapped.register([nn.Sequential(nn.Sequential(model)).eval()])
+    said: list[str] = []
+    model, plain, wrapped = nn.Linear(2, 1), Modes(said.append), Modes(said.append)
+    wrapper = nn.Sequential(nn.Sequential(model)).eval()
     model.train()
-    assert plain.update_begins() is None
+    plain.update_begins([model])
     wrapped.resume(Position(batches=1, modes=plain.fingerprint))
-    assert wrapped.update_begins() is None
+    wrapped.update_begins([wrapper])
+    assert said == []
     wrapped.resume(Position(batches=1, modes=plain.fingerprint))
     model.eval()
-    assert wrapped.update_begins() == OTHER_MODE
+    wrapped.update_begins([wrapper])
+    assert said == [OTHER_MODE]

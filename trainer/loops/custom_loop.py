@@ -63,7 +63,6 @@ class CustomLoop(CustomSteps):
         for optimizer in registered.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
         self._checks = TurnChecks(registered)
-        self._modes.register(registered.modules)
         self._held.restore()
         if framework is not None:
             self._restore_framework(framework)

@@ -107,7 +107,7 @@ class CustomSteps(Loop):
         self._samples = 0  # of the open step, over all ranks
         self._checks: TurnChecks  # from run.restore(...) on
         self._warned = False  # of an update before the steps
-        self._modes = Modes()
+        self._modes = Modes(self.progress.say)
 
     def restore(self, checkpoint: SharedCheckpoint | None) -> None:
         """Take over the position of the checkpoint. The objects take over the rest when the function registers them."""
@@ -192,8 +192,7 @@ class CustomSteps(Loop):
             self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
         registered.sync_buffers()  # before the update begins: it waits for ranks that may be dead
         if self.phase not in IN_UPDATE:
-            if warning := self._modes.update_begins():
-                self.progress.say(warning)
+            self._modes.update_begins(registered.modules)
             self.ring.begin_update()
             self._move(Event.UPDATE)
         registered.apply_synced()

@@ -6,7 +6,7 @@ step began, so that the next attempt notices if it has not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from torch import Tensor, nn
@@ -27,29 +27,27 @@ class Modes:
     """Of the registered modules. Wrappers, such as DistributedDataParallel and torch.compile, do not count: the next
     attempt may do without them."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say` is called with a warning."""
+        self._say = say
         self._parts: list[nn.Module] = []
         self._parameters: list[Tensor] = []
         self._before = ""
         self.fingerprint = ""  # as the newest update began: checksums of the modes, and of what is frozen
-
-    def register(self, modules: Iterable[nn.Module]) -> None:
-        """From now on these modules count."""
-        modules = list(modules)
-        self._parts = [part for module in modules for part in module.modules() if not any(part.children())]
-        self._parameters = [parameter for module in modules for parameter in module.parameters()]
 
     def resume(self, position: Position) -> None:
         """Compare the next fingerprint with the one of this position. Not at the end of an epoch, between whose steps
         and the next one's a loop may change the modes."""
         self._before = position.modes if position.batches and not position.over else ""
 
-    def update_begins(self) -> str | None:
-        """Take a new fingerprint; returns a line that says what has changed by the resume, if anything has."""
+    def update_begins(self, modules: Sequence[nn.Module]) -> None:
+        """Take a new fingerprint of these modules, the same at each call. Say so if a resume has changed anything."""
+        if not self._parts:
+            self._parts = [part for module in modules for part in module.modules() if not any(part.children())]
+            self._parameters = [parameter for module in modules for parameter in module.parameters()]
         training = crc32(bytes([part.training for part in self._parts]))
         trained = crc32(bytes([parameter.requires_grad for parameter in self._parameters]))
         self.fingerprint = f"{training:08x}{trained:08x}"
         before, self._before = self._before, ""
-        if before in ("", self.fingerprint):
-            return None
-        return OTHER_MODE if before[:8] != self.fingerprint[:8] else OTHER_FROZEN
+        if before not in ("", self.fingerprint):
+            self._say(OTHER_MODE if before[:8] != self.fingerprint[:8] else OTHER_FROZEN)
