@@ -3,11 +3,10 @@
 `python -m benchmarks.overhead [--runs N] [--starts N] [--all]`, five minutes a run. Two models on CPUs, on 1 and on 2
 ranks of one thread each: a 64-64-10 perceptron on batches of 32 per rank, whose step is almost free, and a wider one
 whose step takes 10 ms or more. The bare loop is a minimal hand-written one, written to be fast. Laststep has everything
+whose step takes 10 ms or more. The bare loop is a minimal hand-written one, written to be fast. Laststep has everything
 on: metrics of every step, progress, stop agreement, watchdog, TensorBoard, an asynchronous save every five seconds (the
-default is ten minutes). With --all it is also measured around a custom loop, and with two ranks that exchange their
-gradients over gloo, as the bare loop's do and as Laststep's would on two hosts. So are Lightning and Accelerate, where
-they are installed (`pip install lightning accelerate`).
-
+default is ten minutes). With --all it is also measured around a custom loop, as are Lightning and Accelerate, where
+they are installed (`pip install lightning accelerate`). In every contender two ranks use gloo.
 Each of them takes turns with the bare loop, see benchmarks/_turns.py. A turn is half as long as the interval at which
 TensorBoard's curves are updated and states are saved, so about every turn has an update and a save. A ratio compares
 the mean time of a step in a turn with that of the bare loop's turns before and after it. The median ratio of Laststep
@@ -32,7 +31,6 @@ from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,10 +45,8 @@ from benchmarks._turns import Comparison, Training
 from trainer import Run
 from trainer.observe.tensorboard import EVERY_S
 from trainer.task import Task
-from trainer.world.pair import Pair
 
 # In the environment of every rank.
-GLOO = "LASTSTEP_OVERHEAD_GLOO"  # set where Laststep's ranks are not to share memory
 PROFILE = "LASTSTEP_OVERHEAD_PROFILE"  # the file to which rank 0 writes its profile, if one is wanted
 WORKLOAD, FOLDER = "LASTSTEP_OVERHEAD_WORKLOAD", "LASTSTEP_OVERHEAD_FOLDER"
 OURS = (str(PROJECT / "trainer"), str(PROJECT / "benchmarks"))
@@ -74,7 +70,6 @@ WORKLOADS = {
 }
 RANKS = (1, 2)
 STARTS, PAIRS = 2, 4
-OVER_GLOO = "laststep over gloo"
 PAIRS_OF_PEERS = 3  # and one start: their ratios have no limit
 
 
@@ -109,8 +104,6 @@ def measured(names: list[str], starts: int) -> tuple[list[dict[str, Any]], list[
     for workload, load in WORKLOADS.items():
         for ranks in RANKS:
             for name in names:
-                if name == OVER_GLOO and ranks == 1:
-                    continue
                 found = compared(name, workload, ranks, starts)
                 figures += entries(name, workload, ranks, found)
                 if name == "laststep":
@@ -182,8 +175,6 @@ def start(name: str, workload: str, ranks: int, more: dict[str, str], folder: Pa
     if name.startswith("laststep"):
         words = ["trainer", "--name=overhead", f"launch.root={folder}", f"checkpoint.every_minutes={EVERY_S / 60}"]
         words += ["task=benchmarks.overhead.custom_loop"] if "custom" in name else _task_words(workload, ranks)
-    if name == OVER_GLOO:
-        more = {GLOO: "1", **more}
     return Training(words, ranks, {WORKLOAD: workload, FOLDER: str(folder), **more}, folder)
 
 
@@ -369,8 +360,6 @@ class Perceptron(Task):
 
     def model(self) -> nn.Module:
         """The same model."""
-        if GLOO in os.environ:
-            mock.patch.object(Pair, "of", return_value=None).start()
         _measure()
         return _model()
 
@@ -400,7 +389,6 @@ def laststep() -> None:
 CONTENDERS: dict[str, Callable[[], None]] = {
     "bare": bare,
     "laststep": laststep,
-    OVER_GLOO: laststep,
     "laststep custom loop": laststep,
     "lightning": lightning,
     "lightning barebones": lambda: lightning(barebones=True),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._measure import MISSED, NOISE
-from benchmarks.overhead import OVER_GLOO, WORKLOADS
+from benchmarks.overhead import WORKLOADS
 from benchmarks.sharding import BARE, OURS
 from tools import step_profile
 from tools.scale import RESULTS, result, table
@@ -99,8 +99,7 @@ def _overhead(overhead: dict[str, Any]) -> Iterator[Row]:
         yield (
             f"a step of {what}, everything on (`overhead`)",
             f"times the bare loop's {_us(bare[0])} and {_us(bare[1])}, in {counted(len(overhead['runs']), 'run')}: "
-            + "; ".join(ours)
-            + (f"; with an exchange over gloo {ratio[OVER_GLOO, 2]:.2f}" if (OVER_GLOO, 2) in ratio else ""),
+            + "; ".join(ours),
             "; ".join(
                 f"{title} {ratio[name, 1]:.2f} and {ratio[name, 2]:.2f}"
                 for name, title in (

@@ -13,8 +13,7 @@ SECTION = """
 Microseconds of a step of the 64-64-10 perceptron in the bare loop and in Laststep with everything on (`step_profile`).
 The last row is the step as it is. In the others a clock is read where a part begins and ends, which takes time itself:
 the parts add up to the step with that clock. On two ranks they are means over the ranks, and the wait for the other
-rank varies by more than most differences: `overhead`, which compares turn by turn, says what the step costs. The two
-ranks of the bare loop exchange gradients over gloo, those of Laststep in memory that both see.
+rank varies by more than most differences: `overhead`, which compares turn by turn, says what the step costs.
 
 {parts}
 

@@ -20,7 +20,6 @@ from trainer.config.schema import Train
 from trainer.loops.finite_check import FiniteCheck
 from trainer.loops.shares import AddsShares, ShareSum, shares_of
 from trainer.world.group import Group
-from trainer.world.pair import Pair
 from trainer.world.shard_place import Gathered
 from trainer.world.tree_sum import TreeHook
 
@@ -129,8 +128,6 @@ def data_parallel(model: nn.Module, loss_tap: nn.Parameter, group: Group, train:
     )
     if train.shares:
         TreeHook(group.world.size, group.device).register(parallel)
-    elif pair := Pair.of(group):
-        pair.register(parallel)
     return parallel
 
 

@@ -38,7 +38,6 @@ SLOW_WINDOW_S = 60.0
 # heartbeats by several seconds, and the end of the attempt is a high price for that. In a hurry, that is after a
 # signal, the others may be killed soon, and lose nothing by saving without it: half of the grace period leaves time.
 DEAD_AFTER_S, DEAD_IN_A_HURRY_S = 60.0, 15.0
-PAIR = os.path.join(os.path.dirname(__file__), "pair.py")
 FaultReason = Literal["failed", "hung", "signal"]  # signal: the grace period after one is running out
 # Whether a retry may succeed; if_trained: only if the run has trained before as it is configured now.
 Retry = Literal["yes", "if_trained", "no"]
@@ -65,7 +64,7 @@ class Beat:
     progress: int  # units of work begun so far
     phase: str
     where: str  # the innermost line of the main thread
-    waits: bool  # that line is where a rank waits for others: in torch's own code, or in trainer/world/pair.py
+    waits: bool  # that line is where a rank waits for others: in torch's own code
     busy_s: float  # spent so far on its own work, not on waiting for others
     process: str = ""  # see `trainer.world.process.identity`
     device: int = 0  # how far its device has come; the CPU may be ahead of it
@@ -346,4 +345,4 @@ def innermost_line(thread: int) -> tuple[str, bool]:
     file = frame.f_code.co_filename
     folder = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "")
     in_torch = bool(folder) and file.startswith(folder + os.sep)
-    return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})", in_torch or file == PAIR
+    return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})", in_torch
