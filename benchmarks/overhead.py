@@ -3,10 +3,10 @@
 `python -m benchmarks.overhead [--runs N] [--starts N] [--all]`, five minutes a run. Two models on CPUs, on 1 and on 2
 ranks of one thread each: a 64-64-10 perceptron on batches of 32 per rank, whose step is almost free, and a wider one
 whose step takes 10 ms or more. The bare loop is a minimal hand-written one, written to be fast. Laststep has everything
-whose step takes 10 ms or more. The bare loop is a minimal hand-written one, written to be fast. Laststep has everything
 on: metrics of every step, progress, stop agreement, watchdog, TensorBoard, an asynchronous save every five seconds (the
 default is ten minutes). With --all it is also measured around a custom loop, as are Lightning and Accelerate, where
 they are installed (`pip install lightning accelerate`). In every contender two ranks use gloo.
+
 Each of them takes turns with the bare loop, see benchmarks/_turns.py. A turn is half as long as the interval at which
 TensorBoard's curves are updated and states are saved, so about every turn has an update and a save. A ratio compares
 the mean time of a step in a turn with that of the bare loop's turns before and after it. The median ratio of Laststep

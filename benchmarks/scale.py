@@ -330,7 +330,7 @@ def _rank(rank: int, size: int, folder: Path, answer: Connection) -> None:
     group = register_rank(world, torch.device("cpu"), "gloo", folder / "meeting" / "scale.json", DEADLINE_S)
     group.connect(DEADLINE_S)
     watch = Watchdog(Probes(world=lambda: world), DEADLINE_S, on_fault=print)
-    watch.join(group.store)
+    watch.join(group.store, group.host, group.seal)
     stop = Stop(world, group.store, Signals(), on_failure=print)
     saver = CheckpointWriter(CheckpointStore(folder), group.store, rank, size, group.device)
     group.gather(torch.ones(1))

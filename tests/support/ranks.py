@@ -29,6 +29,8 @@ from trainer.config.config import Config
 from trainer.records.metrics import CLOCK, read_lines
 from trainer.rundir import RunDir
 
+# In the environment of ranks whose collectives are to be silent when a peer dies, see tests/silent/silent_backend.py.
+SILENT = "LASTSTEP_TEST_SILENT"
 PRINT_STACKS = signal.SIGRTMIN
 # What the ranks of a module's tasks import besides, if that takes seconds.
 PORTS = tuple(f"examples.ports.{name}" for name in ("accelerate", "fabric", "lightning", "transformers"))
@@ -187,7 +189,11 @@ def _rank(config: Config, env: dict[str, str], log: str, before: Callable[[], No
     os.environ.update(env)
     import torch
 
+    from tests.silent import silent_backend
+
     torch.set_num_threads(1)
+    if SILENT in os.environ:
+        silent_backend.register()
     if before is not None:
         before()
     from trainer.trainer import Trainer

@@ -82,6 +82,7 @@ class Attempt:
             world=lambda: self._state.world,
             ticks=lambda: self._state.ticks,
             check=self._end_by_fault.check,
+            of_death=self._end_by_fault.of_death,
             others_gave_up=lambda: has_begun(run_dir.rescues / world.attempt),
             grace_s=lambda: self._grace.seconds(self._state.signal or signal.SIGTERM),
         )

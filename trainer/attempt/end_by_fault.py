@@ -18,7 +18,7 @@ from trainer.attempt.deadline import exit_now, run_for
 from trainer.attempt.ending import record_end
 from trainer.attempt.grace import LAST_MOMENT_S, GracePeriod
 from trainer.attempt.rescue import Rescue
-from trainer.attempt.rescue_files import gone_file
+from trainer.attempt.rescue_files import exit_status
 from trainer.attempt.rescuer import Rescuer
 from trainer.attempt.state import AttemptState
 from trainer.records.attempts import find_record
@@ -29,7 +29,7 @@ from trainer.world.watchdog import Fault, FaultReason
 
 # How long this rank stays in a rescue in which no survivor gets anything done, for example because the disk hangs.
 STALLED_S = 60.0
-# How long the main thread may take to fail by itself before the process exits.
+# How long the main thread may take to fail by itself before the process exits, where collectives fail.
 MAIN_THREAD_S = 2.0
 POLL_S = 0.5
 # Rank 0 looks every this many checks of the watchdog, so every 5 s, whether the run's folder is still there.
@@ -83,7 +83,9 @@ class EndByFault:
             say(f"no rank has got anything done for {STALLED_S:.0f} s: exiting; the newest checkpoint stands")
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         self._done.set()
-        if not self._main_thread_failed.wait(MAIN_THREAD_S):
+        group = self._state.group
+        waits_in_vain = group is not None and group.world.size > 1 and not group.fails_with_peers
+        if not self._main_thread_failed.wait(0.0 if waits_in_vain else MAIN_THREAD_S):
             exit_now()
 
     def _try_to_take_part(self, fault: Fault) -> None:
@@ -117,20 +119,19 @@ class EndByFault:
             return Fault("failed", self._gone(), retry="no")
         return None
 
+    def of_death(self, rank: int) -> Fault:
+        """What the death of a rank is to the others. A stop signal may have killed it."""
+        reason: FaultReason = "signal" if self._state.signal else "failed"
+        return Fault(reason, f"rank {rank} on {self._state.world.host_of(rank)} has ended", cause=False)
+
     def _check_gone(self) -> Fault | None:
-        """Whether a supervisor says that its rank has ended. The others may wait where no collective fails: in the last
-        save, or after a signal, to agree on the last step."""
-        state, world = self._state, self._state.world
-        saves_last = state.loop is not None and state.loop.saves.last
-        folder = state.run_dir.rescues / world.attempt
-        if world.rank or not (state.signal or saves_last) or not folder.exists():
+        """On rank 0: whether a supervisor says that its rank was killed. Before the ranks have met nothing else shows
+        that. A rank that has failed by itself records the end."""
+        folder, size = self._state.run_dir.rescues / self._state.world.attempt, self._state.world.size
+        if self._state.world.rank or not folder.exists():
             return None
-        gone = next((rank for rank in range(world.size) if gone_file(folder, rank).exists()), None)
-        if gone is None:
-            return None
-        # A stop signal may have killed it.
-        reason: FaultReason = "signal" if state.signal else "failed"
-        return Fault(reason, f"rank {gone} on {world.host_of(gone)} has ended", cause=False)
+        killed = (rank for rank in range(1, size) if (exit_status(folder, rank) or 0) < 0)
+        return next(map(self.of_death, killed), None)
 
     def _check_neighbour(self) -> Fault | None:
         """Whether the host of another node is dead. From the first tick on, when the ranks have met."""

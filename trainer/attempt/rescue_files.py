@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 
@@ -18,6 +19,13 @@ def has_begun(folder: Path) -> bool:
 def gone_file(folder: Path, rank: int) -> Path:
     """A rank's supervisor writes the rank's exit status there, the negative number of the signal that killed it."""
     return folder / f"gone_{rank}"
+
+
+def exit_status(folder: Path, rank: int) -> int | None:
+    """What the rank's supervisor has written there; None if the rank lives, as far as this host sees."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(gone_file(folder, rank).read_text())
+    return None
 
 
 def silent_file(folder: Path) -> Path:

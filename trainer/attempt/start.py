@@ -47,7 +47,7 @@ def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
         for line in nccl.harmful_settings():
             say(line)
     # Before the collectives: the others would wait in C for a rank whose connections fail.
-    watchdog.join(group.store)
+    watchdog.join(group.store, group.host, group.seal)
     if config.launch.preflight and group.device.type == "cuda":
         check_device(group.device, watchdog)
     group.connect(timeout_s)

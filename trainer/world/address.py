@@ -150,7 +150,7 @@ def _unresolved(host: str) -> str:
 
 def _serve_and_publish(world: World, purpose: str, file: Path, timeout: timedelta) -> StoreConnection:
     """Rank 0: serve the store at any free port, and write its address into `file`."""
-    address = _meeting_address(world)
+    address = meeting_address(world)
     store = _serve(world, address, 0, timeout, str(file))
     hosts = [address] if address else [hostname(), *(address for _, address in interfaces())]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def _read_address(file: Path, purpose: str) -> tuple[Sequence[str], int]:
     return sorted(hosts, key=lambda host: host in local), port
 
 
-def _meeting_address(world: World) -> str:
+def meeting_address(world: World) -> str:
     """The one address of this host, rank 0's, at which the other ranks reach it; empty if that is not certain."""
     if _on_one_host(world):
         return "127.0.0.1"

@@ -189,6 +189,11 @@ class Group:
         return work.wait
 
     @property
+    def fails_with_peers(self) -> bool:
+        """Whether a collective fails once one of its ranks is gone, as gloo's do. NCCL's wait for it forever."""
+        return dist.is_initialized() and dist.get_backend() == "gloo"
+
+    @property
     def collective_device(self) -> torch.device:
         """Where the tensors of a collective are: NCCL takes those of this rank's device only."""
         return self.device if self.backend == "nccl" else torch.device("cpu")

@@ -23,17 +23,3 @@ def identity(pid: int | None = None) -> str:
 def is_running(process: str) -> bool:
     """Whether the process with this `identity` runs on this node."""
     return bool(process) and identity(int(process.split()[0])) == process
-
-
-class LocalProcesses:
-    """Those processes of this node that were once seen running."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def has_ended(self, process: str) -> bool:
-        """Whether the process with this `identity` has ended. False in doubt: in another container it is not seen."""
-        if is_running(process):
-            self._seen.add(process)
-            return False
-        return process in self._seen

@@ -1,5 +1,8 @@
 """The watchdog: ends an attempt in which a rank died or is stuck, and names that rank and its line of code.
 
+Rank 0 holds a connection to each other rank, and so notices at once if one dies, whether collectives fail or not
+(trainer/world/lifeline.py).
+
 Three threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the key-value store, and
 reads from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The watch thread
 notices if the store no longer answers (then rank 0 is gone), if the grace period after a signal runs out and if the
@@ -26,11 +29,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.say import say
 from trainer.world.bad_node import blamed_host
-from trainer.world.process import LocalProcesses, identity, is_running
+from trainer.world.process import identity, is_running
 from trainer.world.world import World
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from trainer.world.lifeline import Lifeline, Lifelines
+    from trainer.world.seal import Seal
+    from trainer.world.sealed_store import SealedStore
 
 BEAT_S = 0.5
 SLOW_WINDOW_S = 60.0
@@ -78,6 +83,7 @@ class Probes:
     world: Callable[[], World]
     ticks: Callable[[], int] = lambda: 0  # units of work begun so far
     check: Callable[[], Fault | None] = lambda: None  # a fault that the rank finds itself, without its peers
+    of_death: Callable[[int], Fault] = lambda rank: Fault("failed", f"rank {rank} has ended", cause=False)
     others_gave_up: Callable[[], bool] = lambda: False  # whether another rank has begun its end by fault
     grace_s: Callable[[], float] = lambda: 2 * DEAD_IN_A_HURRY_S  # from a stop signal to SIGKILL
 
@@ -97,26 +103,34 @@ class Watchdog:
         self._timeout_s, self._on_fault = hang_timeout_s, on_fault
         self._busy_s: Callable[[], float] = lambda: 0.0
         self._device = 0  # how far this rank's device has come
-        self._store: dist.Store | None = None
-        self._reports: dist.Store | None = None
+        self._store: SealedStore | None = None
+        self._reports: SealedStore | None = None
         self._round, self._unanswered_s = 0, 0.0
         self._silent_s = [0.0] * probes.world().size  # each rank's silence, as rank 0 counts it
-        self._ended: set[int] = set()  # ranks on rank 0's node whose processes have ended
-        self._neighbours, self._process = LocalProcesses(), identity()
+        self._ended: set[int] = set()  # ranks whose processes have ended, as rank 0 knows
+        self._lines: Lifelines | Lifeline | None = None
+        self._process = identity()
         self._still_s = 0.0  # since any rank made progress
         self._beats: list[Beat] = []
         self._window: tuple[float, list[Beat]] | None = None
         self._slow_host = ""  # of the straggler of the last window
         self._faulted = threading.Lock()
-        self._closed = threading.Event()
+        self._closed, self._awake = threading.Event(), threading.Event()
         self._main_thread = threading.main_thread().ident or 0
         self._threads: list[threading.Thread] = []
         self._start_thread("watch", self._watch)
 
-    def join(self, store: dist.Store) -> None:
-        """This rank has reached the store that connects the ranks: start sending heartbeats."""
+    def join(self, store: SealedStore, host: str, seal: Seal) -> None:
+        """This rank has reached the store that connects the ranks, at rank 0's `host`: start sending heartbeats."""
+        from trainer.world.lifeline import Lifeline, Lifelines  # imports torch
+
+        world = self._probes.world()
         # A client of TCPStore serves one caller at a time.
         self._store, self._reports = store.clone(), store.clone()
+        if world.rank:
+            self._lines = Lifeline(world, host, store.clone(), seal)
+        elif world.size > 1:
+            self._lines = Lifelines(world, store, seal, self._has_ended)
         self._start_thread("beat", self._beat)
 
     def measure(self, busy_s: Callable[[], float]) -> None:
@@ -165,9 +179,18 @@ class Watchdog:
             self._start_thread("report", lambda: self._publish(fault))
             self._handle(fault)
 
+    def _has_ended(self, rank: int) -> None:
+        """On rank 0: the process of another rank has ended. The beat thread reports it, unless that rank has reported
+        why."""
+        self._ended.add(rank)
+        self._awake.set()
+
     def close(self) -> None:
         """Stop watching: this rank has no more work to do with the others."""
         self._closed.set()
+        self._awake.set()
+        if self._lines is not None:
+            self._lines.close()
         faulthandler.cancel_dump_traceback_later()
         for thread in self._threads:
             thread.join(timeout=5)
@@ -237,10 +260,14 @@ class Watchdog:
                 self._store.set(keys[world.rank], json.dumps(asdict(self._own_beat())))
                 if self._store.check(["watch/fault"]):
                     self._handle(Fault(**json.loads(self._store.get("watch/fault"))))
+                if self._ended and not self._faulted.locked():
+                    self.report(self._probes.of_death(min(self._ended)))
                 if world.rank == 0 and (all_here := all_here or self._store.check(keys)):
                     self._compare([Beat(**json.loads(beat)) for beat in self._store.multi_get(keys)])
                 self._unanswered_s = 0.0
-                self._closed.wait(BEAT_S)
+                self._awake.wait(BEAT_S)
+                if not self._closed.is_set():
+                    self._awake.clear()
         except Exception as error:  # any error of the store: it no longer connects the ranks
             rank_0 = f"rank 0 on {self._probes.world().host_of(0)}"
             self._handle(Fault("failed", f"{rank_0} is gone ({error})", cause=False))
@@ -261,8 +288,6 @@ class Watchdog:
         beats = self._beats = [max(pair, key=lambda beat: beat.round) for pair in zip(before, beats)]
         for rank, (old, new) in enumerate(zip(before, beats)):
             self._silent_s[rank] = self._silent_s[rank] + BEAT_S if new.round == old.round else 0.0
-            if new.host == beats[0].host and self._neighbours.has_ended(new.process):
-                self._ended.add(rank)
         moved = any(_work_of(old) != _work_of(new) for old, new in zip(before, beats))
         untimed = any(beat.phase in self.UNTIMED_PHASES for beat in beats)
         self._still_s = 0.0 if moved or untimed else self._still_s + BEAT_S
