@@ -1,6 +1,6 @@
 """`python -m trainer`: one rank of a run, under any launcher; see trainer.commands.rank.
 
---local starts its ranks with this folder's path instead of `-m trainer`.
+--local starts the supervisors of its ranks with this folder's path instead of `-m trainer`, and `--supervised FOLDER`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ if __name__ == "__main__":
     from trainer.config.errors import ConfigError
     from trainer.world.world import MeetingError
 
+    words = sys.argv[1:]
+    if words[:1] == ["--supervised"]:
+        from trainer.cluster.supervisor import supervise_local
+
+        words.pop(0)
+        supervise_local(words[0])
     if by_path:  # what is imported from here on is looked up in the current folder first, as with -m
         sys.path[0] = os.getcwd()
     try:
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(main(words))
     except (ConfigError, MeetingError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

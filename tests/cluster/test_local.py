@@ -183,7 +183,7 @@ def test_a_killed_rank_is_started_again(terminal: Terminal) -> None:
     said = terminal.types("--local", "--tasks-per-node", "2", "--name", "again", *words, fault)
     assert said.count("restarting the ranks after a fault") == 2 and said.count("finished: epoch 3  step 12") == 1
     attempts = read_lines(terminal.run("again").attempts)
-    assert [(end["reason"], end["step_id"], end["requeue"]) for end in attempts] == [
+    assert [(end["reason"], end["step_restarts"], end["requeue"]) for end in attempts] == [
         ("failed", 0, True), ("failed", 1, True), ("finished", 2, False)
     ]  # fmt: skip
     assert len({end["job_id"] for end in attempts}) == 1 and sum(end["lost_steps"] for end in attempts) == 0

@@ -111,6 +111,13 @@ def plain(text: str) -> list[str]:
 
 
 def ranks_of(launcher: subprocess.Popen[str] | subprocess.Popen[bytes]) -> list[int]:
-    """Pids of the ranks that the launcher started, rank 0 first."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    return sorted(map(int, children))
+    """Pids of the ranks that are up, which the supervisors of this launcher have forked, rank 0 first."""
+    return [rank for supervisor in children(launcher.pid) for rank in children(supervisor)]
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process, the oldest first."""
+    try:
+        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    except OSError:
+        return []

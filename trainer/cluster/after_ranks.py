@@ -181,9 +181,12 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
 def starts_again_here(run: RunDir, world: World, launch: Launch) -> bool:
     """Whether the ranks start again in their step, without the batch shell: their supervisors ask this once all ranks
     have ended and the end is recorded, which blames no node that the job could leave. Changes nothing."""
-    ended = read_ended_attempts(run.attempts)
-    if not ended or not belongs_to(ended[-1], world) or decide(ended, launch).what is not Next.RESTART:
+    ended, local = read_ended_attempts(run.attempts), not world.on_slurm
+    if not ended or not belongs_to(ended[-1], world) or decide(ended, launch, local=local).what is not Next.RESTART:
         return False
+    if local:
+        say("restarting the ranks after a fault; press Ctrl-C to stop")
+        return True
     job = show_job(world.job_id)
     if job is None or judge(signal.SIGTERM, job, world.restart, 0, 0).reason != "failed":
         return False

@@ -25,25 +25,29 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.records.attempts import ended_attempts, record_abandoned_attempts
 from trainer.records.retry import Next, decide
+from trainer.records.step_restart import read_answer
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
-from trainer.world.launchers import RESTARTS, detect_world
+from trainer.world.launchers import RESTARTS, STEP_RESTARTS, detect_world
+from trainer.world.process import session
 from trainer.world.signals import STOP_SIGNALS
 
 POLL_S = 0.05
+REAP_S = 1.0  # within which a supervisor has reaped a rank that was killed
 
 
 class LocalRanks:
-    """The ranks of a run on this machine; after a fault they start again, as in a job's allocation.
+    """The ranks of a run on this machine, each with its supervisor, which starts it again after a fault.
 
-    They write their logs themselves, so they survive this process.
+    Where no rank is left to record the end, this does what the batch shell does in a job: it records the end, and
+    starts the supervisors again. The ranks write their logs themselves.
     """
 
     def __init__(self, config: Config, run: RunDir) -> None:
         self._config, self._run = config, run
         self.job_id = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.logs = [run.logs / f"{self.job_id}_{rank}_log.out" for rank in range(config.launch.world_size)]
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[subprocess.Popen[bytes]] = []  # their supervisors, which end as they do
         self._ended, self._ended_at = 0, 0.0
         self._restarts = 0
         self._signalled = False
@@ -97,7 +101,9 @@ class LocalRanks:
 
         ended = ended_attempts(self._run, kept_step)
         of_job = [record for record in ended if record["job_id"] == self.job_id]
-        if len(of_job) <= self._restarts:  # these ranks have ended before their attempt began
+        answer = read_answer(self._run.step_restart)
+        in_place = answer.starts if answer and answer.job_id == self.job_id else 0
+        if len(of_job) <= self._restarts + in_place:  # these ranks have ended before their attempt began
             return False
         follows = decide(ended, self._config.launch, local=True).what is Next.RESTART
         record_abandoned_attempts(self._run, kept_step, continued_job=self.job_id if follows else None)
@@ -183,7 +189,8 @@ def _start(
     folder: Path,
     restarts: int,
 ) -> None:
-    """Add one process per rank to `ranks`, each in its own session, so that it gets a Ctrl-C at the terminal only once.
+    """Add the supervisor of each rank to `ranks`, in a session of its own, so that it gets a Ctrl-C at the terminal
+    only once.
 
     The signals that ask for a stop stay blocked in the ranks until Signals.catch: an earlier one would kill the rank.
     """
@@ -200,8 +207,9 @@ def _start(
         "SUBMITIT_LOCAL_NODEID": "0",
         RESTARTS: str(restarts),
     }
+    common.pop(STEP_RESTARTS, None)  # of a rank that starts a run itself
     # By its path: with `-m trainer`, a module of that name in the current folder would be started instead.
-    command = [sys.executable, "-u", str(run_folders.PROJECT / "trainer"), str(run.path)]
+    command = [sys.executable, "-u", str(run_folders.PROJECT / "trainer"), "--supervised", str(run.path)]
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         for rank, log in enumerate(logs):
@@ -239,13 +247,18 @@ def _forwarded_signals() -> Iterator[list[signal.Signals]]:
 
 
 def _send(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    """Signal every living rank; SIGKILL goes to its child processes too."""
-    for rank in ranks:
-        if rank.poll() is None:
-            if number == signal.SIGKILL:
-                os.killpg(rank.pid, number)
-            else:
-                rank.send_signal(number)
+    """Signal every living rank; SIGKILL goes to all that it has started, too."""
+    alive = [rank for rank in ranks if rank.poll() is None]
+    if number == signal.SIGKILL:
+        # The supervisors last: they reap their ranks.
+        for pid in [pid for rank in alive for pid in session(rank.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + REAP_S
+        while any(session(rank.pid) for rank in alive) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    for rank in alive:
+        rank.send_signal(number)
 
 
 def _failed(code: int | None) -> bool:

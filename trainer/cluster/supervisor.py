@@ -1,8 +1,9 @@
-"""The parent process of a job's rank: it forks the rank, and forks it again after a fault.
+"""The parent process of a rank of a job, or of `--local`: it forks the rank, and forks it again after a fault.
 
-`python -m trainer.cluster.supervisor -u -m MODULE WORDS...` stands where `python -u -m MODULE WORDS...` would: srun
-starts one for each rank. It imports torch and nothing of the user's, starts no thread and touches no GPU, so that a
-rank can be forked from it. A rank that starts again therefore waits neither for Slurm nor for Python nor for an import.
+In a job `python -m trainer.cluster.supervisor -u -m MODULE WORDS...` stands where `python -u -m MODULE WORDS...` would:
+srun starts one for each rank. Under `--local` the launcher starts them (trainer/cluster/local.py). A supervisor imports
+torch and nothing of the user's, starts no thread and touches no GPU, so that a rank can be forked from it. A rank that
+starts again therefore waits neither for Slurm nor for Python nor for an import.
 
 A supervisor passes on the signals that ask for a stop, and ends as its rank ends. But after a rank has failed, and the
 other ranks have ended their attempt by fault too, the supervisors agree through the run folder:
@@ -10,8 +11,9 @@ other ranks have ended their attempt by fault too, the supervisors agree through
     1. Each one says that its rank is gone. So the survivors do not wait for a rank that was killed. A rank that is
        frozen meanwhile is killed first.
     2. That of rank 0 waits until all ranks are gone, asks the retry policy and Slurm, and answers all supervisors.
-    3. They start their ranks again, or end; then srun ends, and the batch shell decides what follows. So it does at
-       once in a job that can leave the node that is blamed. Where a node has died, the shell ends srun.
+    3. They start their ranks again, or end; then srun ends, and the batch shell decides what follows (under `--local`
+       the launcher). So it does at once in a job that can leave the node that is blamed. Where a node has died, the
+       shell ends srun.
 
 No wait is without a deadline. A signal that arrives between two starts is passed on to the next start. But after a
 SIGTERM or SIGINT a supervisor does not start its rank again: Slurm, or srun, is ending the step.
@@ -40,6 +42,7 @@ from trainer.attempt import compiler
 from trainer.attempt.finished import finish_of
 from trainer.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
 from trainer.attempt.rescue_files import gone_file, has_begun, silent_file
+from trainer.cluster import run_config
 from trainer.cluster.after_ranks import after_ranks, starts_again_here
 from trainer.config.config import Config
 from trainer.records.attempt_record import EndedAttempt
@@ -56,8 +59,9 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 HELD = (*STOP_SIGNALS, signal.SIGCHLD)  # blocked, and waited for
 LOOK_S = 0.25  # how often a supervisor looks whether its rank is frozen
 STUCK_S = 2.0  # a rank that waits for a disk, say, may wait in the kernel for a shorter time
-# After a rank has failed, the survivors begin their end by fault within this time if they notice.
-BEGUN_S = 2.0
+# After a rank has failed, the survivors begin their end by fault within this time if any lives.
+BEGUN_S = 5.0
+REFUSED = 2  # the exit status of a rank that refuses its configuration: it would refuse it again
 # The end by fault may take launch.hang_timeout_s, or this where that is shorter.
 END_S = 60.0
 # Once the end is recorded, all ranks are gone within this time, and rank 0's supervisor has answered within the other.
@@ -98,7 +102,7 @@ class Supervisor:
             if rank == 0:
                 return _begin_rank()
             status = self._wait(rank)
-            if not _failed(status) or not self._agree(status):
+            if not _failed(status) or status == REFUSED or not self._agree(status):
                 _end_as(status)
             with suppress(ProcessLookupError):  # what the rank has started and left behind; at its end Slurm does this
                 os.killpg(rank, signal.SIGKILL)
@@ -153,7 +157,7 @@ class Supervisor:
         """Whether all ranks start again, now that this one has failed."""
         with suppress(OSError):
             if record := self._ended_record(status):
-                if self._config.launch.chooses_nodes and record["blamed"]:
+                if self._world.on_slurm and self._config.launch.chooses_nodes and record["blamed"]:
                     return False  # the batch shell chooses the nodes, and ends srun even if one of them is dead
                 progress = record["end_step"] - record["lost_steps"] > record["start_step"]
                 self._hung = record["reason"] == "hung" or (self._hung and not progress)
@@ -167,8 +171,6 @@ class Supervisor:
         folder = self._run.rescues / self._world.attempt
         folder.mkdir(parents=True, exist_ok=True)
         _write(gone_file(folder, self._world.rank), str(status))
-        if not self._until(lambda: has_begun(folder), BEGUN_S):
-            return None
         seen: list[int] = [0]
 
         def changed_record() -> EndedAttempt | None:
@@ -178,6 +180,9 @@ class Supervisor:
                     return find_record(self._run, self._world)
             return None
 
+        begun = self._until(lambda: has_begun(folder) or changed_record(), BEGUN_S)
+        if not isinstance(begun, bool):
+            return begun
         return self._until(changed_record, max(END_S, self._config.launch.hang_timeout_s))
 
     def _answer(self) -> bool:
@@ -200,8 +205,10 @@ class Supervisor:
             return not files
 
         again = bool(self._until(all_gone, GONE_S))
-        if not again and not self._ends:  # a node has died, and srun does not know: the batch shell ends it
-            self._run.step_over(world.job_id).touch()
+        if world.on_slurm and not again and not self._ends:
+            self._run.step_over(
+                world.job_id
+            ).touch()  # a node has died, and srun does not know: the batch shell ends it
         if silent_file(folder).exists() and min(statuses.values(), default=0) >= 0:
             again = False  # no rank was frozen, or killed: the ranks do not reach each other
         again = again and starts_again_here(self._run, world, self._config.launch)
@@ -214,7 +221,8 @@ class Supervisor:
         """The supervisor ends, and so does srun. But after a hang srun may never end, because it cannot reach a node:
         then the lowest rank whose supervisor lives requeues the job."""
         folder = self._run.rescues / self._world.attempt
-        if self._hung and not any(gone_file(folder, rank).exists() for rank in range(self._world.rank)):
+        lower = range(self._world.rank)
+        if self._world.on_slurm and self._hung and not any(gone_file(folder, rank).exists() for rank in lower):
             job = replace(self._world, step_id=None)
             after_ranks(self._run, job, self._config.launch, status=1, restarts=restarts_in_place(os.environ) or 0)
 
@@ -273,6 +281,19 @@ def _end_as(status: int) -> NoReturn:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {-status})
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def supervise_local(folder: str) -> None:
+    """Be the supervisor of a rank of `--local`; returns in each process that is to be the rank. `folder`: the run's."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    die_with_parent(signal.SIGTERM)  # a killed launcher must not leave its ranks training unseen
+    run = RunDir(folder)
+    try:
+        supervisor = Supervisor(run, run_config.load(run, warn=lambda _: None))
+    except Exception:  # the rank meets the same error, and says so
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    else:
+        supervisor.run()
 
 
 def main(words: Sequence[str]) -> None:

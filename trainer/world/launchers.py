@@ -205,7 +205,7 @@ class Submitit(Launcher):
             nodes = len(hosts)
         per_node = -(-size // nodes)
         step = "" if step_id is None else f"-{step_id}"
-        again = read_int(env, STEP_RESTARTS) if on_slurm and STEP_RESTARTS in env else None
+        again = read_int(env, STEP_RESTARTS) if STEP_RESTARTS in env else None
         return World(
             rank=rank,
             size=size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -23,3 +24,13 @@ def identity(pid: int | None = None) -> str:
 def is_running(process: str) -> bool:
     """Whether the process with this `identity` runs on this node."""
     return bool(process) and identity(int(process.split()[0])) == process
+
+
+def session(leader: int) -> list[int]:
+    """The processes of a session other than its leader; none where the system does not say (no /proc)."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) == leader != int(folder.name):
+                found.append(int(folder.name))
+    return found
