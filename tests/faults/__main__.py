@@ -131,6 +131,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--only", action="append", choices=sorted(FAULTS), help="inject this kind only; repeatable")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report to this file, e.g. docs/chaos.md")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep the outcome of each run here meanwhile")
+    parser.add_argument("--silent", action="store_true", help="collectives do not fail when a rank dies, as NCCL's")
     storm = parser.add_argument_group("storm", "a rank is killed again and again, until the run has finished")
     storm.add_argument("--storm", action="store_true", help="do this instead of random faults")
     storm.add_argument("--period", type=float, default=15, metavar="S", help="a death every so often (default: 15 s)")
@@ -143,7 +144,9 @@ def main(words: Sequence[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="laststep-faults-"))
     with contextlib.ExitStack() as stack:
         count = 1 if given.storm else min(given.at_once, given.faults)
-        sites = [stack.enter_context(contextlib.closing(_site(folder, number))) for number in range(count)]
+        sites = [
+            stack.enter_context(contextlib.closing(_site(folder, number, given.silent))) for number in range(count)
+        ]
         if given.storm:
             status = run_storm(sites[0], given.period, given.deaths, given.report)
         else:
@@ -153,16 +156,16 @@ def main(words: Sequence[str]) -> int:
     return status
 
 
-def _site(folder: Path, number: int) -> Site:
+def _site(folder: Path, number: int, silent: bool) -> Site:
     (own := folder / f"site-{number}").mkdir()
-    return Site(own, accounting=number == 0)
+    return Site(own, accounting=number == 0, silent=silent)
 
 
 def _chaos(given: argparse.Namespace, sites: Sequence[Site], kept: Path) -> int:
     """Inject random faults; returns the exit status."""
     kinds = {name: fault for name, fault in FAULTS.items() if not given.only or name in given.only}
     plan = make_plan(kinds, given.faults, given.seed, sites[0].lacks.keys())
-    report = Report(given.seed, plan, len(sites), sites[0].lacks)
+    report = Report(given.seed, plan, len(sites), sites[0].lacks, silent=given.silent)
     if given.results:
         try:
             report.load(given.results)

@@ -64,6 +64,7 @@ class Report:
     commits: list[str] = field(default_factory=lambda: [commit()])  # of the code under faults, the newest last
     repeated: list[str] = field(default_factory=list)  # runs that had a violation before
     interrupted: bool = False
+    silent: bool = False  # whether collectives do not fail when a rank dies
 
     @property
     def planned(self) -> int:
@@ -132,7 +133,7 @@ class Report:
         table = [COLUMNS, ["---"] * len(COLUMNS), *self._rows()]
         return "\n".join(
             [
-                f"{HEAD}",
+                HEAD.format(title=SILENT_TITLE if self.silent else "Faults", backend=SILENT if self.silent else ""),
                 *(f"* {line}" for line in self._summary()),
                 *(f"* VIOLATION: {violation}" for violation in self.violations),
                 "",
@@ -167,11 +168,17 @@ class Report:
 
 
 HEAD = """\
-# Faults
+# {title}
 
 `make chaos` injects random faults at random moments into real training runs on a throwaway Slurm, and writes this page.
 After each fault the run must recover, and may lose no more steps than allowed. At the end its weights and every line of
 its metrics must be identical to those of an undisturbed run.
+{backend}"""
+SILENT_TITLE = "Faults, on silent collectives"
+SILENT = """
+Here with `SILENT=1`: the collectives are gloo's, but in NCCL's order of events. They are queued and return at once;
+when a rank dies, those of the others neither end nor fail (`tests/silent/silent_backend.py`). CPUs only: no GPU has run
+this.
 """
 FOOT = """\
 *Recovered*: "itself" means without help; "launch.py resume" means that the harness typed this command, as a user would;

@@ -47,8 +47,10 @@ class Site:
     has accounting, the others have none, as there are both.
     """
 
-    def __init__(self, folder: Path, accounting: bool = True) -> None:
+    def __init__(self, folder: Path, accounting: bool = True, silent: bool = False) -> None:
         self.folder = folder
+        # The ranks' collectives are silent when a peer dies, see tests/silent/silent_backend.py.
+        self.env = {"PYTHONPATH": str(PROJECT / "tests" / "silent")} if silent else {}
         self.lacks: dict[str, str] = {}  # what this machine cannot provide to runs, and why
         self._mounted: set[Path] = set()
         conf = re.sub(r"^PartitionName=.*\n", "", SLURM_CONF, flags=re.MULTILINE)
@@ -84,7 +86,7 @@ class Site:
     ) -> subprocess.CompletedProcess[str]:
         """Run `python launch.py WORDS` as a user of this cluster. Raises subprocess.TimeoutExpired at the deadline, or
         once it `gives_up`; the command has been killed then."""
-        variables = {**self.cluster.env, "OMP_NUM_THREADS": "1", **(env or {})}
+        variables = {**self.cluster.env, **self.env, "OMP_NUM_THREADS": "1", **(env or {})}
         command, pipe = [sys.executable, "launch.py", *words], subprocess.PIPE
         deadline = time.monotonic() + COMMAND_DEADLINE_S
         with subprocess.Popen(command, cwd=PROJECT, env=variables, stdout=pipe, stderr=pipe, text=True) as child:

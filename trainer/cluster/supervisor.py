@@ -206,9 +206,8 @@ class Supervisor:
 
         again = bool(self._until(all_gone, GONE_S))
         if world.on_slurm and not again and not self._ends:
-            self._run.step_over(
-                world.job_id
-            ).touch()  # a node has died, and srun does not know: the batch shell ends it
+            # A node has died, and srun does not know: the batch shell ends it.
+            self._run.step_over(world.job_id).touch()
         if silent_file(folder).exists() and min(statuses.values(), default=0) >= 0:
             again = False  # no rank was frozen, or killed: the ranks do not reach each other
         again = again and starts_again_here(self._run, world, self._config.launch)

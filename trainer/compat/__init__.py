@@ -38,6 +38,17 @@ def positionals_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return parser._get_positional_actions()
 
 
+# --- torch.distributed
+
+
+def all_gather_single(output: Tensor, mine: Tensor, **options: Any) -> Any:
+    """torch.distributed.all_gather_single, which before torch 2.14 has another name."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, mine, **options)
+
+
 # --- setuptools
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
@@ -115,7 +114,7 @@ class Sharded:
     def _gather(self, mine: Tensor) -> Tensor:
         """The numbers of all ranks, a row for each."""
         everyone = mine.new_empty(self._group.world.size * len(mine))
-        dist.all_gather_into_tensor(everyone, mine)
+        compat.all_gather_single(everyone, mine)
         return everyone.view(-1, len(mine))
 
     def _note(self, step: int, met: Tensor) -> None:

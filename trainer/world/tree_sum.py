@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer import compat
+
 
 def tree_sum(rows: Tensor) -> Tensor:
     """The sum over the first dimension, in a fixed order; overwrites `rows`.
@@ -67,7 +69,7 @@ class BucketSum:
             return
         chunk, group = self._scattered.wait(), self._group
         if self._whole.is_cuda:
-            self._gathering = [dist.all_gather_into_tensor(self._whole, chunk, group=group, async_op=True)]
+            self._gathering = [compat.all_gather_single(self._whole, chunk, group=group, async_op=True)]
             return
         chunks = self._whole.chunk(dist.get_world_size(group))
         chunks[dist.get_rank(group)].copy_(chunk)
