@@ -168,7 +168,7 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
 
 
 def test_a_rank_has_ended(root: Path) -> None:
-    """Its supervisor says so. Rank 0 may be waiting for it where no collective fails, such as in the last save."""
+    """Its supervisor says so, at any moment: rank 0 may be waiting for it where no collective ever fails."""
     attempt, loop, _ = an_attempt(root, "ended")
     attempt._watchdog.close()
     state = attempt._state
@@ -177,17 +177,17 @@ def test_a_rank_has_ended(root: Path) -> None:
     folder.mkdir(parents=True)
     gone_file(folder, 1).write_text("-9")
     check, state.loop = attempt._end_by_fault.check, loop
-    loop.saves.last = False
-    assert check() is None, "the next collective will fail"
-    loop.saves.last = True
     fault = check()
     assert fault is not None and (fault.reason, fault.cause) == ("failed", False)
     assert "rank 1 on n2 has ended" in fault.text
-    loop.saves.last, state.signals.first = False, signal.SIGTERM
+    state.signals.first = signal.SIGTERM
     fault = check()
     assert fault is not None and fault.reason == "signal", "Slurm is asked why: the signal may have killed that rank"
     state._launched = replace(state.world, rank=1)
     assert check() is None, "only rank 0 asks the file system"
+    state._launched = replace(state.world, rank=0)
+    gone_file(folder, 1).write_text("1")
+    assert check() is None, "a rank that fails by itself reports why"
 
 
 def test_a_file_system_that_fails_for_a_moment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

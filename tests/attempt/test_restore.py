@@ -64,15 +64,15 @@ def die_in_rank_1() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "codes", "symptom"),
+    ("fault", "codes", "reason", "symptom"),
     [
-        (hang_in_rank_1, [1, 1], "is stuck in await_files ("),
-        (die_in_rank_1, [1, -signal.SIGKILL], "gives no sign of life, last seen in"),
+        (hang_in_rank_1, [1, 1], "hung", "is stuck in await_files ("),
+        (die_in_rank_1, [1, -signal.SIGKILL], "failed", "gone (killed, out of memory, or its node died)"),
     ],
     ids=["hangs", "dies"],
 )
 def test_a_fault_while_the_checkpoint_is_read(
-    root: Path, fault: object, codes: list[int], symptom: str, request: pytest.FixtureRequest
+    root: Path, fault: object, codes: list[int], reason: str, symptom: str, request: pytest.FixtureRequest
 ) -> None:
     """The other ranks wait for that rank, which is named with its host, and the attempt ends. No step is lost."""
     run = stopped_at_5(root, request.node.callspec.id)
@@ -80,7 +80,7 @@ def test_a_fault_while_the_checkpoint_is_read(
     attempt = Attempt(config(root, run.name, 2, options), before=fault)  # type: ignore[arg-type]
     assert attempt.wait() == codes, attempt.output()
     record = read_lines(run.attempts)[-1]
-    assert (record["reason"], record["start_step"], record["end_step"], record["lost_steps"]) == ("hung", 5, 5, 0)
+    assert (record["reason"], record["start_step"], record["end_step"], record["lost_steps"]) == (reason, 5, 5, 0)
     assert "rank 1 on " in record["error"] and symptom in record["error"]
     train(config(root, run.name, 2, options))
     assert reasons(run)[-1] == "finished" and fingerprint(run) == undisturbed(2, OPTIONS)

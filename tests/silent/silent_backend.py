@@ -69,6 +69,11 @@ class Silent(dist.ProcessGroup):  # type: ignore[misc]
         """See torch."""
         return NAME
 
+    @property
+    def group_name(self) -> str:
+        """See torch, whose base class asks a backend in C++."""
+        return str(dist.distributed_c10d._world.pg_names[self])
+
     def abort(self) -> None:
         """What is queued fails, and what waits for it."""
         self._aborted.set()
