@@ -12,6 +12,7 @@ from tests.slurm.cluster import Cluster, missing
 from tests.slurm.desk import Desk
 from tests.slurm.user import User
 from tests.support.needs import require, require_program
+from tests.support.ranks import SILENT_PATH as SILENT
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +34,15 @@ def user(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> User:
 def plain(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> User:
     """A user whose ranks are started by Python itself, for tests of what Slurm and the kernel do with a rank."""
     return User(cluster, tmp_path_factory.mktemp("plain-runs"), sys.executable)
+
+
+@pytest.fixture(scope="session")
+def silent(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> User:
+    """A user whose collectives do not fail when a rank dies, as NCCL's. Python itself starts the ranks, as torch loads
+    that backend."""
+    user = User(cluster, tmp_path_factory.mktemp("silent-runs"), sys.executable)
+    user.env["PYTHONPATH"] = SILENT
+    return user
 
 
 @pytest.fixture(scope="session")

@@ -104,6 +104,10 @@ class User:
 
     def kills(self, name: str, *ranks: int) -> None:
         """Send SIGKILL to these ranks of the run, in this order. A forked one dies with its supervisor."""
+        self.signals(name, signal.SIGKILL, *ranks)
+
+    def signals(self, name: str, number: signal.Signals, *ranks: int) -> None:
+        """Send a signal to these ranks of the run, in this order."""
         pids = {
             pid: int(environ["SLURM_PROCID"])
             for pid, command, environ in processes()
@@ -111,8 +115,8 @@ class User:
         }
         supervisors = {parent(pid) for pid in pids}
         pid_of = {rank: pid for pid, rank in pids.items() if pid not in supervisors}
-        for number in ranks:
-            os.kill(process_of(pid_of[number], self.python), signal.SIGKILL)
+        for rank in ranks:
+            os.kill(process_of(pid_of[rank], self.python), number)
 
     def kills_srun(self, name: str) -> None:
         """Send SIGKILL to the run's srun, but first to its child process, which would have the ranks killed."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.preloaded import PreloadedProcess, PreloadedServer
+from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
 from trainer.commands.verify import inspect
 from trainer.config.config import Config
@@ -31,6 +32,7 @@ from trainer.rundir import RunDir
 
 # In the environment of ranks whose collectives are to be silent when a peer dies, see tests/silent/silent_backend.py.
 SILENT = "LASTSTEP_TEST_SILENT"
+SILENT_PATH = str(PROJECT / "tests" / "silent")  # on PYTHONPATH it does the same for ranks that Python itself starts
 PRINT_STACKS = signal.SIGRTMIN
 # What the ranks of a module's tasks import besides, if that takes seconds.
 PORTS = tuple(f"examples.ports.{name}" for name in ("accelerate", "fabric", "lightning", "transformers"))
@@ -156,6 +158,13 @@ def fingerprint(run: RunDir) -> dict[str, Any]:
         "step": checkpoint["step"],
         "metrics": [{k: v for k, v in line.items() if k not in CLOCK} for line in read_lines(run.metrics)],
     }
+
+
+def pause(run: RunDir, since: float) -> float:
+    """Seconds from `since` (Unix) to the end of the first new step of the run's second attempt."""
+    first = read_lines(run.attempts)[0]
+    again = next(line for line in read_lines(run.metrics) if line.get("step") == first["end_step"] + 1)
+    return float(again["time"]) - since
 
 
 def reasons(run: RunDir) -> list[str]:

@@ -1,0 +1,43 @@
+"""--local where no collective fails when a rank dies, as under NCCL; tests/slurm/test_silence.py has the same on Slurm.
+
+The survivors wait in C, and no error reaches them. They used to be killed after 60 s, with every step since the last
+save.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import SILENT_PATH, fingerprint, pause, reasons
+from tests.support.terminal import SLOW_STEPS, Terminal, ranks_of
+from tests.support.undisturbed import undisturbed_run
+from tests.support.waiting import DEADLINE_S, wait_until
+from trainer.config.config import Config
+from trainer.records.metrics import read_lines
+
+WORDS = (*SLOW_STEPS, "train.max_steps=100", "checkpoint.every_epochs=null", "launch.tasks_per_node=2")
+WITHIN_S = 3.0
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_killed_rank(tmp_path: Path, rank: int) -> None:
+    """No step is lost, and the ranks are back within three seconds."""
+    terminal = Terminal(tmp_path / "runs", sys.executable, PYTHONPATH=SILENT_PATH)
+    launcher = terminal.starts("--local", "--name", "run", *WORDS)
+    run = terminal.run("run")
+    wait_until(lambda: len(read_lines(run.metrics)) > 30, "the run does not train")
+    at = time.time()
+    os.kill(ranks_of(launcher)[rank], signal.SIGKILL)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 0, said
+    first, second = read_lines(run.attempts)
+    assert reasons(run) == ["failed", "finished"] and first["lost_steps"] == 0
+    assert second["start_step"] == first["end_step"] >= 30, "nothing was saved but the last step of the survivor"
+    assert (took_s := pause(run, at)) < WITHIN_S, f"{took_s:.1f} s from SIGKILL to the first new step\n{said}"
+    assert fingerprint(run) == undisturbed_run(Config.load("mnist", [*WORDS]))
