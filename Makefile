@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # Tests start hundreds of interpreters, which would each compile the package if they could not keep what they compile.
-test test-fast test-slurm bench: export PYTHONDONTWRITEBYTECODE :=
+test test-fast test-silent test-slurm bench: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train check docs test test-fast test-slurm slurm slurm-down chaos gpu-check bench clean
+.PHONY: train check docs test test-fast test-silent test-slurm slurm slurm-down chaos gpu-check bench clean
 
 train: $(VENV)/installed  ## train on 5,000 handwritten digits on this machine
 	$(BIN)/python launch.py --local
@@ -39,6 +39,10 @@ ifeq ($(RELEASE),)
 else
 	WORKERS=$(WORKERS) tests/slurm/release.sh $(RELEASE) $(PYTEST_ARGS)
 endif
+
+test-silent: $(VENV)/installed-dev system-packages  ## stops, faults, rescues, restarts on collectives that never fail
+	LASTSTEP_TEST_SILENT=1 $(BIN)/python -m pytest -n $(WORKERS) $(GROUPED) -m "not gpu" $(PYTEST_ARGS) tests/attempt \
+		tests/cluster/test_local.py tests/cluster/test_supervisor.py tests/loops tests/slurm
 
 slurm: $(VENV)/installed system-packages  ## start a real Slurm on this machine; make slurm-down ends it
 	$(BIN)/python -m tests.slurm.cluster up

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import FAKE_SBATCH, NO_SLURM, fake_squeue
+from tests.support.project import SILENT, SILENT_PATH
 from tests.support.running_order import arrange
 from tests.support.shared import make_shared_folder, remove_shared_folder
 from trainer.attempt.compiler import defer_import
@@ -23,6 +24,8 @@ sys.dont_write_bytecode = False
 defer_import()
 # Two cores and many ranks: more threads than cores would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+if SILENT in os.environ:  # make test-silent
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SILENT_PATH, os.environ.get("PYTHONPATH")]))
 # The commands that messages name begin with the word that started Python.
 sys.orig_argv[0] = "python"
 # A shell starts what it sends to the background with Ctrl-C ignored, and nohup ignores a closed terminal. What the

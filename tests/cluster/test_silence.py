@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import SILENT_PATH, fingerprint, pause, reasons
+from tests.support.project import SILENT_PATH
+from tests.support.ranks import fingerprint, pause, reasons
 from tests.support.terminal import SLOW_STEPS, Terminal, ranks_of
 from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S, wait_until

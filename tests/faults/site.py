@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.slurm.cluster import SLURM_CONF, Cluster
-from tests.support.project import PROJECT
+from tests.support.project import PROJECT, SILENT_PATH
 
 NODES = ("f1", "f2", "f3")
 SPARE = NODES[2]  # used by runs with a spare node only
@@ -50,7 +50,7 @@ class Site:
     def __init__(self, folder: Path, accounting: bool = True, silent: bool = False) -> None:
         self.folder = folder
         # The ranks' collectives are silent when a peer dies, see tests/silent/silent_backend.py.
-        self.env = {"PYTHONPATH": str(PROJECT / "tests" / "silent")} if silent else {}
+        self.env = {"PYTHONPATH": SILENT_PATH} if silent else {}
         self.lacks: dict[str, str] = {}  # what this machine cannot provide to runs, and why
         self._mounted: set[Path] = set()
         conf = re.sub(r"^PartitionName=.*\n", "", SLURM_CONF, flags=re.MULTILINE)

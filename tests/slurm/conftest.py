@@ -12,7 +12,7 @@ from tests.slurm.cluster import Cluster, missing
 from tests.slurm.desk import Desk
 from tests.slurm.user import User
 from tests.support.needs import require, require_program
-from tests.support.ranks import SILENT_PATH as SILENT
+from tests.support.project import SILENT_PATH
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def silent(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> User:
     """A user whose collectives do not fail when a rank dies, as NCCL's. Python itself starts the ranks, as torch loads
     that backend."""
     user = User(cluster, tmp_path_factory.mktemp("silent-runs"), sys.executable)
-    user.env["PYTHONPATH"] = SILENT
+    user.env["PYTHONPATH"] = SILENT_PATH
     return user
 
 

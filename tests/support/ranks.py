@@ -23,16 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.preloaded import PreloadedProcess, PreloadedServer
-from tests.support.project import PROJECT
+from tests.support.project import SILENT
 from tests.support.waiting import DEADLINE_S
 from trainer.commands.verify import inspect
 from trainer.config.config import Config
 from trainer.records.metrics import CLOCK, read_lines
 from trainer.rundir import RunDir
 
-# In the environment of ranks whose collectives are to be silent when a peer dies, see tests/silent/silent_backend.py.
-SILENT = "LASTSTEP_TEST_SILENT"
-SILENT_PATH = str(PROJECT / "tests" / "silent")  # on PYTHONPATH it does the same for ranks that Python itself starts
 PRINT_STACKS = signal.SIGRTMIN
 # What the ranks of a module's tasks import besides, if that takes seconds.
 PORTS = tuple(f"examples.ports.{name}" for name in ("accelerate", "fabric", "lightning", "transformers"))
@@ -86,7 +83,8 @@ class Attempt:
                 "OMP_NUM_THREADS": "1",
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the rank: a pool would import torch again
             }
-            process = _process(config.task, (config, {**place, **(env or {})}, str(log), before))
+            silent = {SILENT: os.environ[SILENT]} if SILENT in os.environ else {}
+            process = _process(config.task, (config, {**place, **silent, **(env or {})}, str(log), before))
             process.start()
             self.ranks.append(process)
 

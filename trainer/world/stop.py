@@ -21,6 +21,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from trainer.config.errors import first_line
 from trainer.say import say
 from trainer.world.signals import Signals
 from trainer.world.world import World
@@ -90,7 +91,7 @@ class Stop:
         store.compare_set("stop/notice", "", str(int(number)))
 
     def _agree(self) -> None:
-        keys = [f"stop/tick/{rank}" for rank in range(self._world.size)]
+        keys, number = [f"stop/tick/{rank}" for rank in range(self._world.size)], 0
         try:
             self._waiting.set_timeout(FOREVER)
             number = int(self._waiting.get("stop/notice"))
@@ -107,7 +108,8 @@ class Stop:
                 return
             self._last_tick = max(ticks)
         except dist.DistError as error:
-            self._on_failure(self._missing(keys) or f"the ranks could not agree on where to stop: {error}")
+            rank_0 = f"rank 0 on {self._world.host_of(0)} is gone: {first_line(error)}"
+            self._on_failure((number and self._missing(keys)) or rank_0)
             return
         self._agreed.set()
 

@@ -211,6 +211,8 @@ def run(words: list[str]) -> None:
     numpy.random.seed(None)
     places = os.environ["PYTHONPATH"].split(os.pathsep) if os.environ.get("PYTHONPATH") else []
     sys.path[:0] = dict.fromkeys(map(os.path.abspath, places))
+    if importlib.util.find_spec("silent_backend"):  # torch would have loaded it as it was imported
+        importlib.import_module("silent_backend").register()
     if kind == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = rest
