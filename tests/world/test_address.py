@@ -44,23 +44,23 @@ def test_on_one_machine_only_its_own_processes_connect(tmp_path: Path) -> None:
 def test_several_nodes_use_the_route_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the name of another node, or where names do not resolve by srun's address. docker0 leads nowhere."""
     has(monkeypatch, DOCKER, ETH, routes={"h2": "10.0.0.1", "10.0.0.9": "10.0.0.1", "loopback": "127.0.0.1"})
-    assert address.meeting_address(a_world(0, 2, **TWO_NODES)) == "10.0.0.1"
+    assert address._meeting_address(a_world(0, 2, **TWO_NODES)) == "10.0.0.1"
     unknown = {**TWO_NODES, "hosts": ("h1", "h7")}
-    assert address.meeting_address(a_world(0, 2, **unknown)) == "", "not certain: every interface"
+    assert address._meeting_address(a_world(0, 2, **unknown)) == "", "not certain: every interface"
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.9")
-    assert address.meeting_address(a_world(0, 2, **unknown)) == "10.0.0.1"
+    assert address._meeting_address(a_world(0, 2, **unknown)) == "10.0.0.1"
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "loopback")  # an address that no other node can reach
-    assert address.meeting_address(a_world(0, 2, **unknown)) == ""
+    assert address._meeting_address(a_world(0, 2, **unknown)) == ""
     has(monkeypatch, ETH)
-    assert address.meeting_address(a_world(0, 2, **unknown)) == "10.0.0.1", "it has no other"
+    assert address._meeting_address(a_world(0, 2, **unknown)) == "10.0.0.1", "it has no other"
 
 
 def test_variables_alone_do_not_say_that_there_is_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """RANK and WORLD_SIZE, set by hand on two machines: rank 0 must not shut the other out."""
     has(monkeypatch, DOCKER, ETH)
-    assert address.meeting_address(a_world(0, 2, "env")) == ""
+    assert address._meeting_address(a_world(0, 2, "env")) == ""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert address.meeting_address(a_world(0, 2, "env")) == "127.0.0.1"
+    assert address._meeting_address(a_world(0, 2, "env")) == "127.0.0.1"
 
 
 def test_a_name_stands_for_one_address_or_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +74,9 @@ def test_a_name_stands_for_one_address_or_for_all(monkeypatch: pytest.MonkeyPatc
     has(monkeypatch, DOCKER, ETH)
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     two = a_world(0, 2, **TWO_NODES)
-    found = {name: address._named_address(two, name) for name in names}
+    found = {name: address.named_address(two, name) for name in names}
     assert found == {"h1": "", "10.0.0.1": "10.0.0.1", "both": "", "far": "", "localhost": "127.0.0.1"}
-    assert address._named_address(a_world(0, 2), "h1") == "127.0.1.1", "on one host that will do"
+    assert address.named_address(a_world(0, 2), "h1") == "127.0.1.1", "on one host that will do"
 
 
 def test_the_way_to_another_host() -> None:

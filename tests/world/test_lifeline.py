@@ -35,7 +35,7 @@ class Rank0:
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.store = SealedStore(self.tcp, Seal(SECRET))
-        self.lines = Lifelines(WORLD, self.store, Seal(SECRET), self.ended.put)
+        self.lines = Lifelines(WORLD, "127.0.0.1", self.store, Seal(SECRET), self.ended.put)
 
     def knows(self, *ranks: int) -> None:
         """Wait until these ranks have connected."""

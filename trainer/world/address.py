@@ -79,7 +79,7 @@ def connect_to_store(
         return connection._replace(store=dist.PrefixStore(f"laststep/{world.attempt}", connection.store))
     _check_host(world, host, source)
     if world.rank == 0:
-        return StoreConnection(_serve(world, _named_address(world, host), port, timeout, source), f"{host}:{port}")
+        return StoreConnection(_serve(world, named_address(world, host), port, timeout, source), f"{host}:{port}")
     return _connect(world, lambda: ([host], port), timeout, source)
 
 
@@ -150,7 +150,7 @@ def _unresolved(host: str) -> str:
 
 def _serve_and_publish(world: World, purpose: str, file: Path, timeout: timedelta) -> StoreConnection:
     """Rank 0: serve the store at any free port, and write its address into `file`."""
-    address = meeting_address(world)
+    address = _meeting_address(world)
     store = _serve(world, address, 0, timeout, str(file))
     hosts = [address] if address else [hostname(), *(address for _, address in interfaces())]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def _read_address(file: Path, purpose: str) -> tuple[Sequence[str], int]:
     return sorted(hosts, key=lambda host: host in local), port
 
 
-def meeting_address(world: World) -> str:
+def _meeting_address(world: World) -> str:
     """The one address of this host, rank 0's, at which the other ranks reach it; empty if that is not certain."""
     if _on_one_host(world):
         return "127.0.0.1"
@@ -204,7 +204,7 @@ def _address_towards(host: str) -> str:
     return ""
 
 
-def _named_address(world: World, host: str) -> str:
+def named_address(world: World, host: str) -> str:
     """The one address of this host that `host`, the user's name for it, stands for; empty if that is not certain.
 
     On Debian a host's own name resolves to 127.0.1.1 there, and to another address elsewhere.

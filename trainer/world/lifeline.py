@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 
 from trainer.say import say
-from trainer.world.address import meeting_address
+from trainer.world.address import named_address
 from trainer.world.seal import Seal
 from trainer.world.sealed_store import SealedStore
 from trainer.world.world import World
@@ -36,12 +36,15 @@ LONGEST_LINE = 1024  # bytes of a connection's first line
 
 
 class Lifelines:
-    """Rank 0's ends. `on_end` is called, in another thread, with the number of each rank whose process has ended."""
+    """Rank 0's ends, at the address `host` that its store has.
 
-    def __init__(self, world: World, store: SealedStore, seal: Seal, on_end: Callable[[int], None]) -> None:
+    `on_end` is called, in another thread, with the number of each rank whose process has ended.
+    """
+
+    def __init__(self, world: World, host: str, store: SealedStore, seal: Seal, on_end: Callable[[int], None]) -> None:
         self._size, self._seal, self._on_end = world.size, seal, on_end
         self._nonce = secrets.token_hex(8)
-        self._listener = _listen(world)
+        self._listener = _listen(world, host)
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         for one in (self._listener, self._woken):
@@ -157,8 +160,8 @@ class Lifeline:
             return
 
 
-def _listen(world: World) -> socket.socket:
-    if address := meeting_address(world):
+def _listen(world: World, host: str) -> socket.socket:
+    if address := named_address(world, host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, 0), family=family, backlog=world.size)
     dual_stack = socket.has_dualstack_ipv6()

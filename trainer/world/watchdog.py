@@ -130,7 +130,7 @@ class Watchdog:
         if world.rank:
             self._lines = Lifeline(world, host, store.clone(), seal)
         elif world.size > 1:
-            self._lines = Lifelines(world, store, seal, self._has_ended)
+            self._lines = Lifelines(world, host, store, seal, self._has_ended)
         self._start_thread("beat", self._beat)
 
     def measure(self, busy_s: Callable[[], float]) -> None:
