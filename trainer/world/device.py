@@ -36,16 +36,11 @@ def set_up_device(config: Config, world: World) -> torch.device:
         torch.cuda.set_device(device)
         compiler.draw_from_default_generators()
         _allow_tf32(config.train.precision == "tf32")
-        if config.train.deterministic:
-            compiler.compile_without_timing()
-            # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-            # By default this also fills each new tensor before it is computed. No result depends on that.
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = not config.train.deterministic
     else:
         keep_freed_memory()
+    if is_deterministic(config, device):
+        _refuse_other_kernels()
     if "OMP_NUM_THREADS" not in os.environ:
         # A sum's last bits depend on the number of threads, so it must be the same in every attempt.
         cores = len(os.sched_getaffinity(0)) // world.local_size
@@ -54,6 +49,23 @@ def set_up_device(config: Config, world: World) -> torch.device:
         is_granted = world.launcher in ("submitit-slurm", "srun") or config.train.shares is not None
         torch.set_num_threads(granted if is_granted else max(1, cores))
     return device
+
+
+def is_deterministic(config: Config, device: torch.device) -> bool:
+    """Whether torch must refuse, on this device, an operator that may add in another order each time."""
+    return config.train.deterministic and device.type == "cuda"
+
+
+def _refuse_other_kernels() -> None:
+    """Let torch use deterministic kernels only. An operator that has none raises RuntimeError."""
+    compiler.compile_without_timing()
+    # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # torch.use_deterministic_algorithms(True) does the same, but first imports half of the compiler, to pass on what
+    # `compile_without_timing` has said: seconds, in every rank at every restart.
+    torch.set_deterministic_debug_mode("error")
+    # By default this also fills each new tensor before it is computed. No result depends on that.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def describe_numerics(
