@@ -20,6 +20,7 @@ from trainer.world.host_memory import keep_freed_memory
 from trainer.world.world import World, hostname
 
 DRIVER = Path("/sys/module/nvidia/version")  # such as 580.65.06; absent where another driver is in use
+NCCL_GRAPH = "NCCL graph"  # in what `describe_numerics` returns
 FIRST_WITH_TF32 = (8, 0)  # compute capability
 
 
@@ -69,12 +70,17 @@ def _refuse_other_kernels() -> None:
 
 
 def describe_numerics(
-    device: torch.device, world: World, backend: str, at_any_size: bool = False, sharding: str = "none"
+    device: torch.device,
+    world: World,
+    backend: str,
+    at_any_size: bool = False,
+    sharding: str = "none",
+    nccl_graph: str | None = None,
 ) -> dict[str, str | int]:
     """Everything that the last bits of a step depend on: torch, the device and its libraries, threads, and whether the
-    ranks shard the model. On GPUs also how the ranks are spread over nodes, because NCCL adds along the connections
-    between them; not with `at_any_size` (train.shares), where NCCL adds nothing, and where full and hybrid sharding are
-    the same."""
+    ranks shard the model. On GPUs also how the ranks are spread over nodes, and the graph of the connections between
+    them, along which NCCL adds; not with `at_any_size` (train.shares), where NCCL adds nothing, and where full and
+    hybrid sharding are the same."""
     if at_any_size and sharding != "none":
         sharding = "full or hybrid"
     if device.type != "cuda":
@@ -92,6 +98,7 @@ def describe_numerics(
         "layout": None if at_any_size else layout,
         "sharding": None if sharding == "none" else sharding,
         **(nccl.describe() if backend == "nccl" and world.size > 1 and not at_any_size else {}),
+        NCCL_GRAPH: None if at_any_size else nccl_graph,
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -105,6 +112,8 @@ def changed_numerics(before: Mapping[str, str | int], now: Mapping[str, str | in
         return None
     changes = ", ".join(f"{name} {now[name]} (was {old})" for name, old in changed.items())
     fix = f"; set OMP_NUM_THREADS={before['threads']} to keep them" if list(changed) == ["threads"] else ""
+    if NCCL_GRAPH in changed:
+        fix = "; with train.shares they would not depend on NCCL's graph"
     return f"resuming with {changes}: the last bits may differ{fix}"
 
 

@@ -87,7 +87,7 @@ def pin_algorithms() -> None:
     Each choice adds in another order. Ring is the one algorithm that every collective has, Simple the one protocol that
     is safe on all hardware (LL128 is not). NVLS and CollNet let switches add, in an order of their own. The number of
     channels and the order of ranks in a ring stay NCCL's: it derives them from the links of the nodes, so they are the
-    same as long as the hardware and the layout are.
+    same as long as the layout is and all links work. `nccl_graph` notes them.
     """
     for name, value in PINNED.items():
         os.environ.setdefault(name, value)
