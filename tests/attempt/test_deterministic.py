@@ -10,64 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
 
+from tests.support.deterministic import LOOP, SCATTERS, like_on_a_gpu
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
 from tests.support.runs import config, only
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
-from trainer import Run
 from trainer.attempt import start, user_error
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
-from trainer.tasks.classification import Classification
 from trainer.world import nccl
-
-SCATTERS = "task=tests.attempt.test_deterministic.Scatters"
-LOOP = "task=tests.attempt.test_deterministic.scatters_in_a_loop"
-# Where an attempt looks the answer up.
-ASKED = ("trainer.world.device.is_deterministic", "trainer.attempt.start.is_deterministic")
-
-
-def scatter(x: Tensor) -> Tensor:
-    """An operator that has no deterministic form, also on CPUs."""
-    return torch.zeros_like(x).put_(torch.tensor([0]), torch.ones(1))
-
-
-class Scatters(Classification):
-    """Its training step uses such an operator."""
-
-    def step(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-        output = super().step(model, batch)
-        return {**output, "loss": output["loss"] + scatter(torch.zeros(3)).sum()}
-
-
-class InForward(nn.Linear):
-    """A layer that uses it, and so in the rehearsal."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out + scatter(out.detach())
-
-
-def scatters_in_a_loop(run: Run) -> None:
-    """A custom loop whose model uses it."""
-    model = nn.parallel.DistributedDataParallel(InForward(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run.restore(model=model, optimizer=optimizer)
-    for _ in run.epochs(1):
-        for (x,) in run.steps(run.loader(torch.utils.data.TensorDataset(torch.ones(12, 2)), 6)):
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            optimizer.step()
-
-
-def like_on_a_gpu() -> None:
-    """Let this rank, on the CPU, refuse what a rank on a GPU refuses."""
-    for name in ASKED:
-        mock.patch(name, lambda config, device: config.train.deterministic).start()
 
 
 @pytest.mark.parametrize(("task", "ranks"), [(SCATTERS, 1), (LOOP, 1), (LOOP, 3)], ids=["task", "loop", "rehearsal"])
@@ -78,7 +32,7 @@ def test_an_operator_without_a_deterministic_form(task: str, ranks: int, root: P
     attempt = Attempt(settings, before=like_on_a_gpu)
     assert attempt.wait() == [1] * ranks, attempt.output()
     record = only(attempt)
-    assert "train.deterministic=true: put_ (test_deterministic.py:" in record["error"]
+    assert "train.deterministic=true: put_ (layers.py:" in record["error"]
     assert "set train.deterministic=false, with which the last bits of a resumed run may differ" in record["error"]
     assert (record["end_step"], record["requeue"]) == (0, False), "a retry would fail the same way"
     assert "Error" not in attempt.logs[0].read_text().replace("ConfigError", ""), "torch's error is not shown"
@@ -101,7 +55,7 @@ def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
     """A wrong configuration: one line on stderr, no traceback, and the name is free again."""
     code = (
         "import runpy, sys\n"
-        "from tests.attempt.test_deterministic import like_on_a_gpu\n"
+        "from tests.support.deterministic import like_on_a_gpu\n"
         "like_on_a_gpu()\n"
         "runpy.run_module('trainer', run_name='__main__', alter_sys=True)\n"
     )
@@ -116,7 +70,7 @@ def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
     )
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: train.deterministic=true: put_ (test_deterministic.py:")
+    assert line.startswith("error: train.deterministic=true: put_ (layers.py:")
     assert not (tmp_path / "mine").exists()
 
 
