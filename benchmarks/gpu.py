@@ -5,8 +5,9 @@ part can be run alone and writes its figures to results/gpu.json as soon as it e
 version runs on the CPU: that shows that the script works, but its figures say nothing about a GPU.
 
     resnet50    ResNet-50 in bf16, channels_last, compiled, on images already in GPU memory: a minimal loop with the
-                same settings, Laststep, and Laststep with train.deterministic, taking turns
-    vit_b_16    the same for ViT-B/16, without train.deterministic
+                same settings, Laststep, and Laststep with train.deterministic, taking turns; prints what
+                train.deterministic costs
+    vit_b_16    the same for ViT-B/16
     small       a network whose kernels take less time than their launches: also with CUDA graphs, as is the loop
     jpegs       ResNet-50 on 500x375 JPEGs decoded by loader workers; the bare loop reads them as torchvision's
                 references/classification does

@@ -28,18 +28,20 @@ VIT = Workload("vit_b_16", 256, 224, lead=2, steps=30) if GPU else Workload("vit
 SMALL = Workload("convnet", 32, 8, lead=10, steps=5000 if GPU else 400, classes=10)
 GRAPHS = "reduce-overhead"  # torch.compile's name for CUDA graphs
 AGAINST = {"cuda-graphs": f"bare-{GRAPHS}"}  # the bare loop with which a contender is compared, if not the plain one
+# The bare loop's kernels may be any; Laststep's are deterministic as it comes.
+AS_IT_COMES = {"deterministic": ["train.deterministic=true"]}
 # Shared by all parts, so that none has to compile what another has already compiled.
 KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/laststep-gpu"}
 
 
 def resnet50(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A ResNet-50 on images in device memory, also with deterministic kernels."""
-    return in_turns(RESNET, given.turns, folder, {"deterministic": ["train.deterministic=true"]} if GPU else {})
+    return in_turns(RESNET, given.turns, folder, AS_IT_COMES if GPU else {})
 
 
 def vit_b_16(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A vision transformer on images in device memory."""
-    return in_turns(VIT, given.turns, folder, {})
+    """A vision transformer on images in device memory, also with deterministic kernels."""
+    return in_turns(VIT, given.turns, folder, AS_IT_COMES if GPU else {})
 
 
 def small(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -83,6 +85,10 @@ def in_turns(
             f"{ratio['p10']:>5.3f} - {ratio['p90']:.3f} {done / 1e12:>8.3g} {done / at_best:>8.1%}  "
             f"{name}, {load.model}, batches of {load.batch_size}"
         )
+    cost = {}
+    if "deterministic" in commands:
+        cost = {"deterministic_costs": spread([turn["deterministic"] / turn["laststep"] - 1 for turn in taken])}
+        print(f"train.deterministic costs {cost['deterministic_costs']['median']:+.1%} of a step's time")
     print(f"best: {at_best / 1e12:.3g} TFLOP/s, in large matrix products in bf16", flush=True)
     return {
         **load._replace(jpegs="")._asdict(),
@@ -90,6 +96,7 @@ def in_turns(
         "images_per_s": rates,
         "to_bare": ratios,
         "ratio": ratios["laststep"],
+        **cost,
         "flops_per_image": flops,
         "matrix_flops_per_s": at_best,
         "share": round(rates["laststep"]["median"] * flops / at_best, 4),
@@ -114,6 +121,7 @@ def words(load: Workload, steps: int, folder: Path) -> list[str]:
         f"train.max_steps={steps}",
         "train.precision=bf16",
         "train.channels_last=true",
+        "train.deterministic=false",
         f"train.compile={str(GPU).lower()}",
         f"device={DEVICE}",
         f"launch.root={folder}",

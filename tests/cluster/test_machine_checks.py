@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -28,8 +29,13 @@ WORLD = a_world()
 @pytest.fixture(autouse=True)
 def torchs_defaults() -> Iterator[None]:
     """What `set_up_device` has set for a GPU does not outlast the test."""
-    yield
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    with mock.patch.dict(os.environ):
+        yield
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
+    torch.backends.cudnn.benchmark = False
+    torch.set_deterministic_debug_mode("default")
+    torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def config(*words: str) -> Config:
@@ -273,14 +279,13 @@ def test_kernels_are_chosen_without_timing(deterministic: bool, monkeypatch: pyt
     """torch's deterministic algorithms alone would leave the compiler a choice by time, e.g. of the padding of matrix
     products: another one in each attempt, with other last bits."""
     gpus(1, monkeypatch)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "")
-    monkeypatch.delenv("TORCHINDUCTOR_DETERMINISTIC")
+    os.environ.pop("TORCHINDUCTOR_DETERMINISTIC", None)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     set_up_device(config(f"train.deterministic={str(deterministic).lower()}"), WORLD)
     assert (os.environ.get("TORCHINDUCTOR_DETERMINISTIC") == "1") == deterministic
+    assert (os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8") == deterministic
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert torch.backends.cudnn.benchmark != deterministic
 
 
 def test_random_numbers_of_recomputed_activations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,16 +301,9 @@ def test_random_numbers_of_recomputed_activations(monkeypatch: pytest.MonkeyPatc
 def test_deterministic_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would write to each new tensor once more, without any effect on the results."""
     gpus(1, monkeypatch)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "0")
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    try:
-        set_up_device(config("train.deterministic=true"), WORLD)
-        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+    set_up_device(config("train.deterministic=true"), WORLD)
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 def numerics(world: World, monkeypatch: pytest.MonkeyPatch, backend: str = "nccl") -> dict[str, str | int]:

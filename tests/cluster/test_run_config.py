@@ -18,6 +18,7 @@ from tests.support.commands import refusal
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, shard_name
 from trainer.cluster import run_config
 from trainer.cluster.run_config import LATER_KEYS
+from trainer.commands import rank
 from trainer.commands.main import main
 from trainer.config.config import Config, missing_keys
 from trainer.config.errors import ConfigError
@@ -122,6 +123,47 @@ def test_a_run_of_the_first_version(run: RunDir, capfd: pytest.CaptureFixture[st
     assert main(["resume", "mine"]) == 0
     assert capfd.readouterr().err == ""
     assert Config.load(run.config).optim.lr == Config.parse(old).optim.lr == 0.07
+    assert not Config.load(run.config).train.deterministic, "its recorded value, not the default of today"
+
+
+def older(run: RunDir) -> Config:
+    """Make this run one of a version in which train.deterministic was false by default."""
+    run.config.write_text(run.config.read_text().replace("deterministic: true", "deterministic: false"))
+    run.submissions.unlink()
+    return Config.load(run.config)
+
+
+def test_the_command_of_an_older_run_is_repeated(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun or srun this continues a run. The default has changed since: the run would be refused as another
+    one, or change its kernels on the way."""
+    trained: list[Config] = []
+    monkeypatch.setattr("trainer.commands.rank.Trainer", lambda config: lambda: trained.append(config))
+    command = ["--name", "mine", "optim.lr=0.05", "device=cpu"]
+    rank.main(command)
+    assert trained[-1].train.deterministic
+    before = older(RunDir(here / "runs" / "mine"))
+    rank.main(command)
+    assert trained[-1] == before and not before.train.deterministic
+    with pytest.raises(ConfigError, match=r"^train.deterministic=True: mine was started with False"):
+        rank.main([*command, "train.deterministic=true"])
+
+
+def test_the_sweep_of_an_older_version_is_repeated(
+    slurm: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its missing runs are submitted with the values that they have recorded."""
+    assert main(["sweep", "--name", "scan", "seed=0..1"]) == 0
+    (slurm / "squeue").write_text("#!/bin/sh\n")
+    submitted: list[Config] = []
+
+    def submit(config: Config, sweep: RunDir, configs: list[Config], *_: object) -> list[str]:
+        submitted.extend(configs)
+        return ["4712_0"]
+
+    monkeypatch.setattr("trainer.cluster.submission.submit_array", submit)
+    older(RunDir(here / "runs" / "scan-seed_0"))
+    assert main(["sweep", "--name", "scan", "seed=0..1"]) == 0, capfd.readouterr().err
+    assert [config.train.deterministic for config in submitted] == [False]
 
 
 def test_a_key_that_is_newer_than_the_submission(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import begin, end
+from tests.support.deterministic import SCATTERS, like_on_a_gpu
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
@@ -52,8 +53,7 @@ def attempt(*options: str, signals: tuple[int, ...] = (), **env: str) -> Callabl
         if signals:
             ranks.wait_for("fault: ", rank=1)
             ranks.signal(signal.SIGTERM, *signals)
-        ranks.wait()
-        return ranks.output()
+        return _output(ranks)
 
     return run
 
@@ -78,6 +78,11 @@ def alone(rank: int) -> Callable[[Path], str]:
     return run
 
 
+def _output(ranks: Attempt) -> str:
+    ranks.wait()
+    return ranks.output()
+
+
 SITUATIONS: dict[str, list[Callable[[Path], str]]] = {
     "The start hangs: a rank does not join": [alone(rank=0)],
     "The start hangs: rank 0 does not join": [alone(rank=1)],
@@ -98,6 +103,9 @@ SITUATIONS: dict[str, list[Callable[[Path], str]]] = {
         ),
     ],
     "The loss is not finite": [attempt("task=tests.support.tasks.Poisoned")],
+    "An operator has no deterministic form": [
+        lambda root: _output(Attempt(config(root, "a", 2, (SCATTERS,)), before=like_on_a_gpu))
+    ],
     "torch.compile meets many shapes": [attempt("task=tests.support.tasks.ManyShapes", "train.max_steps=12")],
     "The disk is full": [
         attempt("task=tests.support.tasks.FullDisk", "checkpoint.every_steps=2", LASTSTEP_TEST_FULL="4 7")

@@ -17,6 +17,7 @@ T = TypeVar("T")
 SLOW = (
     "attempt/test_attempt",
     "attempt/test_compiler",
+    "attempt/test_deterministic",
     "attempt/test_finished",
     "attempt/test_node_faults",
     "attempt/test_rescue",

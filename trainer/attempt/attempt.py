@@ -125,6 +125,9 @@ class Attempt:
             loop.restore(checkpoint)
             finished = loop.run()
         except Exception as error:
+            if refusal := self._refusal(error):
+                self._fail(refusal)
+                raise refusal from None
             self._fail(error)
             raise
         try:
@@ -201,6 +204,15 @@ class Attempt:
             say(f"the connections to the other ranks did not close within {FAREWELL_S:.0f} s; leaving them open")
             if self._last_exit is not None:
                 self._last_exit.needed = True
+
+    def _refusal(self, error: Exception) -> ConfigError | None:
+        """What to say in place of torch's error about an operator that has no deterministic form."""
+        group = self._state.group
+        if group is None:
+            return None
+        from trainer.world.device import is_deterministic  # imports torch
+
+        return user_error.refused_operator(error) if is_deterministic(self._config, group.device) else None
 
     def _fail(self, error: Exception) -> None:
         """The main thread failed: report that to the other ranks and take part in the end by fault.

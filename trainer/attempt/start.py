@@ -26,6 +26,7 @@ from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.task import find_task
 from trainer.world import nccl
+from trainer.world.device import is_deterministic
 from trainer.world.exported import export_world, free_port
 from trainer.world.group import Group
 from trainer.world.join import join
@@ -34,15 +35,22 @@ from trainer.world.lent_group import lend_group
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Fault, Watchdog
 
+NOT_DETERMINISTIC = (
+    "train.deterministic=false: kernels and NCCL may add in another order each time, so after a resume the last bits "
+    "of weights and metrics may differ from those of an undisturbed run"
+)
+
 
 def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
     """Meet the other ranks and set up collectives; the watchdog runs meanwhile. Raises MeetingError."""
     config, run_dir, world = state.config, state.run_dir, state.world
     timeout_s = config.launch.hang_timeout_s
     nccl.set_defaults(run_dir.collectives(world.attempt), timeout_s)
-    if config.train.deterministic:
-        nccl.pin_algorithms()
     group = state.group = join(config, world, run_dir.meeting(world.attempt), timeout_s)
+    if is_deterministic(config, group.device):
+        nccl.pin_algorithms()
+    elif group.device.type == "cuda" and world.rank == 0:
+        say(NOT_DETERMINISTIC)
     if group.backend == "nccl" and world.rank == 0:
         for line in nccl.harmful_settings():
             say(line)

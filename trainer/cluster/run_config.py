@@ -26,7 +26,7 @@ from trainer.cluster.run_end import ENDS, check_later_end
 from trainer.config.checks import validate
 from trainer.config.config import Config, missing_keys
 from trainer.config.errors import ConfigError
-from trainer.config.keys import fields_of
+from trainer.config.keys import fields_of, replaced
 from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir
 from trainer.say import command
@@ -40,6 +40,8 @@ LATER_KEYS = (
     *("optim.decay_share", "train.epoch_samples", "train.sharding"),
     *("checkpoint.replicas", "checkpoint.replica_every_steps", "train.cuda_graphs"),
 )
+# Keys whose default has changed since the first version, with the former one.
+FORMER_DEFAULTS = {"train.deterministic": False}
 PLACE = ("launch.root", "launch.name")  # a run's folder may be moved
 Change = tuple[Any, Any]  # a key's value before and after
 
@@ -101,6 +103,17 @@ def as_submitted(run: RunDir, overrides: Sequence[str] = ()) -> Config:
     elif damage:
         raise ConfigError(f"{run.config}: is damaged ({damage}), and there is no copy of it")
     return Config.parse(text, overrides, run.config)
+
+
+def with_former_defaults(config: Config, started: Config, words: Sequence[str] = ()) -> Config:
+    """`config`, which a command makes anew to continue a run, with the defaults of the version that started the run. A
+    key that one of the `words` sets stays as it is."""
+    then = {key: value for key, _, value in fields_of(started)}
+    words_keys = [word.partition("=")[0] for word in words]
+    for key, former in FORMER_DEFAULTS.items():
+        if then[key] == former and key not in words_keys:
+            config = replaced(config, key.split("."), former)
+    return config
 
 
 def changes(before: Config, after: Config) -> dict[str, Change]:

@@ -86,7 +86,7 @@ def submit_missing(
     wanted = [RunDir(root / name) for name in names]
     existing = [run.name for run in wanted if run.config.exists()]
     for name in existing:
-        _check_same(RunDir(root / name), *planned[name])
+        planned[name] = _same(RunDir(root / name), *planned[name])
     missing = _missing(wanted)
     if not missing:
         return None, [], len(names)
@@ -140,15 +140,18 @@ def _missing(wanted: Sequence[RunDir]) -> list[RunDir]:
     return [run for run, status in statuses if not status.alive and status.state != "finished"]
 
 
-def _check_same(run: RunDir, config: Config, text: str) -> None:
-    """Raise ConfigError when the run exists with another configuration; its `launch` section may differ."""
+def _same(run: RunDir, config: Config, text: str) -> tuple[Config, str]:
+    """The configuration, and its text, with which to continue a run that exists, perhaps by an older Laststep. Raises
+    ConfigError when the run has another one; its `launch` section may differ."""
     before = run.config.read_text()
     whole = "\n  slurm:" in before and before.endswith("\n")  # the last key: reading the file takes far longer
     if whole and before.partition("\nlaunch:")[0] == text.partition("\nlaunch:")[0]:
-        return
-    written = run_folders.with_absolute_data(run_config.load(run, restore=True))  # perhaps by an older Laststep
+        return config, text
+    written = run_folders.with_absolute_data(run_config.load(run, restore=True))
+    config = run_config.with_former_defaults(config, written)
     if dataclasses.replace(written, launch=config.launch) != config:
         raise ConfigError(f"{run.name}: this run exists with another configuration; give the sweep another --name")
+    return config, config.to_yaml()
 
 
 def _make(run: RunDir, sweep: RunDir, text: str) -> None:

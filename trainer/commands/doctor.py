@@ -15,6 +15,7 @@ from trainer.cluster import machine_checks, run_folders
 from trainer.commands.parsers import JOB_OPTIONS, KeyOptions, Parser, add_key_options, add_overrides, overrides_of
 from trainer.config.checks import check_values
 from trainer.config.config import Config
+from trainer.doctor import determinism
 from trainer.doctor.diagnosis import diagnose
 from trainer.doctor.file_system import RunRoot
 from trainer.doctor.slurm_settings import SlurmSettings
@@ -124,7 +125,9 @@ def _machine() -> Facts:
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 2**30:.0f} GiB"
         facts.append((f"GPU {index}", f"{gpu.name}, {memory}, capability {gpu.major}.{gpu.minor}"))
-    if not torch.cuda.device_count():
+    if torch.cuda.device_count():
+        facts.append(("deterministic", determinism.describe_cost(torch.device("cuda", 0))))
+    else:
         facts.append(("GPUs", "none that torch can use; --local and --debug train on the CPU"))
     facts.append(("CPUs", len(os.sched_getaffinity(0))))
     return facts

@@ -94,7 +94,9 @@ def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
     if new and world.rank == 0:
         run_folders.create(config)
     elif not new:
-        _check_same(config, _load_started(run, world))
+        started = _load_started(run, world)
+        config = run_config.with_former_defaults(config, started, overrides)
+        _check_same(config, started)
     try:
         return _rank(config, run, world)
     except ConfigError:

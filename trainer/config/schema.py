@@ -150,9 +150,10 @@ class Train:
         False, "recompute activations in the backward pass: less memory, more time"
     )
     deterministic: bool = setting(
-        False,
+        True,
         "use only deterministic kernels on GPUs, and NCCL's ring algorithm and simple protocol unless NCCL_ALGO and "
-        "NCCL_PROTO are set; a bit-exact resume on a GPU needs this",
+        "NCCL_PROTO are set: a bit-exact resume on GPUs needs this. false: faster, but a resumed run's last bits may "
+        "differ. Without effect on CPUs",
     )
     nonfinite: str = setting(
         "fail",

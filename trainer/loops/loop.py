@@ -75,7 +75,9 @@ class Loop(Rescued):
         self.reads_one_step_late = self.group.device.type == "cuda"
         at_any_size = self.config.train.shares is not None
         sharding = self.config.train.sharding
-        self.numerics = describe_numerics(self.group.device, world, self.group.backend, at_any_size, sharding) | SORTED
+        group = self.group
+        numerics = describe_numerics(group.device, world, group.backend, at_any_size, sharding, group.nccl_graph)
+        self.numerics = numerics | SORTED
         self._plan, self._yaml = run.plan, self.config.to_yaml()
         self.watch.follow(self.ring.passed)
         self._first_step = 1  # the first step of this attempt, from 1

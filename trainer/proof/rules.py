@@ -52,7 +52,7 @@ RULES: dict[RuleName, Rule] = {
     ),
     "not deterministic": Rule(
         "Two undisturbed runs differ: the script is not deterministic on this machine, so no resume can be exact",
-        "Seed every generator, and leave the clock out of it. On a GPU set train.deterministic=true.",
+        "Seed every generator, and leave the clock out of it. On a GPU leave train.deterministic=true.",
     ),
 }
 MOST_NAMES = 6

@@ -20,6 +20,7 @@ from trainer.world.host_memory import keep_freed_memory
 from trainer.world.world import World, hostname
 
 DRIVER = Path("/sys/module/nvidia/version")  # such as 580.65.06; absent where another driver is in use
+NCCL_GRAPH = "NCCL graph"  # in what `describe_numerics` returns
 FIRST_WITH_TF32 = (8, 0)  # compute capability
 
 
@@ -36,16 +37,11 @@ def set_up_device(config: Config, world: World) -> torch.device:
         torch.cuda.set_device(device)
         compiler.draw_from_default_generators()
         _allow_tf32(config.train.precision == "tf32")
-        if config.train.deterministic:
-            compiler.compile_without_timing()
-            # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-            # By default this also fills each new tensor before it is computed. No result depends on that.
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = not config.train.deterministic
     else:
         keep_freed_memory()
+    if is_deterministic(config, device):
+        _refuse_other_kernels()
     if "OMP_NUM_THREADS" not in os.environ:
         # A sum's last bits depend on the number of threads, so it must be the same in every attempt.
         cores = len(os.sched_getaffinity(0)) // world.local_size
@@ -56,13 +52,35 @@ def set_up_device(config: Config, world: World) -> torch.device:
     return device
 
 
+def is_deterministic(config: Config, device: torch.device) -> bool:
+    """Whether torch must refuse, on this device, an operator that may add in another order each time."""
+    return config.train.deterministic and device.type == "cuda"
+
+
+def _refuse_other_kernels() -> None:
+    """Let torch use deterministic kernels only. An operator that has none raises RuntimeError."""
+    compiler.compile_without_timing()
+    # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # torch.use_deterministic_algorithms(True) does the same, but first imports half of the compiler, to pass on what
+    # `compile_without_timing` has said: seconds, in every rank at every restart.
+    torch.set_deterministic_debug_mode("error")
+    # By default this also fills each new tensor before it is computed. No result depends on that.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def describe_numerics(
-    device: torch.device, world: World, backend: str, at_any_size: bool = False, sharding: str = "none"
+    device: torch.device,
+    world: World,
+    backend: str,
+    at_any_size: bool = False,
+    sharding: str = "none",
+    nccl_graph: str | None = None,
 ) -> dict[str, str | int]:
     """Everything that the last bits of a step depend on: torch, the device and its libraries, threads, and whether the
-    ranks shard the model. On GPUs also how the ranks are spread over nodes, because NCCL adds along the connections
-    between them; not with `at_any_size` (train.shares), where NCCL adds nothing, and where full and hybrid sharding are
-    the same."""
+    ranks shard the model. On GPUs also how the ranks are spread over nodes, and the graph of the connections between
+    them, along which NCCL adds; not with `at_any_size` (train.shares), where NCCL adds nothing, and where full and
+    hybrid sharding are the same."""
     if at_any_size and sharding != "none":
         sharding = "full or hybrid"
     if device.type != "cuda":
@@ -80,6 +98,7 @@ def describe_numerics(
         "layout": None if at_any_size else layout,
         "sharding": None if sharding == "none" else sharding,
         **(nccl.describe() if backend == "nccl" and world.size > 1 and not at_any_size else {}),
+        NCCL_GRAPH: None if at_any_size else nccl_graph,
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -93,6 +112,8 @@ def changed_numerics(before: Mapping[str, str | int], now: Mapping[str, str | in
         return None
     changes = ", ".join(f"{name} {now[name]} (was {old})" for name, old in changed.items())
     fix = f"; set OMP_NUM_THREADS={before['threads']} to keep them" if list(changed) == ["threads"] else ""
+    if NCCL_GRAPH in changed:
+        fix = "; with train.shares they would not depend on NCCL's graph"
     return f"resuming with {changes}: the last bits may differ{fix}"
 
 

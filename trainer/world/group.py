@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.config.errors import first_line
 from trainer.say import say
+from trainer.world import nccl_graph
 from trainer.world.address import use_interface
 from trainer.world.alarm import alarm
 from trainer.world.node_checks import skewed_clocks
@@ -71,6 +72,7 @@ class Group:
         self.address = address
         self._meeting_files = meeting_files
         self.skewed_clocks: list[str] = []  # on rank 0: one line for each host whose clock is wrong
+        self.nccl_graph: str | None = None  # along which NCCL adds, see trainer.world.nccl_graph; None: not known
         self._barriers = 0
 
     def connect(self, timeout_s: float) -> None:
@@ -97,7 +99,10 @@ class Group:
             elsewhere = next(rank for rank in registered if rank["host"] != hosts[0])
             use_interface(registered[self.world.rank]["local_ip"] if node else elsewhere["rank_0_ip"])
         try:
-            self._init_process_group(2 * meeting_timeout(timeout_s))
+            if self.backend == "nccl":
+                self._init_nccl(2 * meeting_timeout(timeout_s))
+            else:
+                self._init_process_group(2 * meeting_timeout(timeout_s))
         except RuntimeError as error:
             backend = self.backend
             raise MeetingError(
@@ -126,6 +131,19 @@ class Group:
         """Set up collectives in a world of one rank too, for code that uses torch.distributed directly."""
         if self.world.size == 1 and not dist.is_initialized():
             self._init_process_group(meeting_timeout(0.0))
+
+    def _init_nccl(self, timeout: timedelta) -> None:
+        """Set up collectives over NCCL, and learn along which graph it adds."""
+        with nccl_graph.noted() as own_part:
+            self._init_process_group(timeout)
+            self.gather(torch.zeros(1, device=self.device))  # torch may have made the communicator in the background
+            own = own_part()
+        texts = self.gather(nccl_graph.to_tensor(own).to(self.device))
+        try:
+            self.nccl_graph = nccl_graph.combined([nccl_graph.from_tensor(text) for text in texts], self.world.nodes)
+        except ValueError as error:
+            if self.world.rank == 0:
+                say(f"NCCL's graph is not recorded, so a resume over another one will not be noticed ({error})")
 
     def _init_process_group(self, timeout: timedelta) -> None:
         dist.init_process_group(

@@ -82,12 +82,12 @@ def _set(names: tuple[str, ...]) -> str | None:
 
 def pin_algorithms() -> None:
     """Take from NCCL the choices that it makes by topology and size, for train.deterministic. Call this before the
-    ranks meet. A variable that the user has set stays as it is, and `describe` shows it.
+    communicator is made. A variable that the user has set stays as it is, and `describe` shows it.
 
     Each choice adds in another order. Ring is the one algorithm that every collective has, Simple the one protocol that
     is safe on all hardware (LL128 is not). NVLS and CollNet let switches add, in an order of their own. The number of
     channels and the order of ranks in a ring stay NCCL's: it derives them from the links of the nodes, so they are the
-    same as long as the hardware and the layout are.
+    same as long as the layout is and all links work. `nccl_graph` notes them.
     """
     for name, value in PINNED.items():
         os.environ.setdefault(name, value)
