@@ -66,7 +66,7 @@ class Workload(NamedTuple):
 
 WORKLOADS = {
     "perceptron": Workload((64, 64, 10), 32, (300_000, 100_000), (1.0, 1.05)),
-    "10 ms": Workload((64, 1024, 768, 10), 256, (20_000, 10_000), (1.0, 1.0)),
+    "10 ms": Workload((64, 1024, 768, 10), 256, (20_000, 10_000), (1.0, 1.05)),
 }
 RANKS = (1, 2)
 STARTS, PAIRS = 2, 4
