@@ -52,9 +52,10 @@ SEED ?= 1
 chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, reported in docs/chaos.md
 	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) --results .cache/faults/$(N)-$(SEED).json --report docs/chaos.md
 
-gpu-check: $(VENV)/installed-dev  ## on a machine with a GPU: tests, then benchmarks; about 20 minutes
-	$(BIN)/python -m pytest tests/gpu -W default
-	$(BIN)/python -m benchmarks.gpu
+# With the torch of this machine's Python. If that lacks a package, it says which.
+MINUTES ?= 20
+gpu-check:  ## on a machine with GPUs: tests in order of worth, then benchmarks, for 10, 20 or 40 MINUTES
+	$(PYTHON) -m tests.gpu --minutes $(MINUTES)
 
 bench: $(VENV)/installed  ## measure most figures of docs/benchmarks.md, and check the limits; about 15 minutes
 	$(BIN)/python -m benchmarks
