@@ -57,7 +57,7 @@ class Check:
 
     def read_machine(self) -> None:
         """Find out what this machine has. Raises NoMachine."""
-        with tempfile.TemporaryFile("w+") as output:
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
             status = self._python(["-m", "tests.gpu.machine"], {}, output, DRIVER_S)
             output.seek(0)
             said = output.read()
@@ -98,9 +98,9 @@ class Check:
         """Run one part."""
         if lack := self._lack(part):
             return Outcome("skipped", why=lack)
-        began = time.monotonic()
+        began, before = time.monotonic(), _figures(part.benchmark)
         files = tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True)
-        with files as folder, open(Path(folder, "output"), "w+") as output:
+        with files as folder, open(Path(folder, "output"), "w+", errors="replace") as output:
             tests = Path(folder, "tests.jsonl")
             words = ["-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *part.files]
             if part.benchmark:
@@ -112,8 +112,8 @@ class Check:
         seconds = time.monotonic() - began
         count = {name: sum(test["result"] == name for test in found) for name in ("passed", "failed", "skipped")}
         more: dict[str, Any] = {"tests": count} if found else {}
-        if part.benchmark:
-            more["figures"] = _figures(part.benchmark)
+        if (figures := _figures(part.benchmark)) != before:
+            more["figures"] = figures
         if status is None:
             return Outcome("failed", seconds, f"{said}\nno end within {part.limit_s:.0f} s", more)
         if status or count["failed"]:
@@ -174,6 +174,8 @@ def last_line(text: str) -> str:
 
 
 def _figures(benchmark: str) -> Any:
-    """What a benchmark has measured on a GPU."""
-    results = json.loads((PROJECT / "benchmarks/results/gpu.json").read_text())["gpu"]
-    return results.get(benchmark) if isinstance(results, dict) else None
+    """What a benchmark has measured on a GPU, now or earlier; None if it has not."""
+    with contextlib.suppress(OSError, ValueError):  # none, or half a file
+        results = json.loads((PROJECT / "benchmarks/results/gpu.json").read_text())["gpu"]
+        return results.get(benchmark) if isinstance(results, dict) else None
+    return None

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -35,9 +36,11 @@ class Report:
 
     def tests(self, part: str, file: Path) -> list[dict[str, Any]]:
         """Write down, and return, the results of a part's tests, which pytest has left in a file."""
-        found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        for test in found:
-            self._write({"part": part, **test})
+        found = []
+        for line in file.read_text().splitlines() if file.exists() else []:
+            with contextlib.suppress(ValueError):  # half a line: pytest was killed
+                found.append(json.loads(line))
+                self._write({"part": part, **found[-1]})
         return found
 
     def part(self, name: str, result: Result, seconds: float = 0.0, **more: Any) -> None:
