@@ -60,9 +60,10 @@ chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments
 		--results .cache/faults/$(N)-$(SEED)$(if $(SILENT),-silent).json \
 		--report docs/chaos$(if $(SILENT),-silent).md
 
-gpu-check: $(VENV)/installed-dev  ## on a machine with a GPU: tests, then benchmarks; about 20 minutes
-	$(BIN)/python -m pytest tests/gpu -W default
-	$(BIN)/python -m benchmarks.gpu
+# With the torch of this machine's Python. If that lacks a package, it says which.
+MINUTES ?= 20
+gpu-check:  ## on a machine with GPUs: tests in order of worth, then benchmarks, for 10, 20 or 40 MINUTES
+	$(PYTHON) -m tests.gpu --minutes $(MINUTES)
 
 bench: $(VENV)/installed  ## measure most figures of docs/benchmarks.md, and check the limits; about 15 minutes
 	$(BIN)/python -m benchmarks

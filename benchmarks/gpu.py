@@ -16,8 +16,8 @@ version runs on the CPU: that shows that the script works, but its figures say n
     starts      the first start of a compiled run, and a second start that reuses what the first compiled
 
 Besides torch and torchvision it needs three pure-Python packages. To bring them to a machine without a network, run
-`pip install --target DIR submitit omegaconf rich` elsewhere, copy DIR and set PYTHONPATH=DIR. The tests that need a
-GPU, `python -m pytest tests/gpu -W default`, also need pytest and hypothesis.
+`pip install --target DIR submitit omegaconf rich` elsewhere, copy DIR and set PYTHONPATH=DIR. `python -m tests.gpu`,
+which runs the tests that need a GPU and then this, also needs pytest.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ else is said, no GPU.
 
 {figures}
 {step_profile}
-On a machine with a GPU, `make gpu-check` measures throughput, saves and starts there (`benchmarks/gpu.py`). No GPU was
+On a machine with a GPU, `python -m benchmarks.gpu` measures throughput, saves and starts there. No GPU was
 available so far. [Scale](scale.md) extrapolates to 1,024 ranks; [What each fault costs](peers.md) compares other
 trainers.
 """

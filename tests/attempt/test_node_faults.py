@@ -5,6 +5,7 @@ These runs take themselves for jobs of a Slurm that does not answer: elsewhere n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -12,11 +13,13 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.ranks import Attempt
+from tests.support.ranks import Attempt, train
 from tests.support.runs import FAULTY, config, only
 from trainer.config.errors import ConfigError
 from trainer.records.metrics import read_lines
+from trainer.world.group import Registration, check_devices
 from trainer.world.launchers import detect_world
+from trainer.world.world import DeviceConflict
 
 NO_GPU = "device=cuda: torch finds no GPU on this machine; use device=cpu"
 ON_SLURM = {
@@ -79,3 +82,37 @@ def test_a_rank_that_fell_back_to_the_cpu(root: Path) -> None:
     assert record["error"].startswith("rank 1 on ")
     assert "found no GPU; the others train on meta with gloo" in record["error"]
     assert "found no GPU" in attempt.logs[0].read_text(), "rank 0's log is where a user looks"
+
+
+def one_gpu(backend: str) -> None:
+    """Make this rank one that trains on the same GPU as every other rank."""
+    mock.patch("trainer.world.join.choose_backend", return_value=backend).start()
+    mock.patch("trainer.world.join.gpu_uuid", return_value="MIG-77").start()
+
+
+def test_two_ranks_with_one_gpu(root: Path) -> None:
+    """NCCL would fail with a line about a bus, which names no rank."""
+    attempt = Attempt(config(root, "one-gpu", 2, ()), before=functools.partial(one_gpu, "nccl"))
+    assert attempt.wait() == [1, 1], attempt.output()
+    record = only(attempt)
+    assert record["error"].startswith("rank 0 and rank 1 on ")
+    assert "both use MIG-77; launch.slurm.gpus-per-task=1 gives each rank its own" in record["error"]
+    assert record["requeue"] is False, "it would happen again"
+
+
+def test_the_ranks_of_one_gpu_are_named_however_many_there_are() -> None:
+    """Ranks of two nodes may have the same GPU by its number, and two ranks on CPUs have none."""
+    cards = [card("n1", "GPU-a"), card("n1", "GPU-b"), card("n2", "GPU-a"), card("n2", "GPU-a")]
+    check_devices(cards[:3])
+    check_devices([card("n1", "", "cpu", "gloo")] * 2)
+    with pytest.raises(DeviceConflict, match=r"^rank 2 and rank 3 on n2 both use GPU-a; use one rank per GPU, or"):
+        check_devices(cards)
+
+
+def card(host: str, gpu: str, device: str = "cuda", backend: str = "nccl") -> Registration:
+    return Registration(host=host, pid="1", device=device, backend=backend, gpu=gpu, at=0.0, local_ip="", rank_0_ip="")
+
+
+def test_two_ranks_share_a_gpu_on_purpose(root: Path) -> None:
+    """gloo can do that, and nobody gets gloo on a GPU without asking for it."""
+    train(config(root, "shared-gpu", 2, ()), before=functools.partial(one_gpu, "gloo"))

@@ -113,10 +113,13 @@ def test_the_gpus_of_this_job() -> None:
         ({"nvmlDeviceGetHandleByIndex": FakeNvml.NVMLError_GpuIsLost()}, "GPU 0: gone from the bus", True),
         ({"nvmlDeviceGetRemappedRows": FakeNvml.NVMLError_GpuIsLost()}, "GPU 0: gone from the bus", True),
         ({"nvmlDeviceGetHandleByIndex": NVMLError("Not Found")}, "GPU 0: Not Found", True),
-        ({"nvmlDeviceGetTotalEccErrors": 1}, "GPU 0: 1 uncorrectable ECC error", True),
         ({"nvmlDeviceGetRemappedRows": (0, 9, 1, 1)}, "GPU 0: its memory has no spare rows left", True),
-        ({"nvmlDeviceGetRemappedRows": (0, 9, 1, 0)}, "GPU 0: broken rows of its memory are replaced at", False),
-        ({"nvmlDeviceGetFieldValues": [value(2)]}, "GPU 0: needs a reboot of the node after an XID error", True),
+        ({"nvmlDeviceGetRemappedRows": (0, 9, 1, 0)}, "GPU 0: rows of its memory are broken. The GPU works;", False),
+        ({"nvmlDeviceGetFieldValues": [value(1)]}, "GPU 0: the driver asks for a reset", True),
+        ({"nvmlDeviceGetFieldValues": [value(2)]}, "GPU 0: the driver asks for a reboot of the node", True),
+        ({"nvmlDeviceGetFieldValues": [value(3)]}, "GPU 0: the driver asks for an end of all traffic betw", True),
+        ({"nvmlDeviceGetFieldValues": [value(4)]}, "GPU 0: the driver asks for a reset, once its work is d", False),
+        ({"nvmlDeviceGetFieldValues": [value(99)]}, "GPU 0: the driver asks for recovery action 99", False),
         ({"nvmlDeviceGetCurrentClocksEventReasons": 0x8C}, "GPU 0: throttled (hardware slowdown, power brake)", False),
     ],
 )
@@ -124,6 +127,28 @@ def test_bad_gpus(broken: dict[str, Any], text: str, fatal: bool) -> None:
     """What would make a step wrong, or end it, fails the node; what only makes it slow is a warning."""
     found = next(gpu_checks.check_gpus(FakeNvml(**broken), 2, None))
     assert found.text.startswith(text) and found.fatal == fatal
+
+
+def test_uncorrectable_errors_refuse_no_gpu() -> None:
+    """They count since the driver was loaded, which may be months ago. An H100 has replaced such a row, or will at its
+    next reset, and until then keeps off it: refusing the GPU would waste the whole node."""
+    replaced = {"nvmlDeviceGetTotalEccErrors": 3, "nvmlDeviceGetRemappedRows": (0, 1, 0, 0)}
+    assert list(gpu_checks.check_gpus(FakeNvml(**replaced), 1, "0")) == []
+    waits = {**replaced, "nvmlDeviceGetRemappedRows": (0, 1, 1, 0), "nvmlDeviceGetFieldValues": [value(4)]}
+    (found,) = gpu_checks.check_gpus(FakeNvml(**waits), 1, "0")
+    assert found == Finding(
+        "GPU 0: rows of its memory are broken. The GPU works; a reset will finish their replacement", fatal=False
+    )
+    older = {"nvmlDeviceGetTotalEccErrors": 1, "nvmlDeviceGetRemappedRows": FakeNvml.NVMLError_NotSupported()}
+    (found,) = gpu_checks.check_gpus(FakeNvml(**older), 1, "0")
+    assert found == Finding("GPU 0: 1 uncorrectable ECC error since its driver was loaded", fatal=False)
+
+
+def test_a_reset_that_is_due_refuses_the_gpu_whatever_its_rows() -> None:
+    """Both may hold at once: the one that leaves the GPU unusable must not hide behind the other."""
+    both = {"nvmlDeviceGetRemappedRows": (0, 1, 1, 0), "nvmlDeviceGetFieldValues": [value(1)]}
+    findings = list(gpu_checks.check_gpus(FakeNvml(**both), 1, "0"))
+    assert [found.fatal for found in findings] == [False, True]
 
 
 def test_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:

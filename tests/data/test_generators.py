@@ -34,6 +34,19 @@ def test_the_draws_are_those_of_before(named: tuple[str, ...]) -> None:
         generators.check()
 
 
+def test_a_gpu_that_nothing_has_used_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a GPU's generators when it first uses one. A rank may seed them before it has put anything there: it
+    would end with an IndexError."""
+    of_gpus = torch.Generator(), torch.Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    monkeypatch.setattr(torch.cuda, "init", lambda: setattr(torch.cuda, "default_generators", of_gpus))
+    seed_generators(5, torch.device("cuda", 1))
+    assert of_gpus[1].initial_seed() == 5
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    Generators((), torch.device("cuda", 1), "mine").seed(7)
+    assert of_gpus[1].initial_seed() == 7
+
+
 @pytest.mark.parametrize("name", ["random", "numpy"])
 @pytest.mark.parametrize("count", [1, 2, 311, 312, 624, 10_000])
 def test_a_draw_that_is_not_named_is_found(name: str, count: int) -> None:

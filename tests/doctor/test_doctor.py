@@ -12,6 +12,8 @@ import pickle
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,7 +31,7 @@ from trainer.doctor.file_system import RunRoot, check_run_root, mount_of
 from trainer.doctor.gpus import check_gpus
 from trainer.doctor.hello import Greeting
 from trainer.doctor.roll_call import RollCall
-from trainer.doctor.slurm_settings import SlurmSettings, check_slurm, parse_config
+from trainer.doctor.slurm_settings import SlurmSettings, check_gpu_binding, check_slurm, parse_config
 from trainer.rundir import RunDir
 from trainer.world.slurm import parse_records
 
@@ -121,6 +123,38 @@ def test_problems_of_a_cluster(slurm: SlurmSettings, launch: Launch, says: list[
     """Each one alone, with its fix."""
     (problem,) = check_slurm(slurm, launch)
     assert all(text in str(problem) for text in says), problem
+
+
+PER_TASK: dict[str, Any] = {"tasks_per_node": 4, "slurm": {"gpus-per-task": "a100:1"}}
+
+
+def test_gpus_that_a_rank_does_not_see() -> None:
+    """NCCL would copy through host memory, at a tenth of NVLink's speed, and say so only with NCCL_DEBUG=INFO."""
+    constrained = with_settings(ConstrainDevices="yes")
+    (problem,) = check_gpu_binding(constrained, Launch(**PER_TASK))
+    assert str(problem).startswith("launch.slurm.gpus-per-task=a100:1: with ConstrainDevices=yes Slurm hides the other")
+    assert str(problem).endswith("use launch.gpus_per_node=4 instead, with launch.slurm.gpu-bind=none")
+    slurm = {"gpus-per-task": 1, "gpu-bind": "none"}
+    for calm, launch in (
+        (with_settings(ConstrainDevices="no"), Launch(**PER_TASK)),
+        (HEALTHY, Launch(**PER_TASK)),
+        (constrained, Launch(gpus_per_node=4)),
+        (constrained, Launch(slurm={"gpus-per-task": 1})),
+        (constrained, Launch(tasks_per_node=4, slurm=slurm)),
+        (constrained, Launch(**PER_TASK, srun=["--gpu-bind=none"])),
+    ):
+        assert not list(check_gpu_binding(calm, launch))
+
+
+def test_a_roll_call_warns_of_them(
+    slurm: Path, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its all-reduces will be slow, and this is why."""
+    (slurm / "scontrol").write_text("#!/bin/sh\necho 'ConstrainDevices = yes'\n")
+    (slurm / "scontrol").chmod(0o755)
+    monkeypatch.setattr(RollCall, "wait", Mock(side_effect=KeyboardInterrupt))
+    assert main(["doctor", "--nodes", "1", "--tasks-per-node", "2", "launch.slurm.gpus-per-task=1"]) == 130
+    assert capfd.readouterr().out.startswith("WARNING: launch.slurm.gpus-per-task=1: with ConstrainDevices=yes")
 
 
 def test_no_preemption() -> None:

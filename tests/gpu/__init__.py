@@ -1,12 +1,5 @@
-"""Tests on a GPU: `make gpu-check`. Tests that also make sense on a CPU run on a CPU as well, in `make test`.
+"""Tests on a GPU: `python -m tests.gpu` runs them in order of worth, and `make gpu-check` calls that.
 
-benchmarks/gpu.py says how to run these tests on a machine that has torch and nothing else.
+Not here: tests of GPU code that need no GPU, which stand beside the other tests of their part. Tests that make sense on
+a CPU as well run on one in `make test`. This module imports nothing, so that the command can say what is missing.
 """
-
-from __future__ import annotations
-
-import pytest
-
-needs_gpu = pytest.mark.gpu(1)
-needs_two_gpus = pytest.mark.gpu(2)
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]

@@ -1,7 +1,8 @@
-"""Tasks that tests train on a GPU, and the setup of their ranks."""
+"""Tasks that tests train on a GPU."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -10,20 +11,31 @@ from torch import Tensor, nn
 from tests.support.faulty_tasks import Faulty
 from trainer.config.config import Config
 from trainer.tasks.classification import Classification
-from trainer.world import device
+from trainer.world.launchers import detect_world
 
 LONG = 200_000_000_000  # clock cycles of a GPU: more than a minute
-
-
-def share_the_gpu() -> None:
-    """Make all ranks use the first GPU. NCCL would refuse that, so these ranks use gloo."""
-    device._choose_device = lambda config, world: torch.device("cuda", 0)
+MORE_THAN_FIT = 5_000  # kernels; a GPU's queue takes about a thousand
 
 
 class FaultyOnGPU(Faulty):
-    """Like Faulty, with three more faults: "kernel" starts a GPU kernel that does not end, and the rank waits for it;
-    "queues" starts one and does not wait, so that the CPU runs ahead as it does of a collective; "asks" requests more
-    device memory than there is."""
+    """Like Faulty, with more faults: "kernel" starts a GPU kernel that does not end, and the rank waits for it;
+    "queues" starts one and does not wait, so that the CPU runs ahead as it does of a collective; "fills" does so and
+    starts more kernels than the queue takes, so that the rank waits in the driver; "asks" requests more device memory
+    than there is.
+
+    A rank that a supervisor has started again has no fault. With LASTSTEP_TEST_KERNELS set, each step starts so many
+    kernels that the steps behind a collective that hangs fill the queue, as those of a large model do.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.here = self.here and not detect_world().step_restarts
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        output = super().step(model, batch)
+        if model.training and os.environ.get("LASTSTEP_TEST_KERNELS"):
+            start_kernels()
+        return output
 
     def befall(self) -> None:
         super().befall()
@@ -32,8 +44,18 @@ class FaultyOnGPU(Faulty):
             torch.cuda.current_stream().synchronize()
         elif self.kind == "queues":
             torch.cuda._sleep(LONG)
+        elif self.kind == "fills":
+            torch.cuda._sleep(LONG)
+            start_kernels()
         elif self.kind == "asks":
             torch.empty(1 << 50, dtype=torch.uint8, device=self.config.device)
+
+
+def start_kernels() -> None:
+    """Start more kernels than a GPU's queue takes."""
+    number = torch.zeros(1, device="cuda")
+    for _ in range(MORE_THAN_FIT):
+        number.add_(1)
 
 
 class NeverWaits(Classification):

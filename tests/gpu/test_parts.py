@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
-from tests.gpu import DEVICES, needs_gpu
+from tests.gpu.devices import DEVICES, EXACT, needs_gpu, place, skip_without, skip_without_nvjpeg
 from tests.support.images import IMAGES, LABELS, resnet
 from tests.support.images import Images as Classified
 from tests.support.photos import make_folder
@@ -38,8 +38,10 @@ from trainer.world.world import World
 
 def learner(device: str, world: World) -> Learner:
     """A learner that trains a ResNet-18 on that device."""
-    config = Config.load(None, [f"device={device}", "optim.name=adamw", "optim.lr=0.001", "optim.clip_norm=1"])
-    return Learner(config, Classified(config, resnet), Group(world, dist.HashStore(), torch.device(device)), 10)
+    words = ["optim.name=adamw", "optim.lr=0.001", "optim.clip_norm=1", EXACT]
+    config = Config.load(None, [f"device={device}", *words])
+    here = set_up_device(config, a_world())
+    return Learner(config, Classified(config, resnet), Group(world, dist.HashStore(), here), 10)
 
 
 def train(learning: Learner, samples: int) -> list[float]:
@@ -57,15 +59,13 @@ def train(learning: Learner, samples: int) -> list[float]:
 def test_over_the_collectives(device: str) -> None:
     """NCCL (gloo on CPUs) reduces gradients, losses and buffers to the values that a single rank has: one of two ranks,
     with the other left out of the collectives, has half the samples and therefore the same mean."""
-    torch.use_deterministic_algorithms(device == "cuda")
     expected = train(learner(device, a_world()), len(IMAGES))
-    place = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", **place)
+    alone = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", **alone)
     try:
         losses = train(learner(device, a_world(0, 2)), 2 * len(IMAGES))
     finally:
         dist.destroy_process_group()
-        torch.use_deterministic_algorithms(False)
     assert losses == expected and losses[-1] < losses[0]
 
 
@@ -75,7 +75,7 @@ def test_a_save_is_of_its_moment(tmp_path: Path, device: str) -> None:
     weight = torch.arange(20_000_000, dtype=torch.float32, device=device)
     expected = weight.to("cpu", copy=True)
     store = CheckpointStore(tmp_path)
-    saver = CheckpointWriter(store, dist.HashStore(), 0, 1, torch.device(device))
+    saver = CheckpointWriter(store, dist.HashStore(), 0, 1, place(device))
     for step in (1, 2):
         saver.start(CheckpointInfo(step, 1, step, {}), {"weight": weight}, lambda: None, 2, 0)
         weight.zero_()
@@ -116,15 +116,20 @@ def taken() -> list[int]:
     return [torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]]
 
 
+def pinned_bytes() -> dict[str, int]:
+    """What torch's allocator of pinned memory has. The names differ between versions of torch."""
+    return {name: count for name, count in torch.cuda.host_memory_stats().items() if name.endswith("bytes.current")}
+
+
 @needs_gpu
 def test_the_buffer_of_a_save_is_exact_and_pinned() -> None:
     """torch's own pinned memory would be twice as large, and a copy into pageable memory would stop the training."""
-    device = torch.device("cuda")
+    device = place("cuda")
     rows = torch.arange(3 * (1 << 20) + 5, dtype=torch.int64, device=device).view(torch.uint8)
-    before = torch.cuda.host_memory_stats().get("reserved_bytes.current", 0)
+    before = pinned_bytes()
     buffer = reusable_buffer(rows.numel(), device)
     assert buffer.is_pinned() and buffer.numel() == rows.numel()
-    assert torch.cuda.host_memory_stats().get("reserved_bytes.current", 0) == before, "not from torch's allocator"
+    assert before and pinned_bytes() == before, "not from torch's allocator"
     buffer.copy_(rows, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(buffer, rows.cpu())
@@ -133,15 +138,15 @@ def test_the_buffer_of_a_save_is_exact_and_pinned() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_checkpoint_is_loaded_straight_into_the_device(tmp_path: Path, device: str) -> None:
     """Into the tensors that are there, on whatever device each is; new ones are made on this rank's."""
-    place = torch.device(device)
-    weight, step = torch.randn(20_000_003, device=place), torch.tensor(5.0)
+    here = place(device)
+    weight, step = torch.randn(20_000_003, device=here), torch.tensor(5.0)
     state = {"position": {}, "model": {"weight": weight}, "optimizer": {"step": step, "average": weight * 2}}
     store = CheckpointStore(tmp_path)
-    saver = CheckpointWriter(store, dist.HashStore(), 0, 1, place)
+    saver = CheckpointWriter(store, dist.HashStore(), 0, 1, here)
     saver.start(CheckpointInfo(1, 1, 1, {}), state, lambda: None, 2, 0)
     assert saver.wait(60) and saver.error is None
     saver.close()
-    group = Group(a_world(), dist.HashStore(), place, "nccl" if device == "cuda" else "gloo")
+    group = Group(a_world(), dist.HashStore(), here, "nccl" if device == "cuda" else "gloo")
     checkpoint = read_newest(store, group, store.candidates(print), print, lambda count: None)
     assert checkpoint is not None
     live = torch.zeros_like(weight)
@@ -161,7 +166,7 @@ def test_batches_arrive_whole(device: str, workers: int | None) -> None:
     dataset = TensorDataset(rows, torch.arange(64))
     keys = [(0, range(first, first + 8)) for first in range(0, 64, 8)]
     collate = None if workers is None else default_collate
-    loader = LoaderFactory(collate, workers or 0, torch.device(device), timeout_s=60).loader(dataset, 0, keys)
+    loader = LoaderFactory(collate, workers or 0, place(device), timeout_s=60).loader(dataset, 0, keys)
     busy, read = torch.full((2000, 2000), 1 / 2000, device=device), []
     for batch in loader:
         for _ in range(50 if device == "cuda" else 1):
@@ -178,8 +183,7 @@ def test_images_in_memory(device: str) -> None:
     images = Images(pixels, torch.arange(40), 16, Augmentation(4, mirror=True))
     for key in ((0, [3, 1, 2]), (5, range(40))):
         here, there = (
-            next(iter(LoaderFactory(None, 0, torch.device(place), 60).loader(images, 0, [key])))
-            for place in ("cpu", device)
+            next(iter(LoaderFactory(None, 0, place(name), 60).loader(images, 0, [key]))) for name in ("cpu", device)
         )
         assert torch.equal(here[0], there[0].cpu()) and torch.equal(here[1], there[1].cpu())
         floats = [normalized(batch[0], (0.5,) * 3, (0.2,) * 3, 3, torch.channels_last) for batch in (here, there)]
@@ -202,6 +206,7 @@ def test_the_warm_up_copies_no_data_set() -> None:
 @pytest.mark.parametrize(("precision", "digits"), [("fp32", 5), ("tf32", 2)])
 def test_fp32_rounds_nothing(precision: str, digits: int) -> None:
     """Products and convolutions: torch's own default rounds the inputs of convolutions to TF32."""
+    skip_without([f"train.precision={precision}"])
     device = set_up_device(Config.load(None, ["device=cuda", f"train.precision={precision}"]), a_world())
     x, weight = (torch.randn(size, device=device) for size in ((4, 64, 16, 16), (64, 64, 3, 3)))
     a, b = (torch.randn(512, 512, device=device) for _ in range(2))
@@ -218,13 +223,15 @@ def test_fp32_rounds_nothing(precision: str, digits: int) -> None:
 def test_jpegs_decoded_on_the_device(device: str, tmp_path: Path) -> None:
     """The pixels do not depend on the rest of the batch; otherwise a resumed run whose batches differ would learn from
     other pixels. And they are those that a worker would produce, except for rounding differences between decoders."""
+    if device == "cuda":
+        skip_without_nvjpeg()
     root = make_folder(tmp_path, train=12, val=1)
     images = ImageFiles(str(root), "train", 24, augment=False, decode_on_device=True)
     batch: list[Any] = [images[index][0] for index in range(12)]
-    place = torch.device(device)
-    together = decode_batch(place, batch, 24).cpu()
-    alone = torch.cat([decode_batch(place, [image], 24).cpu() for image in batch])
-    assert torch.equal(together, alone) and torch.equal(together, decode_batch(place, batch, 24).cpu())
+    here = place(device)
+    together = decode_batch(here, batch, 24).cpu()
+    alone = torch.cat([decode_batch(here, [image], 24).cpu() for image in batch])
+    assert torch.equal(together, alone) and torch.equal(together, decode_batch(here, batch, 24).cpu())
     whole: list[Any] = [ImageFiles(str(root), "train", 24, augment=False)[index][0] for index in range(12)]
     by_workers = torch.stack(whole)
     assert (together.float() - by_workers.float()).abs().mean() < 2

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import DEVICES, needs_gpu
+from tests.gpu.devices import DEVICES, needs_gpu, place
 from tests.support.frozen import save_frozen
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run
 from tests.support.waiting import DEADLINE_S, wait_until
@@ -146,7 +146,7 @@ def test_no_step_allocates(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_own_work_is_told_from_waiting(device: str) -> None:
     """What names a straggler: the device's time in the forward pass, not in a collective, whoever was late for it."""
-    queue = open_queue(torch.device(device))
+    queue = open_queue(place(device))
     ring: Ring[int] = Ring(queue, lambda: 0)
     unit = 0.02
 
@@ -173,12 +173,12 @@ def test_own_work_is_told_from_waiting(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_memory_is_read_beside_the_queue(device: str) -> None:
     """From a thread of its own, whose current device is not set, while the queue is busy."""
-    queue = open_queue(torch.device(device))
+    queue = open_queue(place(device))
     value = torch.arange(1 << 20, dtype=torch.float32, device=device)
     queue.synchronize()
     buffer, found = queue.host_buffer(value.nbytes), []
     if device == "cuda":
-        torch.cuda._sleep(HANGS // 10)
+        torch.cuda._sleep(HANGS // 5)
 
     def read() -> None:
         with queue.beside():

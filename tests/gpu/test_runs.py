@@ -9,20 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import DEVICES, needs_gpu, needs_two_gpus
-from tests.gpu.tasks import share_the_gpu
+from tests.gpu.devices import (
+    DEVICES,
+    EXACT,
+    FAULTY_ON_GPU,
+    GPU_OR_STAND_IN,
+    needs_gpu,
+    needs_two_gpus,
+    share_the_gpu,
+    skip_without,
+    skip_without_nvjpeg,
+)
 from tests.support.photos import make_folder
 from tests.support.ranks import Attempt, fingerprint, reasons, train
-from tests.support.runs import EVERYTHING, FAULTY, KILLED, config, only, stop_and_resume, undisturbed
+from tests.support.runs import EVERYTHING, config, stop_and_resume, undisturbed
 from trainer.checkpoint.store import CheckpointStore
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
-EXACT = "train.deterministic=true"
 GRAPHS = ("train.compile=true", "train.cuda_graphs=true", "train.epochs=3")  # 7 steps each
 NO_DROPOUT = "model.args.dropout=0"  # a GPU draws different random numbers than a CPU
-# The first step on a GPU takes seconds.
-FAULTY_ON_GPU = (*FAULTY, "task=tests.gpu.tasks.FaultyOnGPU", "launch.hang_timeout_s=15", EXACT)
 
 
 def hashes(run: RunDir) -> dict[int, str]:
@@ -35,6 +41,7 @@ def hashes(run: RunDir) -> dict[int, str]:
 @needs_gpu
 def test_jpegs_decoded_on_the_gpu_are_exact(root: Path) -> None:
     """Compare a resumed run with an undisturbed one."""
+    skip_without_nvjpeg()
     photos = make_folder(root / "photos", train=24, val=8, classes=3)
     words = ("data.name=imagefolder", f"data.root={photos}", "data.args.image_size=16", "data.args.augment=true")
     late = (*words, "data.args.decode_on_device=true", "data.workers=1", "device=cuda", NO_DROPOUT, EXACT)
@@ -61,6 +68,7 @@ def test_everything_is_exact(root: Path, device: str) -> None:
 )
 def test_each_arithmetic_is_exact(root: Path, options: str, request: pytest.FixtureRequest) -> None:
     """cuDNN, cuBLAS and compiled kernels choose the order of sums, and must choose the same in every attempt."""
+    skip_without(options.split())
     name = f"exact-{request.node.callspec.indices['options']}"
     stop_and_resume(root, name, 1, (*options.split(), "device=cuda", EXACT), "SIGTERM step 4 rank 0")
 
@@ -69,6 +77,7 @@ def test_each_arithmetic_is_exact(root: Path, options: str, request: pytest.Fixt
 def test_recomputed_dropout_is_exact(root: Path) -> None:
     """A compiled model draws it twice in each step, the second time as the first, and in each attempt the same."""
     words = ("task=tests.support.tasks.SignalledTransformer", "train.compile=true", "device=cuda", EXACT)
+    skip_without(words)
     recomputed = (*words, "train.activation_checkpointing=true")
     calm = train(config(root, "recomputed-calm", 1, recomputed))
     stopped = Attempt(config(root, "recomputed", 1, recomputed), {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 4 rank 0"})
@@ -83,6 +92,7 @@ def test_cuda_graphs_are_exact(root: Path, options: str, request: pytest.Fixture
     resumed in that epoch computes this batch without them."""
     name = f"graphs-exact-{request.node.callspec.indices['options']}"
     words = (*options.split(), *GRAPHS, "device=cuda", EXACT)
+    skip_without(words)
     stop_and_resume(root, name, 1, words, "SIGTERM step 18 rank 0")
 
 
@@ -93,6 +103,7 @@ def test_cuda_graphs_keep_the_bits(root: Path, options: str, request: pytest.Fix
     configuration says."""
     number = request.node.callspec.indices["options"]
     words = (*options.split(), *GRAPHS, "device=cuda", EXACT)
+    skip_without(words)
     graphs = train(config(root, f"graphs-{number}", 1, words))
     assert not any("no CUDA graph" in log.read_text() for log in graphs.logs.iterdir())
     without = train(config(root, f"no-graphs-{number}", 1, (*words, "train.cuda_graphs=false")))
@@ -102,6 +113,7 @@ def test_cuda_graphs_keep_the_bits(root: Path, options: str, request: pytest.Fix
 @needs_two_gpus
 def test_cuda_graphs_over_nccl(root: Path) -> None:
     """DistributedDataParallel sums the gradients where the graphs have left them."""
+    skip_without(GRAPHS)
     stop_and_resume(root, "graphs-nccl", 2, (*GRAPHS, "device=cuda", EXACT), "SIGTERM step 18 rank 1")
 
 
@@ -111,14 +123,15 @@ def test_two_gpus(root: Path) -> None:
     stop_and_resume(root, "two", 2, (*EVERYTHING, "device=cuda", EXACT), "SIGTERM step 4 rank 1")
 
 
-@needs_gpu
+@pytest.mark.parametrize("device", GPU_OR_STAND_IN)
 @pytest.mark.parametrize("options", ["", "model.name=resnet18 data.args.image_size=32 train.channels_last=true"])
-def test_shares(root: Path, options: str) -> None:
+def test_shares(root: Path, options: str, device: str) -> None:
     """Two ranks on one GPU compute one share each, one rank both: the same bits."""
     name = "resnet" if options else "plain"
-    words = (*EVERYTHING, *options.split(), "train.shares=2", "device=cuda", EXACT)
+    words = (*EVERYTHING, *options.split(), "train.shares=2", f"device={device}", EXACT)
     one = train(config(root, f"{name}-one", 1, words))
-    two = train(config(root, f"{name}-two", 2, (*words, "launch.backend=gloo")), before=share_the_gpu)
+    before = share_the_gpu if device == "cuda" else None
+    two = train(config(root, f"{name}-two", 2, (*words, "launch.backend=gloo")), before=before)
     assert fingerprint(one) == fingerprint(two)
 
 
@@ -128,20 +141,6 @@ def test_shares_over_nccl(root: Path) -> None:
     words = (*EVERYTHING, "train.shares=2", "device=cuda", EXACT)
     one, two = (train(config(root, f"shares-{n}", n, words)) for n in (1, 2))
     assert fingerprint(one) == fingerprint(two)
-
-
-@needs_two_gpus
-@pytest.mark.parametrize("fault", ["kill step 5 rank 1", "kill step 5 rank 0", "sleep step 5 rank 1"])
-def test_one_of_two_gpus(root: Path, fault: str) -> None:
-    """Over NCCL the survivor waits in a collective for good, and nothing may end its process before it has saved."""
-    options = (*FAULTY_ON_GPU, *EVERYTHING, "device=cuda")
-    name = f"nccl-{fault.replace(' ', '-')}"
-    attempt = Attempt(config(root, name, 2, options), {"LASTSTEP_TEST_FAULT": fault})
-    codes = attempt.wait()
-    assert KILLED in codes or fault.startswith("sleep"), attempt.output()
-    record = only(attempt)
-    assert (record["end_step"], record["lost_steps"]) == (4, 0), attempt.output()
-    assert fingerprint(train(config(root, name, 2, options))) == undisturbed(2, options)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +177,7 @@ def test_saves_beside_the_training(root: Path, device: str) -> None:
 )
 def test_no_step_waits_for_the_gpu(root: Path, options: str) -> None:
     """Otherwise the GPU would idle after each step until Python has prepared the next."""
+    skip_without(options.split())
     name = f"waits-{options.split()[0][-4:]}"
     more = ("task=tests.gpu.tasks.NeverWaits", "data.args.samples=48", "train.ema_decay=0.9", "optim.clip_norm=1")
     run = train(config(root, name, 1, (*options.split(), *more, "device=cuda")))
@@ -195,54 +195,6 @@ def test_out_of_memory(root: Path, device: str) -> None:
         assert any("train.accumulate=2" in log.read_text() for log in run.logs.iterdir())
     else:
         assert "can't allocate memory" in record["error"]
-
-
-@needs_gpu
-@pytest.mark.parametrize("step", [2, 5])
-def test_stuck_in_a_kernel(root: Path, step: int) -> None:
-    """A kernel that does not end, like one of NCCL's that waits for a dead rank: the state is copied while it runs. In
-    the second step no part of the state has been copied before."""
-    run = befall(root, f"kernel-{step}", f"kernel step {step} rank 0", (*FAULTY_ON_GPU, "device=cuda"))
-    record = read_lines(run.attempts)[0]
-    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("hung", step - 1, 0)
-
-
-@needs_gpu
-@pytest.mark.parametrize("step", [2, 5])
-@pytest.mark.parametrize(
-    "more",
-    [
-        (),
-        ("train.precision=fp16",),
-        ("train.nonfinite=skip", "optim.name=adamw"),
-        ("train.compile=true", "train.cuda_graphs=true", "data.args.samples=48"),
-    ],
-    ids=str,
-)
-def test_stuck_with_the_next_steps_queued(root: Path, step: int, more: tuple[str, ...]) -> None:
-    """Like a collective of NCCL's that waits for a dead rank: the CPU does not wait, and queues the step's update and
-    the next step behind it. The state in memory is that of the step before, and it is saved."""
-    name = f"queued-{step}-{'-'.join(more).replace('=', '-')}"
-    run = befall(root, name, f"queues step {step} rank 0", (*FAULTY_ON_GPU, "device=cuda", *more))
-    record = read_lines(run.attempts)[0]
-    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("hung", step - 1, 0)
-
-
-@needs_gpu
-@pytest.mark.parametrize("fault", ["kill step 5 rank 1", "kill step 5 rank 0", "sleep step 5 rank 1"])
-def test_two_ranks_on_one_gpu(root: Path, fault: str) -> None:
-    """One of two ranks dies or gets stuck in mid-step, and the other saves the last complete step."""
-    name = f"shared-{fault.replace(' ', '-')}"
-    options = (*FAULTY_ON_GPU, *EVERYTHING, "device=cuda", "launch.backend=gloo")
-    attempt = Attempt(config(root, name, 2, options), {"LASTSTEP_TEST_FAULT": fault}, before=share_the_gpu)
-    codes = attempt.wait()
-    record = only(attempt)
-    assert KILLED in codes or fault.startswith("sleep"), attempt.output()
-    assert (record["end_step"], record["lost_steps"]) == (4, 0), attempt.output()
-    calm = root / "shared-calm"
-    if not calm.exists():
-        train(config(root, calm.name, 2, options), before=share_the_gpu)
-    assert fingerprint(train(config(root, name, 2, options), before=share_the_gpu)) == fingerprint(RunDir(calm))
 
 
 def befall(root: Path, name: str, fault: str, options: tuple[str, ...]) -> RunDir:

@@ -1,7 +1,7 @@
 """What a fork server of ranks imports, before it forks them: all that ranks import."""
 
 import gc
-import importlib
+import importlib.util
 
 from trainer.attempt.compiler import defer_import
 
@@ -16,7 +16,8 @@ for name in (
     "trainer.loops.sharded",
     "trainer.loops.task_loop",
 ):
-    importlib.import_module(name)
+    if name.partition(".")[0] != "tensorboard" or importlib.util.find_spec("tensorboard"):  # it is not in every image
+        importlib.import_module(name)
 
 gc.collect()
 gc.freeze()  # the forks need not look at these objects again

@@ -38,7 +38,7 @@ from trainer.world.launchers import restarts_in_place
 from trainer.world.signals import Signals
 from trainer.world.slurm import kill_wait_s
 from trainer.world.watchdog import Fault, Probes, Retry, Watchdog
-from trainer.world.world import MeetingError, MixedDevices, World
+from trainer.world.world import DeviceConflict, MeetingError, World
 
 if TYPE_CHECKING:
     from trainer.loops.loop import Loop
@@ -225,7 +225,7 @@ class Attempt:
         one_line = isinstance(error, (ConfigError, MeetingError, BadNode))
         details = str(error) if one_line else user_error.describe(error)
         # This error is the same on every rank, and names the ranks at fault.
-        text = details if isinstance(error, MixedDevices) else f"{rank} failed:\n{details}"
+        text = details if isinstance(error, DeviceConflict) else f"{rank} failed:\n{details}"
         if not one_line and (user_error.main_is_ours or not world.in_users_program):
             user_error.silence(error)
         if state.group is None:  # no other rank can be reached; they notice when they try to meet

@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.cluster import machine_checks, run_folders
@@ -18,8 +19,9 @@ from trainer.config.config import Config
 from trainer.doctor import determinism
 from trainer.doctor.diagnosis import diagnose
 from trainer.doctor.file_system import RunRoot
-from trainer.doctor.slurm_settings import SlurmSettings
+from trainer.doctor.slurm_settings import SlurmSettings, check_gpu_binding
 from trainer.say import counted
+from trainer.world.slurm import SlurmError
 
 Facts = Sequence[tuple[str, object]]
 OPTIONS: KeyOptions = {
@@ -75,6 +77,9 @@ def _check_nodes(config: Config) -> int:
     machine_checks.check_submission(config)
     machine_checks.check_writable(Path(os.path.expanduser(launch.root)).absolute())
     machine_checks.check_slurm()
+    with suppress(SlurmError):  # it is asked again
+        for problem in check_gpu_binding(SlurmSettings.read(), launch):
+            print(f"WARNING: {problem}")
     call = RollCall(config)
     job = f"job {call.job_id}"
     size = f"{counted(launch.nodes, 'node')} x {counted(launch.ranks_per_node, 'rank')}"

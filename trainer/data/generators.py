@@ -10,6 +10,7 @@ import torch
 
 from trainer.compat import generators
 from trainer.config.errors import ConfigError
+from trainer.data.order import gpu_generator
 
 _SEED: dict[str, Callable[[int], object]] = {
     "random": random.seed,
@@ -34,7 +35,7 @@ class Generators:
         self._seeded = [seed for name, seed in _SEED.items() if name not in self._watched]
         self._of_torch = [torch.default_generator]
         if device.type == "cuda":
-            self._of_torch.append(torch.cuda.default_generators[device.index or 0])
+            self._of_torch.append(gpu_generator(device))
         self._marks = self._marks_now()
 
     def seed(self, seed: int) -> None:

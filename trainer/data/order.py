@@ -44,7 +44,13 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     numpy.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        gpu_generator(device).manual_seed(seed)
+
+
+def gpu_generator(device: torch.device) -> torch.Generator:
+    """torch's generator of a GPU. torch makes it when it first uses a GPU, and not before."""
+    torch.cuda.init()
+    return torch.cuda.default_generators[device.index or 0]
 
 
 @contextlib.contextmanager

@@ -107,6 +107,22 @@ def check_slurm(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:
         )
 
 
+def check_gpu_binding(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:
+    """Whether Slurm hides from each rank the GPUs of the node's other ranks: NCCL opens those to reach them directly.
+
+    An option per task implies --gpu-bind=per_task (man srun), and ConstrainDevices (man cgroup.conf) turns that choice,
+    otherwise a mere CUDA_VISIBLE_DEVICES, into a limit.
+    """
+    bound = [key for key in launch.gpus_in_slurm if key.partition("=")[0].replace("_", "-").endswith("-per-task")]
+    chosen = {"gpu-bind", "gpu_bind"} & set(launch.slurm) or any("--gpu-bind" in word for word in launch.srun)
+    if bound and not chosen and launch.ranks_per_node > 1 and slurm.config.get("ConstrainDevices", "no") == "yes":
+        yield Problem(
+            f"{bound[0]}: with ConstrainDevices=yes Slurm hides the other GPUs of its node from a rank, so that NCCL "
+            "cannot use NVLink or P2P between them and copies through host memory",
+            f"use launch.gpus_per_node={launch.ranks_per_node} instead, with launch.slurm.gpu-bind=none",
+        )
+
+
 def _check_grace(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:
     """The seconds between SIGTERM and SIGKILL."""
     grace = slurm.kill_wait_s

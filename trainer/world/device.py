@@ -22,6 +22,7 @@ from trainer.world.world import World, hostname
 DRIVER = Path("/sys/module/nvidia/version")  # such as 580.65.06; absent where another driver is in use
 NCCL_GRAPH = "NCCL graph"  # in what `describe_numerics` returns
 FIRST_WITH_TF32 = (8, 0)  # compute capability
+SLICE = "MIG-"  # begins the UUID of a slice of a GPU
 
 
 def set_up_device(config: Config, world: World) -> torch.device:
@@ -129,6 +130,21 @@ def choose_backend(config: Config, device: torch.device) -> str:
         other = "gloo" if backend == "nccl" else "nccl"
         raise ConfigError(f"launch.backend={backend}: torch {torch.__version__} is built without it; use {other}")
     return backend
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """The UUID of a GPU, or of a slice of one (MIG), as `nvidia-smi -L` shows it. Empty for a CPU, or if the
+    driver does not say.
+
+    CUDA_VISIBLE_DEVICES names a slice by its UUID. The UUID that CUDA itself reports may be that of the whole GPU.
+    """
+    if device.type != "cuda":
+        return ""
+    asked_for = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[device.index or 0 :][:1]
+    if asked_for and asked_for[0].strip().startswith(SLICE):
+        return asked_for[0].strip()
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return f"GPU-{uuid}" if uuid.strip("0-") else ""
 
 
 def _check_precision(precision: str, device: torch.device) -> None:

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     import torch
 
 EDGE = 512  # of the matrices
-# By the value of NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: what the driver asks for after an XID error.
+# What the driver asks for, by the value of NVML_FI_DEV_GET_GPU_RECOVERY_ACTION (nvmlDeviceGpuRecoveryAction_t), and
+# whether the GPU is unusable until then. man nvidia-smi, "GPU Recovery Action": a drain and reset is for rows of memory
+# that wait to be replaced, and programs may start on the GPU before it.
 RECOVERY = {
-    1: "a reset",
-    2: "a reboot of the node",
-    4: "a reset, with the node drained",
-    6: "a reset of its bus",
-    7: "a reboot of the node",
+    1: ("a reset", True),
+    2: ("a reboot of the node", True),
+    3: ("an end of all traffic between GPUs", True),
+    4: ("a reset, once its work is done", False),
+    5: ("a recovery of its IMEX domain", False),
+    6: ("a reset of its bus", True),
+    7: ("a reboot of the node", True),
 }
 # Bits of the reasons for lower clocks. A power cap, which many sites set, is none of them.
 SLOWDOWNS = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake"}
@@ -89,18 +93,25 @@ def _check_gpu(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission):
             return None
 
-    errors = ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    if errors:
-        yield Finding(f"GPU {name}: {counted(errors, 'uncorrectable ECC error')}", fatal=True)
-    *_, pending, failed = ask("nvmlDeviceGetRemappedRows") or (0, 0)
+    # Uncorrectable errors are no reason to refuse a GPU, which no longer uses the memory that had them: what counts is
+    # whether its rows could be replaced. GPUs before Ampere cannot replace rows.
+    remapped = ask("nvmlDeviceGetRemappedRows")
+    *_, pending, failed = remapped or (0, 0)
     if failed:
         yield Finding(f"GPU {name}: its memory has no spare rows left to replace broken ones", fatal=True)
     elif pending:
-        yield Finding(f"GPU {name}: broken rows of its memory are replaced at its next reset", fatal=False)
+        text = f"GPU {name}: rows of its memory are broken. The GPU works; a reset will finish their replacement"
+        yield Finding(text, fatal=False)
+    since_load = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    if remapped is None and (errors := ask("nvmlDeviceGetTotalEccErrors", *since_load)):
+        text = f"GPU {name}: {counted(errors, 'uncorrectable ECC error')} since its driver was loaded"
+        yield Finding(text, fatal=False)
     action = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     for value in (ask("nvmlDeviceGetFieldValues", [action]) or []) if action is not None else []:
-        if value.nvmlReturn == 0 and (needs := RECOVERY.get(value.value.uiVal)):
-            yield Finding(f"GPU {name}: needs {needs} after an XID error", fatal=True)
+        if value.nvmlReturn == 0 and value.value.uiVal:
+            needs, unusable = RECOVERY.get(value.value.uiVal, (f"recovery action {value.value.uiVal}", False))
+            if unusable or not pending:  # else said above
+                yield Finding(f"GPU {name}: the driver asks for {needs}", fatal=unusable)
     reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
     if reasons is None:  # the older name
         reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0

@@ -21,10 +21,11 @@ from trainer.say import say
 from trainer.world import nccl_graph
 from trainer.world.address import use_interface
 from trainer.world.alarm import alarm
+from trainer.world.device import SLICE
 from trainer.world.node_checks import skewed_clocks
 from trainer.world.seal import Seal
 from trainer.world.sealed_store import SealedStore
-from trainer.world.world import MeetingError, MixedDevices, World
+from trainer.world.world import DeviceConflict, MeetingError, World
 
 # The nodes of one job start seconds apart, on a busy cluster up to a minute (a slow prolog, a cold file system). So the
 # ranks wait at least this long for each other, however short `launch.hang_timeout_s` is.
@@ -41,6 +42,7 @@ class Registration(TypedDict):
     pid: str
     device: str  # cuda or cpu
     backend: str  # nccl or gloo
+    gpu: str  # see `gpu_uuid`
     at: float  # Unix seconds by this host's clock
     local_ip: str  # see StoreConnection
     rank_0_ip: str
@@ -87,7 +89,7 @@ class Group:
         registered = self._wait_for_all_ranks(meeting_timeout(timeout_s))
         for file in self._meeting_files:
             file.unlink(missing_ok=True)
-        self._check_devices(registered)
+        check_devices(registered)
         hosts = tuple(rank["host"] for rank in registered)
         if self.world.rank == 0:
             self.skewed_clocks = skewed_clocks(hosts, [rank["at"] for rank in registered], time.time())
@@ -109,18 +111,6 @@ class Group:
                 f"{self.world}: all ranks joined, but {backend} cannot connect them ({first_line(error)}); nodes must "
                 f"accept connections from each other; {backend.upper()}_SOCKET_IFNAME chooses the network"
             ) from error
-
-    def _check_devices(self, registered: Sequence[Registration]) -> None:
-        """Raise MixedDevices if some ranks have another device or backend than the others."""
-        usual = next((one for one in registered if one["device"] != "cpu"), registered[0])
-        odd = []
-        for rank, one in enumerate(registered):
-            if one["device"] != usual["device"]:
-                odd.append(f"rank {rank} on {one['host']} found no GPU")
-            elif one["backend"] != usual["backend"]:
-                odd.append(f"rank {rank} on {one['host']} uses {one['backend']}")
-        if odd:
-            raise MixedDevices(f"{', '.join(odd)}; the others train on {usual['device']} with {usual['backend']}")
 
     @property
     def host(self) -> str:
@@ -265,6 +255,30 @@ class Group:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # the current device is the thread's, and this may be another one
             dist.destroy_process_group()
+
+
+def check_devices(registered: Sequence[Registration]) -> None:
+    """Raise DeviceConflict if some ranks have another device or backend than the others, or if two use one GPU, with
+    which NCCL would fail. gloo lets ranks share a GPU, and runs on GPUs only if the configuration asks for it."""
+    usual = next((one for one in registered if one["device"] != "cpu"), registered[0])
+    odd = []
+    for rank, one in enumerate(registered):
+        if one["device"] != usual["device"]:
+            odd.append(f"rank {rank} on {one['host']} found no GPU")
+        elif one["backend"] != usual["backend"]:
+            odd.append(f"rank {rank} on {one['host']} uses {one['backend']}")
+    if odd:
+        raise DeviceConflict(f"{', '.join(odd)}; the others train on {usual['device']} with {usual['backend']}")
+    users: dict[tuple[str, str], int] = {}
+    for rank, one in enumerate(registered):
+        first = users.setdefault((one["host"], one["gpu"]), rank)
+        if first != rank and one["gpu"] and usual["backend"] != "gloo":
+            is_slice = one["gpu"].startswith(SLICE)  # CUDA shows a process no other one
+            fix = "launch.slurm.gpus-per-task=1 gives each rank its own" if is_slice else "use one rank per GPU"
+            raise DeviceConflict(
+                f"rank {first} and rank {rank} on {one['host']} both use {one['gpu']}; {fix}, or let them "
+                "share it with launch.backend=gloo"
+            )
 
 
 def log_if_slow(missing: Callable[[], str]) -> contextlib.AbstractContextManager[None]:

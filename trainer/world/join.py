@@ -15,7 +15,7 @@ import torch.distributed as dist
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError, first_line
 from trainer.world.address import connect_to_store
-from trainer.world.device import choose_backend, set_up_device
+from trainer.world.device import choose_backend, gpu_uuid, set_up_device
 from trainer.world.group import Group, Registration, log_if_slow, meeting_timeout, registration_key
 from trainer.world.seal import Seal
 from trainer.world.sealed_store import SealedStore
@@ -66,6 +66,7 @@ def register_rank(
         pid=str(os.getpid()),
         device=device.type,
         backend=backend,
+        gpu=gpu_uuid(device),
         at=time.time(),
         local_ip=met.local_ip,
         rank_0_ip=met.rank_0_ip,

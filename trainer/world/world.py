@@ -62,8 +62,9 @@ class World:
         return f"rank {self.rank} of {self.size} on {self.host_of(self.rank)} ({job}; {source})"
 
 
-class MixedDevices(ConfigError):
-    """Some ranks have another device or backend than the others. All ranks raise it; the message names those ranks."""
+class DeviceConflict(ConfigError):
+    """Some ranks have another device or backend than the others, or two use one GPU. All ranks raise it; the
+    message names those ranks."""
 
 
 class MeetingError(RuntimeError):
