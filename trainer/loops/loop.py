@@ -70,6 +70,7 @@ class Loop(Rescued):
         )
         self._closing = context.closing
         self._closing.callback(self.saves.close)
+        self._closing.callback(self.queue.close)
         self.readback = Readback(self.group, self.saves, self.progress)
         # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
         self.reads_one_step_late = self.group.device.type == "cuda"
