@@ -214,18 +214,15 @@ class Full:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Full]:
-    monkeypatch.setattr(device_thread, "ROUND_S", 0.01)
-    monkeypatch.setattr("trainer.loops.ring.DEVICE_S", 0.1)
+    monkeypatch.setattr(device_thread, "ANSWER_S", 0.3)
     full = Full()
     yield full
     full.end()
 
 
-def test_a_full_queue_holds_up_nobody(full: Full, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_holds_up_nobody(full: Full) -> None:
     """The thread that trains keeps the driver's lock while it waits for room. The watchdog sees no progress, a rescue
     that it cannot be had; neither waits for good."""
-    patient = full.queue.ask
-    monkeypatch.setattr(full.queue, "ask", lambda work: patient(work, 0.1))
     assert full.ring.passed() == full.restored
     with pytest.raises(DeviceSilent):
         full.ring.freeze(timeout_s=0.0)

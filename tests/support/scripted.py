@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.waiting import DEADLINE_S
 from trainer.world.device_queue import DeviceQueue
-from trainer.world.device_thread import ANSWER_S, DeviceThread
+from trainer.world.device_thread import DeviceThread
 
 T = TypeVar("T")
 NOTHING: Callable[[], None] = lambda: None  # noqa: E731
@@ -39,7 +39,6 @@ class ScriptedQueue(DeviceQueue):
         self.full = False  # whether a thread waits to queue something
         self.driver = threading.RLock()  # held during each call
         self.capturing = self.spoiled = False  # whether a stream captures a graph, and whether that has failed
-        self._thread: DeviceThread | None = None
         self.queued: list[Callable[[], None]] = []
         self.done = 0
         self.limit = sys.maxsize  # the device does no more than this many
@@ -47,6 +46,7 @@ class ScriptedQueue(DeviceQueue):
         self.on_mark: Callable[[ScriptedEvent], None] = lambda event: None
         self._beside = threading.local()  # of the threads that queue beside the training: the device does that at once
         self._moved = threading.Condition(threading.RLock())
+        self._thread = None if capacity is None else DeviceThread(self.beside)
 
     def work(self, effect: Callable[[], None] = NOTHING) -> None:
         """Queue work on the device's memory. Waits while the queue is full, and holds the driver's lock."""
@@ -109,11 +109,10 @@ class ScriptedQueue(DeviceQueue):
         finally:
             self._beside.now = before
 
-    def ask(self, work: Callable[[], T], timeout_s: float = ANSWER_S) -> T:
-        if self.capacity is None:  # each call returns at once
+    def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
+        if self._thread is None:  # each call returns at once
             with self.beside():
                 return work()
-        self._thread = self._thread or DeviceThread(self.beside)
         return self._thread.ask(work, timeout_s)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainer.compat.cuda_driver import CudaDriver
-from trainer.world.device_thread import ANSWER_S, DeviceThread
+from trainer.world.device_thread import DeviceThread
 
 T = TypeVar("T")
 
@@ -80,10 +80,10 @@ class DeviceQueue:
         """Read the device's memory in this block, in any thread, without waiting for what is queued."""
         return contextlib.nullcontext()
 
-    def ask(self, work: Callable[[], T], timeout_s: float = ANSWER_S) -> T:
+    def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         """Do this `beside` the queue, for threads other than the one that trains, and return what it returns.
 
-        Raises DeviceSilent when the device does not answer within `timeout_s`; see DeviceThread.
+        Raises DeviceSilent when the device does not answer in time; see DeviceThread.
         """
         return work()
 
@@ -183,7 +183,7 @@ class CudaQueue(DeviceQueue):
     def _ignoring_captures(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._driver is None else self._driver.ignoring_captures()
 
-    def ask(self, work: Callable[[], T], timeout_s: float = ANSWER_S) -> T:
+    def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         """See DeviceQueue."""
         return self._thread.ask(work, timeout_s)
 

@@ -62,10 +62,10 @@ class DeviceThread:
         self._thread.start()
         self.ask(lambda: self._entered.enter_context(beside()), START_S)
 
-    def ask(self, work: Callable[[], T], timeout_s: float = ANSWER_S) -> T:
+    def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         """Do this in the thread, one caller after another, and return what it returns. Raises what it raises, and
-        DeviceSilent if it takes longer than `timeout_s`, or at once while an earlier call has not returned. Work that
-        was given up may still be done later."""
+        DeviceSilent if it takes longer than `timeout_s` (by default ANSWER_S), or at once while an earlier call has not
+        returned. Work that was given up may still be done later."""
         if threading.current_thread() is self._thread:
             return work()
         with self._turn:
@@ -73,7 +73,7 @@ class DeviceThread:
                 raise self._silence()
             call, self._stuck = _Call(work), None
             self._calls.put(call)
-            for _ in range(round(timeout_s / ROUND_S)):
+            for _ in range(round((ANSWER_S if timeout_s is None else timeout_s) / ROUND_S)):
                 if call.done.wait(ROUND_S):
                     return call.result()
             self._stuck = call
