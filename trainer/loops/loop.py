@@ -191,7 +191,8 @@ class Loop(Rescued):
             self._request_measured()
             if not self.reads_one_step_late:
                 self._collect_measured()
-        if step == self._first_step:
+        if step == self._first_step:  # from now on the optimiser has all of its state
+            self.saves.prepare(self._checkpoint_state())
             self.startup.done("first step")
             self.progress.say(f"first step after {self.startup}")
             self.tensorboard.start()
