@@ -34,13 +34,16 @@ from tests.support.editable import install_finder
 from tests.support.needs import require_package
 from tests.support.project import PROJECT
 from tests.support.sharded import pretended_rank, sharded
+from tests.support.stub_driver import StubDriver
 from tests.support.torch_settings import torch_setting
+from tests.support.waiting import DEADLINE_S, wait_until
 from trainer import compat
 from trainer.cluster.sbatch import run_executor
-from trainer.compat import autograd, optimizers
+from trainer.compat import autograd, cuda_driver, optimizers
 from trainer.compat import compiler as compat_compiler
 from trainer.compat import fsdp as compat_fsdp
 from trainer.compat import generators as compat_generators
+from trainer.compat.cuda_driver import RELAXED, CudaDriver
 from trainer.config.config import Config
 from trainer.rundir import RunDir
 from trainer.world.shard_place import ShardPlace, shard_rows
@@ -590,3 +593,55 @@ def test_recording_of_gradients() -> None:
     recorded = torch.is_grad_enabled()
     autograd.set_grad_enabled(True)
     assert (recorded, torch.is_grad_enabled()) == (False, True)
+
+
+# --- CUDA's driver
+
+
+@pytest.fixture(scope="module")
+def stub_driver(tmp_path_factory: pytest.TempPathFactory) -> StubDriver:
+    return StubDriver(tmp_path_factory.mktemp("driver"))
+
+
+def test_a_query_holds_no_lock_of_pythons(stub_driver: StubDriver) -> None:
+    """The driver may wait for the device, while a thread launches into a full queue. With Python's lock held, no thread
+    would run any more: neither heartbeats, nor the rescue, nor the deadline that ends the process."""
+    driver = CudaDriver(stub_driver.library)
+    stub_driver.set("release", 0)
+    thread = threading.Thread(target=driver.has_passed, args=(1,), daemon=True)
+    thread.start()
+    wait_until(lambda: stub_driver.number("waiting"), "the query has not begun, or nothing runs beside it")
+    assert thread.is_alive()
+    stub_driver.set("release", 1)
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def test_answers_of_a_query(stub_driver: StubDriver) -> None:
+    """An error is no answer: torch is asked, which names it."""
+    driver = CudaDriver(stub_driver.library)
+    assert driver.has_passed(1) is True and driver.has_passed(0x600) is False
+    stub_driver.set("status", 700)  # an illegal memory access
+    assert driver.has_passed(1) is None
+    stub_driver.set("status", 0)
+
+
+def test_captures_are_ignored_in_a_block(stub_driver: StubDriver) -> None:
+    """A query in CUDA's default mode spoils any graph that another thread captures."""
+    driver = CudaDriver(stub_driver.library)
+    with driver.ignoring_captures():
+        driver.has_passed(1)
+    assert stub_driver.number("queried_in") == RELAXED
+    driver.has_passed(1)
+    assert stub_driver.number("queried_in") == 0, "the mode is the thread's own again"
+
+
+def test_events_are_the_drivers() -> None:
+    """torch shows the driver's handle of an event, none before it is first recorded."""
+    assert "cuda_event" in dir(torch.cuda.Event) and not torch.cuda.Event().cuda_event
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ROCm there is none: torch is asked."""
+    monkeypatch.setattr(cuda_driver, "LIBRARY", "libnosuchdriver.so.1")
+    assert CudaDriver.load() is None

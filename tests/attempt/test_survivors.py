@@ -51,6 +51,7 @@ class Survivor:
     """A surviving rank. It holds the whole state of `step`; with None it holds nothing."""
 
     def __init__(self, stage: Stage, rank: int, step: int | None, saved: bool = False) -> None:
+        self.silence = ""  # why its device cannot be read
         self.stage, self.rank, self.step, self.saved = stage, rank, step, saved
         self.rescue = Rescue(stage.folder, rank, stage.size, lambda: bool(stage.recorded), SEAL)
         self.store = CheckpointStore(stage.store.folder)
@@ -65,7 +66,7 @@ class Survivor:
 
     def announce(self) -> Survivor:
         if self.step is None:
-            self.rescue.announce()
+            self.rescue.announce(silence=self.silence)
         else:
             self.rescue.announce(Holding((self.step, 0, False, False), self.frozen().bytes, self.saved))
         return self
@@ -260,6 +261,21 @@ def test_a_stuck_writer_is_given_up(stage: Callable[[int], Stage]) -> None:
     s.survivor(1, 8).suspended = True
     s.end(within_s=STUCK_S + 10)
     assert s.saved() == [8]
+
+
+def test_a_device_that_does_not_answer(stage: Callable[[int], Stage]) -> None:
+    """Its rank says so within seconds, and nobody waits for it as for one that is stuck: SIGKILL may be near. The
+    record names it."""
+    s = stage(3)
+    s.survivor(0, 8)
+    s.survivor(2, 8)
+    silent = Survivor(s, 1, None).sign_in()
+    silent.silence = "its device does not answer"
+    s.pass_s(5)
+    assert not s.recorded, "it may be a step ahead"
+    silent.announce()
+    plan = s.end(within_s=1)
+    assert s.saved() == [8] and plan.silences == ((1, "its device does not answer"),)
 
 
 def test_a_rank_with_nothing_is_alone(stage: Callable[[int], Stage]) -> None:

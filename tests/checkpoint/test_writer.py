@@ -646,3 +646,55 @@ def test_weights_of_any_layout(tensor: Tensor) -> None:
     """The fingerprint depends on the values only, not on their memory layout, and works for every layout."""
     tidy = tensor.detach().clone(memory_format=torch.contiguous_format)
     assert weights_sha256({"w": tensor}) == weights_sha256({"w": tidy})
+
+
+class Buffers:
+    """Stands in for `reusable_buffer`: notes who makes a buffer of which size, and waits until it may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[str, int]] = []
+        self.began, self.may = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        monkeypatch.setattr("trainer.checkpoint.part.reusable_buffer", self.make)
+
+    def make(self, count: int, device: torch.device) -> Tensor:
+        self.made.append((threading.current_thread().name, count))
+        self.began.set()
+        assert self.may.wait(DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+        return torch.empty(count, dtype=torch.uint8)
+
+
+def test_the_buffer_is_made_in_the_background(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To pin 12 GB takes seconds, in which no step is done. A save that comes earlier waits, and makes no second one:
+    there may be no memory for two."""
+    buffers = Buffers(monkeypatch)
+    with writers(store, 2) as ranks:
+        for rank in ranks:
+            rank.prepare(state_of(1))
+        assert buffers.began.wait(DEADLINE_S)
+        saving = threading.Thread(target=save, args=(ranks, 2))
+        saving.start()
+        saving.join(0.2)
+        assert saving.is_alive() and not store.steps(), "the save does not wait for its buffer"
+        buffers.may.set()
+        saving.join(DEADLINE_S)
+        assert [name for name, _ in buffers.made] == ["saver", "saver"]
+        assert [rank.buffer_bytes for rank in ranks] == [count for _, count in buffers.made]
+    assert_only_whole(store, 2)
+
+
+def test_a_buffer_that_cannot_be_made(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread serves on, and the first save says what is wrong."""
+    buffers = Buffers(monkeypatch)
+    buffers.error = MemoryError("no memory")
+    buffers.may.set()
+    with writers(store, 1) as (rank,):
+        rank.prepare(state_of(1))
+        end(rank)
+        with pytest.raises(MemoryError):
+            save([rank], 1)
+        buffers.error = None
+        save([rank], 2)
+    assert_only_whole(store, 2)

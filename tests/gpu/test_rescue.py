@@ -24,6 +24,7 @@ from trainer.loops.loop import Loop
 from trainer.loops.ring import Ring
 from trainer.rundir import RunDir
 from trainer.world.device_queue import open_queue
+from trainer.world.device_thread import ANSWER_S, DeviceSilent
 
 ON_GPU = ("device=cuda", "train.deterministic=true")
 HANGS = 20_000_000_000  # clock cycles of a GPU: more than eight seconds
@@ -81,7 +82,7 @@ def test_the_step_before_is_saved(step: int, undisturbed: tuple[str, RunDir], tm
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_full_queue(kind: str, tmp_path: Path) -> None:
     """A device takes about a thousand kernels in advance. Then the thread that trains waits in C, in the middle of an
-    update, and may hold a lock of the driver's: the rescue must not need it."""
+    update. If the driver keeps its lock meanwhile, the rescue must give up within seconds; else the step is saved."""
     queueing = threading.Event()
     with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "full", *ON_GPU), closing) as loop:
         hang_before(loop, 4)
@@ -98,11 +99,34 @@ def test_a_full_queue(kind: str, tmp_path: Path) -> None:
         threading.Thread(target=train, args=(loop,), daemon=True).start()
         assert queueing.wait(DEADLINE_S), "step 4 did not begin its update"
         time.sleep(1.0)  # the queue fills
-        assert loop.freeze(timeout_s=0.0) and loop.position.step == 3
+        began = time.monotonic()
+        try:
+            assert loop.freeze(timeout_s=0.0) and loop.position.step == 3
+        except DeviceSilent as silence:
+            assert time.monotonic() - began < 2 * ANSWER_S
+            print(f"this driver keeps its lock while the queue is full: {silence}")
+            return torch.cuda.synchronize()
         save_frozen(loop)
         assert not torch.cuda.default_stream().query(), "the device must hang for longer than the rescue takes"
         torch.cuda.synchronize()
     assert checkpoint(RunDir(tmp_path / "full"), 3)["position"]["step"] == 3
+
+
+@needs_gpu
+def test_a_capture_in_torchs_default_mode() -> None:
+    """The watchdog asks how far the device is while a custom loop captures a graph. That must not spoil the graph."""
+    queue = open_queue(torch.device("cuda"))
+    ring: Ring[int] = Ring(queue, lambda: 0)
+    with ring.update():
+        pass
+    value, graph = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        doubled = 2 * value
+        assert [ring.passed() for _ in range(10)] == [2] * 10
+    graph.replay()
+    assert doubled.tolist() == [2.0] * 8
+    queue.close()
 
 
 @needs_gpu

@@ -12,7 +12,9 @@ from tests.support.scripted import ScriptedQueue
 from tests.support.waiting import wait_until
 from trainer.loops import ring as module
 from trainer.loops.ring import Ring
+from trainer.world import device_thread
 from trainer.world.device_queue import DeviceQueue
+from trainer.world.device_thread import DeviceSilent
 
 STEPS = 5
 PER_STEP = 5  # pieces of work in the device's queue: the step's collective, the mark, two halves, the mark
@@ -183,3 +185,73 @@ def test_the_watchdog_sees_where_the_device_is() -> None:
             pass
         counts.append(ring.passed())
     assert counts == [3, 2]
+
+
+class Full:
+    """A ring whose device hangs in a step's collective, while the thread that trains launches into its full queue."""
+
+    def __init__(self) -> None:
+        self.queue = ScriptedQueue(capacity=3)
+        self.ring: Ring[int] = Ring(self.queue, lambda: 0)
+        with self.ring.update():
+            pass
+        self.restored = self.ring.passed()
+        self.queue.limit = self.queue.done
+        threading.Thread(target=self.train, daemon=True).start()
+        wait_until(lambda: self.queue.full, "the queue does not fill")
+
+    def train(self) -> None:
+        self.ring.begin_work()
+        for _ in range(10):  # its kernels, the first of which waits for a dead rank
+            self.queue.work()
+        self.ring.end_work()
+
+    def end(self) -> None:
+        self.queue.go_to(10**9)
+        wait_until(lambda: self.ring.passed() > self.restored, "the device has gone on, and is not asked any more")
+        self.queue.close()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Full]:
+    monkeypatch.setattr(device_thread, "ANSWER_S", 0.3)
+    full = Full()
+    yield full
+    full.end()
+
+
+def test_a_full_queue_holds_up_nobody(full: Full) -> None:
+    """The thread that trains keeps the driver's lock while it waits for room. The watchdog sees no progress, a rescue
+    that it cannot be had; neither waits for good."""
+    assert full.ring.passed() == full.restored
+    with pytest.raises(DeviceSilent):
+        full.ring.freeze(timeout_s=0.0)
+
+
+def test_a_capture_is_not_spoiled() -> None:
+    """A custom loop captures a graph in torch's default mode. What other threads ask in the meantime would make torch
+    raise an error in it, and the watchdog would take the answer for a fault of the device."""
+    training = Training()
+    assert training.to(2 * PER_STEP, PER_STEP)
+    with training.queue.captures():
+        assert training.ring.passed() == 4 and training.ring.freeze(timeout_s=0.0) and training.ring.is_whole()
+    assert not training.queue.spoiled
+
+
+def test_an_error_of_a_capture_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where captures cannot be ignored (ROCm), a query may fail. The device is as well as before; any other error is
+    one of the device."""
+    training = Training()
+    assert training.to(2 * PER_STEP, PER_STEP)
+    monkeypatch.setattr(training.queue, "ask", lambda work: work())
+    assert training.ring.passed() == 4
+    with training.queue.captures():
+        assert training.ring.passed() == 4
+    assert training.queue.spoiled
+
+    def fails(work: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(training.queue, "ask", fails)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        training.ring.passed()

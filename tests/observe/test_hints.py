@@ -48,6 +48,14 @@ def test_in_a_job(error: str, words: list[str], says: str) -> None:
     assert says in str(likely_cause(error, Config.load(None, words), a_world(launcher="srun")))
 
 
+def test_the_buffers_of_saves_are_named() -> None:
+    """Who asks for as much memory as a bare loop needs cannot know of them. Small ones are not worth a word."""
+    config, world = Config.load(None, ["launch.mem_gb=16"]), a_world(size=4, launcher="srun")
+    said = str(likely_cause(GONE, config, world, buffer_bytes=3 * 10**9))
+    assert "raise launch.mem_gb=16 (the ranks of a node keep 12.0 GB in buffers for their saves), start" in said
+    assert "buffers" not in str(likely_cause(GONE, config, world, buffer_bytes=10**6))
+
+
 def test_settings_in_use_are_not_advised() -> None:
     """A user who is told to try bf16, and already uses it, stops reading."""
     config = Config.load(None, ["train.precision=bf16", "train.activation_checkpointing=true"])

@@ -24,6 +24,7 @@ SLOW = (
     "attempt/test_sharded_rescue",
     "attempt/test_restore",
     "attempt/test_silence",
+    "attempt/test_silent_device",
     "attempt/test_stops",
     "checkpoint/test_interval.py::test_a_run",
     "checkpoint/test_sharded_ranks",

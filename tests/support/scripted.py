@@ -1,4 +1,10 @@
-"""A device that does what is queued when the test's script says so. Its memory is the CPU's."""
+"""A device that does what is queued when the test's script says so. Its memory is the CPU's.
+
+It behaves as badly as CUDA. With a `capacity`, its queue can be full: then the thread that queues waits until the
+device has done something, and holds the driver's lock meanwhile, so that no other thread gets an answer. And while a
+stream `captures` a graph in torch's default mode, a query in any thread fails and spoils the capture, except in a
+thread that is `beside` the queue: `CudaQueue.beside` asks CUDA to ignore captures.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +12,33 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tests.support.waiting import DEADLINE_S
 from trainer.world.device_queue import DeviceQueue
+from trainer.world.device_thread import DeviceThread
 
+T = TypeVar("T")
 NOTHING: Callable[[], None] = lambda: None  # noqa: E731
 
 
+CAPTURING = "CUDA error: operation not permitted when stream is capturing"
+
+
 class ScriptedQueue(DeviceQueue):
-    """Work and marks, in the order in which they were queued; the device has done the first `done` of them."""
+    """Work and marks, in the order in which they were queued; the device has done the first `done` of them, and takes
+    `capacity` in advance."""
 
     runs_ahead = True
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.full = False  # whether a thread waits to queue something
+        self.driver = threading.RLock()  # held during each call
+        self.capturing = self.spoiled = False  # whether a stream captures a graph, and whether that has failed
         self.queued: list[Callable[[], None]] = []
         self.done = 0
         self.limit = sys.maxsize  # the device does no more than this many
@@ -29,10 +46,17 @@ class ScriptedQueue(DeviceQueue):
         self.on_mark: Callable[[ScriptedEvent], None] = lambda event: None
         self._beside = threading.local()  # of the threads that queue beside the training: the device does that at once
         self._moved = threading.Condition(threading.RLock())
+        self._thread = None if capacity is None else DeviceThread(self.beside)
 
     def work(self, effect: Callable[[], None] = NOTHING) -> None:
-        """Queue work on the device's memory."""
-        with self._moved:
+        """Queue work on the device's memory. Waits while the queue is full, and holds the driver's lock."""
+        with self.driver, self._moved:
+            if self.capacity is not None:
+                capacity = self.capacity
+                has_room = lambda: len(self.queued) - self.done < capacity  # noqa: E731
+                self.full = not has_room()
+                assert self._moved.wait_for(has_room, DEADLINE_S), "the script left the queue full"
+                self.full = False
             self.queued.append(effect)
             self._go_on()
 
@@ -44,6 +68,7 @@ class ScriptedQueue(DeviceQueue):
 
     def wait_for(self, number: int) -> None:
         """Wait until the device has done the first `number` pieces of work."""
+        self.call()
         with self._moved:
             self.waiting = self.done < number
             assert self._moved.wait_for(lambda: self.done >= number, DEADLINE_S), "the script left the device hanging"
@@ -55,7 +80,20 @@ class ScriptedQueue(DeviceQueue):
             self.done += 1
         self._moved.notify_all()
 
+    def call(self) -> None:
+        """What each call to the device does first."""
+        with self.driver:
+            pass
+
+    @contextlib.contextmanager
+    def captures(self) -> Iterator[None]:
+        """In this block a stream captures a graph in torch's default mode."""
+        self.capturing, self.spoiled = True, False
+        yield
+        self.capturing = False
+
     def event(self) -> ScriptedEvent:
+        self.call()
         return ScriptedEvent(self)
 
     def synchronize(self) -> None:
@@ -63,9 +101,23 @@ class ScriptedQueue(DeviceQueue):
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
+        self.call()
         before, self._beside.now = self.is_beside, True
-        yield
-        self._beside.now = before
+        try:
+            with _Calls(self) if self.capacity is not None else contextlib.nullcontext():
+                yield
+        finally:
+            self._beside.now = before
+
+    def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
+        if self._thread is None:  # each call returns at once
+            with self.beside():
+                return work()
+        return self._thread.ask(work, timeout_s)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
 
     @property
     def is_beside(self) -> bool:
@@ -76,6 +128,18 @@ class ScriptedQueue(DeviceQueue):
         return tensor.ndim == 0
 
 
+class _Calls(TorchFunctionMode):
+    """In a block of this each of torch's functions calls the device, as a copy from its memory does."""
+
+    def __init__(self, queue: ScriptedQueue) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._queue.call()
+        return func(*args, **(kwargs or {}))
+
+
 class ScriptedEvent:
     """A mark in this queue."""
 
@@ -84,6 +148,7 @@ class ScriptedEvent:
         self.place = 0  # in the queue, from 1
 
     def record(self) -> None:
+        self._queue.call()
         if self._queue.is_beside:
             self.place = 0
             return
@@ -92,6 +157,10 @@ class ScriptedEvent:
         self._queue.work()
 
     def query(self) -> bool:
+        self._queue.call()
+        if self._queue.capturing and not self._queue.is_beside:
+            self._queue.spoiled = True
+            raise RuntimeError(CAPTURING)
         return self._queue.done >= self.place
 
     def synchronize(self) -> None:
@@ -105,8 +174,8 @@ class RewoundQueue(ScriptedQueue):
     """For a real loop: the CPU computes at once what a device would compute later. So the contents of the device's
     memory are noted at each mark, and `rewind` puts back those of the last one that the device has passed."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__(capacity)
         self.memory: Callable[[], Sequence[Tensor]] = list  # the tensors that the device changes in place
         self._notes: list[tuple[int, list[tuple[Tensor, Tensor]]]] = []
         self.on_mark = self._note

@@ -1,15 +1,19 @@
-"""Reading the device's memory beside its queue."""
+"""Reading the device's memory beside its queue, and asking how far the device is."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from trainer.world.device_queue import ReadThrough
+from tests.support.stub_driver import StubDriver
+from trainer.compat.cuda_driver import RELAXED, CudaDriver
+from trainer.world.device_queue import CudaEvent, CudaQueue, ReadThrough, is_due_to_capture
 
 
 class Waits:
@@ -76,3 +80,64 @@ def test_everything_else_is_left_alone() -> None:
     with ReadThrough(torch.zeros(8, dtype=torch.uint8), "cuda", waits):
         assert torch.ones(3).sum().item() == 3 and torch.equal(torch.ones(2), torch.ones(2))
     assert waits.count == 0
+
+
+class Runtime:
+    """Stands in for torch.cuda.Event: says which of CUDA's events it is, and how often torch was asked."""
+
+    def __init__(self, cuda_event: int | None) -> None:
+        self.cuda_event, self.asked = cuda_event, 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return True
+
+
+@pytest.mark.parametrize(
+    ("handle", "answer", "asks_torch"),
+    [(0x600, False, False), (1, True, False), (None, True, True)],
+    ids=["queued", "passed", "never recorded"],
+)
+def test_an_event_is_asked_without_torch(
+    handle: int | None, answer: bool, asks_torch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own query holds Python's lock, see tests/test_compat.py."""
+    runtime = Runtime(handle)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: runtime)
+    event = CudaEvent(CudaDriver(StubDriver(tmp_path).library))
+    assert event.query() == answer and bool(runtime.asked) == asks_torch
+
+
+def test_an_error_has_torchs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say whether the node is at fault, see trainer/world/bad_node.py."""
+    stub, runtime = StubDriver(tmp_path), Runtime(1)
+    stub.set("status", 214)  # uncorrectable ECC
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: runtime)
+    assert CudaEvent(CudaDriver(stub.library)).query() and runtime.asked
+
+
+def test_captures_are_ignored_beside_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A custom loop may capture a graph in torch's default mode, in which a query in another thread spoils it."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    stub, queue = StubDriver(tmp_path), object.__new__(CudaQueue)
+    queue._device, queue._stream = torch.device("cuda", 0), None  # type: ignore[assignment]
+    queue._driver = CudaDriver(stub.library)
+    queue._reads = ReadThrough(torch.zeros(8, dtype=torch.uint8), "cuda", lambda: None)
+    with queue.beside():
+        assert stub.library.current_mode() == RELAXED
+    assert stub.library.current_mode() == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: operation not permitted when stream is capturing",
+        "CUDA error: operation failed due to a previous error during capture",
+        "CUDA error: operation not permitted on an event last recorded in a capturing stream",
+    ],
+)
+def test_errors_of_a_capture(text: str) -> None:
+    """They say nothing about the device, and must not end a run."""
+    assert is_due_to_capture(RuntimeError(text))
+    assert not is_due_to_capture(RuntimeError("CUDA error: an illegal memory access was encountered"))

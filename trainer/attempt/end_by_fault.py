@@ -15,7 +15,7 @@ import time
 import traceback
 
 from trainer.attempt.deadline import exit_now, run_for
-from trainer.attempt.ending import record_end
+from trainer.attempt.ending import EndReason, record_end
 from trainer.attempt.grace import LAST_MOMENT_S, GracePeriod
 from trainer.attempt.rescue import Rescue
 from trainer.attempt.rescue_files import exit_status
@@ -48,6 +48,7 @@ class EndByFault:
         self._main_thread_failed = threading.Event()
         self._done = threading.Event()
         self._rescue: Rescue | None = None
+        self._rescuer: Rescuer | None = None
         self._checks = 0
         self._neighbour: Neighbour | None = None
         self._has_met = False
@@ -179,7 +180,7 @@ class EndByFault:
         self._rescue = rescue
         rescue.start()
         try:
-            rescuer = Rescuer(state, fault, rescue, self._main_thread_failed.is_set)
+            rescuer = self._rescuer = Rescuer(state, fault, rescue, self._main_thread_failed.is_set)
             rescuer.announce()
             while (duty := rescue.next_duty()) is not None:
                 rescuer.do(duty)
@@ -195,8 +196,9 @@ class EndByFault:
             end_step, saved_step = (
                 (loop.position.step, loop.saves.saved.step) if loop else (state.start_step, state.start_step)
             )
-            fault = self._fault
-            record_end(state, fault.reason if fault and fault.reason != "signal" else "preempted", end_step, saved_step)
+            fault, why = self._fault, self._rescuer.silence or None if self._rescuer else None
+            reason: EndReason = fault.reason if fault and fault.reason != "signal" else "preempted"
+            record_end(state, reason, end_step, saved_step, error=why)
 
         say("no time left to save: the run will resume from its newest checkpoint")
         run_for(LAST_MOMENT_S / 2, record)  # in a thread: the disk may be what everything waits for

@@ -105,5 +105,6 @@ def shell_is_gone(blamed: Sequence[str]) -> bool:
 
 def print_hint(state: AttemptState, error: str) -> None:
     """Print the most likely cause of an error and what to try, if anything is known about it."""
-    if hint := likely_cause(error, state.config, state.world):
+    buffer_bytes = state.loop.saves.buffer_bytes if state.loop else 0
+    if hint := likely_cause(error, state.config, state.world, buffer_bytes):
         say(hint)

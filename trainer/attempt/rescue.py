@@ -83,9 +83,9 @@ class Rescue:
         """Do the rounds in a thread."""
         threading.Thread(target=self._rounds, name="rescue", daemon=True).start()
 
-    def announce(self, *holdings: Holding, gathered: Gathered | None = None) -> None:
-        """Say what this rank has frozen, nothing if it has nothing whole, and what it has gathered last."""
-        self._update(frozen=True, holdings=holdings, gathered=gathered)
+    def announce(self, *holdings: Holding, gathered: Gathered | None = None, silence: str = "") -> None:
+        """Say what this rank has frozen and gathered last, and why its device cannot be read, if so."""
+        self._update(frozen=True, holdings=holdings, gathered=gathered, silence=silence)
 
     def next_duty(self) -> Part | Plan | Gathered | None:
         """What this rank is to do next: write a part, update, or act as the plan says. None at the end. Waits."""

@@ -30,6 +30,11 @@ def explain(fault: Fault, plan: Plan, missing: list[int], world: World) -> str:
     return f"{lost}\n{fault.text}"
 
 
+def silent_devices(plan: Plan, world: World) -> str:
+    """Why survivors could not save what they hold; a line for each whose device does not answer."""
+    return "\n".join(f"rank {rank} on {world.host_of(rank)} saves nothing: {why}" for rank, why in plan.silences)
+
+
 def lost_shards(plan: Plan, end_step: int, saved_step: int) -> str:
     """Why the survivors cannot save the last step."""
     names = ", ".join(map(str, plan.lost_shards))

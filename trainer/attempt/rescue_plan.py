@@ -40,6 +40,7 @@ def next_plan(plan: Plan | None, roll: Roll, new_generation: Callable[[], str]) 
         failures=failures,
         done_step=roll.done_step,
         lost_shards=_lost_shards(plan.place, roll),
+        silences=tuple((rank, one.silence) for rank, one in sorted(roll.found.items()) if one.silence),
     )
 
 

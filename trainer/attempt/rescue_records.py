@@ -43,6 +43,7 @@ class Survivor:
     frozen: bool = False  # whether it knows what it holds
     holdings: tuple[Holding, ...] = ()
     gathered: Gathered | None = None  # by all ranks, at the end of the last step of which it knows that
+    silence: str = ""  # why its device cannot be read; the holdings are those in host memory
     unable: str | None = None  # why it could not save its state
     generation: str = ""  # of the plan that `written` and `acted` belong to
     written: dict[str, Any] = field(default_factory=dict)  # the manifest's entry of each part that it wrote, by file
@@ -116,6 +117,7 @@ class Plan:
     failures: tuple[Fault, ...] = ()  # with `act`: theirs
     done_step: int = -1  # with `act`: the last step that is done, as far as they know
     lost_shards: tuple[int, ...] = ()  # with `act`: the shards of that step that no survivor can write
+    silences: tuple[tuple[int, str], ...] = ()  # with `act`: the ranks whose device cannot be read, and why
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Plan:
@@ -129,6 +131,7 @@ class Plan:
                 "present": tuple(fields["present"]),
                 "failures": tuple(Fault(**failure) for failure in fields["failures"]),
                 "lost_shards": tuple(fields["lost_shards"]),
+                "silences": tuple((rank, why) for rank, why in fields["silences"]),
             }
         )
 

@@ -23,7 +23,8 @@ LONGEST_ROUND_S = 1.0  # a round that takes longer counts as this much: the proc
 SETTLE_S = 0.3
 # A survivor whose heartbeat stands still for this long is taken for dead; if it comes back, it takes part again.
 SILENT_S = 5.0
-# A survivor that is alive but gets nothing done for this long, because its device or its disk hangs, is given up.
+# A survivor that is alive but gets nothing done for this long, because its disk hangs, is given up. One whose device
+# does not answer says so itself, much earlier.
 STUCK_S = 30.0
 
 Held = dict[Place, dict[int, list[int]]]

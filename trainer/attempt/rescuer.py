@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainer.attempt.ending import EndReason, end_srun, ending_by_signal, print_hint, record_end, requeue, shell_is_gone
 from trainer.attempt.rescue import Rescue, Superseded
-from trainer.attempt.rescue_cause import blamed_hosts, explain, lost_shards
+from trainer.attempt.rescue_cause import blamed_hosts, explain, lost_shards, silent_devices
 from trainer.attempt.rescue_files import silent_file
 from trainer.attempt.rescue_records import Holding, Part, Plan
 from trainer.attempt.state import AttemptState
@@ -19,6 +19,7 @@ from trainer.checkpoint.store import CheckpointError
 from trainer.records.retry import least_hopeful
 from trainer.say import counted, say
 from trainer.world import run_lock
+from trainer.world.device_thread import DeviceSilent
 from trainer.world.shard_place import Gathered
 from trainer.world.watchdog import Fault
 
@@ -39,11 +40,16 @@ class Rescuer:
     ) -> None:
         self._state, self._fault, self._rescue = state, fault, rescue
         self._main_thread_failed = main_thread_failed
+        self.silence = ""  # why this rank's device cannot be read, if so
 
     def announce(self) -> None:
         """Freeze the state of the last finished step, and say what this rank can write."""
-        holdings, loop = self._freeze(), self._state.loop
-        self._rescue.announce(*holdings, gathered=loop.gathered if loop else None)
+        holdings, loop, gathered = self._freeze(), self._state.loop, None
+        if loop is not None and not self.silence:
+            with contextlib.suppress(DeviceSilent):
+                gathered = loop.gathered
+        # Also where the device is silent: the other survivors, which may hold the same state, must not wait.
+        self._rescue.announce(*holdings, gathered=gathered, silence=self.silence)
 
     def _freeze(self) -> list[Holding]:
         """Returns what this rank can write: nothing if no state is whole."""
@@ -52,10 +58,13 @@ class Rescuer:
         loop = self._state.loop
         if loop is None:
             return []
-        held = {}
+        self.silence, held = "", {}
         for freeze in (self._freeze_live, self._freeze_copies):  # of what both hold, the copy is used
             try:
                 held.update({(one.place, one.shard): one for one in freeze(loop, timeout_s)})
+            except DeviceSilent as silence:
+                self.silence = str(silence)
+                say(f"WARNING: this rank cannot save its state: {silence}")
             except Exception:  # such as a CUDA error, which every later call repeats
                 say(f"WARNING: this rank cannot save its state:\n{traceback.format_exc()}")
         return list(held.values())
@@ -116,6 +125,8 @@ class Rescuer:
             return
         except StateChanged:  # the rank that this one's device waited for was only slow: now it holds the next step
             return self.announce()
+        except DeviceSilent:  # what is left are copies in host memory
+            return self.announce()
         except Exception as error:  # of the disk or of the device; another rank may do better
             say(f"WARNING: this rank cannot save its part of the state: {error}")
             return self._rescue.report_unable(str(error))
@@ -130,6 +141,10 @@ class Rescuer:
         end_step = saved_step = max(state.start_step, loop.saves.saved.step if loop else 0)
         if loop is not None and plan.parts and not self._commit(plan, loop):
             return  # another rank may do better
+        if (
+            loop is not None and plan.silences and plan.done_step < 0
+        ):  # no survivor can tell how far its device has come
+            end_step = max(end_step, loop.readback.first_step)  # the steps before this one have their lines
         if plan.place is not None and loop is not None:
             if loop.rescuable:
                 saved_step = plan.place[0]
@@ -151,6 +166,9 @@ class Rescuer:
             with loop.frozen(plan.place) as frozen:
                 frozen.commit(plan.generation, plan.written)
         except StateChanged:  # this rank's device has continued, and it has announced the next step
+            return False
+        except DeviceSilent:
+            self.announce()
             return False
         except (CheckpointError, OSError) as error:
             say(f"WARNING: {error}")
@@ -179,6 +197,8 @@ class Rescuer:
         if plan.lost_shards and end_step > saved_step:
             say(lost := lost_shards(plan, end_step, saved_step))
             error = "\n".join(filter(None, [error, lost]))
+        if silent := silent_devices(plan, state.world):
+            error = "\n".join(filter(None, [error, silent]))
         retry = least_hopeful([fault.retry, *(failure.retry for failure in plan.failures)])
         if fault.silent:  # for the supervisors
             silent_file(state.run_dir.rescues / state.world.attempt).touch()

@@ -52,7 +52,8 @@ def whole_pages(count: int) -> int:
 
 def _pinned(count: int, device: torch.device) -> Tensor | None:
     """`count` bytes of pinned memory, which is unpinned before it is freed; None if CUDA refuses."""
-    memory = HostMemory(count).tensor
+    # Written to first: the driver keeps its lock while it pins pages, and other threads launch kernels meanwhile.
+    memory = HostMemory(count).tensor.zero_()
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     if int(runtime.cudaHostRegister(address, count, PORTABLE)):
         with suppress(RuntimeError):  # CUDA reports the refusal once more, at the next kernel: let it be this one

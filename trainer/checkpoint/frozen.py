@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -45,13 +46,15 @@ class FrozenState:
         place: ShardPlace = WHOLE,
         copies: Mapping[int, memoryview] = MappingProxyType({}),
         structure: Any = None,
+        ask: Callable[[Callable[[], bool]], bool] = lambda read: read(),
     ) -> None:
         """`place` says which shard of the state this rank holds. `copies` has the bytes of shards in host memory, by
         their numbers: what `Packed.copy` has copied here or on another rank. If `state` is None, only these can be
-        written, and this rank can commit only with the `structure` of the state that they were copied from.
+        written, and this rank can commit only with the `structure` of the state that they were copied from. `ask`
+        calls what reads the device's memory, and may raise what it likes.
         """
         self._store, self._info, self._world_size, self._before_commit = store, info, world_size, before_commit
-        self._buffer, self._is_whole = buffer, is_whole
+        self._buffer, self._is_whole, self._ask = buffer, is_whole, ask
         self._place, self._copies = place, copies
         self._packed = None if state is None else Packed(state, place)
         self._structure = structure if self._packed is None else self._packed.structure
@@ -136,8 +139,11 @@ class FrozenState:
             else:
                 assert self._packed is not None
                 chunk = self._buffer[: stop - start]
-                self._packed.copy(start, stop, chunk)
-                if not self._is_whole():
+                if not self._ask(partial(self._read, self._packed, start, stop, chunk)):
                     raise StateChanged
                 yield chunk.numpy().data
             after_chunk()
+
+    def _read(self, packed: Packed, start: int, stop: int, chunk: Tensor) -> bool:
+        packed.copy(start, stop, chunk)
+        return self._is_whole()

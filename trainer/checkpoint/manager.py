@@ -86,6 +86,15 @@ class CheckpointManager:
         """From now on this rank holds that shard of the state; before, and by default, all of it."""
         self._writer.hold(place)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """How much host memory this rank keeps for its saves."""
+        return self._writer.buffer_bytes
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Make what a save of such a state needs, in the background."""
+        self._writer.prepare(state)
+
     def start_save(self, position: Position, info: CheckpointInfo, state: dict[str, Any]) -> None:
         """Start to save `state` in the background, unless there is a checkpoint of this position already.
 

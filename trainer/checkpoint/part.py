@@ -29,6 +29,23 @@ class PartCopier:
         self.place, self._device = place, device
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The size of the buffer so far."""
+        return self._buffer.numel()
+
+    def part_bytes(self, state: Any) -> int:
+        """The size of this rank's part of `state`."""
+        packed, place = Packed(state, self.place), self.place
+        stripe = own_stripe(packed.most_bytes, place.replica, place.replicas)
+        start, stop = (0, 0) if stripe is None else stripe.bounds(packed.bytes)
+        return stop - start
+
+    def reserve(self, count: int) -> None:
+        """Have a buffer for a part of this size. One of 12 GB, which is pinned for a GPU, takes seconds."""
+        if self._buffer.numel() < count:
+            self._buffer = reusable_buffer(count, self._device)
+
     def copy(self, state: Any) -> Part:
         """This rank's part of `state`, valid until the next call."""
         place = self.place
@@ -39,8 +56,7 @@ class PartCopier:
         if stripe is None:
             return Part(packed.structure, sharding, None, memoryview(b""))
         start, stop = stripe.bounds(packed.bytes)
-        if self._buffer.numel() < stop - start:
-            self._buffer = reusable_buffer(stop - start, self._device)
+        self.reserve(stop - start)
         data = self._buffer[: stop - start]
         packed.copy(start, stop, data)
         name = shard_name(place.shard * files + stripe.number, place.shards * files)

@@ -4,7 +4,8 @@ The ranks that hold the same shard of the state write one stripe of it each; of 
 `trainer.checkpoint.stripes`. A state that is not sharded has one shard, which all ranks hold. One save goes like this:
 
     1. In the training loop of every rank, `start` waits for the previous save, then copies this rank's stripe into a
-       buffer that is used again by every save. Training waits for nothing else.
+       buffer that is used again by every save. Training waits for nothing else. The thread of step 2 has made the
+       buffer, see `prepare`.
     2. A thread in every rank writes the stripe into its shard file, hashes it on the way, fsyncs it, and reports the
        file's size and SHA-256, or an error.
        Files that a framework has written into the folder are hashed likewise (`trainer.checkpoint.opaque`).
@@ -123,7 +124,7 @@ class CheckpointWriter:
             self._keys.set("token", secrets.token_hex(4))
         self._token = ""
         self._number = 0
-        self._jobs: SimpleQueue[_SaveJob | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_SaveJob | int | None] = SimpleQueue()
         self._idle, self._closed = threading.Event(), threading.Event()
         self._idle.set()
         # One thread for all saves: on a busy machine a new thread takes long to start, and `start` would wait for it.
@@ -135,6 +136,18 @@ class CheckpointWriter:
     def hold(self, place: ShardPlace) -> None:
         """From now on this rank holds that shard of the state."""
         self._copier.place = place
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The size of the buffer that stripes are copied into."""
+        return self._copier.buffer_bytes
+
+    def prepare(self, state: Any) -> None:
+        """Have the thread make the buffer for this rank's stripe of `state`, or of another state of that size, so that
+        the first save need not. A save that comes earlier waits for it."""
+        if self._idle.is_set() and (count := self._copier.part_bytes(state)):
+            self._idle.clear()
+            self._jobs.put(count)
 
     def next_folder(self, step: int) -> Path:
         """The folder of the checkpoint of `step` that the next `start` will begin to write: another may write there
@@ -186,7 +199,11 @@ class CheckpointWriter:
         """The thread's main loop."""
         while job := self._jobs.get():
             try:
-                self._save(job)
+                if isinstance(job, int):
+                    with suppress(Exception):  # then the first save tries it, and reports the error
+                        self._copier.reserve(job)
+                else:
+                    self._save(job)
             finally:
                 self._idle.set()
 

@@ -32,6 +32,8 @@ from trainer.loops.ring import DEVICE_S, POLL_S, Ring
 from trainer.world.device_queue import DeviceQueue
 from trainer.world.shard_place import Gathered
 
+UPDATE_S = 3 * DEVICE_S  # how long the launches may take, and then the device
+
 
 class LateUpdate:
     """What a rescue needs for this."""
@@ -53,31 +55,35 @@ class LateUpdate:
     def gathered(self, steps: int) -> Gathered | None:
         """What this rank has gathered last, for those that have not; on a GPU in the last of so many steps, which the
         device has done."""
-        with self._queue.beside():
-            return self._learner.gradients.gathered(steps if self._queue.runs_ahead else None)
+        return self._queue.ask(lambda: self._learner.gradients.gathered(steps if self._queue.runs_ahead else None))
 
     def do(self, gathered: Gathered) -> tuple[Mapping[str, Tensor], int] | None:
         """Do the update of this step, after the state that the ring has chosen. Returns what the step measured, and its
         samples; None if it cannot be done: then nothing has changed. Raises StateChanged if the device has gone on, and
-        TimeoutError if it does not do this update."""
+        TimeoutError or DeviceSilent if it does not do this update."""
         self.tried = True
         if self._queue.runs_ahead and not self._ring.await_thread(DEVICE_S):
             return None  # it may still change what the update needs
         if not self._ring.is_whole():
             return None  # the device has gone on, and done this update
-        held = self._ring.held
-        with self._queue.beside():
-            if held is not None:
-                assert isinstance(held.state, HeldLearner)
-                if not held.state.put_back():
-                    return None
-            if not self._learner.gradients.take(gathered):
-                return None
-            measured = self._learner.update()
-            self._await_device()
+        measured = self._queue.ask(lambda: self._update(gathered), UPDATE_S)
+        if measured is None:
+            return None
         if not self._ring.redo():
             raise StateChanged("the device has gone on meanwhile, and may have done the same update")
         return measured, self._order.count(gathered.step - 1)
+
+    def _update(self, gathered: Gathered) -> Mapping[str, Tensor] | None:
+        held = self._ring.held
+        if held is not None:
+            assert isinstance(held.state, HeldLearner)
+            if not held.state.put_back():
+                return None
+        if not self._learner.gradients.take(gathered):
+            return None
+        measured = self._learner.update()
+        self._await_device()
+        return measured
 
     def _await_device(self) -> None:
         done, deadline = self._queue.event(), time.monotonic() + DEVICE_S

@@ -70,6 +70,7 @@ class Loop(Rescued):
         )
         self._closing = context.closing
         self._closing.callback(self.saves.close)
+        self._closing.callback(self.queue.close)
         self.readback = Readback(self.group, self.saves, self.progress)
         # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
         self.reads_one_step_late = self.group.device.type == "cuda"
@@ -192,7 +193,8 @@ class Loop(Rescued):
             self._request_measured()
             if not self.reads_one_step_late:
                 self._collect_measured()
-        if step == self._first_step:
+        if step == self._first_step:  # from now on the optimiser has all of its state
+            self.saves.prepare(self._checkpoint_state())
             self.startup.done("first step")
             self.progress.say(f"first step after {self.startup}")
             self.tensorboard.start()

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,8 +100,9 @@ class Rescued(ABC):
         `position` is its. For threads other than the one that trains. False when no state is whole.
 
         A GPU may still do what is queued, if the rank that it waits for comes back. Then another state is whole, and
-        this is called again.
+        this is called again. Raises DeviceSilent when the device does not answer.
         """
+        self._frozen_live = False
         self._frozen_live = self.restored and not self._torn and self._freeze(timeout_s)
         return self._frozen_live
 
@@ -135,9 +137,7 @@ class Rescued(ABC):
             return False
         while True:
             self._frozen = self._whole_position()
-            with self.queue.beside():
-                measured = self.readback.read_now(self._frozen.step)
-                unchanged = self._unchanged()
+            measured, unchanged = self.queue.ask(partial(self._measured_before, self._frozen.step))
             if self.ring.is_whole():
                 break
             if not self.ring.freeze(timeout_s):
@@ -147,6 +147,10 @@ class Rescued(ABC):
         except NotFinite:
             return False
         return unchanged
+
+    def _measured_before(self, step: int) -> tuple[list[Measured], bool]:
+        """What the steps before this one measured, and whether the chosen state is still what it was."""
+        return self.readback.read_now(step), self._unchanged()
 
     def freeze_copies(self, timeout_s: float) -> list[HeldCopy]:
         """Let the copies in host memory change no more. Call after `freeze`. Returns what can be saved of them."""
@@ -174,20 +178,24 @@ class Rescued(ABC):
     @contextlib.contextmanager
     def frozen(self, place: Place | None = None) -> Iterator[FrozenState]:
         """The state that `freeze` has frozen, or what copies hold at a place, to be saved by a thread other than the
-        one that trains. Raises StateChanged if this rank holds nothing there."""
+        one that trains. Raises StateChanged if this rank holds nothing there, and DeviceSilent."""
         own = self.copies.own_at(place) if self.copies and place else None
         copies = self.copies.at(place) if self.copies and place else {}
         live = own is None and self._frozen_live and place in (None, self.position.place)
         if not live and not copies:
             raise StateChanged
-        with self.queue.beside() if live else contextlib.nullcontext():
-            if live:
-                self.position.records = self.metrics.count
+        if live:
+            self.position.records = self.metrics.count
+
+        def hold() -> FrozenState:
             info, state = own.info if own else self._checkpoint_info(), self._frozen_state() if live else None
-            yield FrozenState(
+            return FrozenState(
                 *(self.store, info, state, self.size, self.metrics.rewrite_tail, self._host_buffer),
                 *(self.ring.is_whole if live else lambda: True, self.place, copies, own.structure if own else None),
+                ask=self.queue.ask,
             )
+
+        yield self.queue.ask(hold) if live else hold()
 
     def _lock_records(self, timeout_s: float) -> bool:
         """Let the thread that trains write no more lines; once, for good."""

@@ -6,7 +6,9 @@ each update of the state has a slot: an event before it, an event after it, and 
 left. A state is whole while the device has passed the end of its update, and not the beginning of the next one.
 
 Three slots are enough: an update is queued only when the one before the last has ended on the device. That also bounds
-how far the CPU runs ahead.
+how far the CPU runs ahead, to two steps. It does not keep the device's own queue from filling: CUDA takes about 1,024
+kernels in advance, and a step of a large model launches thousands. The thread that trains then waits in the middle of a
+launch, and the device may not answer any other thread. So all other threads ask it through `DeviceQueue.ask`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from trainer.world.device_queue import DeviceQueue
+from trainer.world.device_queue import DeviceQueue, is_due_to_capture
+from trainer.world.device_thread import DeviceSilent
 
 SLOTS = 3
 DEVICE_S = 5.0  # how long a device may take to end an update that is queued
@@ -145,14 +148,23 @@ class Ring(Generic[Held]):
     # In any thread
 
     def passed(self) -> int:
-        """How far the device has come: grows with the own work and with the update of each step. Waits for nothing."""
+        """How far the device has come, as far as it says: grows with the own work and with the update of each step.
+        Raises RuntimeError when the device has failed."""
         newest = self._newest
-        with self._queue.beside():
+
+        def look() -> int:
             ends = (n + 1 for n in self._numbers(newest) if self._slot(n).ended and self._slot(n).end.query())
             ended = next(ends, 0)
             works = (n + 1 for n in (newest + 1, newest) if self._slot(n).worked and self._slot(n).work_end.query())
-            worked = max(next(works, 0), ended)
-        self._passed = max(self._passed, ended + worked)  # the ring may have moved on meanwhile
+            return ended + max(next(works, 0), ended)
+
+        try:
+            self._passed = max(self._passed, self._queue.ask(look))  # the ring may have moved on meanwhile
+        except DeviceSilent:
+            pass  # it may answer later
+        except RuntimeError as error:
+            if not is_due_to_capture(error):
+                raise
         return self._passed
 
     def freeze(self, timeout_s: float) -> bool:
@@ -160,6 +172,7 @@ class Ring(Generic[Held]):
 
         Waits up to `timeout_s` for the thread that trains to end an update that the device has begun, and at least
         `DEVICE_S` for the device to do what is queued of it. Call it again when the state is not whole any more.
+        Raises DeviceSilent.
         """
         with self._lock:
             self._frozen = True
@@ -167,13 +180,12 @@ class Ring(Generic[Held]):
             return self.is_whole()
         began = time.monotonic()
         while self._newest >= 0:
-            number = self._newest_begun()
-            slot = self._slot(number)
-            if number >= 0 and slot.ended and slot.end.query():
+            number, has_ended = self._queue.ask(self._look)
+            if has_ended:
                 self._chosen = number
                 return True
             # None has begun: the device went on between two queries, and the thread that trains has taken its slot.
-            on_host = number >= 0 and not slot.ended
+            on_host = number >= 0 and not self._slot(number).ended
             if time.monotonic() - began >= (timeout_s if on_host else max(timeout_s, DEVICE_S)):
                 break
             time.sleep(POLL_S)
@@ -201,13 +213,16 @@ class Ring(Generic[Held]):
         return self._redone
 
     def is_whole(self) -> bool:
-        """Whether the device has not begun to change the chosen state: all that has been read until now is of it."""
-        return self._chosen == self._newest or not self._slot(self._chosen + 1).begin.query()
+        """Whether the device has not begun to change the chosen state: all that has been read until now is of it.
+        Raises DeviceSilent."""
+        return self._chosen == self._newest or not self._queue.ask(self._slot(self._chosen + 1).begin.query)
 
-    def _newest_begun(self) -> int:
-        """The newest update that the device has begun, -1 if none. Anything after it is only queued."""
+    def _look(self) -> tuple[int, bool]:
+        """The newest update that the device has begun, -1 if none, and whether it has ended. Anything after it is only
+        queued."""
         begun = (n for n in self._numbers(self._newest) if self._slot(n).begun and self._slot(n).begin.query())
-        return next(begun, -1)
+        number = next(begun, -1)
+        return number, number >= 0 and self._slot(number).ended and self._slot(number).end.query()
 
     def _numbers(self, newest: int) -> range:
         return range(newest, max(newest - SLOTS, -1), -1)

@@ -12,11 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from trainer.compat.cuda_driver import CudaDriver
+from trainer.world.device_thread import DeviceThread
+
+T = TypeVar("T")
 
 NUMBERS: set[Any] = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
 
@@ -75,6 +80,16 @@ class DeviceQueue:
         """Read the device's memory in this block, in any thread, without waiting for what is queued."""
         return contextlib.nullcontext()
 
+    def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
+        """Do this `beside` the queue, for threads other than the one that trains, and return what it returns.
+
+        Raises DeviceSilent when the device does not answer in time; see DeviceThread.
+        """
+        return work()
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+
     def host_buffer(self, count: int) -> Tensor:
         """`count` bytes of host memory that the device copies to directly; uint8."""
         return torch.empty(count, dtype=torch.uint8)  # takes no memory until it is used
@@ -107,13 +122,39 @@ class ReadThrough(TorchFunctionMode):
             return func(number)
 
 
+class CudaEvent:
+    """A mark in a stream. Unlike torch's own, it does not hold Python's lock during a query."""
+
+    def __init__(self, driver: CudaDriver | None) -> None:
+        # blocking: a thread that waits for it sleeps
+        self._event, self._driver = torch.cuda.Event(enable_timing=True, blocking=True), driver
+
+    def record(self) -> None:
+        """See Event."""
+        self._event.record()
+
+    def query(self) -> bool:
+        """See Event."""
+        handle = self._event.cuda_event  # none before it is first recorded
+        passed = self._driver.has_passed(handle) if self._driver is not None and handle else None
+        return self._event.query() if passed is None else passed  # torch raises the driver's error, with its name
+
+    def synchronize(self) -> None:
+        """See Event."""
+        self._event.synchronize()
+
+    def elapsed_time(self, end_event: CudaEvent) -> float:
+        """See Event."""
+        return self._event.elapsed_time(end_event._event)
+
+
 class CudaQueue(DeviceQueue):
     """The stream of a GPU on which the rank trains. It is read on a second stream, which never waits for the first."""
 
     runs_ahead = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._driver = device, CudaDriver.load()
         self._stream = torch.cuda.Stream(device)
         # While a collective hangs, new memory may wait for it. So what a rescue needs is held from now on, since torch
         # empties its caches whenever it records a CUDA graph.
@@ -122,10 +163,11 @@ class CudaQueue(DeviceQueue):
         with self.beside():
             self._held = torch.zeros(1, device=device)  # and with it the 2 MB around it, where hashes are computed
             self._held.item()  # makes the event with which torch marks a copy
+        self._thread = DeviceThread(self.beside)
 
     def event(self) -> Event:
         """See DeviceQueue."""
-        return torch.cuda.Event(enable_timing=True, blocking=True)  # blocking: a thread that waits for it sleeps
+        return CudaEvent(self._driver)
 
     def synchronize(self) -> None:
         """See DeviceQueue."""
@@ -135,8 +177,19 @@ class CudaQueue(DeviceQueue):
     def beside(self) -> Iterator[None]:
         """See DeviceQueue."""
         torch.cuda.set_device(self._device)  # each thread has its own, at first the first GPU
-        with torch.cuda.stream(self._stream), self._reads:
+        with self._ignoring_captures(), torch.cuda.stream(self._stream), self._reads:
             yield
+
+    def _ignoring_captures(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._driver is None else self._driver.ignoring_captures()
+
+    def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
+        """See DeviceQueue."""
+        return self._thread.ask(work, timeout_s)
+
+    def close(self) -> None:
+        """See DeviceQueue."""
+        self._thread.close()
 
     def host_buffer(self, count: int) -> Tensor:
         """See DeviceQueue."""
@@ -145,6 +198,11 @@ class CudaQueue(DeviceQueue):
     def on_host(self, tensor: Tensor) -> bool:
         """See DeviceQueue."""
         return tensor.is_cpu
+
+
+def is_due_to_capture(error: RuntimeError) -> bool:
+    """Whether a call failed because a stream captures a graph. That says nothing about the device."""
+    return "captur" in str(error)  # each of CUDA's errors 900 to 908 has the word
 
 
 def open_queue(device: torch.device) -> DeviceQueue:
