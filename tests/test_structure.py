@@ -1,4 +1,4 @@
-"""How the code hangs together: imports run one way, files stay short, and torch stays out of the command."""
+"""How the code hangs together: imports run one way, and torch stays out of the command."""
 
 from __future__ import annotations
 
@@ -92,20 +92,9 @@ def test_no_cycles() -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_of)
-def test_files_are_short_and_say_what_they_are_for(path: Path) -> None:
-    """A file that outgrows this has become two; the first line is where a newcomer looks."""
-    text = path.read_text()
-    assert len(text.splitlines()) <= 350
-    assert ast.get_docstring(ast.parse(text))
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=module_of)
-def test_classes_are_short(path: Path) -> None:
-    """A class that is too long to understand at once has more than one job."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ClassDef):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= 200, f"{node.name} has {length} lines"
+def test_files_say_what_they_are_for(path: Path) -> None:
+    """The first line is where a newcomer looks."""
+    assert ast.get_docstring(ast.parse(path.read_text()))
 
 
 def test_few_modules_at_the_top() -> None:
