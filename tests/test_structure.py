@@ -1,4 +1,4 @@
-"""How the code hangs together: imports run one way, files stay short, and torch stays out of the command."""
+"""How the code hangs together: imports run one way, and torch stays out of the command."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_a_signal_after_a_rank_was_killed(
     begin_attempt(run, world, 0)
     state: Any = SimpleNamespace(run_dir=run, world=world, config=settings, loop=None, start_step=0)
     rescue: Any = SimpleNamespace(missing=lambda plan: [1])
-    plan: Any = SimpleNamespace(failures=(), lost_shards=())
+    plan: Any = SimpleNamespace(failures=(), lost_shards=(), silences=())
     Rescuer(state, Fault("signal", "giving the step up"), rescue, lambda: True)._record(plan, 5, 5)
     (record,) = read_lines(run.attempts)
     assert record["reason"] == ending.reason

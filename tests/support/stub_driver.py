@@ -19,7 +19,7 @@ int cuEventQuery(void *event) {
     struct timespec pause = {0, 1000000};
     queried_in = mode;
     waiting = 1;
-    for (int i = 0; !release && i < 60000; i++) nanosleep(&pause, 0);  /* at most a minute */
+    for (int i = 0; !release && i < 10000; i++) nanosleep(&pause, 0);  /* at most ten seconds */
     waiting = 0;
     return event == (void *)0x600 ? 600 : status;
 }
