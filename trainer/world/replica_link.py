@@ -173,7 +173,9 @@ class ReplicaLink:
 
     def _keep(self, listener: socket.socket) -> None:
         try:
-            self._keep_copies(self._accept(listener))
+            ward = self._accept(listener)
+            listener.close()  # nobody else is expected
+            self._keep_copies(ward)
         except OSError:  # the ward is gone, or this link is closed
             pass
         except Exception as error:  # such as MemoryError
