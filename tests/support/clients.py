@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +35,7 @@ class Client:
 
     folder: Path
     view: Path
+    pid: int  # of the process that answers for the file system
 
     def command(self, *words: str) -> list[str]:
         """The command that runs `words` on the client."""
@@ -51,6 +54,15 @@ class Client:
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number), str(self.folder))
 
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Meanwhile the server does not answer this client."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
 
 class Clients(list[Client]):
     """Clients of one folder, until the end of the `with`. Also removes those that a killed test left behind."""
@@ -67,10 +79,10 @@ class Clients(list[Client]):
         try:
             for _ in range(self._count):
                 view = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
-                self.append(Client(self._folder, view))
                 words = ("-m", "tests.support.caching_client", str(self._folder), str(view), str(self._cache_s))
                 mount = subprocess.Popen([sys.executable, *words], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
                 self._mounts.append(mount)
+                self.append(Client(self._folder, view, mount.pid))
                 if mount.stdout is None or mount.stdout.readline() != "mounted\n":
                     raise RuntimeError(f"{view} could not be mounted")
         except BaseException:

@@ -42,6 +42,7 @@ from trainer.checkpoint.manifest import STRUCTURE as STRUCTURE
 from trainer.checkpoint.manifest import Manifest as Manifest
 from trainer.checkpoint.manifest import shard_name as shard_name
 from trainer.config.ranking import Ranking
+from trainer.world.fresh_view import look_anew
 
 MANIFEST = "manifest.json"
 BY_LOSS = Ranking("val_loss", lower_is_better=True)
@@ -65,6 +66,10 @@ class CheckpointStore:
         """The steps that have a checkpoint, intact or damaged, oldest first."""
         names = (p.name for p in self.folder.glob("step_*"))
         return sorted(int(n[5:]) for n in names if n[5:].isdigit())
+
+    def look_anew(self) -> None:
+        """See what other hosts have committed, see `trainer.world.fresh_view`."""
+        look_anew(self.folder)
 
     # Writing
 
