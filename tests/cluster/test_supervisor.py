@@ -298,7 +298,7 @@ def test_a_rank_that_takes_long_to_end(tmp_path: Path, monkeypatch: pytest.Monke
     allocation of a run that could start again at once."""
     require(missing())
     (tmp_path / "slow").mkdir()
-    with Clients(tmp_path / "slow", 1) as (slow,), contextlib.ExitStack() as closing:
+    with Clients(tmp_path / "slow", 1, 0.0) as (slow,), contextlib.ExitStack() as closing:
         monkeypatch.setenv("LASTSTEP_TEST_HELD", str(slow.view / "held"))
         step = Step(tmp_path)
         closing.callback(step.close)

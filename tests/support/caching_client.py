@@ -1,15 +1,16 @@
 """A file system that shows a folder as a client of a network file system does: `python -m tests.support.caching_client
-FOLDER POINT SECONDS` mounts FOLDER on POINT. Several such mounts of one folder are several clients.
+FOLDER POINT SECONDS SECONDS` mounts FOLDER on POINT. Several such mounts of one folder are several clients.
 
 What NFS clients do, and what breaks programs that were only tried on one machine (nfs(5), "DATA AND METADATA
 COHERENCE"; fs/nfs/dir.c of Linux):
 
-    * A name that was looked up is remembered for SECONDS, the absence of a name too. So are the names in a folder that
-      was listed, and the attributes of a file. What other clients create, rename, delete or let grow is not seen.
+    * A name that was looked up is remembered for the first SECONDS, the absence of a name too. So are the names in a
+      folder that was listed, and the attributes of a file. What other clients create, rename, delete or let grow is not
+      seen.
     * A client that itself changes a folder (creates, renames or deletes a name there) looks at that folder anew.
     * Whoever opens a file sees what all those had written who have closed or fsynced it before (close-to-open), even if
       another client has replaced or deleted the file. What was written and is still open stays with this client for up
-      to SECONDS.
+      to the second SECONDS.
     * An operation that must not go wrong (create exclusively, rename, mkdir) is done by the server, and its refusal
       makes the client forget what it believed about that name.
     * flock holds between clients. Whoever gets a lock sees what was written under it.
@@ -105,8 +106,8 @@ class Handle:
 class Client:
     """A client's view of a folder."""
 
-    def __init__(self, folder: Path, cache_s: float) -> None:
-        self._cache_s = cache_s
+    def __init__(self, folder: Path, cache_s: float, write_back_s: float) -> None:
+        self._cache_s, self._write_back_s = cache_s, write_back_s
         self._lock = threading.RLock()  # guards the nodes and what is believed of them
         self._nodes: dict[int, Node] = {ROOT: Node(ROOT, os.open(folder, os.O_PATH))}
         self._numbers: dict[tuple[int, int], int] = {}  # of nodes, by device and inode
@@ -158,7 +159,7 @@ class Client:
         """Send to the server what was written long ago, again and again."""
         while True:
             time.sleep(WRITE_BACK_ROUND_S)
-            before = time.monotonic() - self._cache_s
+            before = time.monotonic() - self._write_back_s
             with self._lock:
                 handles = list(self._handles.values())
             for handle in handles:
@@ -508,13 +509,13 @@ def _kind(each: os.DirEntry[str]) -> int:
     return stat.S_IFDIR if each.is_dir(follow_symlinks=False) else stat.S_IFREG
 
 
-def main(folder: str, point: str, cache_s: str) -> None:
+def main(folder: str, point: str, cache_s: str, write_back_s: str) -> None:
     """Mount, say so, and answer until the file system is unmounted."""
     die_with_parent(signal.SIGKILL)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.umask(0)  # the kernel has applied that of the process
-    client = Client(Path(folder), float(cache_s))
+    client = Client(Path(folder), float(cache_s), float(write_back_s))
     mount = Mount(Path(point), client.handle)
     threading.Thread(target=client.write_back, daemon=True).start()
     print("mounted", flush=True)

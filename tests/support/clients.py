@@ -67,11 +67,14 @@ class Client:
 class Clients(list[Client]):
     """Clients of one folder, until the end of the `with`. Also removes those that a killed test left behind."""
 
-    def __init__(self, folder: Path, count: int = 2, cache_s: float = 3.0) -> None:
+    def __init__(self, folder: Path, count: int, cache_s: float, write_back_s: float | None = None) -> None:
+        """`cache_s`: how long a client remembers. `write_back_s`: how long it keeps what was written into an open file;
+        by default the same."""
         super().__init__()
         if lack := missing():
             raise RuntimeError(lack)
-        self._folder, self._count, self._cache_s = folder, count, cache_s
+        self._folder, self._count = folder, count
+        self._times = str(cache_s), str(cache_s if write_back_s is None else write_back_s)
         self._mounts: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Clients:
@@ -79,8 +82,8 @@ class Clients(list[Client]):
         try:
             for _ in range(self._count):
                 view = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
-                words = ("-m", "tests.support.caching_client", str(self._folder), str(view), str(self._cache_s))
-                mount = subprocess.Popen([sys.executable, *words], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+                words = (sys.executable, "-m", "tests.support.caching_client", str(self._folder), str(view))
+                mount = subprocess.Popen([*words, *self._times], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
                 self._mounts.append(mount)
                 self.append(Client(self._folder, view, mount.pid))
                 if mount.stdout is None or mount.stdout.readline() != "mounted\n":
