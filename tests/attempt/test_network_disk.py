@@ -6,6 +6,7 @@ test. The next attempt may begin on another host than the one that saved last.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,16 +30,21 @@ def clients(root: Path) -> Iterator[Clients]:
         yield clients
 
 
-@pytest.mark.parametrize("dies", [0, 1])
-def test_the_next_attempt_begins_at_the_rescued_step(root: Path, clients: Clients, dies: int) -> None:
-    """A rank dies, and the other one, on another host, saves the last step. The next attempt's rank 0 is on the host of
-    the dead rank, which has listed the checkpoints when there was none: it must not begin at step 0, cut the metrics,
-    and say that nothing was lost. Also the ranks meet, although each host believes that there is no address."""
-    small, run = config(root, f"rescued-{dies}", 2, FAULTY), RunDir(root / f"rescued-{dies}")
+@pytest.mark.parametrize("fault", ["kill step 6 rank 0", "kill step 6 rank 1", "halt step 6 rank 0"])
+def test_the_next_attempt_begins_at_the_rescued_step(root: Path, clients: Clients, fault: str) -> None:
+    """A rank dies, or freezes, and the other one, on another host, saves the last step. The next attempt's rank 0 is on
+    the host of the first, which has listed the checkpoints when there was none: it must not begin at step 0, cut the
+    metrics, and say that nothing was lost. Also the ranks meet, although each host believes that there is no address.
+    """
+    name, hit = fault.replace(" ", "-"), int(fault[-1])
+    small, run = config(root, name, 2, FAULTY), RunDir(root / name)
     run.checkpoints.mkdir(parents=True)
-    attempt = Attempt(small, {"LASTSTEP_TEST_FAULT": f"kill step 6 rank {dies}"}, nodes=2, before=on(clients))
-    assert attempt.wait() == [KILLED if rank == dies else 1 for rank in range(2)], attempt.output()
-    following = Attempt(small, nodes=2, before=on(clients[:: -1 if dies else 1]))
+    attempt = Attempt(small, {"LASTSTEP_TEST_FAULT": fault}, nodes=2, before=on(clients))
+    attempt.wait_for_end(1 - hit)
+    if fault.startswith("halt"):
+        attempt.signal(signal.SIGKILL, hit)  # as its supervisor would
+    assert attempt.wait() == [KILLED if rank == hit else 1 for rank in range(2)], attempt.output()
+    following = Attempt(small, nodes=2, before=on(clients[:: -1 if hit else 1]))
     assert following.wait() == [0, 0], following.output()
     first, second = read_lines(run.attempts)
     assert (first["end_step"], first["lost_steps"], second["start_step"]) == (5, 0, 5), following.output()
