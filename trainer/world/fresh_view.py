@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trainer.world.world import hostname
 
+MARK = ".look-"  # how the name of the folder begins that `look_anew` makes and removes
 # How often a process that polls refreshes its view: at most once in this time for each rank of the attempt, so that
 # many ranks do not overload the file system, and once in the shortest.
 PERIOD_S_PER_RANK = 0.001
@@ -26,10 +27,11 @@ SHORTEST_PERIOD_S = 0.1
 def look_anew(folder: Path) -> None:
     """See what other hosts have changed in a folder: from now on its names are those of the server.
 
-    Makes and removes a folder in it, `.look-HOST`. Does nothing where that is refused. If the folder is not there, it
-    may have appeared elsewhere: then the folder above is refreshed.
+    Makes and removes a folder in it, `.look-HOST`. A killed process may leave it there; the next look removes it. Where
+    that is refused, nothing happens. If the folder itself is not there, it may have appeared elsewhere: then the folder
+    above is refreshed.
     """
-    own = folder / f".look-{hostname()}"
+    own = folder / f"{MARK}{hostname()}"
     try:
         with suppress(FileExistsError):  # another process of this host is here, or has died here
             own.mkdir()
