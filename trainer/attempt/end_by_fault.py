@@ -137,10 +137,11 @@ class EndByFault:
     def _check_gone(self) -> Fault | None:
         """On rank 0: whether a supervisor says that its rank was killed. Before the ranks have met nothing else shows
         that. A rank that has failed by itself records the end."""
-        world = self._state.world
+        state, world = self._state, self._state.world
         if world.rank:
             return None
-        if not self._has_met or self._checks % CHECKS_PER_LOOK == 0:
+        saves_last = state.loop is not None and state.loop.saves.last
+        if not self._has_met or state.signal or saves_last:  # SIGKILL may come soon; else a lifeline shows it
             self._view.refresh()
         if not self._folder.exists():
             return None
