@@ -167,6 +167,22 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
     end.wait()  # so a main thread that failed by itself is not held up either
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_main_thread_that_no_collective_frees(root: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo's collectives fail once a peer is gone, and the main thread ends this rank as it likes to. NCCL's never do:
+    the ranks would start again two seconds later, for nothing."""
+    monkeypatch.setattr(end_by_fault, "exit_now", Mock(side_effect=Ended))
+    attempt, _, group = an_attempt(root, f"frees-{fails}")
+    group.world, group.fails_with_peers = a_world(size=2), fails
+    attempt._state.group = group
+    end = EndByFault(attempt._state, GracePeriod(attempt._config.launch))
+    end._try_to_take_part, end._main_thread_failed = Mock(), Mock()  # type: ignore[method-assign]
+    end._main_thread_failed.wait.return_value = False
+    with pytest.raises(Ended):
+        end.run(Fault("failed", "rank 1 has ended"))
+    end._main_thread_failed.wait.assert_called_once_with(end_by_fault.MAIN_THREAD_S if fails else 0.0)
+
+
 def test_a_rank_has_ended(root: Path) -> None:
     """Its supervisor says so, at any moment: rank 0 may be waiting for it where no collective ever fails."""
     attempt, loop, _ = an_attempt(root, "ended")

@@ -30,9 +30,10 @@ from torch import Tensor
 from tests.support.disk import failing_at
 from tests.support.frozen import save_alone
 from tests.support.waiting import DEADLINE_S
+from trainer.checkpoint import store as store_module
 from trainer.checkpoint import stripes
 from trainer.checkpoint.pack import Packed, load
-from trainer.checkpoint.store import CheckpointError, CheckpointStore, Manifest, shard_name
+from trainer.checkpoint.store import LUSTRE, MANIFEST, CheckpointError, CheckpointStore, Manifest, shard_name
 from trainer.checkpoint.weights import weights_sha256
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
@@ -698,3 +699,53 @@ def test_a_buffer_that_cannot_be_made(store: CheckpointStore, monkeypatch: pytes
         buffers.error = None
         save([rank], 2)
     assert_only_whole(store, 2)
+
+
+@pytest.mark.parametrize("kind", ["lustre", "another"])
+def test_each_rank_syncs_its_file_and_on_lustre_no_folder(
+    store: CheckpointStore, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand ranks that each have the metadata server commit all it has would stop it. But a name that no rank
+    syncs is lost in a power cut, together with the checkpoint."""
+    monkeypatch.setattr(store_module, "_kind", lambda path: LUSTRE if kind == "lustre" else 0)
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real(descriptor)
+
+    with writers(store, 4) as ranks:
+        monkeypatch.setattr(os, "fsync", fsync)
+        save(ranks, 5)
+    writing = next(name for name in synced if name.startswith(".writing-"))
+    names = {"structure.pt", MANIFEST, *(shard_name(number, 4) for number in range(4))}
+    by_ranks = 0 if kind == "lustre" else 5  # one after each file
+    assert {name: synced.count(name) for name in (*names, writing)} == {
+        **dict.fromkeys(names, 1),
+        writing: by_ranks + 1,
+    }
+    assert synced.index(MANIFEST) < len(synced) - 1 - synced[::-1].index(writing) < synced.index("checkpoints")
+
+
+def test_the_kind_of_a_file_system() -> None:
+    """statfs(2) is right: proc has a number of its own."""
+    assert store_module._kind(Path("/proc/self/stat")) == 0x9FA0
+    assert store_module._kind(Path("/no/such/folder")) == 0
+
+
+def test_only_ranks_that_write_touch_the_folder(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small state is written by one rank. A thousand others must not create its folder a thousand times."""
+    created: list[str] = []
+    mkdir = os.mkdir
+
+    def counted(path: Path, mode: int = 0o777) -> None:
+        created.append(path.name.partition("-step")[0])
+        mkdir(path, mode)
+
+    with writers(store, 4) as ranks:
+        monkeypatch.setattr(stripes, "STRIPE_BYTES", 64 << 20)
+        monkeypatch.setattr(os, "mkdir", counted)
+        save(ranks, 5)
+        save(ranks, 6)
+    assert created == [".writing", "checkpoints", ".writing", ".writing"]

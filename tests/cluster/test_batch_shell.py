@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.clients import Clients, missing
+from tests.support.needs import require
 from tests.support.waiting import DEADLINE_S, wait_until
 from trainer.cluster import batch_shell
 from trainer.config.checks import nodes_for
@@ -81,6 +83,21 @@ def test_srun_waits_for_a_dead_node(run: RunDir, launch: Launch) -> None:
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=DEADLINE_S / 2)
     size = "--nodes=2 " if launch is SPARE else ""
     assert done.returncode == 0 and calls(run) == [f"{size}--label python", f"{size}{SHARE} --label python"]
+
+
+def test_the_shell_sees_what_another_host_has_created(run: RunDir) -> None:
+    """A client of a network file system remembers for a minute, here forever, that there is no such file. The job's
+    nodes would be idle for as long. A folder of that name that a killed shell has left is in nobody's way."""
+    require(missing())
+    does(run, "touch $0.runs", f"[ $LASTSTEP_RESTARTS = 1 ] || exec sleep {DEADLINE_S}")
+    run.step_over("7").with_name("7.step_over.look").mkdir()
+    with Clients(run.path, 1, DEADLINE_S * 2) as (host,):
+        lines = ["set -eu", *shell(run, "[ $1 = 137 ]")]
+        with subprocess.Popen(host.command("bash", "-c", "\n".join(lines))) as process:
+            wait_until((run.path.parent / "srun.runs").exists, "srun was not started")
+            run.step_over("7").touch()
+            assert process.wait(DEADLINE_S / 2) == 0
+    assert len(calls(run)) == 2
 
 
 def test_a_signal_does_not_end_the_wait(run: RunDir) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from submitit.core.utils import DelayedSubmission, JobPaths
 
+from tests.support.clients import Client, Clients, missing
 from tests.support.forked import forked_python
+from tests.support.needs import require
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
 from trainer.attempt.rescue_files import gone_file, silent_file
 from trainer.cluster import run_folders
+from trainer.cluster.supervisor import GONE_S
 from trainer.config.config import Config
 from trainer.records.attempt_record import Reason
 from trainer.records.attempts import begin_attempt, end_attempt
@@ -28,6 +33,7 @@ from trainer.world.world import World
 WORLD = a_world(
     size=2, job_id="7", launcher="submitit-slurm", on_slurm=True, hosts=("n1", "n1"), step_id=0, step_restarts=0
 )
+REMEMBERED_S = 3600.0  # longer than any test: what the hosts do not look for they never see
 SUPERVISOR = "trainer.cluster.supervisor"
 SCONTROL = """\
 #!/bin/bash
@@ -40,12 +46,12 @@ esac
 
 
 class Step:
-    """A step of a job: two supervisors, each with its rank."""
+    """A step of a job: two supervisors, each with its rank, on `hosts` if given. The test sees the disk as it is."""
 
-    def __init__(self, root: Path, of_rank_0: str = SUPERVISOR) -> None:
-        words = [f"launch.root={root}", "launch.name=run", "launch.tasks_per_node=2", "launch.hang_timeout_s=5"]
+    def __init__(self, root: Path, of_rank_0: str = SUPERVISOR, hosts: Sequence[Client] = ()) -> None:
+        disk, self.folder, self._hosts = disk_of(root), root / "ranks", hosts
+        words = [f"launch.root={disk}", "launch.name=run", "launch.tasks_per_node=2", "launch.hang_timeout_s=5"]
         self.run: RunDir = run_folders.create(Config.load("mnist", words))
-        self.folder = self.run.path / "ranks"
         self.folder.mkdir()
         (self.folder / "state").write_text("RUNNING")
         (self.folder / "scontrol").write_text(SCONTROL.format(folder=self.folder))
@@ -67,13 +73,14 @@ class Step:
             "SLURM_JOB_NODELIST": "n1",
             "LASTSTEP_RESTARTS": "0",
             "OMP_NUM_THREADS": "1",
+            "LASTSTEP_TEST_RANKS": str(self.folder),
             "PATH": f"{self.folder}:{os.environ['PATH']}",
         }
-        words = ["-u", "-m", module, "-u", "-m", "tests.support.supervised", str(self.run.logs)]
+        words = [forked_python(), "-u", "-m", module, "-u", "-m", "tests.support.supervised", str(self.run.logs)]
+        if self._hosts:
+            words = self._hosts[rank].command(*words)
         with (self.run.logs / f"rank_{rank}.log").open("wb") as log:
-            return subprocess.Popen(
-                [forked_python(), *words], cwd=PROJECT, env={**os.environ, **place}, stdout=log, stderr=log
-            )
+            return subprocess.Popen(words, cwd=PROJECT, env={**os.environ, **place}, stdout=log, stderr=log)
 
     def began(self, rank: int, restarts: int = 0) -> int:
         """Wait for this start of the rank; returns its pid."""
@@ -138,6 +145,12 @@ class Step:
             supervisor.wait()
 
 
+def disk_of(root: Path) -> Path:
+    """The disk that the hosts share."""
+    (root / "disk").mkdir(exist_ok=True)
+    return root / "disk"
+
+
 @pytest.fixture
 def step(tmp_path: Path) -> Iterator[Step]:
     step = Step(tmp_path)
@@ -145,9 +158,25 @@ def step(tmp_path: Path) -> Iterator[Step]:
     step.close()
 
 
-def test_the_ranks_start_again(step: Step) -> None:
+@pytest.fixture(params=["one host", "two hosts"])
+def anywhere(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Step]:
+    """Also on two hosts that see what the other has done only when they look for it, see `trainer.world.fresh_view`."""
+    if request.param == "two hosts":
+        require(missing())
+        with Clients(disk_of(tmp_path), 2, REMEMBERED_S) as hosts:
+            step = Step(tmp_path, hosts=hosts)
+            yield step
+            step.close()
+    else:
+        step = Step(tmp_path)
+        yield step
+        step.close()
+
+
+def test_the_ranks_start_again(anywhere: Step) -> None:
     """A rank is killed, the other saves and fails: both start again under the same supervisors, also a second time.
     After the rank's orderly end a supervisor ends as the rank does."""
+    step = anywhere
     for restarts in range(2):
         step.began(0, restarts), step.began(1, restarts)
         step.attempt_begins(restarts)
@@ -162,8 +191,9 @@ def test_the_ranks_start_again(step: Step) -> None:
     assert step.asked("requeue") == 0
 
 
-def test_a_frozen_rank_is_killed(step: Step) -> None:
+def test_a_frozen_rank_is_killed(anywhere: Step) -> None:
     """Nothing else would end it, and srun would never end. The others need not wait for it either."""
+    step = anywhere
     frozen = step.began(1)
     step.began(0)
     step.attempt_begins()
@@ -231,8 +261,9 @@ def test_a_supervisor_that_died_ends_the_step(step: Step) -> None:
     assert not step.run.step_over("7").exists()
 
 
-def test_after_a_hang_somebody_requeues(step: Step) -> None:
+def test_after_a_hang_somebody_requeues(anywhere: Step) -> None:
     """srun may wait forever for a node that it cannot reach, so it is not waited for."""
+    step = anywhere
     step.began(0), step.began(1)
     step.attempt_begins()
     step.supervisors[1].kill()
@@ -259,6 +290,32 @@ def test_a_warning_between_two_starts(step: Step) -> None:
     step.rescue()
     step.ends(0, 1)
     assert step.caught(1, 1) == "SIGUSR2"
+
+
+def test_a_rank_that_takes_long_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may need longer than GONE_S to tear a killed rank down: gigabytes of pinned memory, a GPU's context;
+    here a file that it cannot close. Its supervisor lives and says so, so the other one waits, and does not give up the
+    allocation of a run that could start again at once."""
+    require(missing())
+    (tmp_path / "slow").mkdir()
+    with Clients(tmp_path / "slow", 1, 0.0) as (slow,), contextlib.ExitStack() as closing:
+        monkeypatch.setenv("LASTSTEP_TEST_HELD", str(slow.view / "held"))
+        step = Step(tmp_path)
+        closing.callback(step.close)
+        rank = step.began(1)
+        step.began(0)
+        step.attempt_begins()
+        with slow.hanging():
+            os.kill(rank, signal.SIGKILL)
+            step.rescue()
+            step.ends(0, 1)
+            step.waits_for_gone(0)
+            over = time.monotonic() + GONE_S + 2
+            wait_until(lambda: time.monotonic() > over, "time stands still")
+            assert step.supervisors[0].poll() is None and not step.is_gone(1)
+        step.began(0, 1)
+        step.began(1, 1)
+        assert not step.run.step_over("7").exists()
 
 
 def test_a_signal_to_end_between_two_starts(step: Step) -> None:
@@ -304,8 +361,9 @@ def test_a_job_that_slurm_ends(step: Step) -> None:
     assert step.asked("requeue") == 0
 
 
-def test_a_run_that_may_not_continue(step: Step) -> None:
+def test_a_run_that_may_not_continue(anywhere: Step) -> None:
     """Both supervisors read that in the record, and neither waits for the other."""
+    step = anywhere
     step.began(0), step.began(1)
     step.attempt_begins()
     step.rescue_begins()

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from tests.support.clients import Client
 from tests.support.hosts import Hosts
 from tests.support.project import PROJECT
 
@@ -114,10 +115,12 @@ class Cluster:
         nodes: Sequence[str] = NODES,
         slurm_conf: str = SLURM_CONF,
         hosts: Hosts | None = None,
+        clients: Sequence[Client] = (),
     ) -> None:
         self.folder = folder.resolve()
         self.nodes = [host.name for host in hosts] if hosts else nodes
         self.hosts = hosts
+        self.clients = dict(zip(self.nodes, clients))
         self.template = slurm_conf
         self.accounting = True
         self.conf = self.folder / "slurm.conf"
@@ -141,18 +144,20 @@ class Cluster:
         nodes: Sequence[str] = NODES,
         slurm_conf: str = SLURM_CONF,
         hosts: Hosts | None = None,
+        clients: Sequence[Client] = (),
     ) -> Cluster:
         """Start a cluster, after stopping one in the same folder and those whose `owner` (a pid) has died.
 
         `grace_s` is the GraceTime of the partition "grace". `slurm_conf` is the template of slurm.conf. With `hosts`,
-        each host is a node, otherwise each name in `nodes`. Raises RuntimeError.
+        each host is a node, otherwise each name in `nodes`. With `clients`, the first nodes are these clients of a
+        network file system. Raises RuntimeError.
         """
         if lack := missing():
             raise RuntimeError(lack)
         for _, previous_owner, abandoned in _run_folders():
             if not Path(f"/proc/{previous_owner}").exists():
                 cls(abandoned).stop()
-        cluster = cls(folder, nodes, slurm_conf, hosts)
+        cluster = cls(folder, nodes, slurm_conf, hosts, clients)
         cluster.stop()
         try:
             waits = dict(kill_wait_s=kill_wait_s, grace_s=grace_s, slurmd_timeout_s=slurmd_timeout_s)
@@ -217,6 +222,8 @@ class Cluster:
         program, _, node = name.partition(".")
         words = (program, "-D", *(("-N", node) if node else ()), "-f", str(self.conf))
         host = next((host for host in self.hosts or () if host.name == node), None)
+        if client := self.clients.get(node):
+            words = (*client.command(*words),)
         self._daemon(*(host.command(*words) if host else words), log=name)
 
     def stop_daemon(self, name: str, number: signal.Signals) -> None:

@@ -1,6 +1,7 @@
 """A stand-in for a rank: `python -m tests.support.supervised LOGS` writes down each start and its signals, then waits.
 
-It ends with the status in the file `end.RANK.RESTARTS`, or by the signal whose negative number is there.
+It does so in the folder LASTSTEP_TEST_RANKS. It ends with the status in the file `end.RANK.RESTARTS`, or by the signal
+whose negative number is there. Meanwhile rank 1 holds the file LASTSTEP_TEST_HELD open, if there is such a variable.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from trainer.world.signals import STOP_SIGNALS
 if __name__ == "__main__":
     world = detect_world()
     me = f"{world.rank}.{world.step_restarts}"
-    folder = Path(sys.argv[1]).parent / "ranks"
+    folder = Path(os.environ["LASTSTEP_TEST_RANKS"])
+
+    if world.rank == 1 and (path := os.environ.get("LASTSTEP_TEST_HELD")):
+        held = Path(path).open("w")  # noqa: SIM115
 
     def caught(number: int, _: object) -> None:
         (folder / f"signal.{me}").write_text(signal.Signals(number).name)

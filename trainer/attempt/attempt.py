@@ -22,7 +22,6 @@ from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.ending import end_srun, ending_by_signal, print_hint, record_end, requeue
 from trainer.attempt.grace import GracePeriod
 from trainer.attempt.preflight import Preflight
-from trainer.attempt.rescue_files import has_begun
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.store import CheckpointError, Manifest
 from trainer.config.config import Config
@@ -34,6 +33,7 @@ from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.world import run_lock
 from trainer.world.bad_node import BadNode, blamed_host
+from trainer.world.fresh_view import look_anew
 from trainer.world.launchers import restarts_in_place
 from trainer.world.signals import Signals
 from trainer.world.slurm import kill_wait_s
@@ -83,7 +83,7 @@ class Attempt:
             ticks=lambda: self._state.ticks,
             check=self._end_by_fault.check,
             of_death=self._end_by_fault.of_death,
-            others_gave_up=lambda: has_begun(run_dir.rescues / world.attempt),
+            others_gave_up=self._end_by_fault.others_gave_up,
             grace_s=lambda: self._grace.seconds(self._state.signal or signal.SIGTERM),
         )
         self._watchdog = Watchdog(probes, config.launch.hang_timeout_s, self._end_by_fault.run)
@@ -145,6 +145,8 @@ class Attempt:
         """
         state = self._state
         run_lock.acquire(self._run_dir.lock, state.world)
+        look_anew(self._run_dir.path)  # the attempt before may have ended on another host, a second ago
+        state.store.look_anew()
         if never_began(self._run_dir, state.world, restarts_in_place(os.environ)):
             say("srun has ended, and the batch shell has recorded that this attempt never began; ending it")
             self._closing.close()

@@ -18,11 +18,12 @@ from trainer.attempt.deadline import exit_now, run_for
 from trainer.attempt.ending import EndReason, record_end
 from trainer.attempt.grace import LAST_MOMENT_S, GracePeriod
 from trainer.attempt.rescue import Rescue
-from trainer.attempt.rescue_files import exit_status
+from trainer.attempt.rescue_files import exit_status, has_begun
 from trainer.attempt.rescuer import Rescuer
 from trainer.attempt.state import AttemptState
 from trainer.records.attempts import find_record
 from trainer.say import say
+from trainer.world.fresh_view import FreshView
 from trainer.world.neighbour import Neighbour
 from trainer.world.seal import Seal
 from trainer.world.watchdog import Fault, FaultReason
@@ -52,6 +53,9 @@ class EndByFault:
         self._checks = 0
         self._neighbour: Neighbour | None = None
         self._has_met = False
+        world = state.world
+        self._folder = state.run_dir.rescues / world.attempt
+        self._view = FreshView(world.size, self._folder)
 
     def main_thread_failed(self) -> None:
         """The main thread has left its step for good: an update that it had begun will not be completed."""
@@ -108,6 +112,11 @@ class EndByFault:
         except OSError:  # of the file system that the ranks share: it may answer half a second later
             return None
 
+    def others_gave_up(self) -> bool:
+        """Whether another rank has begun its end by fault, and so given up on the others."""
+        self._view.refresh()
+        return has_begun(self._folder)
+
     def close(self) -> None:
         """The attempt is over."""
         if self._neighbour is not None:
@@ -128,10 +137,15 @@ class EndByFault:
     def _check_gone(self) -> Fault | None:
         """On rank 0: whether a supervisor says that its rank was killed. Before the ranks have met nothing else shows
         that. A rank that has failed by itself records the end."""
-        folder, size = self._state.run_dir.rescues / self._state.world.attempt, self._state.world.size
-        if self._state.world.rank or not folder.exists():
+        state, world = self._state, self._state.world
+        if world.rank:
             return None
-        killed = (rank for rank in range(1, size) if (exit_status(folder, rank) or 0) < 0)
+        saves_last = state.loop is not None and state.loop.saves.last
+        if not self._has_met or state.signal or saves_last:  # SIGKILL may come soon; else a lifeline shows it
+            self._view.refresh()
+        if not self._folder.exists():
+            return None
+        killed = (rank for rank in range(1, world.size) if (exit_status(self._folder, rank) or 0) < 0)
         return next(map(self.of_death, killed), None)
 
     def _check_neighbour(self) -> Fault | None:
@@ -173,9 +187,12 @@ class EndByFault:
         if fault.reason in ("hung", "signal"):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         world = state.world
-        folder = state.run_dir.rescues / world.attempt
         seal = state.group.seal if state.group is not None else Seal()
-        rescue = Rescue(folder, world.rank, world.size, lambda: find_record(state.run_dir, world) is not None, seal)
+
+        def is_recorded() -> bool:
+            return find_record(state.run_dir, world) is not None
+
+        rescue = Rescue(self._folder, world.rank, world.size, is_recorded, seal)
         rescue.sign_in(self._own_failure, began_step=state.ticks > 0)
         self._rescue = rescue
         rescue.start()

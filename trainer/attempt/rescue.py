@@ -33,7 +33,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from trainer.attempt.rescue_files import gone_file, leader_file
+from trainer.attempt.rescue_files import gone_file, leader_file, survivor_file
 from trainer.attempt.rescue_plan import is_behind, next_plan
 from trainer.attempt.rescue_records import Board, Holding, Part, Plan, Survivor
 from trainer.attempt.rescue_roll import ALONE_S, SILENT_S, Roll
@@ -164,7 +164,7 @@ class Rescue:
             me = self._me = replace(self._me, beat=self._me.beat + 1)
         try:
             # First of all: a client of a network file system that changes a folder notices what others changed there.
-            write_fields(self._folder / f"rank_{me.rank}.json", asdict(me), self._seal)
+            write_fields(survivor_file(self._folder, me.rank), asdict(me), self._seal)
             self._refused = 0
         except OSError as error:
             self._refused += 1
@@ -264,7 +264,7 @@ def read_board(folder: Path, term: int, seal: Seal) -> Board | None:
 
 def read_survivor(folder: Path, rank: int, seal: Seal) -> Survivor | None:
     """The survivor with this rank, None if it has not signed in."""
-    fields = read_fields(folder / f"rank_{rank}.json", seal)
+    fields = read_fields(survivor_file(folder, rank), seal)
     with contextlib.suppress(TypeError, KeyError, AttributeError):
         if fields is not None and fields["rank"] == rank:
             return Survivor.parse(fields)

@@ -6,6 +6,11 @@ import contextlib
 from pathlib import Path
 
 
+def survivor_file(folder: Path, rank: int) -> Path:
+    """The file with which a rank takes part in the rescue."""
+    return folder / f"rank_{rank}.json"
+
+
 def leader_file(folder: Path, term: int) -> Path:
     """The file of the leader of a term, from 0."""
     return folder / f"leader_{term}.json"
@@ -26,6 +31,16 @@ def exit_status(folder: Path, rank: int) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int(gone_file(folder, rank).read_text())
     return None
+
+
+def exiting_file(folder: Path, rank: int) -> Path:
+    """Exists if the rank's supervisor sees its process end, which takes long: it has much memory to give back."""
+    return folder / f"exiting_{rank}"
+
+
+def is_ending(folder: Path, rank: int) -> bool:
+    """Whether a rank that is not gone will be soon: it lived when the rescue began, or is being torn down."""
+    return survivor_file(folder, rank).exists() or exiting_file(folder, rank).exists()
 
 
 def silent_file(folder: Path) -> Path:

@@ -92,6 +92,7 @@ class FrozenState:
         once all parts are written. An intact checkpoint of this step remains. Raises CheckpointError.
         """
         step, store = self._info.step, self._store
+        store.look_anew()  # a rank on another host may have committed this step
         writing, exists = store.writing_folder(step, tag), store.path(step).exists()
         if exists and store.is_intact(step):
             return store.discard(writing)

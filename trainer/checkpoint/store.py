@@ -7,9 +7,10 @@
 
 The commit protocol. A crash, a kill or a power cut at any moment leaves the old checkpoint or the new one:
 
-    1. Every rank writes its shard into the folder `.writing-step_000001234-TAG` and fsyncs it. No reader takes that
-       name for a checkpoint, so an unfinished save is never loaded. The tag is unique to the save, so a writer that
-       hangs from an earlier attempt cannot write into the files of this one.
+    1. Every rank writes its shard into the folder `.writing-step_000001234-TAG` and fsyncs it, and also its name, that
+       is the folder, except on Lustre (`syncs_names`). No reader takes that folder's name for a checkpoint, so an
+       unfinished save is never loaded. The tag is unique to the save, so a writer that hangs from an earlier attempt
+       cannot write into the files of this one.
     2. Every rank reports the size and SHA-256 of what it wrote. Rank 0 waits for all reports and compares the sizes
        with the files, so a shard that is missing or truncated prevents the commit.
     3. Rank 0 writes manifest.json and fsyncs the file and the folder, so that after a power cut the commit cannot be
@@ -27,10 +28,12 @@ Reading does not trust any of this: `newest` compares every file with its hash a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -42,8 +45,11 @@ from trainer.checkpoint.manifest import STRUCTURE as STRUCTURE
 from trainer.checkpoint.manifest import Manifest as Manifest
 from trainer.checkpoint.manifest import shard_name as shard_name
 from trainer.config.ranking import Ranking
+from trainer.world.fresh_view import MARK, look_anew
 
 MANIFEST = "manifest.json"
+LUSTRE = 0x0BD00BD0  # linux/magic.h does not have it, lustre_user.h does: LL_SUPER_MAGIC
+STATFS_BYTES = 256  # more than any struct statfs has
 BY_LOSS = Ranking("val_loss", lower_is_better=True)
 
 
@@ -66,6 +72,10 @@ class CheckpointStore:
         names = (p.name for p in self.folder.glob("step_*"))
         return sorted(int(n[5:]) for n in names if n[5:].isdigit())
 
+    def look_anew(self) -> None:
+        """See what other hosts have committed, see `trainer.world.fresh_view`."""
+        look_anew(self.folder)
+
     # Writing
 
     def recover(self) -> None:
@@ -76,8 +86,9 @@ class CheckpointStore:
                 shutil.rmtree(replaced, ignore_errors=True)
             else:
                 replaced.rename(final)
-        for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".deleting-*")):
-            self.discard(unfinished)
+        for unfinished in (".writing-", ".deleting-", MARK):
+            for left in self.folder.glob(f"{unfinished}*"):
+                self.discard(left)
 
     def writing_folder(self, step: int, tag: str) -> Path:
         """The folder that holds the files of a checkpoint until it is committed.
@@ -93,8 +104,11 @@ class CheckpointStore:
         Raises OSError, also when the run's folder is gone: a deleted run must not come back as a folder of checkpoints.
         """
         writing = self.writing_folder(step, tag)
-        self.folder.mkdir(exist_ok=True)
-        writing.mkdir(exist_ok=True)
+        try:
+            writing.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            self.folder.mkdir(exist_ok=True)
+            writing.mkdir(exist_ok=True)
         return writing
 
     def commit(self, writing: Path, manifest: Manifest, replaces: bool = True) -> Path:
@@ -258,6 +272,26 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def syncs_names(file: Path) -> bool:
+    """Whether the sync of a new file makes its name survive a power cut, too: on Lustre.
+
+    There the sync of a file asks the metadata server, too, to commit the transaction that made the file, of which its
+    name is a part. The sync of a folder asks it to commit everything, each time (`ll_fsync` in lustre/llite/file.c,
+    `mdt_object_sync` in lustre/mdt/mdt_handler.c; read in the sources of 2.12 and earlier, not tried). A thousand ranks
+    need not do that; the one that commits does. POSIX promises nothing of the kind, and elsewhere a file's name may be
+    known to one node alone.
+    """
+    return _kind(file) == LUSTRE
+
+
+def _kind(path: Path) -> int:
+    """The number of the kind of the file system that holds a path, see man 2 statfs; 0 if it is not known."""
+    found = ctypes.create_string_buffer(STATFS_BYTES)
+    if sys.platform != "linux" or ctypes.CDLL(None).statfs(os.fsencode(path), found):
+        return 0
+    return ctypes.c_long.from_buffer(found).value
 
 
 def skipped(step: int, error: CheckpointError) -> str:

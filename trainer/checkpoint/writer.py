@@ -55,6 +55,7 @@ from trainer.checkpoint.store import (
     FileEntry,
     Manifest,
     fsync,
+    syncs_names,
 )
 from trainer.config.ranking import Ranking
 from trainer.world.sealed_store import with_prefix
@@ -226,7 +227,9 @@ class CheckpointWriter:
         """Write this rank's files, and report them or the error to rank 0."""
         report: _PartReport = {"files": {}, "error": None}
         try:
-            writing = self._store.create_writing_folder(job.info.step, tag)
+            writing = self._store.writing_folder(job.info.step, tag)
+            if self._rank == 0 or job.part.file is not None:
+                self._store.create_writing_folder(job.info.step, tag)
             if self._rank == 0:
                 job.before_commit()
                 report["files"][STRUCTURE] = write_file(writing / STRUCTURE, [serialized_structure(job.part.structure)])
@@ -340,7 +343,8 @@ def write_file(path: Path, chunks: Iterable[memoryview], sync_bytes: int | None 
                 synced = size
         file.flush()
         os.fsync(file.fileno())
-    fsync(path.parent)  # its name too: on a shared disk this node may be the only one that knows of it yet
+    if not syncs_names(path):
+        fsync(path.parent)  # its name too: on a shared disk this node may be the only one that knows of it yet
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 

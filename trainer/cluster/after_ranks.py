@@ -51,6 +51,7 @@ from trainer.rundir import RunDir
 from trainer.say import command, say
 from trainer.trainer import Trainer
 from trainer.world import run_lock
+from trainer.world.fresh_view import look_anew
 from trainer.world.launchers import detect_world, restarts_in_place
 from trainer.world.signals import STOP_SIGNALS
 from trainer.world.slurm import (
@@ -100,6 +101,8 @@ def after_ranks(
             say(f"not requeued: another attempt is at work on this run ({holder})")
             _end_for_good(world, launch)
             return False
+        look_anew(run.path)  # the ranks may have recorded the end, and saved, on other hosts a second ago
+        CheckpointStore(run.checkpoints).look_anew()
         rank_0_lives = bool(holder)  # only srun was killed, or the node of rank 0 is cut off
         kept_step = cache(lambda: _newest_step(run))
         failed_start = _why_not_started(run, world, launch, status, setup_line)

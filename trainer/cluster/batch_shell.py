@@ -16,6 +16,9 @@ from trainer.world.launchers import BATCH_HOST, RESTARTS, WORKING_FOLDER
 
 # How long the ranks that survived a node may take to end once the end is recorded. Then srun is killed, and they too.
 OVER_S = 3
+# The shell looks every second whether it is, and every this many looks with a fresh view of the folder
+# (trainer/world/fresh_view.py): it does so for as long as the job lasts.
+LOOKS = 5
 # srun's options for a restart. Where a node has died, Slurm may still count the old step, although the node is back:
 # srun would wait without end for what that step held, so the new step shares it. If it must wait for anything else, it
 # gives up after a minute, and the job is requeued.
@@ -64,7 +67,11 @@ def start_again(run: RunDir, launch: Launch) -> list[str]:
         '    rm -f "$step_over"',
         '    (exec srun $size $share "$@") &',
         "    srun=$!",
-        f'    (until [ -e "$step_over" ]; do sleep 1; done; sleep {OVER_S}; kill -KILL $srun) 2>/dev/null &',
+        "    # A change of the folder shows this host what another one has created there.",
+        '    (until [ -e "$step_over" ]; do',
+        "        sleep 1; looks=$((${looks-0} + 1))",
+        f'        ((looks % {LOOKS})) || {{ mkdir "$step_over.look"; rmdir "$step_over.look"; }} || :',
+        f"    done; sleep {OVER_S}; kill -KILL $srun) 2>/dev/null &",
         "    watcher=$!",
         "    # A signal ends only the wait.",
         "    while wait $srun 2>/dev/null; status=$?; kill -0 $srun 2>/dev/null; do :; done",

@@ -9,8 +9,10 @@ A supervisor passes on the signals that ask for a stop, and ends as its rank end
 other ranks have ended their attempt by fault too, the supervisors agree through the run folder:
 
     1. Each one says that its rank is gone. So the survivors do not wait for a rank that was killed. A rank that is
-       frozen meanwhile is killed first.
-    2. That of rank 0 waits until all ranks are gone, asks the retry policy and Slurm, and answers all supervisors.
+       frozen meanwhile is killed first. Where the kernel takes long to tear a process down (GPUs, pinned memory), the
+       supervisor says that it is on its way.
+    2. That of rank 0 waits until all ranks are gone, asks the retry policy and Slurm, and answers all supervisors. It
+       waits longer for ranks of which it knows that they are ending: a dead node says nothing.
     3. They start their ranks again, or end; then srun ends, and the batch shell decides what follows (under `--local`
        the launcher). So it does at once in a job that can leave the node that is blamed. Where a node has died, the
        shell ends srun.
@@ -41,7 +43,7 @@ from submitit.core.utils import DelayedSubmission
 from trainer.attempt import compiler
 from trainer.attempt.finished import finish_of
 from trainer.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
-from trainer.attempt.rescue_files import gone_file, has_begun, silent_file
+from trainer.attempt.rescue_files import exit_status, exiting_file, gone_file, has_begun, is_ending, silent_file
 from trainer.cluster import run_config
 from trainer.cluster.after_ranks import after_ranks, starts_again_here
 from trainer.config.config import Config
@@ -51,6 +53,7 @@ from trainer.records.step_restart import read_answer, write_answer
 from trainer.rundir import RunDir
 from trainer.say import flush_output, say
 from trainer.trainer import Trainer
+from trainer.world.fresh_view import FreshView, look_anew
 from trainer.world.launchers import STEP_RESTARTS, detect_world, restarts_in_place
 from trainer.world.signals import STOP_SIGNALS, die_with_parent
 from trainer.world.world import World
@@ -64,9 +67,12 @@ BEGUN_S = 5.0
 REFUSED = 2  # the exit status of a rank that refuses its configuration: it would refuse it again
 # The end by fault may take launch.hang_timeout_s, or this where that is shorter.
 END_S = 60.0
-# Once the end is recorded, all ranks are gone within this time, and rank 0's supervisor has answered within the other.
-GONE_S = 5.0
+# Once the end is recorded, all ranks are gone within this time. Those that are known to be ending may take longer: the
+# kernel has gigabytes of pinned memory to release, the driver the device's.
+GONE_S, ENDING_S = 5.0, 60.0
+# Rank 0's supervisor, if it lives, has answered so long after it has stopped waiting for them.
 ANSWER_S = 15.0
+PF_EXITING = 4  # linux/sched.h, in the flags of man 5 proc
 T = TypeVar("T")
 
 
@@ -81,6 +87,7 @@ class Supervisor:
         self._round_s = max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * self._world.size)
         self._ends = False  # after a signal that ends the step
         self._stuck_s = 0.0  # how long the rank has been waiting in the kernel
+        self._said_exiting = False  # whether this supervisor has said that its rank is being torn down
         self._hung = False  # whether an attempt hung, and none has made progress since
 
     @classmethod
@@ -107,6 +114,7 @@ class Supervisor:
             with suppress(ProcessLookupError):  # what the rank has started and left behind; at its end Slurm does this
                 os.killpg(rank, signal.SIGKILL)
             self._restarts += 1
+            self._said_exiting = False
             self._world = self._next_world()
 
     def _next_world(self) -> World:
@@ -134,24 +142,48 @@ class Supervisor:
         self._pending.clear()
         while True:
             found = signal.sigtimedwait(HELD, LOOK_S)
-            if found is None and self._is_left_behind(rank):
-                say("killing this rank, which is frozen: its attempt ends without it")
-                os.kill(rank, signal.SIGKILL)
-            elif found is not None and found.si_signo != signal.SIGCHLD:
+            if found is None:
+                self._look_at(rank)
+            elif found.si_signo != signal.SIGCHLD:
                 self._ends |= found.si_signo in ENDING
                 os.kill(rank, found.si_signo)
             ended, status = os.waitpid(rank, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status)
 
-    def _is_left_behind(self, rank: int) -> bool:
+    @property
+    def _folder(self) -> Path:
+        return self._run.rescues / self._world.attempt
+
+    def _look_at(self, rank: int) -> None:
+        """Kill a rank that is left behind; say it if the kernel is tearing the rank down, which takes long."""
+        with suppress(OSError):  # of the disk: the next look may have more luck
+            state, exiting = _state(rank)
+            if exiting:
+                self._say_exiting()
+            elif self._is_left_behind(state):
+                say("killing this rank, which is frozen: its attempt ends without it")
+                os.kill(rank, signal.SIGKILL)
+
+    def _say_exiting(self) -> None:
+        if not self._said_exiting and self._has_begun():
+            exiting_file(self._folder, self._world.rank).touch()
+            self._said_exiting = True
+
+    def _has_begun(self) -> bool:
+        look_anew(self._folder)
+        return has_begun(self._folder)
+
+    def _is_left_behind(self, state: str) -> bool:
         """Whether the rank is stopped while the others end the attempt by fault, or still stuck in the kernel once they
         have: it would hold them up."""
-        state = _state(rank)
         if state in "Tt":
-            return has_begun(self._run.rescues / self._world.attempt)
+            return self._has_begun()
         self._stuck_s = self._stuck_s + LOOK_S if state == "D" else 0.0
-        return self._stuck_s >= STUCK_S and find_record(self._run, self._world) is not None
+        if self._stuck_s < STUCK_S:
+            return False
+        look_anew(self._run.path)
+        return find_record(self._run, self._world) is not None
 
     def _agree(self, status: int) -> bool:
         """Whether all ranks start again, now that this one has failed."""
@@ -168,43 +200,42 @@ class Supervisor:
 
     def _ended_record(self, status: int) -> EndedAttempt | None:
         """Say that the rank is gone, and wait for the record of the attempt's end."""
-        folder = self._run.rescues / self._world.attempt
+        folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
         _write(gone_file(folder, self._world.rank), str(status))
-        seen: list[int] = [0]
+        seen: tuple[int, ...] = ()
 
         def changed_record() -> EndedAttempt | None:
+            nonlocal seen
             with suppress(FileNotFoundError):
-                before, seen[0] = seen[0], self._run.attempts.stat().st_mtime_ns
-                if seen[0] != before:
+                found = self._run.attempts.stat()
+                before, seen = seen, (found.st_ino, found.st_mtime_ns, found.st_size)
+                if seen != before:
                     return find_record(self._run, self._world)
             return None
 
-        begun = self._until(lambda: has_begun(folder) or changed_record(), BEGUN_S)
+        begun = self._until(lambda: has_begun(folder) or changed_record(), BEGUN_S, folder, self._run.path)
         if not isinstance(begun, bool):
             return begun
-        return self._until(changed_record, max(END_S, self._config.launch.hang_timeout_s))
+        return self._until(changed_record, max(END_S, self._config.launch.hang_timeout_s), self._run.path)
 
     def _answer(self) -> bool:
         """The answer of rank 0's supervisor."""
-        path, world = self._run.step_restart, self._world
+        path, world, folder = self._run.step_restart, self._world, self._folder
         if world.rank:
-            answer = self._until(
-                lambda: ((found := read_answer(path)) and found.after == world.attempt and found) or None, ANSWER_S
-            )
-            return answer is not None and answer.again
-        folder = self._run.rescues / world.attempt
-        files = {rank: gone_file(folder, rank) for rank in range(world.size)}
+            return self._read_answer()
         statuses: dict[int, int] = {}
+        missing = set(range(world.size))
+        soon = time.monotonic() + GONE_S
 
-        def all_gone() -> bool:
-            found = {rank: int(file.read_text()) for rank, file in files.items() if file.exists()}
-            statuses.update(found)
-            for rank in found:
-                del files[rank]
-            return not files
+        def none_is_missing() -> bool | None:
+            statuses.update((rank, status) for rank in missing if (status := exit_status(folder, rank)) is not None)
+            missing.difference_update(statuses)
+            if time.monotonic() < soon or all(is_ending(folder, rank) for rank in missing):
+                return not missing or None
+            return False
 
-        again = bool(self._until(all_gone, GONE_S))
+        again = bool(self._until(none_is_missing, ENDING_S, folder))
         if world.on_slurm and not again and not self._ends:
             # A node has died, and srun does not know: the batch shell ends it.
             self._run.step_over(world.job_id).touch()
@@ -216,20 +247,35 @@ class Supervisor:
         write_answer(path, world, again)
         return again
 
+    def _read_answer(self) -> bool:
+        """What the supervisor of rank 0 has answered; no, if it does not."""
+        path, soon = self._run.step_restart, time.monotonic() + ANSWER_S
+
+        def answer() -> bool | None:
+            if (found := read_answer(path)) is not None and found.after == self._world.attempt:
+                return found.again
+            if time.monotonic() < soon or gone_file(self._folder, 0).exists() or is_ending(self._folder, 0):
+                return None  # while it lives, it may be waiting for ranks that are ending
+            return False
+
+        return bool(self._until(answer, ENDING_S + ANSWER_S, self._run.path, self._folder))
+
     def _give_up(self) -> None:
         """The supervisor ends, and so does srun. But after a hang srun may never end, because it cannot reach a node:
         then the lowest rank whose supervisor lives requeues the job."""
-        folder = self._run.rescues / self._world.attempt
         lower = range(self._world.rank)
-        if self._world.on_slurm and self._hung and not any(gone_file(folder, rank).exists() for rank in lower):
+        look_anew(self._folder)
+        if self._world.on_slurm and self._hung and not any(gone_file(self._folder, rank).exists() for rank in lower):
             job = replace(self._world, step_id=None)
             after_ranks(self._run, job, self._config.launch, status=1, restarts=restarts_in_place(os.environ) or 0)
 
-    def _until(self, condition: Callable[[], T | None], deadline_s: float) -> T | None:
-        """Poll until `condition` returns something true; None at the deadline, or once the step ends."""
-        deadline = time.monotonic() + deadline_s
+    def _until(self, condition: Callable[[], T | None], deadline_s: float, *folders: Path) -> T | None:
+        """Poll until `condition`, which looks into these folders, returns something; None at the deadline, or once the
+        step ends."""
+        deadline, view = time.monotonic() + deadline_s, FreshView(self._world.size, *folders)
         while not self._ends and time.monotonic() < deadline:
-            if value := condition():
+            view.refresh()
+            if (value := condition()) is not None:
                 return value
             self._take_signals(self._round_s)
         return None
@@ -258,11 +304,12 @@ def _begin_rank() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # the others until Signals.catch
 
 
-def _state(rank: int) -> str:
-    """The state of a process by one letter, see man 5 proc."""
+def _state(rank: int) -> tuple[str, bool]:
+    """The state of a process by one letter, see man 5 proc, and whether it is being torn down."""
     with suppress(OSError):
-        return Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0]
-    return "X"
+        state, *_, flags = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[:7]
+        return state, bool(int(flags) & PF_EXITING)
+    return "X", True
 
 
 def _failed(status: int) -> bool:

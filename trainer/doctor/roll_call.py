@@ -20,6 +20,7 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.doctor.hello import Greeting, Hello, signed_in
 from trainer.rundir import RunDir
+from trainer.world.fresh_view import FreshView
 from trainer.world.slurm import SlurmError, command
 
 LIMIT_MIN = 10  # time limit of the job
@@ -63,7 +64,9 @@ class RollCall:
         of the job in the queue."""
         asked_at, state, job_ended = 0.0, "", False
         last_news_at = time.monotonic()
+        view = FreshView(1, self.folder, RunDir(self.folder).logs)
         while self._pending():
+            view.refresh()
             if self._read_results():
                 last_news_at = time.monotonic()
             working = signed_in(self.folder).keys() & self._pending()

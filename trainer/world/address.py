@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from trainer.config.errors import ConfigError
+from trainer.world.fresh_view import FreshView
 from trainer.world.world import MeetingError, World, hostname
 
 POLL_S = 0.05
@@ -62,7 +63,13 @@ def connect_to_store(
         try:
             if world.rank == 0:
                 return _serve_and_publish(world, purpose, file, timeout)
-            return _connect(world, lambda: _read_address(file, purpose), timeout, source)
+            view = FreshView(world.size, file.parent)
+
+            def find_address() -> tuple[Sequence[str], int]:
+                view.refresh()
+                return _read_address(file, purpose)
+
+            return _connect(world, find_address, timeout, source)
         except OSError as error:
             if not init_method:
                 raise

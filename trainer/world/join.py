@@ -102,7 +102,7 @@ def secret_file(address_file: Path) -> Path:
 def _load_seal(world: World, file: Path, fingerprint: str, timeout: timedelta) -> Seal:
     """The seal that rank 0 has made. Raises MeetingError when this host does not see it in time."""
     try:
-        seal = Seal.load(file, fingerprint, timeout)
+        seal = Seal.load(file, fingerprint, timeout, world.size)
         why = "does this host see its disk, or was this rank started twice?"
     except OSError as error:
         seal, why = None, str(error.strerror)

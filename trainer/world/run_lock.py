@@ -41,6 +41,7 @@ def acquire(path: Path, world: World) -> None:
         else:
             os.truncate(descriptor, 0)
             os.write(descriptor, signature(world).encode())
+            os.fsync(descriptor)  # the file stays open, and a network file system would keep this on its host
             return
 
 

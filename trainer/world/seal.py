@@ -23,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from trainer.say import say
+from trainer.world.fresh_view import FreshView
 
 SECRET_BYTES = 32
 POLL_S = 0.05  # between two looks for the file with the secret
@@ -66,13 +67,14 @@ class Seal:
         temporary.replace(file)
 
     @classmethod
-    def load(cls, file: Path, fingerprint: str, timeout: timedelta) -> Seal | None:
+    def load(cls, file: Path, fingerprint: str, timeout: timedelta, ranks: int = 1) -> Seal | None:
         """The seal that another rank has saved, as soon as this host sees it; None if it does not in time.
 
-        A file with another fingerprint was left by a killed attempt.
+        A file with another fingerprint was left by a killed attempt. `ranks`: how many may wait for the file.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline, view = time.monotonic() + timeout.total_seconds(), FreshView(ranks, file.parent)
         while True:
+            view.refresh()
             with suppress(FileNotFoundError):
                 found = cls(file.read_bytes())
                 if found.fingerprint == fingerprint:
