@@ -21,6 +21,7 @@ from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S, wait_until
 from trainer.config.config import Config
 from trainer.records.metrics import read_lines
+from trainer.world.group import MEETING_S
 
 WORDS = (*SLOW_STEPS, "train.max_steps=100", "checkpoint.every_epochs=null", "launch.tasks_per_node=2")
 WITHIN_S = 3.0
@@ -41,4 +42,21 @@ def test_a_killed_rank(tmp_path: Path, rank: int) -> None:
     assert reasons(run) == ["failed", "finished"] and first["lost_steps"] == 0
     assert second["start_step"] == first["end_step"] >= 30, "nothing was saved but the last step of the survivor"
     assert (took_s := pause(run, at)) < WITHIN_S, f"{took_s:.1f} s from SIGKILL to the first new step\n{said}"
+    assert fingerprint(run) == undisturbed_run(Config.load("mnist", [*WORDS]))
+
+
+def test_killed_before_the_ranks_have_met(tmp_path: Path) -> None:
+    """Rank 0 has no connection to it yet, but its supervisor says so. Rank 0 used to wait for it for a minute."""
+    terminal = Terminal(tmp_path / "runs", sys.executable, PYTHONPATH=SILENT_PATH)
+    launcher = terminal.starts("--local", "--name", "early", *WORDS)
+    (_, rank) = wait_until(lambda: ranks if len(ranks := ranks_of(launcher)) == 2 else None, "no ranks")
+    at = time.time()
+    os.kill(rank, signal.SIGKILL)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 0, said
+    run = terminal.run("early")
+    assert reasons(run) == ["failed", "finished"]
+    assert "rank 1 on " in read_lines(run.attempts)[0]["error"]
+    waited_s = read_lines(run.attempts)[0]["end"] - at
+    assert waited_s < MEETING_S / 4, f"{waited_s:.1f} s from SIGKILL to the end of the attempt\n{said}"
     assert fingerprint(run) == undisturbed_run(Config.load("mnist", [*WORDS]))

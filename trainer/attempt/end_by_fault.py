@@ -18,6 +18,7 @@ from trainer.attempt.deadline import exit_now, run_for
 from trainer.attempt.ending import EndReason, record_end
 from trainer.attempt.grace import LAST_MOMENT_S, GracePeriod
 from trainer.attempt.rescue import Rescue
+from trainer.attempt.rescue_cause import has_ended
 from trainer.attempt.rescue_files import exit_status, has_begun
 from trainer.attempt.rescuer import Rescuer
 from trainer.attempt.state import AttemptState
@@ -132,7 +133,7 @@ class EndByFault:
     def of_death(self, rank: int) -> Fault:
         """What the death of a rank is to the others. A stop signal may have killed it."""
         reason: FaultReason = "signal" if self._state.signal else "failed"
-        return Fault(reason, f"rank {rank} on {self._state.world.host_of(rank)} has ended", cause=False)
+        return Fault(reason, has_ended(rank, self._state.world), cause=False)
 
     def _check_gone(self) -> Fault | None:
         """On rank 0: whether a supervisor says that its rank was killed. Before the ranks have met nothing else shows

@@ -27,7 +27,13 @@ def explain(fault: Fault, plan: Plan, missing: list[int], world: World) -> str:
     names = "; ".join(f"rank {rank} on {world.host_of(rank)}" for rank in missing)
     lost = f"{names}: gone (killed, out of memory, or its node died)"
     say(lost)
-    return f"{lost}\n{fault.text}"
+    says_as_much = fault.text in [has_ended(rank, world) for rank in missing]
+    return lost if says_as_much else f"{lost}\n{fault.text}"
+
+
+def has_ended(rank: int, world: World) -> str:
+    """What is reported of a rank whose process has ended."""
+    return f"rank {rank} on {world.host_of(rank)} has ended"
 
 
 def silent_devices(plan: Plan, world: World) -> str:
