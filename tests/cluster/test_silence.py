@@ -49,9 +49,9 @@ def test_killed_before_the_ranks_have_met(tmp_path: Path) -> None:
     """Rank 0 has no connection to it yet, but its supervisor says so. Rank 0 used to wait for it for a minute."""
     terminal = Terminal(tmp_path / "runs", sys.executable, PYTHONPATH=SILENT_PATH)
     launcher = terminal.starts("--local", "--name", "early", *WORDS)
-    (_, rank) = wait_until(lambda: ranks if len(ranks := ranks_of(launcher)) == 2 else None, "no ranks")
+    wait_until(lambda: len(ranks_of(launcher)) == 2, "no ranks", poll_s=0.001)
     at = time.time()
-    os.kill(rank, signal.SIGKILL)
+    os.kill(ranks_of(launcher)[1], signal.SIGKILL)
     said, _ = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 0, said
     run = terminal.run("early")

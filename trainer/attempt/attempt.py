@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.ending import end_srun, ending_by_signal, print_hint, record_end, requeue
 from trainer.attempt.grace import GracePeriod
 from trainer.attempt.preflight import Preflight
+from trainer.attempt.rescue_files import clear
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.store import CheckpointError, Manifest
 from trainer.config.config import Config
@@ -152,7 +152,7 @@ class Attempt:
             self._closing.close()
             raise SystemExit(1)
         state.store.recover()
-        shutil.rmtree(self._run_dir.rescues, ignore_errors=True)
+        clear(self._run_dir.rescues, state.world.attempt)
         candidates = state.store.candidates(warn=say)
         newest = next(candidates, None)
         state.start_step = newest.step if newest else 0

@@ -137,9 +137,10 @@ class EndByFault:
 
     def _check_gone(self) -> Fault | None:
         """On rank 0: whether a supervisor says that its rank was killed. Before the ranks have met nothing else shows
-        that. A rank that has failed by itself records the end."""
+        that. A rank that has failed by itself records the end. Not before the attempt's beginning is recorded: its end
+        could not be."""
         state, world = self._state, self._state.world
-        if world.rank:
+        if world.rank or world.number is None:
             return None
         saves_last = state.loop is not None and state.loop.saves.last
         if not self._has_met or state.signal or saves_last:  # SIGKILL may come soon; else a lifeline shows it

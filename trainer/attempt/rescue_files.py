@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 
 
 def survivor_file(folder: Path, rank: int) -> Path:
     """The file with which a rank takes part in the rescue."""
     return folder / f"rank_{rank}.json"
+
+
+GONE = "gone_"
 
 
 def leader_file(folder: Path, term: int) -> Path:
@@ -23,7 +27,7 @@ def has_begun(folder: Path) -> bool:
 
 def gone_file(folder: Path, rank: int) -> Path:
     """A rank's supervisor writes the rank's exit status there, the negative number of the signal that killed it."""
-    return folder / f"gone_{rank}"
+    return folder / f"{GONE}{rank}"
 
 
 def exit_status(folder: Path, rank: int) -> int | None:
@@ -46,3 +50,14 @@ def is_ending(folder: Path, rank: int) -> bool:
 def silent_file(folder: Path) -> Path:
     """Exists if a rank gave no sign of life."""
     return folder / "silent"
+
+
+def clear(rescues: Path, attempt: str) -> None:
+    """Remove what earlier rescues have left, as this attempt begins. A rank of it may have died already: what its
+    supervisor says of that stays."""
+    for folder in rescues.glob("*"):
+        if folder.name != attempt:
+            shutil.rmtree(folder, ignore_errors=True)
+    for file in (rescues / attempt).glob("*"):
+        if not file.name.startswith(GONE):
+            file.unlink(missing_ok=True)
