@@ -17,6 +17,7 @@ imported, and from then on gloo means silent. In a process that has imported tor
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -60,7 +61,7 @@ class Silent(dist.ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._moves = dist.ProcessGroupGloo(store, rank, size, YEARS)
-        self._queued: queue.SimpleQueue[tuple[Callable[[], Any], Any, Future[Any]] | None] = queue.SimpleQueue()
+        self._queued: queue.SimpleQueue[tuple[Callable[[], Any], Any, int, Future[Any]] | None] = queue.SimpleQueue()
         self._aborted = threading.Event()
         self._stream = threading.Thread(target=self._do_in_order, name="silent stream", daemon=True)
         self._stream.start()
@@ -86,18 +87,20 @@ class Silent(dist.ProcessGroup):  # type: ignore[misc]
     def __del__(self) -> None:
         self.shutdown()
 
-    def enqueue(self, begin: Callable[[], Any], outputs: Any) -> dist.Work:
-        """Queue a collective, which `begin` starts; the result of its Work is `outputs`."""
+    def enqueue(self, begin: Callable[[], Any], outputs: Any, divisor: int = 1) -> dist.Work:
+        """Queue a collective, which `begin` starts; the result of its Work is `outputs`, divided by the divisor."""
         done = Future[Any]()
-        self._queued.put((begin, outputs, done))
+        self._queued.put((begin, outputs, divisor, done))
         return _Work(done)
 
     def _do_in_order(self) -> None:
         while (queued := self._queued.get()) is not None:
-            begin, outputs, done = queued
+            begin, outputs, divisor, done = queued
             try:
                 if not self._aborted.is_set():
                     begin().wait()
+                    for output in outputs if divisor > 1 else ():
+                        output.div_(divisor, rounding_mode=None if output.is_floating_point() else "trunc")
             except RuntimeError as error:
                 if LOST not in str(error):
                     done.set_exception(error)
@@ -111,8 +114,12 @@ class Silent(dist.ProcessGroup):  # type: ignore[misc]
 
 def _collective(name: str) -> Callable[..., Any]:
     def call(self: Silent, *args: Any, **options: Any) -> Any:
+        outputs = args[0] if args else []
+        mean = name == "allreduce" and args[1:] and args[1].reduceOp == dist.ReduceOp.AVG
+        if mean:  # gloo has none for whole numbers, NCCL has
+            args[1].reduceOp = dist.ReduceOp.SUM
         begin = getattr(self._moves, name)
-        return self.enqueue(lambda: begin(*args, **options), args[0] if args else [])
+        return self.enqueue(lambda: begin(*args, **options), outputs, self.size() if mean else 1)
 
     return call
 
@@ -131,6 +138,7 @@ def register() -> None:
     )
     init = dist.init_process_group
 
+    @functools.wraps(init)
     def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
         init(NAME if backend == "gloo" else backend, *args, **options)
 

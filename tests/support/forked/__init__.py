@@ -16,6 +16,7 @@ It differs from Python in these ways, so a test for which one of them matters st
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -51,7 +52,8 @@ def process_of(client: int, python: str) -> int:
 
 
 def _compile(compiler: str, folder: Path) -> None:
-    places = (f'-DSOCKET="{folder / "socket"}"', f'-DPYTHON="{sys.executable}"')
+    settings = "".join(f"{json.dumps(f'{key}={value}')}, " for key, value in _environment().items() if _is_plain(value))
+    places = (f'-DSOCKET="{folder / "socket"}"', f'-DPYTHON="{sys.executable}"', f"-DOF_SERVER={settings}")
     language = ("-x", "c") if Path(compiler).name == "cc" else ("-x", "c++")
     source = str(HERE / "client.c")
     subprocess.run([compiler, "-O1", "-Wall", *places, *language, source, "-o", folder / "python"], check=True)
@@ -59,12 +61,22 @@ def _compile(compiler: str, folder: Path) -> None:
 
 def _start(folder: Path, modules: tuple[str, ...]) -> None:
     """Start the server, which ends when the session does."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYTEST", "SLURM"))}
     subprocess.run(
         [sys.executable, str(HERE / "server.py"), str(folder / "socket"), str(owner()), *modules],
-        env={**env, "OMP_NUM_THREADS": "1"},
+        env=_environment(),
         cwd="/",
         stdin=subprocess.DEVNULL,
         check=True,
         start_new_session=True,
     )
+
+
+def _environment() -> dict[str, str]:
+    """The server's variables."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYTEST", "SLURM"))}
+    return {**env, "OMP_NUM_THREADS": "1"}
+
+
+def _is_plain(value: str) -> bool:
+    """Whether a C compiler reads this text in quotes as it stands."""
+    return value.isascii() and value.isprintable() and not set(value) & set('\\"?')

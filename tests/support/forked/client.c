@@ -1,5 +1,5 @@
 /* Stands in for `python`: has the fork server run the words that follow, see __init__.py. SOCKET is the server's
-   address, PYTHON the path of the real one. */
+   address, PYTHON the path of the real one, OF_SERVER a list of variables that the server has, too. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>
@@ -26,6 +26,9 @@ static int must_be_read_early(const char *variable) {
                                            "TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING="};
     static const char *const early[] = {"PYTHON", "LD_", "TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_",
                                         "OPENBLAS_", "MALLOC_", "LASTSTEP_KEEP_COMPILER="};
+    static const char *const of_server[] = {OF_SERVER ""};
+    for (size_t i = 0; i < sizeof of_server / sizeof *of_server; i++)
+        if (strcmp(variable, of_server[i]) == 0) return 0;
     for (size_t i = 0; i < sizeof harmless / sizeof *harmless; i++)
         if (begins(variable, harmless[i])) return 0;
     for (size_t i = 0; i < sizeof early / sizeof *early; i++)
