@@ -60,6 +60,7 @@ class Silent(dist.ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         super().__init__(rank, size)
+        self._name = ""
         self._moves = dist.ProcessGroupGloo(store, rank, size, YEARS)
         self._queued: queue.SimpleQueue[tuple[Callable[[], Any], Any, int, Future[Any]] | None] = queue.SimpleQueue()
         self._aborted = threading.Event()
@@ -70,10 +71,14 @@ class Silent(dist.ProcessGroup):  # type: ignore[misc]
         """See torch."""
         return NAME
 
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        super()._set_group_name(name)
+
     @property
     def group_name(self) -> str:
         """See torch, whose base class asks a backend in C++."""
-        return str(dist.distributed_c10d._world.pg_names[self])
+        return self._name
 
     def abort(self) -> None:
         """What is queued fails, and what waits for it."""
