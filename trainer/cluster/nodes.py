@@ -7,9 +7,7 @@ nodes that were blamed launch.exclude_after times.
 
 from __future__ import annotations
 
-import contextlib
 import re
-import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 
@@ -19,7 +17,7 @@ from trainer.records.blame import excluded_nodes, times_blamed
 from trainer.rundir import RunDir
 from trainer.say import counted, say
 from trainer.world.slurm import UNFIT as UNFIT_STATE
-from trainer.world.slurm import Job, SlurmError, expand_nodes, node_states, scontrol, show_job, show_partitions
+from trainer.world.slurm import Job, SlurmError, answers, expand_nodes, node_states, scontrol, show_job, show_partitions
 from trainer.world.world import World
 
 # How long a node may take to run `true`. A dead one is noticed by srun after 10 s, by slurmctld after minutes.
@@ -151,9 +149,7 @@ def _that_can_be_spared(
 def _answers(node: str) -> bool:
     """Whether a node of this job can start a process."""
     srun = ("srun", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--overlap", "--mem=0")
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return subprocess.run([*srun, "true"], capture_output=True, timeout=PROBE_S).returncode == 0
-    return False
+    return answers([*srun, "true"], PROBE_S)
 
 
 def _why_left(node: str, blamed: Mapping[str, int]) -> str:

@@ -59,6 +59,5 @@ def owners(
 
 def why_unclear(job_id: str) -> str:
     """Why nothing is said about a job, and nothing done to it."""
-    return (
-        f"job {job_id} has the id of this run's job but may be another one; look at: squeue -o '%j %k %V' -j {job_id}"
-    )
+    look = f"squeue --all -o '%j %k %V' -j {job_id}"
+    return f"job {job_id} has the id of this run's job but may be another one; look at: {look}"

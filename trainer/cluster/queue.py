@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import filterfalse
 
 from trainer.rundir import RunDir
+from trainer.world import slurm
 from trainer.world.slurm import NEVER, TAG, SlurmError, check_conf, unix_time
 
 NO_ANSWER = "squeue does not answer"
@@ -81,13 +82,12 @@ class Queue:
 
 def _answer_of(command: list[str]) -> str | None:
     """What squeue prints; None if it fails or Slurm does not answer."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as squeue:
+    with slurm.start(command) as squeue:
         try:
             try:
                 answer, _ = squeue.communicate(timeout=PING_AFTER_S)
             except subprocess.TimeoutExpired:
-                ping = subprocess.run(["scontrol", "ping"], capture_output=True, timeout=PING_S)
-                if ping.returncode:
+                if slurm.run(["scontrol", "ping"], PING_S).returncode:
                     return None
                 answer, _ = squeue.communicate(timeout=TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired):

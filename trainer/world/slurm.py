@@ -8,11 +8,12 @@ import re
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 DEFAULT_KILL_WAIT_S = 30  # seconds from SIGTERM to SIGKILL unless slurm.conf says otherwise (KillWait)
 PING_S = 2.0
+ANSWER_S = 10.0
 NEVER = float("inf")
 Job = Mapping[str, str]  # the fields of `scontrol show job`
 # Slurm's job ids begin anew after a controller lost its state. So the comment of each job that Laststep submits has a
@@ -34,6 +35,11 @@ Partition = Mapping[str, str]  # the fields of `scontrol show partition`
 # - Until 25.11.2 this also befell a job that had finished. A site that does not allow it refuses the job.
 EXPEDITE = "expedite"
 EXPEDITE_SINCE = (25, 11, 3)
+# Prefixes of the variables from which Slurm's commands take options, such as SQUEUE_STATES or SLURM_TIME_FORMAT. The
+# user has set them for other purposes: they hide jobs, and make times unreadable.
+OPTION_PREFIXES = ("SLURM_", "SQUEUE_", "SCONTROL_", "SCANCEL_", "SACCT_", "SINFO_")
+# These say which Slurm answers, and who asks it.
+KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 
 
 class SlurmError(RuntimeError):
@@ -143,10 +149,18 @@ def is_silent() -> bool:
     """Whether Slurm's controller leaves a ping unanswered. A busy one answers it at once."""
     with contextlib.suppress(OSError):
         try:
-            subprocess.run(["scontrol", "ping"], capture_output=True, timeout=PING_S)
+            run(["scontrol", "ping"], PING_S)
         except subprocess.TimeoutExpired:
             return True
     return False
+
+
+def answers(words: Sequence[str], timeout_s: float) -> bool:
+    """Whether a Slurm command succeeds within this time. Raises OSError."""
+    try:
+        return run(words, timeout_s).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def is_job_id(text: str) -> bool:
@@ -176,21 +190,47 @@ def check_conf() -> None:
 
 
 def command(*words: str) -> str:
-    """The output of a Slurm command. Raises SlurmError when it fails, is missing, or does not answer within 10 s."""
+    """The output of a Slurm command. Raises SlurmError when it fails, is missing, or does not answer in ANSWER_S."""
     check_conf()
     for _ in range(3):
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=10)
+            done = run(words, ANSWER_S)
         except FileNotFoundError:
             raise SlurmMissing(f"no {words[0]} on this machine") from None
         except subprocess.TimeoutExpired:
-            raise SlurmError("no answer within 10 s") from None
+            raise SlurmError(f"no answer within {ANSWER_S:.0f} s") from None
         if done.returncode >= 0:
             break
         # Else a signal killed it: Slurm signals every process of the job, so a second SIGTERM may hit this one too.
     if done.returncode:
         raise SlurmError(" ".join(done.stderr.split()) or f"{words[0]} exited with {done.returncode}")
     return done.stdout
+
+
+def run(words: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a Slurm command to its end. Raises OSError, and subprocess.TimeoutExpired after `timeout_s`.
+
+    It and `start` are the only places that start one, but for sbatch (see trainer.cluster.submission).
+    """
+    return subprocess.run(_with_all(words), capture_output=True, text=True, timeout=timeout_s, env=_environment(words))
+
+
+def start(words: Sequence[str]) -> subprocess.Popen[str]:
+    """Start a Slurm command whose answer may take long; its errors are dropped. Raises OSError."""
+    null = subprocess.DEVNULL
+    return subprocess.Popen(_with_all(words), stdout=subprocess.PIPE, stderr=null, text=True, env=_environment(words))
+
+
+def _with_all(words: Sequence[str]) -> list[str]:
+    """The command with the option that shows hidden partitions and their jobs, too."""
+    shows = words[0] == "squeue" or list(words[:2]) == ["scontrol", "show"]
+    return [*words, "--all"] if shows else list(words)
+
+
+def _environment(words: Sequence[str]) -> dict[str, str]:
+    """The environment of a Slurm command: without the user's options for it. srun finds its job by SLURM_*."""
+    prefixes = () if words[0] == "srun" else OPTION_PREFIXES
+    return {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(prefixes)}
 
 
 def unix_time(text: str) -> float:
