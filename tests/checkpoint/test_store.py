@@ -6,6 +6,7 @@ away days of training.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -20,8 +21,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.disk import acting_at, failing_at
+from tests.support.disk import acting_at, failing_at, refusing
+from tests.support.waiting import DEADLINE_S
+from trainer.checkpoint.patience import Patience
 from trainer.checkpoint.store import CheckpointError, CheckpointGone, CheckpointStore, FileEntry, Manifest, fsync
+from trainer.config.errors import DiskError
 
 STATE = bytes(range(256)) * 20
 FIRST, SECOND = "shard_0000-of-0002.bin", "shard_0001-of-0002.bin"
@@ -348,3 +352,96 @@ def test_a_damaged_newer_one_does_not_count_as_kept(store: CheckpointStore) -> N
     store.prune(9, 1, 1)
     assert read(store) == (9, b"after the resume")
     assert 7 not in store.steps()
+
+
+PASSING = [errno.ESTALE, errno.EACCES, errno.EIO, errno.ETIMEDOUT]
+
+
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+def test_a_folder_that_cannot_be_listed_is_not_empty(number: int, store: CheckpointStore) -> None:
+    """A stale handle or a server that is away: whoever took that for no checkpoint began the run from step 0."""
+    write(store, 7)
+    warned: list[str] = []
+    looks: list[Callable[[], object]] = [
+        store.steps,
+        store.recover,
+        lambda: store.newest(warned.append),
+        lambda: list(store.candidates(warned.append)),
+        lambda: store.prune(7, 1, 0),
+    ]
+    for look in looks:
+        with refusing(store.folder, number), pytest.raises(DiskError, match="checkpoints: cannot be listed: "):
+            look()
+    assert store.steps() == [7] and not warned
+
+
+def test_a_link_to_a_disk_that_is_not_mounted(tmp_path: Path) -> None:
+    """Users put checkpoints on a scratch disk. Without it there is no folder, which looks like that of a new run."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.steps() == []
+    store.folder.symlink_to(tmp_path / "scratch")
+    with pytest.raises(DiskError, match=f"leads to {tmp_path / 'scratch'}, which is not there"):
+        store.steps()
+    (tmp_path / "scratch").mkdir()
+    assert store.steps() == []
+
+
+@pytest.mark.parametrize("name", ["", "manifest.json", FIRST], ids=["folder", "manifest", "shard"])
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+def test_a_checkpoint_that_the_disk_does_not_show_right_now(name: str, number: int, store: CheckpointStore) -> None:
+    """It is not damaged. An older one would set the run back, and what the newer steps wrote would be cut off."""
+    write(store, 3)
+    file = write(store, 7) / name
+    warned: list[str] = []
+    with refusing(file, number, times=1 if name else 2):  # what `path` is refused changes nothing
+        newest = next(store.candidates(warned.append, patience=Patience(DEADLINE_S, warned.append)))
+    assert newest.step == 7 and not store.damaged
+    assert len(warned) == 1 and "looking again for " in warned[0]
+
+
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+def test_a_checkpoint_that_the_disk_does_not_show_at_all(number: int, store: CheckpointStore) -> None:
+    """What the disk has lost is skipped, as always. Any other error says nothing about the checkpoint."""
+    write(store, 3)
+    manifest = write(store, 7) / "manifest.json"
+    warned: list[str] = []
+    with refusing(manifest, number):
+        if number == errno.EIO:
+            assert next(store.candidates(warned.append)).step == 3 and store.damaged == {7}
+            assert warned == ["skipped step_000000007: manifest.json cannot be read: Input/output error"]
+        else:
+            with pytest.raises(DiskError, match=r"step_000000007: manifest.json cannot be read: "):
+                next(store.candidates(warned.append))
+            assert not warned
+
+
+@pytest.mark.parametrize("step", [5, 7])
+def test_a_commit_that_cannot_be_undone(step: int, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fails while a checkpoint is replaced: the old one stays under its other name until the next attempt.
+    Whoever looks meanwhile, such as the batch shell, would count the steps up to it as lost."""
+    write(store, 3)
+    write(store, 5, b"old", val_loss=0.1)
+    real, renames = os.rename, 0
+
+    def fails_after_the_first(*words: Any, **named: Any) -> None:
+        nonlocal renames
+        renames += 1
+        if renames > 1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(*words, **named)
+
+    monkeypatch.setattr(os, "rename", fails_after_the_first)
+    with pytest.raises(CheckpointError):
+        write(store, 5, b"new")
+    monkeypatch.undo()
+    assert (store.folder / "step_000000005.replaced").exists() and not (store.folder / "step_000000005").exists()
+    assert store.steps() == [3, 5] and read(store) == (5, b"old") and store.is_intact(5)
+    assert [manifest.step for manifest in store.candidates(print)] == [5, 3]
+    write(store, step, b"next")
+    store.prune(step, 1, 1)
+    assert read(store) == (step, b"next") and store.steps() == sorted({5, step})
+    store.recover()
+    assert read(store) == (step, b"next")
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        f"step_00000000{each}" for each in sorted({5, step})
+    ]
