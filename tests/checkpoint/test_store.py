@@ -255,25 +255,25 @@ def test_prune(found: dict[int, tuple[float | None, str]], keep_last: int, keep_
     """After a save, no matter what was damaged before, the newest and best checkpoints remain, one of them intact."""
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore(Path(folder))
-        readable: dict[int, float | None] = {}
+        intact: dict[int, float | None] = {}
         for step, (loss, condition) in found.items():
             path = write(store, step, b"x", **({} if loss is None else {"val_loss": loss}))
             if condition == "s":
                 (path / SECOND).unlink()
-            if condition == "m":
+            elif condition == "m":
                 (path / "manifest.json").unlink()
             else:
-                readable[step] = loss
+                intact[step] = loss
         write(store, 31, b"just saved")
-        readable[31] = None
+        intact[31] = None
         store.prune(31, keep_last, keep_best)
         left = store.steps()
         assert read(store) == (31, b"just saved")
-        assert set(sorted(readable)[-keep_last:]) <= set(left)
-        best = sorted((loss, step) for step, loss in readable.items() if loss is not None)[:keep_best]
+        assert set(sorted(intact)[-keep_last:]) <= set(left)
+        best = sorted((loss, step) for step, loss in intact.items() if loss is not None)[:keep_best]
         assert {step for _, step in best} <= set(left)
-        if len(readable) >= keep_last:
-            oldest = sorted(readable)[-keep_last]
+        if len(intact) >= keep_last:
+            oldest = sorted(intact)[-keep_last]
             assert all(step >= oldest or step in [s for _, s in best] for step in left), "and nothing else stays"
 
 
@@ -413,6 +413,45 @@ def test_a_checkpoint_that_the_disk_does_not_show_at_all(number: int, store: Che
             with pytest.raises(DiskError, match=r"step_000000007: manifest.json cannot be read: "):
                 next(store.candidates(warned.append))
             assert not warned
+
+
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["manifest.json", FIRST])
+def test_pruning_while_the_disk_does_not_show_the_best_one(number: int, name: str, store: CheckpointStore) -> None:
+    """The best weights of the run were deleted for one stale handle."""
+    write(store, 1, val_loss=0.1)
+    for step in (2, 3, 4):
+        write(store, step, val_loss=0.5)
+    with refusing(store.path(1) / name, number):
+        store.prune(4, 1, 1)
+    assert store.steps() == [1, 2, 4], "the best of those that it can see stays, too"
+    store.prune(4, 1, 1)
+    assert store.steps() == [1, 4]
+
+
+def test_pruning_while_the_disk_does_not_show_the_newest(store: CheckpointStore) -> None:
+    """It cannot count: an older one stays in its place."""
+    for step in (1, 2, 3):
+        write(store, step)
+    with refusing(store.path(2) / "manifest.json", errno.ESTALE):
+        store.prune(3, 2, 0)
+    assert store.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", [truncate, flip])
+def test_a_damaged_one_does_not_count_among_the_newest(damage: Callable[[Path], None], store: CheckpointStore) -> None:
+    """keep_last=2 is for the day on which the newest turns out to be damaged. The run has continued past the one that
+    its resume skipped: that one must not push out the last good one."""
+    write(store, 7)
+    damage(write(store, 24))
+    newest = store.newest(lambda text: None)
+    assert newest is not None and newest.step == 7
+    write(store, 30)
+    store.prune(30, 2, 0)
+    assert store.steps() == [7, 24, 30]
+    write(store, 24)  # the same step again, good this time
+    store.prune(30, 2, 0)
+    assert store.steps() == [24, 30]
 
 
 @pytest.mark.parametrize("step", [5, 7])

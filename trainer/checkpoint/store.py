@@ -181,20 +181,26 @@ class CheckpointStore:
         """Delete all checkpoints but the newest `keep_last` and the `keep_best` that rank best.
 
         `step` is the checkpoint just committed. Newer ones do not count as kept: the resume of this attempt skipped
-        them as damaged. Checkpoints without a readable manifest do not count either; they are deleted once there are
-        `keep_last` newer ones.
+        them as damaged. Nor do those that are known to be damaged; they are deleted once there are `keep_last` newer
+        ones. One that the disk does not show right now does not count, and stays: it may be the best. Raises DiskError.
         """
-        readable: dict[int, Manifest] = {}
-        for found in self.steps():
-            with contextlib.suppress(CheckpointError):
-                if found <= step:
-                    readable[found] = self.manifest(found)
-        newest = sorted(readable)[-keep_last:]
+        listed = self.steps()
+        intact: dict[int, Manifest] = {}
+        unreadable: set[int] = set()
+        for found in listed:
+            if found <= step and found not in self.damaged:
+                try:
+                    intact[found] = self.inspect(found)
+                except CheckpointUnreadable:
+                    unreadable.add(found)
+                except CheckpointError:
+                    pass
+        newest = sorted(intact)[-keep_last:]
         if len(newest) < keep_last:
             return
-        best = ranked(readable, ranking)[:keep_best]
-        for old in self.steps():
-            if old < newest[0] and old not in best:
+        best = ranked(intact, ranking)[:keep_best]
+        for old in listed:
+            if old < newest[0] and old not in best and old not in unreadable:
                 self._delete(old)
 
     def _delete(self, step: int) -> None:
