@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config, undisturbed
 from tests.support.waiting import DEADLINE_S
-from trainer.checkpoint import stripes
+from trainer.checkpoint import newest, stripes
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
@@ -84,3 +89,87 @@ def test_a_fault_while_the_checkpoint_is_read(
     assert "rank 1 on " in record["error"] and symptom in record["error"]
     train(config(root, run.name, 2, options))
     assert reasons(run)[-1] == "finished" and fingerprint(run) == undisturbed(2, OPTIONS)
+
+
+def fail_listings(number: int, times: int) -> None:
+    """The first listings of checkpoints/ fail, by whatever function. The disk is not looked at for longer than 2 s."""
+    newest.START_S = 2.0
+    left = times
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def lists(path: Any = ".") -> Any:
+            nonlocal left
+            if not isinstance(path, int) and os.path.basename(path) == "checkpoints" and left:
+                left -= 1
+                raise OSError(number, os.strerror(number))
+            return real(path)
+
+        return lists
+
+    os.listdir, os.scandir = failing(os.listdir), failing(os.scandir)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES], ids=errno.errorcode.get)
+def test_a_listing_that_fails_for_a_moment(root: Path, number: int, request: pytest.FixtureRequest) -> None:
+    """The run continues where it was, as if nothing had been. It once began at step 0, without a word."""
+    run = stopped_at_5(root, request.node.callspec.id)
+    attempt = Attempt(config(root, run.name, 2, OPTIONS), before=partial(fail_listings, number, 3))
+    assert attempt.wait() == [0, 0], attempt.output()
+    said = attempt.logs[0].read_text()
+    assert f"checkpoints: cannot be listed: {os.strerror(number)}; looking again for " in said
+    assert "resuming after step 5" in said
+    assert [record["start_step"] for record in read_lines(run.attempts)] == [0, 5]
+    assert fingerprint(run) == undisturbed(2, OPTIONS)
+
+
+def hide(run: RunDir) -> None:
+    run.checkpoints.rename(run.path / "scratch")
+
+
+def an_empty_mount_point(run: RunDir) -> None:
+    hide(run)
+    run.checkpoints.mkdir()
+
+
+def a_link_to_nothing(run: RunDir) -> None:
+    hide(run)
+    run.checkpoints.symlink_to(run.path / "away")
+
+
+def an_old_view(run: RunDir) -> None:
+    hide(run)
+    shutil.copytree(run.path / "scratch" / "step_000000004", run.checkpoints / "step_000000004")
+
+
+@pytest.mark.parametrize(
+    ("lose", "says"),
+    [
+        (an_empty_mount_point, "has no checkpoint, but the run's records say that step 5 is saved"),
+        (a_link_to_nothing, "which is not there"),
+        (an_old_view, "only goes up to step 4, but the run's records say that step 5 is saved"),
+    ],
+)
+def test_a_disk_that_is_not_what_it_was(root: Path, lose: Callable[[RunDir], None], says: str) -> None:
+    """The attempt fails in one line, records that step 5 is saved, and leaves the metrics alone. Once the disk is back,
+    the run continues from there."""
+    run = stopped_at_5(root, lose.__name__)
+    metrics = run.metrics.read_text()
+    lose(run)
+    options = (*OPTIONS, "launch.hang_timeout_s=5")
+    attempt = Attempt(config(root, run.name, 2, options), before=partial(fail_listings, 0, 0))
+    attempt.wait_for_end(0)
+    assert attempt.ranks[0].exitcode == 1
+    attempt.signal(signal.SIGKILL, 1)  # it waits for rank 0's address
+    attempt.wait()
+    record = read_lines(run.attempts)[-1]
+    kept = record["end_step"] - record["lost_steps"]
+    assert (record["reason"], record["start_step"], kept) == ("failed", 5, 5) and says in record["error"]
+    assert run.metrics.read_text() == metrics
+    if run.checkpoints.is_symlink():
+        run.checkpoints.unlink()
+    else:
+        shutil.rmtree(run.checkpoints)
+    (run.path / "scratch").rename(run.checkpoints)
+    train(config(root, run.name, 2, OPTIONS))
+    assert [record["start_step"] for record in read_lines(run.attempts)] == [0, 5, 5]
+    assert fingerprint(run) == undisturbed(2, OPTIONS)

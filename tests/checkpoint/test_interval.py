@@ -108,7 +108,8 @@ def test_a_run_chooses_its_interval(tmp_path: Path) -> None:
         "checkpoint.every_epochs=null",
     )
     attempt = Attempt(config(tmp_path, "auto", 2, (*options, "train.epochs=6", "checkpoint.keep_last=99")))
-    (attempt.run.path / "attempts.jsonl").write_text(json.dumps(end("lost", 1e4, nodes=1)) + "\n")
+    lost = end("lost", 1e4, lost=150, nodes=1)  # all of its steps: there is no checkpoint
+    (attempt.run.path / "attempts.jsonl").write_text(json.dumps(lost) + "\n")
     assert attempt.wait() == [0, 0], attempt.output()
     assert [checkpoint["step"] for checkpoint in inspect(attempt.run)] == [3, 6, 42]
     # Again when the measured cost of a save changes much, as on a busy machine.

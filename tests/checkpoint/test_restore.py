@@ -5,6 +5,7 @@ The ranks are threads that share this process: their collectives copy from one t
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.checkpoint.test_writer import info_of, nothing, same
+from tests.support.disk import refusing
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
 from trainer.checkpoint import files, restore, stripes
@@ -26,6 +28,7 @@ from trainer.checkpoint.pack import load
 from trainer.checkpoint.restore import SharedCheckpoint, read_newest, shares
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.writer import CheckpointWriter
+from trainer.config.errors import DiskError
 from trainer.world.group import Group
 from trainer.world.seal import Seal
 
@@ -249,6 +252,37 @@ def test_a_disk_that_fails_on_one_node(store: CheckpointStore, monkeypatch: pyte
         "WARNING: step 7: shard_0001-of-0002.bin cannot be read: Stale file handle on rank 1 on here; "
         "rank 0 can read it"
     ]
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["structure.pt", "shard_0000-of-0002.bin"])
+def test_a_disk_that_fails_once_on_rank_0(store: CheckpointStore, name: str, number: int) -> None:
+    """Its files have no other reader. They are read once more before the run is set back."""
+    save(store, 3, 2)
+    save(store, 7, 2)
+
+    def restores(rank: Rank) -> tuple[int, list[str]]:
+        checkpoint = rank.read(store)
+        assert checkpoint is not None and same(checkpoint.load({}, rank.advance), without_position(state_of(7)))
+        return checkpoint.manifest.step, rank.warnings
+
+    with refusing(store.path(7) / name, number, times=1, call="open"):
+        (step, said), _ = together(2, restores)
+    assert step == 7 and len(said) == 1 and said[0].endswith(" on rank 0 on here; rank 0 can read it")
+
+
+def test_a_disk_that_refuses_to_be_read(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing about the checkpoint, so the attempt fails. The next one, perhaps elsewhere, can read it."""
+    monkeypatch.setattr(restore, "READ_AGAIN_S", 0.0)
+    save(store, 3, 1)
+    save(store, 7, 1)
+
+    def is_refused(rank: Rank) -> None:
+        with pytest.raises(DiskError, match=r"step_000000007: structure\.pt cannot be read: Stale file handle"):
+            rank.read(store)
+
+    with refusing(store.path(7) / "structure.pt", errno.ESTALE, call="open"):
+        together(1, is_refused)
 
 
 def test_the_rank_that_the_others_wait_for(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:

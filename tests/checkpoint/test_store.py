@@ -6,6 +6,7 @@ away days of training.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -20,8 +21,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.disk import acting_at, failing_at
+from tests.support.disk import acting_at, failing_at, refusing
+from tests.support.waiting import DEADLINE_S
+from trainer.checkpoint.patience import Patience
 from trainer.checkpoint.store import CheckpointError, CheckpointGone, CheckpointStore, FileEntry, Manifest, fsync
+from trainer.config.errors import DiskError
 
 STATE = bytes(range(256)) * 20
 FIRST, SECOND = "shard_0000-of-0002.bin", "shard_0001-of-0002.bin"
@@ -251,25 +255,25 @@ def test_prune(found: dict[int, tuple[float | None, str]], keep_last: int, keep_
     """After a save, no matter what was damaged before, the newest and best checkpoints remain, one of them intact."""
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore(Path(folder))
-        readable: dict[int, float | None] = {}
+        intact: dict[int, float | None] = {}
         for step, (loss, condition) in found.items():
             path = write(store, step, b"x", **({} if loss is None else {"val_loss": loss}))
             if condition == "s":
                 (path / SECOND).unlink()
-            if condition == "m":
+            elif condition == "m":
                 (path / "manifest.json").unlink()
             else:
-                readable[step] = loss
+                intact[step] = loss
         write(store, 31, b"just saved")
-        readable[31] = None
+        intact[31] = None
         store.prune(31, keep_last, keep_best)
         left = store.steps()
         assert read(store) == (31, b"just saved")
-        assert set(sorted(readable)[-keep_last:]) <= set(left)
-        best = sorted((loss, step) for step, loss in readable.items() if loss is not None)[:keep_best]
+        assert set(sorted(intact)[-keep_last:]) <= set(left)
+        best = sorted((loss, step) for step, loss in intact.items() if loss is not None)[:keep_best]
         assert {step for _, step in best} <= set(left)
-        if len(readable) >= keep_last:
-            oldest = sorted(readable)[-keep_last]
+        if len(intact) >= keep_last:
+            oldest = sorted(intact)[-keep_last]
             assert all(step >= oldest or step in [s for _, s in best] for step in left), "and nothing else stays"
 
 
@@ -348,3 +352,135 @@ def test_a_damaged_newer_one_does_not_count_as_kept(store: CheckpointStore) -> N
     store.prune(9, 1, 1)
     assert read(store) == (9, b"after the resume")
     assert 7 not in store.steps()
+
+
+PASSING = [errno.ESTALE, errno.EACCES, errno.EIO, errno.ETIMEDOUT]
+
+
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+def test_a_folder_that_cannot_be_listed_is_not_empty(number: int, store: CheckpointStore) -> None:
+    """A stale handle or a server that is away: whoever took that for no checkpoint began the run from step 0."""
+    write(store, 7)
+    warned: list[str] = []
+    looks: list[Callable[[], object]] = [
+        store.steps,
+        store.recover,
+        lambda: store.newest(warned.append),
+        lambda: list(store.candidates(warned.append)),
+        lambda: store.prune(7, 1, 0),
+    ]
+    for look in looks:
+        with refusing(store.folder, number), pytest.raises(DiskError, match="checkpoints: cannot be listed: "):
+            look()
+    assert store.steps() == [7] and not warned
+
+
+def test_a_link_to_a_disk_that_is_not_mounted(tmp_path: Path) -> None:
+    """Users put checkpoints on a scratch disk. Without it there is no folder, which looks like that of a new run."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.steps() == []
+    store.folder.symlink_to(tmp_path / "scratch")
+    with pytest.raises(DiskError, match=f"leads to {tmp_path / 'scratch'}, which is not there"):
+        store.steps()
+    (tmp_path / "scratch").mkdir()
+    assert store.steps() == []
+
+
+@pytest.mark.parametrize("name", ["", "manifest.json", FIRST], ids=["folder", "manifest", "shard"])
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+def test_a_checkpoint_that_the_disk_does_not_show_right_now(name: str, number: int, store: CheckpointStore) -> None:
+    """It is not damaged. An older one would set the run back, and what the newer steps wrote would be cut off."""
+    write(store, 3)
+    file = write(store, 7) / name
+    warned: list[str] = []
+    with refusing(file, number, times=1 if name else 2):  # what `path` is refused changes nothing
+        newest = next(store.candidates(warned.append, patience=Patience(DEADLINE_S, warned.append)))
+    assert newest.step == 7 and not store.damaged
+    assert len(warned) == 1 and "looking again for " in warned[0]
+
+
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+def test_a_checkpoint_that_the_disk_does_not_show_at_all(number: int, store: CheckpointStore) -> None:
+    """What the disk has lost is skipped, as always. Any other error says nothing about the checkpoint."""
+    write(store, 3)
+    manifest = write(store, 7) / "manifest.json"
+    warned: list[str] = []
+    with refusing(manifest, number):
+        if number == errno.EIO:
+            assert next(store.candidates(warned.append)).step == 3 and store.damaged == {7}
+            assert warned == ["skipped step_000000007: manifest.json cannot be read: Input/output error"]
+        else:
+            with pytest.raises(DiskError, match=r"step_000000007: manifest.json cannot be read: "):
+                next(store.candidates(warned.append))
+            assert not warned
+
+
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["manifest.json", FIRST])
+def test_pruning_while_the_disk_does_not_show_the_best_one(number: int, name: str, store: CheckpointStore) -> None:
+    """The best weights of the run were deleted for one stale handle."""
+    write(store, 1, val_loss=0.1)
+    for step in (2, 3, 4):
+        write(store, step, val_loss=0.5)
+    with refusing(store.path(1) / name, number):
+        store.prune(4, 1, 1)
+    assert store.steps() == [1, 2, 4], "the best of those that it can see stays, too"
+    store.prune(4, 1, 1)
+    assert store.steps() == [1, 4]
+
+
+def test_pruning_while_the_disk_does_not_show_the_newest(store: CheckpointStore) -> None:
+    """It cannot count: an older one stays in its place."""
+    for step in (1, 2, 3):
+        write(store, step)
+    with refusing(store.path(2) / "manifest.json", errno.ESTALE):
+        store.prune(3, 2, 0)
+    assert store.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", [truncate, flip])
+def test_a_damaged_one_does_not_count_among_the_newest(damage: Callable[[Path], None], store: CheckpointStore) -> None:
+    """keep_last=2 is for the day on which the newest turns out to be damaged. The run has continued past the one that
+    its resume skipped: that one must not push out the last good one."""
+    write(store, 7)
+    damage(write(store, 24))
+    newest = store.newest(lambda text: None)
+    assert newest is not None and newest.step == 7
+    write(store, 30)
+    store.prune(30, 2, 0)
+    assert store.steps() == [7, 24, 30]
+    write(store, 24)  # the same step again, good this time
+    store.prune(30, 2, 0)
+    assert store.steps() == [24, 30]
+
+
+@pytest.mark.parametrize("step", [5, 7])
+def test_a_commit_that_cannot_be_undone(step: int, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fails while a checkpoint is replaced: the old one stays under its other name until the next attempt.
+    Whoever looks meanwhile, such as the batch shell, would count the steps up to it as lost."""
+    write(store, 3)
+    write(store, 5, b"old", val_loss=0.1)
+    real, renames = os.rename, 0
+
+    def fails_after_the_first(*words: Any, **named: Any) -> None:
+        nonlocal renames
+        renames += 1
+        if renames > 1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(*words, **named)
+
+    monkeypatch.setattr(os, "rename", fails_after_the_first)
+    with pytest.raises(CheckpointError):
+        write(store, 5, b"new")
+    monkeypatch.undo()
+    assert (store.folder / "step_000000005.replaced").exists() and not (store.folder / "step_000000005").exists()
+    assert store.steps() == [3, 5] and read(store) == (5, b"old") and store.is_intact(5)
+    assert [manifest.step for manifest in store.candidates(print)] == [5, 3]
+    write(store, step, b"next")
+    store.prune(step, 1, 1)
+    assert read(store) == (step, b"next") and store.steps() == sorted({5, step})
+    store.recover()
+    assert read(store) == (step, b"next")
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        f"step_00000000{each}" for each in sorted({5, step})
+    ]

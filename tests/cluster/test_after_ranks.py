@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -15,10 +16,12 @@ from typing import Any, cast
 
 import pytest
 
+from tests.support.disk import refusing
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import config
 from tests.support.worlds import a_world
 from trainer.attempt.attempt import Attempt
+from trainer.checkpoint import newest
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
 from trainer.cluster.after_ranks import after_ranks
 from trainer.config.errors import ConfigError
@@ -344,6 +347,23 @@ def test_another_job_has_the_id_now(run: RunDir, slurm: FakeSlurm, monkeypatch: 
     end_attempt(run, begin(run), LAUNCH, "cancelled", 1, 1)
     after_ranks(run, WORLD, LAUNCH, 130)
     assert slurm.requeues == 0 and slurm.cancelled == []
+
+
+def test_the_disk_does_not_show_the_checkpoints(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shell requeues all the same, and does not record as lost what the records say is saved."""
+    monkeypatch.setattr(newest, "COUNT_S", 0.0)
+    world = begin(run)
+    end_attempt(run, world, LAUNCH, "preempted", 7, 7)
+    begin_attempt(run, replace(world, restart=1), start_step=7)
+    slurm.job = {"JobState": "RUNNING", "Restarts": 1}
+    run.checkpoints.mkdir()
+    with refusing(run.checkpoints, errno.ESTALE):
+        after_ranks(run, replace(world, restart=1), LAUNCH, KILLED)
+    assert slurm.requeues == 1 and "checkpoints: cannot be listed: Stale file handle" in capsys.readouterr().out
+    lost = read_ended_attempts(run.attempts)[-1]
+    assert (lost["reason"], lost["end_step"], lost["lost_steps"]) == ("lost", 7, 0)
 
 
 @pytest.fixture

@@ -16,7 +16,14 @@ from tests.support.worlds import a_world
 from trainer.config.launch import Launch
 from trainer.records import attempts
 from trainer.records.attempt_record import EndedAttempt, Reason, read_attempts, read_ended_attempts
-from trainer.records.attempts import begin_attempt, end_attempt, find_record, lower_start_step, raise_kept_step
+from trainer.records.attempts import (
+    begin_attempt,
+    end_attempt,
+    find_record,
+    lower_start_step,
+    raise_kept_step,
+    recorded_step,
+)
 from trainer.records.retry import FAILURES, SAME_FAILURE, Decision, Next, decide, why_not_requeued
 from trainer.records.submissions import SubmissionRecord
 from trainer.rundir import RunDir
@@ -388,6 +395,41 @@ def test_a_step_that_was_saved_after_the_end(tmp_path: Path) -> None:
     raise_kept_step(run, 9)
     (hung,) = read_ended_attempts(run.attempts)
     assert (hung["reason"], hung["end_step"], hung["lost_steps"], hung["lost_s"]) == ("hung", 9, 0, 0.0)
+
+
+def test_a_step_that_the_disk_did_not_show(tmp_path: Path) -> None:
+    """A lost attempt had saved step 9. The start after it did not see that, and ended. Once the disk shows it, the
+    records say that the lost attempt kept it, and that the other did nothing."""
+    run = RunDir(tmp_path)
+    start = begin_attempt(run, WORLD, start_step=5)["start"]
+    add_metrics(run.metrics, [{"step": step, "time": start + step} for step in range(6, 11)])
+    begin_attempt(run, restarted(1), start_step=5)
+    end_attempt(run, restarted(1), LAUNCH, "failed", 5, 5)
+    begin_attempt(run, restarted(2), start_step=9)
+    raise_kept_step(run, 9)
+    lost, failed = read_ended_attempts(run.attempts)
+    assert (lost["reason"], lost["end_step"], lost["lost_steps"]) == ("lost", 10, 1)
+    assert lost["lost_s"] == pytest.approx(1)
+    assert (failed["start_step"], failed["end_step"], failed["lost_steps"]) == (9, 9, 0)
+
+
+def test_the_step_that_the_records_say_is_saved(tmp_path: Path) -> None:
+    """A start below it loses steps. It must be right at each moment of an attempt."""
+    run = RunDir(tmp_path)
+    assert recorded_step(run) == 0
+    begin_attempt(run, WORLD, start_step=0)
+    assert recorded_step(run) == 0
+    end_attempt(run, WORLD, LAUNCH, "failed", 8, 5)
+    assert recorded_step(run) == 5
+    begin_attempt(run, restarted(1), start_step=7)
+    assert recorded_step(run) == 7, "a rank that was suspended saved it later"
+    lower_start_step(run, restarted(1), 3)
+    assert recorded_step(run) == 3, "the checkpoints of steps 5 and 7 are damaged"
+    run.attempt_now.rename(run.attempt_ended)
+    assert recorded_step(run) == 3
+    run.attempt_ended.rename(run.attempt_now)
+    end_attempt(run, restarted(1), LAUNCH, "finished", 9, 9)
+    assert recorded_step(run) == 9
 
 
 def test_ended_while_its_start_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

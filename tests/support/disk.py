@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 # Every call by which a commit or a deletion touches the disk; Path and shutil go through these too.
@@ -40,14 +41,43 @@ def acting_at(call: int, action: Callable[[], None]) -> Iterator[list[str]]:
 
 
 @contextmanager
+def refusing(path: Path, number: int, times: int = 1 << 30, call: str | None = None) -> Iterator[list[str]]:
+    """The first calls of this kind, or of any, that name this path or are about its open file fail with this error
+    number; yields the names of these calls."""
+    refused: list[str] = []
+
+    def refuse(name: str, target: Any) -> None:
+        if isinstance(target, int):
+            target = os.readlink(f"/proc/self/fd/{target}")
+        if call in (None, name) and len(refused) < times and target is not None and os.fspath(target) == str(path):
+            refused.append(name)
+            raise OSError(number, os.strerror(number), str(path))
+
+    calls = [*DISK_CALLS, *((os, name) for name in ("listdir", "scandir", "stat", "lstat", "readlink", "preadv"))]
+    with _wrapped(calls, refuse):
+        yield refused
+
+
+@contextmanager
 def _before_each(hook: Callable[[int], None]) -> Iterator[list[str]]:
     calls: list[str] = []
-    before = [(module, name, getattr(module, name)) for module, name in DISK_CALLS]
+
+    def note(name: str, target: Any) -> None:
+        calls.append(name)
+        hook(len(calls) - 1)
+
+    with _wrapped(DISK_CALLS, note):
+        yield calls
+
+
+@contextmanager
+def _wrapped(functions: Sequence[tuple[Any, str]], hook: Callable[[str, Any], None]) -> Iterator[None]:
+    """Call `hook` with the name and the first argument of each call of these functions, before it is done."""
+    before = [(module, name, getattr(module, name)) for module, name in functions]
 
     def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*words: Any, **named: Any) -> Any:
-            calls.append(name)
-            hook(len(calls) - 1)
+            hook(name, words[0] if words else None)
             return real(*words, **named)
 
         return wrapped
@@ -55,7 +85,7 @@ def _before_each(hook: Callable[[int], None]) -> Iterator[list[str]]:
     for module, name, real in before:
         setattr(module, name, wrap(name, real))
     try:
-        yield calls
+        yield
     finally:
         for module, name, real in before:
             setattr(module, name, real)

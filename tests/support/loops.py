@@ -92,7 +92,9 @@ def a_loop(
     watch = Watchdog(Probes(world=lambda: world), 600, on_fault=lambda fault: None)
     signals: Any = type("Signals", (), {"on_first": lambda self, act: None, "first": None})()
     stop = Stop(world, group.store, signals, lambda why: None)
-    context = AttemptContext(settings, run, group, stop, watch, StartupTimer(), closing)
+    context = AttemptContext(
+        settings, run, CheckpointStore(run.checkpoints), group, stop, watch, StartupTimer(), closing
+    )
     try:
         task = Doubling if kind == "task" else kind
         loop = make_custom_loop(function, context) if isinstance(task, str) else TaskLoop(task, context)

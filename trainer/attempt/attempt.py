@@ -23,12 +23,13 @@ from trainer.attempt.grace import GracePeriod
 from trainer.attempt.preflight import Preflight
 from trainer.attempt.rescue_files import clear
 from trainer.attempt.state import AttemptState
+from trainer.checkpoint.newest import recover
 from trainer.checkpoint.store import CheckpointError, Manifest
 from trainer.config.config import Config
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, DiskError
 from trainer.observe.startup import StartupTimer
 from trainer.records.attempt_record import AttemptRecord
-from trainer.records.attempts import begin_attempt, find_record, never_began
+from trainer.records.attempts import begin_attempt, find_record, never_began, recorded_step
 from trainer.rundir import RunDir
 from trainer.say import say
 from trainer.world import run_lock
@@ -141,7 +142,8 @@ class Attempt:
         """On rank 0: lock the run folder, clean it up and record that the attempt begins.
 
         It begins at the checkpoint that seems to be the newest intact one: an attempt that ends before the ranks have
-        met is recorded too, and they read checkpoints together. Returns that candidate and all older ones.
+        met is recorded too, and they read checkpoints together. Returns that candidate and all older ones. Raises
+        DiskError when the disk does not show what was saved.
         """
         state = self._state
         run_lock.acquire(self._run_dir.lock, state.world)
@@ -151,14 +153,22 @@ class Attempt:
             say("srun has ended, and the batch shell has recorded that this attempt never began; ending it")
             self._closing.close()
             raise SystemExit(1)
-        state.store.recover()
         clear(self._run_dir.rescues, state.world.attempt)
-        candidates = state.store.candidates(warn=say)
+        try:
+            candidates = recover(state.store, self._run_dir, say)
+        except DiskError:
+            self._begin(recorded_step(self._run_dir))  # so the error is recorded, and the run retried
+            raise
         newest = next(candidates, None)
-        state.start_step = newest.step if newest else 0
-        state.set_number(begin_attempt(self._run_dir, state.world, state.start_step)["attempt"])
+        self._begin(newest.step if newest else 0)
         self._phases.done("checking checkpoints")
         return itertools.chain([newest] if newest else [], candidates)
+
+    def _begin(self, step: int) -> None:
+        """Record that the attempt begins, at this step."""
+        state = self._state
+        state.start_step = step
+        state.set_number(begin_attempt(self._run_dir, state.world, step)["attempt"])
 
     def _learn_kill_wait(self, group: Group) -> None:
         """Ask the cluster for its KillWait, in a job that launch.py did not submit (it asks at submission)."""
@@ -224,7 +234,7 @@ class Attempt:
         state, world = self._state, self._state.world
         rank = f"rank {world.rank} on {world.host_of(world.rank)}"
         # These explain themselves in one line; anything else needs its traceback.
-        one_line = isinstance(error, (ConfigError, MeetingError, BadNode))
+        one_line = isinstance(error, (ConfigError, DiskError, MeetingError, BadNode))
         details = str(error) if one_line else user_error.describe(error)
         # This error is the same on every rank, and names the ranks at fault.
         text = details if isinstance(error, DeviceConflict) else f"{rank} failed:\n{details}"
@@ -288,6 +298,6 @@ def _may_pass(error: Exception, state: AttemptState) -> Retry:
     building = (
         state.group is not None
         and state.loop is None
-        and not isinstance(error, (MeetingError, CheckpointError, BadNode))
+        and not isinstance(error, (MeetingError, CheckpointError, DiskError, BadNode))
     )
     return "if_trained" if building else "yes"

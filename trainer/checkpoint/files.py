@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import time
@@ -17,10 +18,21 @@ HASHING_THREADS = 4  # files that are hashed at the same time: a SHA-256 is comp
 # reading of a large file or tensor.
 READ_BYTES = 4 << 20
 POLL_S = 0.005
+# What a disk says when it has lost bytes. Any other error may be of the way to them: a mount, a server, a permission.
+BYTES_ARE_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged, or could not be written."""
+
+
+class CheckpointUnreadable(CheckpointError):
+    """A file of a checkpoint cannot be read, perhaps only now or only on this host. `is_damaged` says whether the disk
+    claims to have lost it; a passing error of a network file system may look the same."""
+
+    def __init__(self, name: str, error: OSError) -> None:
+        super().__init__(f"{name} cannot be read: {error.strerror or error}")
+        self.is_damaged = error.errno in BYTES_ARE_LOST
 
 
 class StateChanged(RuntimeError):
@@ -41,7 +53,9 @@ def verify_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
             pass
 
 
-def damaged_files(folder: Path, entries: Mapping[str, FileEntry], advance: Callable[[], None]) -> dict[str, str]:
+def damaged_files(
+    folder: Path, entries: Mapping[str, FileEntry], advance: Callable[[], None]
+) -> dict[str, CheckpointError]:
     """Read these files and compare them with their hashes; returns why a file is not as it should be, by its name.
     Calls `advance` like `read_files`."""
     with ThreadPoolExecutor(HASHING_THREADS) as hashers:
@@ -58,7 +72,7 @@ def hash_files(folder: Path, names: Iterable[str], after_read: Callable[[], None
 
 def read_files(
     folder: Path, entries: Mapping[str, FileEntry], memory: Mapping[str, memoryview], advance: Callable[[], None]
-) -> dict[str, str]:
+) -> dict[str, CheckpointError]:
     """Read these files into memory, each byte once, and compare them with their hashes; returns why a file is not as
     it should be, by its name. Calls `advance` after every READ_BYTES of a file, so `reading_steps` times at most."""
     with ThreadPoolExecutor(HASHING_THREADS) as hashers, ThreadPoolExecutor(READING_THREADS) as readers:
@@ -88,7 +102,7 @@ def disk_errors_explained(name: str) -> Iterator[None]:
     except FileNotFoundError:
         raise CheckpointError(f"{name} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
+        raise CheckpointUnreadable(name, error) from error
 
 
 def _verify(folder: Path, name: str, entry: FileEntry, advance: Callable[[], None] = lambda: None) -> None:
@@ -138,7 +152,7 @@ def _fill(descriptor: int, start: int, piece: memoryview) -> memoryview:
     while done < len(piece):
         count = os.preadv(descriptor, [piece[done:]], start + done)
         if not count:
-            raise OSError(0, "it was truncated meanwhile")
+            raise OSError(errno.EIO, "it was truncated meanwhile")
         done += count
     return piece
 
@@ -148,12 +162,12 @@ def _check(name: str, entry: FileEntry, sha256: str) -> None:
         raise CheckpointError(f"{name} differs from its SHA-256 in the manifest")
 
 
-def await_files(work: Mapping[str, Future[None]]) -> dict[str, str]:
+def await_files(work: Mapping[str, Future[None]]) -> dict[str, CheckpointError]:
     """Why files are damaged or cannot be read, by their names, once all this work is done."""
     # Not in concurrent.futures: the watchdog names the line of ours that a rank is stuck in.
     while not all(future.done() for future in work.values()):
         time.sleep(POLL_S)
-    return {name: str(error) for name, future in work.items() if (error := _error_of(future)) is not None}
+    return {name: error for name, future in work.items() if (error := _error_of(future)) is not None}
 
 
 def _error_of(read: Future[None]) -> CheckpointError | None:

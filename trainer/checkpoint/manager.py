@@ -20,6 +20,7 @@ from trainer.checkpoint.opaque import OpaqueFiles
 from trainer.checkpoint.position import Position
 from trainer.checkpoint.store import CheckpointError, CheckpointStore, ranked
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from trainer.config.errors import DiskError
 from trainer.config.ranking import Ranking
 from trainer.config.schema import Checkpoint
 from trainer.observe.progress import Progress
@@ -157,9 +158,12 @@ class CheckpointManager:
         if math.isnan(badness):
             return False
         kept = {}
-        for step in self._store.steps():
-            with contextlib.suppress(CheckpointError):
-                kept[step] = self._store.manifest(step)
+        try:
+            for step in set(self._store.steps()) - self._store.damaged:
+                with contextlib.suppress(CheckpointError):
+                    kept[step] = self._store.manifest(step)
+        except DiskError:  # of a disk that passes: one save too many costs little
+            return True
         better = [step for step in ranked(kept, self._ranking) if self._ranking.badness(kept[step].metrics) <= badness]
         return len(better) < self._settings.keep_best
 

@@ -3,8 +3,9 @@
     1. Rank 0 names a candidate: the newest checkpoint with the right files in the right sizes, which takes no time to
        see. The other ranks' view of a shared disk may be out of date.
     2. Each rank reads whole files, its share of the bytes, into its memory, and compares them with their hashes.
-    3. Every rank reports. What a rank could not read, or found damaged, rank 0 reads itself: a fault of one node must
-       not set the run back. If rank 0 finds damage too, it names the next older candidate, and all ranks start again.
+    3. Every rank reports. What a rank could not read, or found damaged, rank 0 reads once more, its own files too: a
+       fault of one node, or one that passes, must not set the run back. If rank 0 finds damage too, it names the next
+       older candidate, and all ranks start again. If its disk only refuses to answer, the attempt fails.
     4. `SharedCheckpoint.load`: piece by piece, the rank that has read the bytes sends them to all ranks, and each
        copies them into its tensors. Rows of a sharded tensor that only the rank itself needs are not sent: with the
        same sharding as before, that is every shard. See `trainer.checkpoint.transfer`.
@@ -25,6 +26,7 @@ The ranks communicate through their key-value store, with these keys under "rest
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -38,10 +40,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpoint.buffers import HostMemory
-from trainer.checkpoint.files import CheckpointError, damaged_files, read_files, reading_steps
+from trainer.checkpoint.files import CheckpointError, CheckpointUnreadable, damaged_files, read_files, reading_steps
 from trainer.checkpoint.pack import Layout, Scatter, Target, empty_like, is_laid_out_as, tensors_of
+from trainer.checkpoint.patience import Patience
 from trainer.checkpoint.shards import Like, new_like
-from trainer.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, skipped
+from trainer.checkpoint.store import STRUCTURE, CheckpointStore, Manifest
 from trainer.checkpoint.transfer import Segment, Transfer
 from trainer.world.group import Group
 from trainer.world.sealed_store import with_prefix
@@ -49,6 +52,7 @@ from trainer.world.sealed_store import with_prefix
 PIECE_BYTES = 32 << 20  # that are sent at a time; a multiple of the page size
 # How long ranks wait for each other: a slow disk is not a fault, and the watchdog ends an attempt without progress.
 PATIENCE = timedelta(hours=24)
+READ_AGAIN_S = 10.0  # how long rank 0 tries to read what its disk refuses
 CPU = torch.device("cpu")
 
 State = dict[str, Any]
@@ -185,7 +189,8 @@ def read_newest(
     """The newest intact checkpoint, read by all ranks together; None when there is none. A collective.
 
     Rank 0's `candidates` count, see `CheckpointStore.candidates`. Rank 0 calls `warn` with the reason for each damaged
-    one that it skips. `advance` counts progress: a rank that is behind the others is one that they wait for.
+    one that it skips, and raises DiskError if it cannot read one that may be intact. `advance` counts progress: a rank
+    that is behind the others is one that they wait for.
     """
     keys, rank = with_prefix("restore", group.store), group.world.rank
     for number in itertools.count():
@@ -195,7 +200,8 @@ def read_newest(
         if not (text := _wait_for(keys, f"{number}/candidate")):
             return None
         reading = _Reading(store, Manifest(**json.loads(text)), group, advance)
-        keys.set(f"{number}/{rank}", json.dumps(reading.read_share()))
+        damage = {name: str(error) for name, error in reading.read_share().items()}
+        keys.set(f"{number}/{rank}", json.dumps(damage))
         if rank == 0:
             reports = [json.loads(_wait_for(keys, f"{number}/{each}")) for each in range(group.world.size)]
             keys.set(f"{number}/result", json.dumps(reading.judge(reports, warn)))
@@ -217,29 +223,42 @@ class _Reading:
         self.memory: dict[str, HostMemory] = {}
         self._store, self._world, self._advance = store, group.world, advance
 
-    def read_share(self) -> dict[str, str]:
+    def read_share(self) -> dict[str, CheckpointError]:
         """Read this rank's files; returns why some of them cannot be used."""
         steps = [self._steps(rank) for rank in range(self._world.size)]
         self._advance(max(steps) - steps[self._world.rank])  # so all ranks that have read their share are level
         return self._read([name for name, owner in self.owners.items() if owner == self._world.rank])
 
     def judge(self, reports: list[dict[str, str]], warn: Callable[[str], None]) -> _Result:
-        """On rank 0: read what other ranks could not, and say what becomes of the candidate."""
-        errors = dict(reports[0])
-        doubtful = {name: error for report in reports[1:] for name, error in report.items()}
-        if doubtful and not errors:
-            errors = self._read(list(doubtful))
+        """On rank 0: read again what a rank could not read, and say what becomes of the candidate."""
+        doubtful = {name: error for report in reports for name, error in report.items()}
+        errors = self._read_again(list(doubtful), warn) if doubtful else {}
         for name in doubtful.keys() - errors.keys():
             rank = self.owners[name]
             place = f"rank {rank} on {self._world.host_of(rank)}"
             warn(f"WARNING: step {self.manifest.step}: {doubtful[name]} on {place}; rank 0 can read it")
         if errors:
             damage = next(errors[name] for name in self.manifest.files if name in errors)
-            warn(skipped(self.manifest.step, CheckpointError(damage)))
-            return {"damage": damage, "read_by_rank_0": []}
+            self._store.skip(self.manifest.step, damage, warn)
+            return {"damage": str(damage), "read_by_rank_0": []}
         return {"damage": None, "read_by_rank_0": list(doubtful)}
 
-    def _read(self, names: list[str]) -> dict[str, str]:
+    def _read_again(self, names: list[str], warn: Callable[[str], None]) -> dict[str, CheckpointError]:
+        """Read these files once more, and again as long as the disk refuses; returns why some cannot be used."""
+        errors: dict[str, CheckpointError] = {}
+
+        def read() -> None:
+            nonlocal errors
+            errors = self._read(list(errors) or names)
+            for error in errors.values():
+                if isinstance(error, CheckpointUnreadable):
+                    raise error
+
+        with contextlib.suppress(CheckpointUnreadable):
+            Patience(READ_AGAIN_S, warn).insist(read, lambda: self._advance(1))
+        return errors
+
+    def _read(self, names: list[str]) -> dict[str, CheckpointError]:
         opaque = {name: entry for name, entry in self.manifest.opaque.items() if name in names}
         entries = {name: self.manifest.files[name] for name in names if name not in opaque}
         try:

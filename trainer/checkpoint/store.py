@@ -38,16 +38,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from trainer.checkpoint.files import CheckpointError as CheckpointError
+from trainer.checkpoint.files import CheckpointUnreadable, disk_errors_explained, verify_files
 from trainer.checkpoint.files import FileEntry as FileEntry
-from trainer.checkpoint.files import disk_errors_explained, verify_files
 from trainer.checkpoint.manifest import OPAQUE as OPAQUE
 from trainer.checkpoint.manifest import STRUCTURE as STRUCTURE
 from trainer.checkpoint.manifest import Manifest as Manifest
 from trainer.checkpoint.manifest import shard_name as shard_name
+from trainer.checkpoint.patience import NO_PATIENCE, Patience
+from trainer.config.errors import DiskError
 from trainer.config.ranking import Ranking
 from trainer.world.fresh_view import MARK, look_anew
 
 MANIFEST = "manifest.json"
+REPLACED = ".replaced"
 LUSTRE = 0x0BD00BD0  # linux/magic.h does not have it, lustre_user.h does: LL_SUPER_MAGIC
 STATFS_BYTES = 256  # more than any struct statfs has
 BY_LOSS = Ranking("val_loss", lower_is_better=True)
@@ -62,15 +65,33 @@ class CheckpointStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.damaged: set[int] = set()  # the steps whose checkpoints this process has found to be damaged
 
     def path(self, step: int) -> Path:
-        """The folder of the checkpoint of `step`."""
-        return self.folder / folder_name(step)
+        """The folder of the checkpoint of `step`. An interrupted commit may have left it under its other name."""
+        path = self.folder / folder_name(step)
+        with contextlib.suppress(OSError):
+            if not _exists(path) and _exists(path.with_suffix(REPLACED)):
+                return path.with_suffix(REPLACED)
+        return path
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, intact or damaged, oldest first."""
-        names = (p.name for p in self.folder.glob("step_*"))
-        return sorted(int(n[5:]) for n in names if n[5:].isdigit())
+        """The steps that have a checkpoint, intact or damaged, oldest first. Raises DiskError if it cannot be seen."""
+        numbers = (name[5:].removesuffix(REPLACED) for name in self._names() if name.startswith("step_"))
+        return sorted({int(number) for number in numbers if number.isdigit()})
+
+    def _names(self) -> list[str]:
+        """The names in the folder; none if there is no folder yet. Raises DiskError."""
+        # Not Path.glob: it takes a folder that it may not list, from Python 3.13 any error, for an empty one.
+        try:
+            return os.listdir(self.folder)
+        except FileNotFoundError:
+            if not os.path.islink(self.folder):
+                return []
+            target = os.readlink(self.folder)
+            raise DiskError(f"{self.folder}: leads to {target}, which is not there") from None
+        except OSError as error:
+            raise DiskError(f"{self.folder}: cannot be listed: {error.strerror or error}") from error
 
     def look_anew(self) -> None:
         """See what other hosts have committed, see `trainer.world.fresh_view`."""
@@ -79,15 +100,19 @@ class CheckpointStore:
     # Writing
 
     def recover(self) -> None:
-        """Undo or complete what an interrupted writer left behind. The one process that commits calls this first."""
-        for replaced in self.folder.glob("step_*.replaced"):
-            final = replaced.with_suffix("")
-            if final.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                replaced.rename(final)
-        for unfinished in (".writing-", ".deleting-", MARK):
-            for left in self.folder.glob(f"{unfinished}*"):
+        """Undo or complete what an interrupted writer left behind. The one process that commits calls this first.
+
+        Raises OSError if the disk refuses: then a checkpoint may still be hidden.
+        """
+        for name in self._names():
+            left = self.folder / name
+            if name.startswith("step_") and name.endswith(REPLACED):
+                final = left.with_suffix("")
+                if _exists(final):
+                    self.discard(left)
+                else:
+                    left.rename(final)
+            elif name.startswith((".writing-", ".deleting-", MARK)):
                 self.discard(left)
 
     def writing_folder(self, step: int, tag: str) -> Path:
@@ -96,7 +121,7 @@ class CheckpointStore:
         `tag` must differ between all attempts to save the same step: the writer of an earlier one may hang rather
         than be dead.
         """
-        return self.folder / f".writing-{self.path(step).name}-{tag}"
+        return self.folder / f".writing-{folder_name(step)}-{tag}"
 
     def create_writing_folder(self, step: int, tag: str) -> Path:
         """Create the writing folder unless it exists; every rank that writes calls this.
@@ -118,8 +143,8 @@ class CheckpointStore:
         Raises CheckpointError if the disk refuses, or without `replaces` if there is a checkpoint of that step, which
         then remains; `writing` is deleted.
         """
-        final = self.path(manifest.step)
-        replaced = final.with_suffix(".replaced")
+        final = self.folder / folder_name(manifest.step)
+        replaced = final.with_suffix(REPLACED)
         try:
             for name, entry in manifest.files.items():
                 if (writing / name).stat().st_size != entry["bytes"]:
@@ -127,13 +152,13 @@ class CheckpointStore:
             (writing / MANIFEST).write_text(manifest.text() + "\n")
             for path in (writing / MANIFEST, writing):
                 fsync(path)
-            if replaces and final.exists():
+            if replaces and _exists(final):
                 shutil.rmtree(replaced, ignore_errors=True)
                 final.rename(replaced)
             try:
                 writing.rename(final)  # refused where there is one already: that folder is not empty
             except OSError:
-                if replaced.exists():
+                if _exists(replaced):
                     replaced.rename(final)
                 raise
             fsync(self.folder)
@@ -141,6 +166,7 @@ class CheckpointStore:
         except OSError as error:
             self.discard(writing)
             raise self.write_error(manifest.step, error) from error
+        self.damaged.discard(manifest.step)
         return final
 
     def discard(self, writing: Path) -> None:
@@ -149,31 +175,37 @@ class CheckpointStore:
 
     def write_error(self, step: int, reason: object) -> CheckpointError:
         """The error to raise when the checkpoint of `step` could not be written."""
-        return CheckpointError(f"{self.path(step)}: could not be written: {reason}")
+        return CheckpointError(f"{self.folder / folder_name(step)}: could not be written: {reason}")
 
     def prune(self, step: int, keep_last: int, keep_best: int, ranking: Ranking = BY_LOSS) -> None:
         """Delete all checkpoints but the newest `keep_last` and the `keep_best` that rank best.
 
         `step` is the checkpoint just committed. Newer ones do not count as kept: the resume of this attempt skipped
-        them as damaged. Checkpoints without a readable manifest do not count either; they are deleted once there are
-        `keep_last` newer ones.
+        them as damaged. Nor do those that are known to be damaged; they are deleted once there are `keep_last` newer
+        ones. One that the disk does not show right now does not count, and stays: it may be the best. Raises DiskError.
         """
-        readable: dict[int, Manifest] = {}
-        for found in self.steps():
-            with contextlib.suppress(CheckpointError):
-                if found <= step:
-                    readable[found] = self.manifest(found)
-        newest = sorted(readable)[-keep_last:]
+        listed = self.steps()
+        intact: dict[int, Manifest] = {}
+        unreadable: set[int] = set()
+        for found in listed:
+            if found <= step and found not in self.damaged:
+                try:
+                    intact[found] = self.inspect(found)
+                except CheckpointUnreadable:
+                    unreadable.add(found)
+                except CheckpointError:
+                    pass
+        newest = sorted(intact)[-keep_last:]
         if len(newest) < keep_last:
             return
-        best = ranked(readable, ranking)[:keep_best]
-        for old in self.steps():
-            if old < newest[0] and old not in best:
+        best = ranked(intact, ranking)[:keep_best]
+        for old in listed:
+            if old < newest[0] and old not in best and old not in unreadable:
                 self._delete(old)
 
     def _delete(self, step: int) -> None:
         """Delete a checkpoint. Renamed first, it is complete or absent for any process that reads meanwhile."""
-        deleting = self.folder / f".deleting-{self.path(step).name}"
+        deleting = self.folder / f".deleting-{folder_name(step)}"
         with contextlib.suppress(OSError):  # the next `prune` tries again
             self.discard(deleting)
             self.path(step).rename(deleting)
@@ -183,6 +215,7 @@ class CheckpointStore:
 
     def newest(self, warn: Callable[[str], None]) -> Manifest | None:
         """The newest intact checkpoint, or None. Calls `warn` with the reason for each damaged one that it skips.
+        Raises DiskError if the disk does not show them.
 
         Reads whole checkpoints. The ranks of an attempt share that work: `trainer.checkpoint.restore`.
         """
@@ -192,24 +225,47 @@ class CheckpointStore:
             except CheckpointError as error:
                 if isinstance(error, CheckpointGone) and self.steps()[-1:] > [candidate.step]:
                     return self.newest(warn)  # a run that trains has deleted it, and has newer ones
-                warn(skipped(candidate.step, error))
+                self.skip(candidate.step, error, warn)
         return None
 
-    def candidates(self, warn: Callable[[str], None]) -> Iterator[Manifest]:
+    def candidates(
+        self, warn: Callable[[str], None], kept: int = 0, patience: Patience = NO_PATIENCE
+    ) -> Iterator[Manifest]:
         """The checkpoints that are intact by their manifests and the sizes of their files, newest first: what takes no
-        time to see. Calls `warn` with the reason for each that is not."""
-        for step in reversed(steps := self.steps()):
+        time to see. Calls `warn` with the reason for each that is not.
+
+        By the run's records the newest one is of step `kept`, or a later one. While the disk does not show that, or a
+        file, it is looked at again as long as there is `patience`; then DiskError is raised.
+        """
+
+        def list_them() -> list[int]:
+            steps = self.steps()
+            if max(steps, default=0) < kept:
+                found = f"only goes up to step {steps[-1]}" if steps else "has no checkpoint"
+                raise DiskError(
+                    f"{self.folder}: {found}, but the run's records say that step {kept} is saved: is another disk "
+                    "mounted there, or was it deleted? `submit --from` starts a new run from what is there"
+                )
+            return steps
+
+        for step in reversed(steps := patience.insist(list_them, self.look_anew)):
             try:
-                with self.reading(step):
-                    manifest = self.manifest(step)
-                    _check_sizes(self.path(step), manifest)
+                manifest = patience.insist(lambda step=step: self.inspect(step), self.look_anew)  # type: ignore[misc]
             except CheckpointError as error:
                 if isinstance(error, CheckpointGone) and self.steps()[-1:] > steps[-1:]:
-                    yield from self.candidates(warn)  # a run that trains has deleted it, and has newer ones
+                    yield from self.candidates(warn, kept, patience)  # a run that trains has deleted it, and has newer
                     return
-                warn(skipped(step, error))
+                self.skip(step, error, warn)
             else:
                 yield manifest
+
+    def skip(self, step: int, error: CheckpointError, warn: Callable[[str], None]) -> None:
+        """Take note that the checkpoint of `step` is damaged, and `warn`. Raises DiskError if it may be intact."""
+        if isinstance(error, CheckpointUnreadable) and not error.is_damaged:
+            raise DiskError(f"{self.path(step)}: {error}") from error
+        if not isinstance(error, CheckpointGone):
+            self.damaged.add(step)
+        warn(f"skipped {folder_name(step)}: {error}")
 
     def is_intact(self, step: int) -> bool:
         """Whether there is a checkpoint of `step` and it verifies."""
@@ -218,14 +274,20 @@ class CheckpointStore:
             return True
         return False
 
+    def inspect(self, step: int) -> Manifest:
+        """The manifest of the checkpoint of `step`, whose files have the right sizes. Raises CheckpointError."""
+        with self.reading(step):
+            manifest = self.manifest(step)
+            _check_sizes(self.path(step), manifest)
+            return manifest
+
     def verify(self, step: int) -> Manifest:
         """Read the whole checkpoint and compare it with its manifest.
 
         Raises CheckpointError, which says what is wrong, and CheckpointGone if the run has deleted it.
         """
         with self.reading(step):
-            manifest = self.manifest(step)
-            _check_sizes(self.path(step), manifest)
+            manifest = self.inspect(step)
             verify_files(self.path(step), manifest.files)
             return manifest
 
@@ -233,14 +295,15 @@ class CheckpointStore:
     def reading(self, step: int) -> Iterator[None]:
         """While a checkpoint is read: if that fails and the run has deleted or replaced the checkpoint meanwhile, raise
         CheckpointGone instead. A run that trains may do so at any moment."""
+        name = folder_name(step)
         before = _identity(self.path(step))
         if before is None:
-            raise CheckpointGone(f"{self.path(step).name} has been deleted")
+            raise CheckpointGone(f"{name} has been deleted")
         try:
             yield
         except Exception as error:
             if _identity(self.path(step)) != before:
-                raise CheckpointGone(f"{self.path(step).name} was deleted while it was read") from error
+                raise CheckpointGone(f"{name} was deleted while it was read") from error
             raise
 
     def manifest(self, step: int) -> Manifest:
@@ -249,7 +312,9 @@ class CheckpointStore:
             text = (self.path(step) / MANIFEST).read_text()
         except FileNotFoundError:
             raise CheckpointError("manifest.json is missing") from None
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            raise CheckpointUnreadable(MANIFEST, error) from None
+        except ValueError as error:
             raise CheckpointError(f"manifest.json cannot be read: {error}") from None
         return Manifest.parse(text, step)
 
@@ -294,17 +359,24 @@ def _kind(path: Path) -> int:
     return ctypes.c_long.from_buffer(found).value
 
 
-def skipped(step: int, error: CheckpointError) -> str:
-    """The warning that a damaged checkpoint is skipped."""
-    return f"skipped {folder_name(step)}: {error}"
+def _exists(path: Path) -> bool:
+    """Whether there is something at a path. Raises OSError if that cannot be seen; `Path.exists` says no, from Python
+    3.14 on."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What changes when the checkpoint in a folder is replaced; None if there is none."""
+    """What changes when the checkpoint in a folder is replaced; None if there is none. Raises CheckpointUnreadable."""
     try:
         found = path.stat()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise CheckpointUnreadable(path.name, error) from error
     return found.st_ino, found.st_mtime_ns
 
 

@@ -32,9 +32,11 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from trainer.attempt.finished import finish_of
 from trainer.attempt.signal_cause import EARLY_S, comes_back, judge
+from trainer.checkpoint.newest import newest_step
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cluster import nodes, run_config, trust
 from trainer.config.checks import nodes_for
+from trainer.config.errors import DiskError
 from trainer.config.launch import Launch
 from trainer.records.attempt_record import EndedAttempt, Reason, read_ended_attempts
 from trainer.records.attempts import (
@@ -44,6 +46,7 @@ from trainer.records.attempts import (
     end_attempt,
     ended_attempts,
     record_abandoned_attempts,
+    recorded_step,
 )
 from trainer.records.retry import FAILURES, Next, decide, why_not_requeued
 from trainer.records.step_restart import count_in_steps
@@ -104,7 +107,8 @@ def after_ranks(
         look_anew(run.path)  # the ranks may have recorded the end, and saved, on other hosts a second ago
         CheckpointStore(run.checkpoints).look_anew()
         rank_0_lives = bool(holder)  # only srun was killed, or the node of rank 0 is cut off
-        kept_step = cache(lambda: _newest_step(run))
+        # By manifests and sizes: to hash a large checkpoint may take longer than this shell lives.
+        kept_step = cache(lambda: newest_step(run, say))
         failed_start = _why_not_started(run, world, launch, status, setup_line)
         killed = nodes.where_killed(_newest_log(run, world))
         ended = ended_attempts(run, kept_step, blamed=killed)
@@ -288,16 +292,14 @@ def _say_not_requeued(run: RunDir, end: EndedAttempt, why: str) -> None:
     say(f"not requeued: the attempt ended ({end['reason']}): {why}; `{resume}` tries again")
 
 
-def _newest_step(run: RunDir) -> int:
-    """The step that the next attempt begins at, unless a checkpoint of the right size is damaged all the same. The job
-    is requeued first: to hash a large checkpoint may take longer than this shell lives."""
-    newest = next(CheckpointStore(run.checkpoints).candidates(warn=say), None)
-    return newest.step if newest else 0
-
-
 def _newest_intact_step(run: RunDir) -> int:
-    """The step that the next attempt begins at. Reads whole checkpoints, which may take minutes."""
-    newest = CheckpointStore(run.checkpoints).newest(warn=say)
+    """The step that the next attempt begins at. Reads whole checkpoints, which may take minutes. What the records say
+    is saved, if the disk does not show them."""
+    try:
+        newest = CheckpointStore(run.checkpoints).newest(warn=say)
+    except DiskError as error:
+        say(f"WARNING: {error}")
+        return recorded_step(run)
     return newest.step if newest else 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainer import say
 from trainer.attempt import user_error
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.newest import newest_step
 from trainer.cluster import code_origin, run_folders
 from trainer.cluster.live_log import LiveLog
 from trainer.cluster.spawn import GRACE_S, REFUSED_S
@@ -96,8 +96,7 @@ class LocalRanks:
         lost."""
 
         def kept_step() -> int:
-            newest = next(CheckpointStore(self._run.checkpoints).candidates(warn=_say), None)
-            return newest.step if newest else 0
+            return newest_step(self._run, _say)
 
         ended = ended_attempts(self._run, kept_step)
         of_job = [record for record in ended if record["job_id"] == self.job_id]

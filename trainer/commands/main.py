@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.verbs import DEFAULT, VERBS
-from trainer.config.errors import ConfigError, nearest
+from trainer.config.errors import ConfigError, DiskError, nearest
 from trainer.say import command
 
 NEEDED = ("omegaconf", "submitit", "cloudpickle", "rich", "yaml")  # every environment that has Laststep has these
@@ -36,6 +36,9 @@ def main(words: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except DiskError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in (*NEEDED, "torch"):

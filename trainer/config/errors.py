@@ -1,4 +1,4 @@
-"""ConfigError, raised for a wrong command or configuration, and helpers for its one-line message."""
+"""ConfigError, raised for a wrong command or configuration, helpers for its one-line message, and DiskError."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from collections.abc import Sequence
 
 class ConfigError(ValueError):
     """The command or the configuration is wrong. The message is one line: the field, the value and the fix."""
+
+
+class DiskError(OSError):
+    """A disk does not show what it should, perhaps only now or only on this host. The message is one line.
+
+    It proves nothing about what is on the disk: a folder that cannot be listed is not empty.
+    """
 
 
 def nearest(name: str, names: Sequence[str]) -> str:

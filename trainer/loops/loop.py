@@ -43,6 +43,7 @@ class AttemptContext:
 
     config: Config
     run: RunDir
+    store: CheckpointStore
     group: Group
     stop: Stop
     watch: Watchdog
@@ -60,7 +61,7 @@ class Loop(Rescued):
         super().__init__(self.group.device)
         self.rank, self.size = world.rank, world.size
         self.place = ShardPlace(0, 1, self.rank, self.size)
-        self.store = CheckpointStore(run.checkpoints)
+        self.store = context.store
         self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)
         self.progress = Progress(prints=self.rank == 0)
         self.tensorboard = TensorBoard(run, self.config.train.log_every, writes=self.rank == 0)

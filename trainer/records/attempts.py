@@ -103,15 +103,34 @@ def correct_lost_attempt(run: RunDir, kept_step: Callable[[], int]) -> None:
         _correct(run, record, {**record, "start_step": kept, "end_step": kept})
 
 
+def recorded_step(run: RunDir) -> int:
+    """The step that was saved last, by the records; 0 if none was. A later one may have been saved since.
+
+    Raises OSError if the records cannot be read.
+    """
+    # In this order: an attempt that is ended meanwhile moves to the file that is read next.
+    records = [record for path in (run.attempt_now, run.attempt_ended, run.attempts) for record in read_attempts(path)]
+    # Of the two records of one attempt, the complete one.
+    newest = max(records, key=lambda record: (record["attempt"], record["reason"] is not None), default=None)
+    if newest is None:
+        return 0
+    return newest["end_step"] - newest["lost_steps"] if newest["reason"] else newest["start_step"]
+
+
 def raise_kept_step(run: RunDir, step: int) -> None:
     """This attempt begins at the intact checkpoint of `step`. If the one before has kept an earlier step by its record,
-    correct that: a rank that was suspended saved a later one when it woke. Only rank 0 calls this."""
-    record = next(reversed(read_ended_attempts(run.attempts)), None)
-    if record is None or record["reason"] == "finished" or step <= record["end_step"] - record["lost_steps"]:
-        return
-    end_step = max(step, record["end_step"])
-    lost_s = _lost_seconds(run, record["start"], step) if end_step > step else 0.0
-    _correct(run, record, {**record, "end_step": end_step, "lost_steps": end_step - step, "lost_s": lost_s})
+    correct that: a rank that was suspended saved a later one when it woke, or a disk did not show that one. Only rank 0
+    calls this."""
+    ended = read_ended_attempts(run.attempts)
+    for number, record in reversed(list(enumerate(ended))):
+        if record["reason"] == "finished" or step <= record["end_step"] - record["lost_steps"]:
+            return
+        if number and record["start_step"] == record["end_step"]:  # it did nothing: an attempt before it saved the step
+            _correct(run, record, {**record, "start_step": step, "end_step": step})
+            continue
+        end_step = max(step, record["end_step"])
+        lost_s = _lost_seconds(run, record["start"], step) if end_step > step else 0.0
+        return _correct(run, record, {**record, "end_step": end_step, "lost_steps": end_step - step, "lost_s": lost_s})
 
 
 def _correct(run: RunDir, record: EndedAttempt, corrected: EndedAttempt) -> None:
