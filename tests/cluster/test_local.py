@@ -47,7 +47,7 @@ def test_two_nodes_on_one_machine(terminal: Terminal) -> None:
     *_, result, saved, export, report = said.splitlines()
     assert "finished: epoch 1  step 3" in result and "val_accuracy" in result
     two = terminal.run("two")
-    assert Path(PROJECT, saved.removeprefix("saved  ")) == two.checkpoints / "step_000000003"
+    assert Path(PROJECT, saved.removeprefix("saved  ")).resolve() == two.checkpoints / "step_000000003"
     assert "launch.py export " in export and "launch.py report " in report
     assert terminal.run("two").config.exists()
     (attempt,) = read_lines(terminal.run("two").attempts)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.project import PROJECT
 from tests.support.ranks import reasons
-from tests.support.terminal import LONG, ranks_of
+from tests.support.terminal import LONG, children
 from tests.support.waiting import DEADLINE_S
 from trainer.rundir import RunDir
 
@@ -24,7 +24,7 @@ def test_a_stop_while_ranks_start(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainer", "--spawn", "2", "--name", "early", f"launch.root={tmp_path}", *LONG]
     spawner = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + DEADLINE_S
-    while len(ranks_of(spawner)) < 3:  # the helper, and two ranks
+    while len(children(spawner.pid)) < 3:  # the helper, and two ranks
         assert time.monotonic() < deadline and spawner.poll() is None, "no ranks"
         time.sleep(0.01)
     spawner.send_signal(signal.SIGTERM)

@@ -350,7 +350,8 @@ def missing() -> str | None:
 
 def _run_folders() -> Iterator[tuple[Path, str, Path]]:
     """The clusters on this machine: folder of sockets, pid of the owner, and folder."""
-    for file in Path("/tmp").glob("ls-*/owner"):
+    for place in Path("/tmp").glob("ls-*"):
+        file = place / "owner"
         with suppress(OSError):  # another process may remove it meanwhile
             owner, _, folder = file.read_text().partition("\n")
             if folder and file.stat().st_uid == os.geteuid():  # anybody may write to /tmp

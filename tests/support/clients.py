@@ -23,7 +23,7 @@ from types import TracebackType
 from tests.support.fuse import unmount
 from tests.support.project import PROJECT
 
-PREFIX = "ls-client-"
+PREFIX = "laststep-client-"  # not that of a cluster, whose folders every session looks through
 # Linux: of unshare and mount.
 _NEW_MOUNTS, _BIND, _PRIVATE, _ALL = 0x20000, 4096, 1 << 18, 16384
 BEHIND_VIEW = 'mount --bind "$0" "$1" && shift && exec "$@"'
