@@ -86,15 +86,19 @@ def _rows(of: dict[str, Any]) -> Iterator[Row]:
 
 def _overhead(overhead: dict[str, Any]) -> Iterator[Row]:
     """How much longer a step takes than in a bare loop, on 1 and 2 ranks."""
-    checks = zip(*overhead["runs"])  # of each training, the check of each run
+    checks: dict[str, list[dict[str, Any]]] = {}  # of each training, that of each run
+    for check in (check for run in overhead["runs"] for check in run):
+        checks.setdefault(check["what"].partition(", ")[2], []).append(check)
     for model in WORKLOADS:
         measured = {(step["contender"], step["ranks"]): step for step in overhead["steps"] if step["model"] == model}
         ratio = {key: step["ratio"]["median"] for key, step in measured.items() if "ratio" in step}
         bare = [measured["bare", ranks]["us"]["median"] for ranks in (1, 2)]
-        ours = [
-            f"{_interval(runs)} on {counted(n, 'rank')} (goal {runs[0]['limit']:g})"
-            for n, runs in zip((1, 2), islice(checks, 2))
-        ]
+        ours = []
+        for n in (1, 2):
+            if runs := checks.get(f"{model}, {counted(n, 'rank')}"):
+                ours.append(f"{_interval(runs)} on {counted(n, 'rank')} (goal {runs[0]['limit']:g})")
+            else:
+                ours.append(f"{ratio['laststep', n]:.2f} on {counted(n, 'rank')}, in one run of few turns")
         what = "a 64-64-10 perceptron" if model == "perceptron" else "a wider network"
         yield (
             f"a step of {what}, everything on (`overhead`)",

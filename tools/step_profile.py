@@ -12,8 +12,7 @@ SECTION = """
 
 Microseconds of a step of the 64-64-10 perceptron in the bare loop and in Laststep with everything on (`step_profile`).
 The last row is the step as it is. In the others a clock is read where a part begins and ends, which takes time itself:
-the parts add up to the step with that clock. On two ranks they are means over the ranks, and the wait for the other
-rank varies by more than most differences: `overhead`, which compares turn by turn, says what the step costs.
+the parts add up to the step with that clock.{two}
 
 {parts}
 
@@ -22,6 +21,10 @@ turns, so what Laststep does every second or every few seconds, it does up to fo
 
 {threads}
 """
+
+
+TWO = """ On two ranks they are means over the ranks, and the wait for the other
+rank varies by more than most differences: `overhead`, which compares turn by turn, says what the step costs."""
 
 
 def section(profile: dict[str, Any]) -> str:
@@ -36,7 +39,11 @@ def section(profile: dict[str, Any]) -> str:
     ]
     names = dict.fromkeys(name for loop in reversed(loops) for name in loop["cpu_us"])
     threads = [_row(f"`{name}`", [loop["cpu_us"].get(name, 0.0) for loop in loops]) for name in names]
-    return SECTION.format(parts=table(["part", *head], parts), threads=table(["thread", *head], threads))
+    return SECTION.format(
+        two=TWO if len(ranks) > 1 else "",
+        parts=table(["part", *head], parts),
+        threads=table(["thread", *head], threads),
+    )
 
 
 def _row(what: str, us: list[float]) -> list[str]:
