@@ -193,6 +193,8 @@ def test_a_rank_has_ended(root: Path) -> None:
     folder.mkdir(parents=True)
     gone_file(folder, 1).write_text("-9")
     check, state.loop = attempt._end_by_fault.check, loop
+    assert check() is None, "the attempt's beginning is not recorded yet, so its end could not be"
+    state.set_number(0)
     fault = check()
     assert fault is not None and (fault.reason, fault.cause) == ("failed", False)
     assert "rank 1 on n2 has ended" in fault.text

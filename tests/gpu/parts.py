@@ -76,6 +76,7 @@ PARTS = (
         (
             "test_rescue::test_the_step_before_is_saved",
             "test_rescue::test_a_device_that_comes_back_during_the_save",
+            "test_rescue::test_a_capture_in_torchs_default_mode",
             "test_rescue::test_no_step_allocates",
             "test_rescue::test_the_memory_is_read_beside_the_queue",
             "test_parts::test_scalars_are_read_while_the_device_is_busy",
