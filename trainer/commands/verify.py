@@ -47,12 +47,14 @@ def inspect(run: RunDir) -> list[dict[str, Any]]:
     One that the run deletes meanwhile, since it keeps only the newest and best, is left out.
     """
     store = CheckpointStore(run.checkpoints)
-    found = []
-    for step in store.steps():
-        while store.path(step).exists():
-            with contextlib.suppress(CheckpointGone):  # it may also have been replaced: then read the new one
-                found.append(_inspect(store, step))
-                break
+    found: list[dict[str, Any]] = []
+    # A run that saves often may have replaced all of them by newer ones meanwhile: then look at those.
+    while not found and (steps := store.steps()):
+        for step in steps:
+            while store.path(step).exists():
+                with contextlib.suppress(CheckpointGone):  # it may also have been replaced: then read the new one
+                    found.append(_inspect(store, step))
+                    break
     return found
 
 
