@@ -16,6 +16,8 @@ from trainer.rundir import RunDir
 
 DESCRIPTION = "Read every checkpoint of a run and compare it with its manifest."
 
+LOOKS = 5
+
 
 def add_arguments(parser: Parser) -> None:
     """Declare what verify takes."""
@@ -49,8 +51,8 @@ def inspect(run: RunDir) -> list[dict[str, Any]]:
     store = CheckpointStore(run.checkpoints)
     found: list[dict[str, Any]] = []
     # A run that saves often may have replaced all of them by newer ones meanwhile: then look at those.
-    while not found and (steps := store.steps()):
-        for step in steps:
+    for _ in range(LOOKS):
+        for step in [] if found else store.steps():
             while store.path(step).exists():
                 with contextlib.suppress(CheckpointGone):  # it may also have been replaced: then read the new one
                     found.append(_inspect(store, step))
