@@ -15,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.attempt import test_rescue as rescue
 from tests.attempt import test_sharded_rescue as sharded
 from tests.attempt.test_rescue import goes_on, slug
 from tests.loops import test_custom_loop as custom
 from tests.silent import silent_backend
 from tests.support.project import SILENT
 from tests.support.ranks import forked
-from tests.support.runs import EVERYTHING, KILLED, befall, only, stop_and_resume
+from tests.support.runs import EVERYTHING, befall, only, stop_and_resume
 from tests.support.waiting import DEADLINE_S, wait_until
 
 
@@ -36,15 +37,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_killed(root: Path, ranks: int, fault: str, request: pytest.FixtureRequest) -> None:
-    """No survivor gets an error. Rank 0 reads the end of a connection, or the others that of the store."""
-    name, step = slug(request), int(fault.split()[2])
-    attempt, codes = befall(root, name, ranks, fault, *EVERYTHING)
-    hit = [int(rank) for rank in fault.split()[-1].split(",")]
-    assert codes == [KILLED if rank in hit else 1 for rank in range(ranks)], attempt.output()
-    record = only(attempt)
-    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("failed", step - 1, 0)
-    assert all(f"rank {rank} on " in record["error"] for rank in hit), "the dead ranks are named"
-    goes_on(root, name, ranks, *EVERYTHING)
+    """No survivor gets an error. Rank 0 sees a connection closed; where rank 0 dies, the others lose the store."""
+    rescue.test_killed(root, ranks, fault, request)
 
 
 @pytest.mark.parametrize("fault", ["halt step 10 rank 1", "sleep step 4 rank 1", "raise step 5 rank 1"], ids=str)
@@ -119,7 +113,7 @@ def wait_in_vain(work: dist.Work) -> None:
 
 
 def test_the_backend(tmp_path: Path) -> None:
-    """It must be what these tests take it for. Otherwise they pass because gloo has told the survivors."""
+    """If it let a collective fail, the tests above would pass only because gloo had told the survivors."""
     ranks = [forked(of_rank, rank, str(tmp_path)) for rank in range(2)]
     for rank in ranks:
         rank.join(DEADLINE_S)

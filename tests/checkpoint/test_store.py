@@ -359,7 +359,7 @@ PASSING = [errno.ESTALE, errno.EACCES, errno.EIO, errno.ETIMEDOUT]
 
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
 def test_a_folder_that_cannot_be_listed_is_not_empty(number: int, store: CheckpointStore) -> None:
-    """A stale handle or a server that is away: whoever took that for no checkpoint began the run from step 0."""
+    """A stale handle, or a server that is away. Read as "no checkpoint", it restarted the run from step 0."""
     write(store, 7)
     warned: list[str] = []
     looks: list[Callable[[], object]] = [

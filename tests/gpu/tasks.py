@@ -23,8 +23,8 @@ class FaultyOnGPU(Faulty):
     starts more kernels than the queue takes, so that the rank waits in the driver; "asks" requests more device memory
     than there is.
 
-    A rank that a supervisor has started again has no fault. With LASTSTEP_TEST_KERNELS set, each step starts so many
-    kernels that the steps behind a collective that hangs fill the queue, as those of a large model do.
+    A rank that a supervisor has started again has no fault. With LASTSTEP_TEST_KERNELS set, each step starts enough
+    kernels for two steps behind a hanging collective to fill the queue, as those of a large model do.
     """
 
     def __init__(self, config: Config) -> None:

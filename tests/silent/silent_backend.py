@@ -4,7 +4,7 @@ gloo moves the bytes, so sums have gloo's bits. The order of events is NCCL's:
 
 * A collective is queued and returns at once. One thread per group does what is queued, in order, as a stream does.
 * When a peer is lost, the collective under way neither ends nor fails, and nothing behind it begins. `is_completed`
-  stays false, and whoever waits for it waits in C. NCCL's proxy keeps such an error to itself, and its kernel spins.
+  stays false, and a thread that waits for it waits in C. NCCL's proxy only stores such an error, and its kernel spins.
 * `abort` ends it: what is queued fails.
 * `shutdown`, and so `destroy_process_group`, waits until everything queued is done, as does the destructor.
 

@@ -102,7 +102,7 @@ class Clients(list[Client]):
         for client in self:
             with suppress(OSError):
                 unmount(client.view)
-        for mount in self._mounts:  # whoever still uses the mount gets an error
+        for mount in self._mounts:  # processes that still use the mount get an error
             mount.kill()
             mount.wait()
             if mount.stdout is not None:

@@ -3,8 +3,8 @@
 An NFS client remembers for up to a minute which names a folder has, that a name does not exist, and how long a file is
 (nfs(5): acdirmax, lookupcache). So what another host creates or renames shows up late. But a client that itself changes
 a folder gets the folder's new attributes with the answer, sees that others have changed it too, and forgets what it
-remembered of it. Files need no such care: whoever opens one sees what was closed before. Whoever polls for a file,
-lists a folder, or relies on the absence of a name calls `look_anew` before.
+remembered of it. Files need no such care: opening one shows what was closed before. Code that polls for a file, lists a
+folder, or relies on the absence of a name calls `look_anew` first.
 
 On a coherent file system (Lustre, GPFS, a local disk) it costs two operations and changes nothing.
 """
