@@ -50,7 +50,7 @@ from trainer.config.config import Config
 from trainer.records.attempt_record import EndedAttempt
 from trainer.records.attempts import find_record
 from trainer.records.step_restart import read_answer, write_answer
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, aside
 from trainer.say import flush_output, say
 from trainer.trainer import Trainer
 from trainer.world.fresh_view import FreshView, look_anew
@@ -292,7 +292,7 @@ class Supervisor:
 
 def _write(path: Path, text: str) -> None:
     """Write a small file, at once for any reader."""
-    temporary = path.with_suffix(".tmp")
+    temporary = aside(path)
     temporary.write_text(text)
     temporary.replace(path)
 
