@@ -491,15 +491,14 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 HEAD = """\
 # The worst day of Slurm
 
-`make chaos SLURM=1` runs a short training on a throwaway Slurm. Each call of a Slurm command that this takes fails once,
-in each way, whether a command of the user makes it, the batch shell or a rank. Wrappers of squeue, scontrol, sbatch,
-srun and scancel, first in the run's PATH, play a Slurm that misbehaves. The run is submitted, looked at, requeued by a
-signal, started again after the death of a rank and of a supervisor, stopped before its time limit, cancelled, and
-resumed to its end.
+`make chaos SLURM=1` runs a short training on a throwaway Slurm. Each call of a Slurm command that this takes fails
+once, in each way, whether a command of the user makes it, the batch shell or a rank. Wrappers of squeue, scontrol,
+sbatch, srun and scancel, first in the run's PATH, play a Slurm that misbehaves. The run is submitted, looked at,
+requeued by a signal, started again after the death of a rank and of a supervisor, stopped before its time limit,
+cancelled, and resumed to its end.
 
 Allowed: an attempt ends, and the next one continues; a command says in one line that it does not know. Never: a step
-lost, other bits, two jobs of the run at once, a hang, an end without a line that says what to type, a record that is not
-true.
+lost, other bits, two jobs of the run at once, a hang, an end without a line that says what to type, a false record.
 """
 FOOT = """\
 *What the user typed*: nothing, or a command again that had refused in one line, or `resume` after the job had ended
@@ -517,8 +516,8 @@ def run_slurm_day(
     hows: Sequence[str] | None = None,
     phases: Sequence[str] | None = None,
 ) -> int:
-    """Trace a run, and let `count` of its calls misbehave; returns 1 if there was a violation. `hows`, `phases`: only in
-    these ways, in these phases."""
+    """Trace a run, and let `count` of its calls misbehave; returns 1 if there was a violation. `hows`, `phases`: only
+    in these ways, in these phases."""
     make_shared_folder()
     folder = Path(tempfile.mkdtemp(prefix="laststep-slurm-day-"))
     result = Result(seed=seed)

@@ -1,4 +1,4 @@
-"""What stands in front of Slurm's commands in tests/faults/slurm_day.py: it notes each call, and one of them misbehaves.
+"""What stands in front of Slurm's commands in tests/faults/slurm_day.py: it notes each call; one of them misbehaves.
 
 Copies of it are called squeue, scontrol and so on. It imports little: a run calls it a hundred times.
 

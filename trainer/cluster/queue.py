@@ -105,7 +105,7 @@ def _answer_of(command: list[str]) -> str | None:
             return None
         finally:
             squeue.kill()
-    return None if squeue.returncode else answer
+    return None if squeue.returncode or slurm.is_half(answer) else answer
 
 
 def _has_account(uid: int) -> bool:
