@@ -55,7 +55,8 @@ HOW = {
     "down": "fails, and so does every call for two minutes: the controller is away",
 }
 SHOWS = ("squeue", "scontrol show", "scontrol ping", "sbatch --version", "sacct")
-PACE_MS = 150
+PACE_MS = 400
+EPOCHS = 20  # of 25 steps
 AT_MOST = 2  # of one kind of call in a phase, how many misbehave
 DEADLINE_S = 300.0  # for a run to train again; the controller may be away for two minutes of them
 COMMAND_S = 200.0  # for a command: sbatch is given two minutes
@@ -95,11 +96,23 @@ class Stuck(Exception):
     """The run cannot go through its next phase."""
 
 
+class TooLate(Exception):
+    """The run has finished before its last phase."""
+
+
 class Day:
     """One run through all phases, with at most one fault in each."""
 
-    def __init__(self, cluster: Cluster, folder: Path, name: str, faults: dict[str, Target]) -> None:
-        self.cluster, self.name, self.faults = cluster, name, faults
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        name: str,
+        faults: dict[str, Target],
+        phases: Sequence[str] = PHASES,
+        epochs: int = EPOCHS,
+    ) -> None:
+        self.cluster, self.name, self.faults, self.phases, self.epochs = cluster, name, faults, phases, epochs
         self.user = User(cluster, folder / "runs")
         self.run = RunDir(self.user.root / name)
         self.aside, self.bin = folder / "aside" / name, folder / "bin" / name
@@ -121,17 +134,22 @@ class Day:
     # --- the whole run
 
     def live(self) -> None:
-        """Go through all phases. What goes wrong is in `outcomes` and `wrong`."""
+        """Go through the phases. What goes wrong is in `outcomes` and `wrong`."""
         self.pace(PACE_MS)
         watcher = threading.Thread(target=self._watch_the_queue, daemon=True)
         watcher.start()
         try:
-            for phase in PHASES:
+            for phase in self.phases:
                 if phase in LIMIT_PHASES and phase not in self.faults and self.faults:
                     continue  # it takes a minute
+                if phase != "end" and self.finished():
+                    raise TooLate
                 self._phase(phase)
         except Stuck:
             pass
+        except TooLate:
+            with contextlib.suppress(Stuck):
+                self.wait(lambda: not self.jobs(), "finished, but its job is still in the queue")
         finally:
             self._over.set()
             watcher.join()
@@ -166,7 +184,7 @@ class Day:
     def _submit(self) -> None:
         words = ["submit", "--config", str(CONFIG), "--name", self.name, "--nodes", "2", "--tasks-per-node", "1"]
         words += [f"launch.env.{ASIDE}={self.aside}", "launch.hang_timeout_s=15", "launch.exclude_after=null"]
-        words += ["train.epochs=8", "data.args.samples=400", "launch.max_failures=9"]
+        words += [f"train.epochs={self.epochs}", "data.args.samples=400", "launch.max_failures=9"]
         deadline = time.monotonic() + DEADLINE_S
         while self.command(*words) != 0:
             if self.run.config.exists():
@@ -219,7 +237,7 @@ class Day:
 
     def _end(self) -> None:
         self.pace(0)
-        self._comes_to(lambda: any(record["reason"] == "finished" for record in self.records()), "did not finish")
+        self._comes_to(self.finished, "did not finish")
         self.wait(lambda: not self.jobs(), "finished, but its job is still in the queue")
 
     # --- what a user does
@@ -271,6 +289,8 @@ class Day:
         """Wait for the goal. If the job is gone, there must be a line that says what to type, and it is typed."""
         deadline, gone_at = time.monotonic() + DEADLINE_S, float("inf")
         while not goal():
+            if self.finished():
+                raise TooLate
             now = time.monotonic()
             gone_at = min(gone_at, now) if not self.jobs() else float("inf")
             if now > gone_at + GONE_S:
@@ -301,6 +321,10 @@ class Day:
     def records(self) -> list[dict[str, Any]]:
         """The records of the attempts that have ended."""
         return read_lines(self.run.attempts)
+
+    def finished(self) -> bool:
+        """Whether the run has."""
+        return any(record["reason"] == "finished" for record in self.records())
 
     def jobs(self) -> list[str]:
         """The states of the run's jobs in the queue, by the real squeue."""
@@ -367,13 +391,14 @@ class Day:
                     self._blame(f"two jobs of the run at once: {', '.join(alive)}")
                     self._over.wait(5)
 
-    def check(self, undisturbed: checks.Undisturbed) -> None:
-        """Compare the finished run with the undisturbed one, and its records with what happened."""
+    def check(self, undisturbed: checks.Undisturbed | None) -> None:
+        """Compare the finished run with the undisturbed one, if that is given, and its records with what happened."""
         records = self.records()
-        if any(outcome.wrong for outcome in self.outcomes) and not any(r["reason"] == "finished" for r in records):
+        if any(outcome.wrong for outcome in self.outcomes) and not self.finished():
             return  # it did not get there, and that is counted
-        self.wrong += checks.check_metrics(read_lines(self.run.metrics), undisturbed.metrics)
-        self.wrong += checks.check_checkpoints(self.verified(), set(), undisturbed.weights)
+        if undisturbed is not None:
+            self.wrong += checks.check_metrics(read_lines(self.run.metrics), undisturbed.metrics)
+            self.wrong += checks.check_checkpoints(self.verified(), set(), undisturbed.weights)
         if lost := sum(record["lost_steps"] for record in records):
             self.wrong.append(f"{lost} steps lost")
         for one, after in itertools.pairwise(records):
@@ -524,7 +549,7 @@ def run_slurm_day(
     with contextlib.ExitStack() as stack:
         stack.callback(remove_shared_folder)
         forked_python()
-        sites = [stack.enter_context(_site(folder / f"site-{number}")) for number in range(at_once)]
+        sites = [stack.enter_context(site(folder / f"site-{number}")) for number in range(at_once)]
         undisturbed, trace = _first_runs(sites[0], folder / "site-0")
         result.calls = trace
         found = [one for one in targets(trace, hows or tuple(HOW)) if not phases or one.phase in phases]
@@ -583,7 +608,8 @@ def _note(result: Result, day: Day, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _site(folder: Path) -> Iterator[Cluster]:
+def site(folder: Path) -> Iterator[Cluster]:
+    """A Slurm in this folder, for one run at a time."""
     folder.mkdir()
     cluster = Cluster.start(folder / "slurm", kill_wait_s=15, accounting=False, nodes=NODES)
     try:
