@@ -51,14 +51,19 @@ slurm-down:
 	$(BIN)/python -m tests.slurm.cluster down
 
 # N faults (200 take about half an hour), planned from SEED. The exit status is 1 if a run broke a promise.
-# SILENT=1: collectives do not fail when a rank dies, as NCCL's.
+# SILENT=1: collectives do not fail when a rank dies, as NCCL's. SLURM=1: instead, N calls of Slurm's commands misbehave.
 N ?= 30
 SEED ?= 1
 SILENT ?=
+SLURM ?=
 chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, reported in docs/chaos.md
+ifneq ($(SLURM),)
+	$(BIN)/python -m tests.faults --slurm --faults $(N) --seed $(SEED) --report docs/worst-day-slurm.md
+else
 	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) $(if $(SILENT),--silent) \
 		--results .cache/faults/$(N)-$(SEED)$(if $(SILENT),-silent).json \
 		--report docs/chaos$(if $(SILENT),-silent).md
+endif
 
 # With the torch of this machine's Python. If that lacks a package, it says which.
 MINUTES ?= 20

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+
+def aside(path: Path) -> Path:
+    """A new name next to `path`, for a file or folder that replaces it once it is complete.
+
+    It is random: processes of two hosts, or of two containers on one host, may have the same host name and process id.
+    """
+    return path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
 
 
 class RunDir:

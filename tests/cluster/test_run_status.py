@@ -5,10 +5,13 @@ A wrong status is expensive: a run that seems finished is forgotten, and one tha
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,16 @@ from typing import Any
 import pytest
 
 from tests.support.needs import require_root
+from tests.support.waiting import DEADLINE_S
 from trainer.cluster.queue import Job, Queue
 from trainer.cluster.run_folders import find_run
 from trainer.cluster.run_status import jobs_in_queue, status_of
+from trainer.commands import cancel
 from trainer.commands.main import main
 from trainer.config.errors import ConfigError
 from trainer.rundir import RunDir
+from trainer.world.process import identity, machine
+from trainer.world.slurm import SlurmError
 
 NOW = time.time()
 EMPTY = Queue(NOW, {})
@@ -190,6 +197,81 @@ def test_local_ranks_that_are_not_up_yet(run: RunDir) -> None:
     assert status_of(run, EMPTY).state == "starting"
     write(run.submissions, {**begun, "time": time.time() - 3600})
     assert status_of(run, EMPTY).state == "stopped"
+
+
+@pytest.mark.parametrize("behind_s", [-900, 900])
+def test_a_node_whose_clock_is_wrong(run: RunDir, behind_s: int) -> None:
+    """The clock of the run's node is a quarter of an hour behind the controller's, or ahead of it. A run that trained
+    was shown as starting, and cancelled without a chance to save. Slurm's own word comes first, then the run's lock."""
+    running = Queue(NOW, {"7": Job("RUNNING", "", NOW - 60)})
+    mine = attempt(start=NOW - 50 - behind_s)
+    write(run.attempt_now, mine | {"job_start": NOW - 60})
+    assert status_of(run, running).state == "running"
+    write(run.attempt_now, mine)  # Slurm before 23.02
+    with run.lock.open("w") as lock:
+        lock.write("job 7, restart 0, on n1")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert status_of(run, running).state == "running"
+    run.attempt_now.unlink()
+    ended = attempt(0, "failed", requeue=True, end=NOW - 20 - behind_s) | {"job_start": NOW - 60}
+    write(run.attempts, ended)
+    assert status_of(run, running).state == "restarting"
+    write(run.attempts, ended | {"job_start": NOW - 4000})  # Slurm has started the job again since
+    assert status_of(run, running).state == "starting"
+
+
+def test_a_submission_by_a_clock_that_is_ahead(run: RunDir) -> None:
+    """The job has left the queue: it is not queued for as long as the other host's clock is ahead."""
+    write(run.submissions, {"job_id": "7", "time": NOW + 3600})
+    assert status_of(run, EMPTY).state == "cancelled"
+
+
+def test_cancel_gives_the_ranks_a_chance(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks, and clocks apart: the run looks as if it was starting. Its ranks may train, so they
+    are asked to save first. If that does not help, the job is cancelled: it may be starting indeed."""
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(cancel, "command", lambda *words: asked.append(words))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    write(run.attempt_now, attempt(start=NOW - 900))
+    status = status_of(run, Queue(NOW, {"7": Job("RUNNING", "", NOW - 60)}))
+    assert status.state == "starting"
+    stop = cancel._Stop(run)
+    stop.request(status)
+    assert asked == [("scancel", "--signal=INT", "7")]
+    now += cancel.STOPPING_S
+    stop.request(status)
+    assert asked[1:] == [("scancel", "7")]
+
+
+@pytest.mark.parametrize("launcher", ["dead", "elsewhere", "alive"])
+def test_cancel_signals_the_launcher_alone(run: RunDir, launcher: str) -> None:
+    """The id of the launcher's process may be another program's now, or be that of another container's process, and a
+    signal would end a stranger. The lock is held: the ranks of a dead launcher are about to stop."""
+    other = subprocess.Popen(["sleep", "600"])
+    with run.lock.open("w") as lock:
+        lock.write(f"job local-1-2-{other.pid}, restart 0, on {socket.gethostname()}")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = {"dead": f"{machine()} {other.pid} 1", "elsewhere": f"boot/pid {identity(other.pid)}"}.get(
+            launcher, f"{machine()} {identity(other.pid)}"
+        )
+        write(run.submissions, {"job_id": f"local-1-2-{other.pid}", "time": NOW, "process": process})
+        try:
+            status = status_of(run, EMPTY)
+            assert status.state == "running"
+            if launcher == "elsewhere":
+                with pytest.raises(SlurmError, match="in another container or on another machine; cancel it there"):
+                    cancel._Stop(run).request(status)
+            else:
+                cancel._Stop(run).request(status)
+            if launcher == "alive":
+                assert other.wait(DEADLINE_S) == -signal.SIGTERM
+            assert (other.poll() is None) == (launcher != "alive")
+        finally:
+            other.kill()
+            other.wait()
 
 
 @pytest.mark.parametrize("words", [["status"], ["cancel", "scan-*"], ["verify", "scan-1"]])

@@ -15,6 +15,7 @@ from trainer.commands.main import main
 from trainer.config.config import Config, variants
 from trainer.config.errors import ConfigError
 from trainer.records.metrics import read_lines
+from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir
 
 
@@ -87,7 +88,7 @@ def test_submitted_as_one_array(slurm: Path, here: Path, capfd: pytest.CaptureFi
         config = Config.load(run.config)
         assert (config.launch.name, config.train.epochs) == (run.name, 3)
         assert f"lr_{config.optim.lr}-seed_{config.seed}" in run.name
-        assert read_lines(run.submissions)[0]["job_id"] == f"4711_{number}"
+        assert read_submissions(run.submissions)[0]["job_id"] == f"4711_{number}"
         assert (run.logs / f"4711_{number}_submitted.pkl").exists() and (run.code / "launch.py").exists()
     assert [line["run"] for line in read_lines(RunDir(here / "runs" / "scan").sweep)] == [run.name for run in runs]
 

@@ -26,6 +26,7 @@ from tests.faults.plan import RunPlan, layouts, make_plan
 from tests.faults.report import Hit, Report
 from tests.faults.run import Run
 from tests.faults.site import Site
+from tests.faults.slurm_day import HOW, PHASES, run_slurm_day
 from tests.faults.storm import run_storm
 from tests.slurm.cluster import missing
 
@@ -136,11 +137,17 @@ def main(words: Sequence[str]) -> int:
     storm.add_argument("--storm", action="store_true", help="do this instead of random faults")
     storm.add_argument("--period", type=float, default=15, metavar="S", help="a death every so often (default: 15 s)")
     storm.add_argument("--deaths", type=int, default=40, metavar="N", help="least number of deaths (default: 40)")
+    slurm = parser.add_argument_group("Slurm", "each call of a Slurm command fails once, in each way")
+    slurm.add_argument("--slurm", action="store_true", help="do this instead of random faults")
+    slurm.add_argument("--how", action="append", choices=tuple(HOW), help="misbehave in this way only; repeatable")
+    slurm.add_argument("--phase", action="append", choices=PHASES, help="only calls of this phase; repeatable")
     given = parser.parse_args(words)
     if lack := missing():
         print(lack, file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the cluster is stopped too
+    if given.slurm:
+        return run_slurm_day(given.faults, given.seed, given.at_once, given.report, given.how, given.phase)
     folder = Path(tempfile.mkdtemp(prefix="laststep-faults-"))
     with contextlib.ExitStack() as stack:
         count = 1 if given.storm else min(given.at_once, given.faults)

@@ -59,7 +59,7 @@ class FakeSlurm:
 
 
 def _done(words: list[str], out: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.CompletedProcess(words, 0, out, "")
+    return subprocess.CompletedProcess(words, 0, out and f"{out}\n", "")
 
 
 def _failed(words: list[str], error: str) -> subprocess.CompletedProcess[str]:

@@ -38,6 +38,7 @@ SLOW = (
     "cluster/test_silent_slurm",
     "cluster/test_spawn",
     "cluster/test_supervisor",
+    "cluster/test_unanswered.py::test_two_resumes",
     "commands/test_command.py::test_debug_opens_the_debugger",
     "commands/test_command.py::test_refused_by_the_rank",
     "commands/test_completion",

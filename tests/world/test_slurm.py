@@ -15,7 +15,7 @@ from tests.support.worlds import a_world
 from trainer.attempt.signal_cause import Ending, ending
 from trainer.cluster.nodes import _answers
 from trainer.commands.main import main
-from trainer.world.slurm import command, show_partitions
+from trainer.world.slurm import command, show_job, show_partitions
 
 PROGRAMS = {"squeue", "scontrol", "scancel", "sacct", "sinfo", "srun"}
 STARTS = {f"subprocess.{name}" for name in ("run", "Popen", "call", "check_call", "check_output", "getoutput")}
@@ -71,6 +71,18 @@ def test_times_are_read_in_any_format(slurm: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     world = a_world(launcher="submitit-slurm")
     assert ending(signal.SIGTERM, world, 120) == Ending("preempted", requeue=True)
+
+
+def test_half_an_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """scontrol or squeue dies in the middle of its answer, without an error. A job without a state counted as ended, so
+    a preempted run ended as cancelled; one whose line was cut counted as gone, and `resume` submitted a second one."""
+    program(slurm, "scontrol", "#!/bin/sh\nprintf 'JobId=7 JobName=mine UserId=me'\n")
+    assert show_job("7") is None
+    assert ending(signal.SIGTERM, a_world(launcher="submitit-slurm"), 120).reason == "preempted"
+    assert main(["--name", "mine"]) == 0
+    program(slurm, "squeue", "#!/bin/sh\nprintf '4711'\n")
+    assert main(["resume", "mine"]) == 2
+    assert "squeue does not answer, so a job of this run may still be alive" in capfd.readouterr().err
 
 
 def test_hidden_partitions(slurm: Path) -> None:

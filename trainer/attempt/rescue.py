@@ -37,6 +37,7 @@ from trainer.attempt.rescue_files import gone_file, leader_file, survivor_file
 from trainer.attempt.rescue_plan import is_behind, next_plan
 from trainer.attempt.rescue_records import Board, Holding, Part, Plan, Survivor
 from trainer.attempt.rescue_roll import ALONE_S, SILENT_S, Roll
+from trainer.rundir import aside
 from trainer.say import say
 from trainer.world.seal import Seal
 from trainer.world.shard_place import Gathered
@@ -281,7 +282,7 @@ def write_fields(path: Path, fields: Mapping[str, Any], seal: Seal, new: bool = 
         with path.open("xb") as file:
             file.write(line)
         return
-    temporary = path.with_suffix(".tmp")
+    temporary = aside(path)
     temporary.write_bytes(line)
     temporary.replace(path)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint.store import fsync
 from trainer.config.errors import ConfigError, first_line
+from trainer.rundir import aside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +77,7 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
     from torch.distributed import checkpoint
 
     check_target(path, folder=True)
-    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    temporary = aside(path.with_name(f".{path.name}"))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that this process is alone
@@ -119,7 +120,7 @@ def _replacing(path: Path) -> Iterator[Path]:
     """A temporary file, which replaces the file `path` once it is written. Raises ConfigError."""
     import safetensors
 
-    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    temporary = aside(path.with_name(f".{path.name}"))
     try:
         temporary.touch()
         mode = temporary.stat().st_mode  # as the umask has it; safetensors' own files can be read by nobody else

@@ -6,6 +6,7 @@ untracked ones that git does not ignore. Without git: all files except hidden fo
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
 import os
@@ -25,7 +26,7 @@ from trainer.cluster.run_folders import PROJECT, working_folder
 from trainer.cluster.trust import OTHERS_MAY_WRITE
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, aside
 
 # One thread copies for COPY_ALONE_S: on a local disk it is faster alone. Then COPY_THREADS copy what is left: on a
 # network file system each waits for its file.
@@ -34,6 +35,7 @@ COPY_THREADS = 16
 MOST_FILES = 50_000
 MOST_MB = 1000  # a larger copy is refused
 MUCH_MB = 100  # a larger copy gets a warning
+ABANDONED_S = 86_400.0  # no copy takes a day
 METADATA = ("METADATA", "PKG-INFO", "")  # in .dist-info; in .egg-info; .egg-info that is a file itself
 NAME, VERSION = (re.compile(rf"^{field}: *(\S+)", re.MULTILINE) for field in ("Name", "Version"))
 
@@ -43,8 +45,8 @@ def copy_code(run: RunDir, config: Config) -> None:
 
     Raises ConfigError when that fails, and when there is too much to be code.
     """
-    partial = run.code.with_suffix(".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = aside(run.code)
+    _remove_abandoned(run)
     root = Path(config.launch.root)
     origin = code_origin.look_up(config.task, working_folder(run))
     try:
@@ -60,10 +62,23 @@ def copy_code(run: RunDir, config: Config) -> None:
         if (diff := git(Path(origin.git_folder), "diff", "HEAD", "--", ".")) is not None:
             run.diff.write_bytes(diff)
         run.packages.write_text("\n".join(sorted(_packages(), key=str.lower)) + "\n")
-        partial.rename(run.code)
+        try:
+            partial.rename(run.code)
+        except OSError:
+            if not run.code.exists():  # else another command has just copied it
+                raise
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise ConfigError(f"launch.root={root}: the code could not be copied to {run.code}: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_abandoned(run: RunDir) -> None:
+    """Remove what a copy that was killed has left, but not one that is being made."""
+    for partial in run.path.glob(f"{run.code.name}*.tmp"):
+        with contextlib.suppress(OSError):
+            if partial.stat().st_mtime < time.time() - ABANDONED_S:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _files_of_laststep(root: Path) -> list[Path]:

@@ -13,7 +13,8 @@ from enum import Enum, auto
 
 from trainer.cluster.queue import Job, Queue
 from trainer.records.attempt_record import AttemptRecord
-from trainer.records.submissions import SubmissionRecord
+from trainer.records.metrics import read_lines
+from trainer.records.submissions import Submission, SubmissionRecord, intents_in, is_unclear, submissions_in
 from trainer.rundir import RunDir
 
 CLOCKS_S = 120.0  # by which the clocks of a node and of the controller may differ
@@ -44,6 +45,25 @@ def owner_of(
         return Owner.THIS_RUN
     names = {line["job_name"] for line in submitted if "job_name" in line}
     return Owner.ANOTHER if names and job.name not in names else Owner.UNCLEAR
+
+
+def submissions_of(run: RunDir, queue: Queue) -> tuple[list[SubmissionRecord], list[Submission]]:
+    """The run's submissions, also those that sbatch has not answered if the queue shows their job by its tag; and those
+    of which it is not known whether Slurm has the job."""
+    lines, unclear = read_lines(run.submissions), []
+    submissions = submissions_in(lines)
+    for intent in intents_in(lines):
+        index = intent.get("array_index")
+        ids = (
+            job_id
+            for job_id, job in (queue.jobs or {}).items()
+            if job.tag == intent["tag"] and (index is None or job_id.endswith(f"_{index}"))
+        )
+        if job_id := next(ids, None):
+            submissions.append({"job_id": job_id, **intent})  # type: ignore[typeddict-item]
+        elif is_unclear(intent):
+            unclear.append(intent)
+    return submissions, unclear
 
 
 def owners(

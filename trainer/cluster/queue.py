@@ -80,6 +80,17 @@ class Queue:
         return cls(at, dict(_parse(*job) for job in jobs if len(job) == len(FIELDS)), unknown_owners=unknown)
 
 
+def id_of_tag(tag: str) -> str | None:
+    """The id of the job (of an array the id of all of it) with this tag in its comment that this user has in the queue,
+    or had there until just now; None if Slurm shows none. Raises SlurmError when it does not answer."""
+    words = ("squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format=%i{SEPARATOR}%k")
+    for line in slurm.command(*words).splitlines():
+        job_id, _, comment = line.partition(SEPARATOR)
+        if tag in TAG.findall(comment):
+            return job_id.strip().partition("_")[0]
+    return None
+
+
 def _answer_of(command: list[str]) -> str | None:
     """What squeue prints; None if it fails or Slurm does not answer."""
     with slurm.start(command) as squeue:
@@ -94,7 +105,7 @@ def _answer_of(command: list[str]) -> str | None:
             return None
         finally:
             squeue.kill()
-    return None if squeue.returncode else answer
+    return None if squeue.returncode or slurm.is_half(answer) else answer
 
 
 def _has_account(uid: int) -> bool:

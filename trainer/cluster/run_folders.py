@@ -22,11 +22,14 @@ from typing import Any
 from trainer.cluster.machine_checks import check_writable
 from trainer.cluster.trust import only_owner_writes
 from trainer.config.config import Config, find_config
-from trainer.config.errors import ConfigError, nearest
+from trainer.config.errors import ConfigError, Unanswered, nearest
+from trainer.records.append_only import append_line
 from trainer.records.metrics import read_lines
-from trainer.records.submissions import SubmissionRecord, read_submissions
+from trainer.records.submissions import Submission, read_submissions
 from trainer.rundir import RunDir
 from trainer.say import command
+from trainer.world.process import here
+from trainer.world.slurm import is_job_id
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -74,7 +77,9 @@ def created(config: Config) -> Iterator[RunDir]:
         try:
             yield run
         except BaseException as error:
-            if isinstance(error, ConfigError) or not run.submissions.exists():
+            jobs = read_submissions(run.submissions)
+            has_job = isinstance(error, Unanswered) or any(is_job_id(line["job_id"]) for line in jobs)
+            if not has_job and (isinstance(error, ConfigError) or not jobs):
                 remove(run)
             raise
 
@@ -87,8 +92,8 @@ def reconfigured(run: RunDir, config: Config) -> Iterator[None]:
         config.save(run.config)
         try:
             yield
-        except BaseException:
-            if len(read_submissions(run.submissions)) == submissions:
+        except BaseException as error:
+            if len(read_submissions(run.submissions)) == submissions and not isinstance(error, Unanswered):
                 before.save(run.config)
             raise
 
@@ -117,19 +122,21 @@ def remove(run: RunDir) -> None:
 
 def record_submission(run: RunDir, job_id: str, **more: Any) -> None:
     """Append a line to submissions.jsonl: the job, where and how it was started, and the configuration in the run's
-    folder."""
-    record: SubmissionRecord = {
-        "job_id": job_id,
+    folder. Raises OSError."""
+    append_line(run.submissions, json.dumps({"job_id": job_id, **about_submission(run), **more}))
+
+
+def about_submission(run: RunDir) -> Submission:
+    """Where and how this process starts the run now, and the configuration in the run's folder."""
+    return {
         "time": time.time(),
         "host": socket.gethostname(),
+        "process": here(),
         "command": sys.argv,
         "folder": str(working_folder(run)),
         "version": version(),
         "config": run.config.read_text(),
-        **more,  # type: ignore[typeddict-item]
     }
-    with run.submissions.open("a") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 def working_folder(run: RunDir) -> Path:

@@ -19,19 +19,21 @@ from trainer.cluster import own_jobs, run_folders
 from trainer.cluster.own_jobs import CLOCKS_S, Owner
 from trainer.cluster.queue import NO_ANSWER, Job, Queue
 from trainer.config.errors import ConfigError
-from trainer.records.attempt_record import AttemptRecord, Reason, read_attempts, reason_in
+from trainer.records.attempt_record import AttemptRecord, EndedAttempt, Reason, read_attempts, reason_in
 from trainer.records.metrics import StepLine, is_step, last_lines
 from trainer.records.plan import read_plan
 from trainer.records.retry import FAILURES
-from trainer.records.submissions import SubmissionRecord, read_submissions
+from trainer.records.submissions import SubmissionRecord, open_intents, read_submissions
 from trainer.records.time_split import TimeSplit, Waiting, split_time
 from trainer.rundir import RunDir
 from trainer.say import command
 from trainer.world import run_lock
+from trainer.world.process import lives_here
 from trainer.world.slurm import UNENDED, is_job_id
 
 READ_THREADS = 16  # on a network file system each waits for its run's files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
+NOT_ANSWERED = "sbatch has not answered; a job may be in the queue"
 JUST_STARTED_S = 120.0  # the most that a rank on this machine takes to import torch
 LAST_LINES_S = 30.0  # how long a rank may take to leave
 ALIVE = ("queued", "requeued", "starting", "running", "restarting", "stopping", "unknown")
@@ -105,10 +107,13 @@ def statuses_of(runs: Sequence[RunDir], queue: Queue) -> list[RunStatus]:
 
 def status_of(run: RunDir, queue: Queue) -> RunStatus:
     """The status of one run."""
-    submissions = read_submissions(run.submissions)
+    submissions, unclear = own_jobs.submissions_of(run, queue)
     records = records_of(run)
     job = _find_job(run, queue, submissions, records)
-    state, why = _state(run, job, submissions, records, queue)
+    if unclear and job.found is None:
+        job, state, why = _RunJob(None, None, unclear=False), "unknown", NOT_ANSWERED
+    else:
+        state, why = _state(run, job, submissions, records, queue)
     under_way = records[-1] if records and not records[-1]["reason"] else None
     steps = [line for line in last_lines(run.metrics) if is_step(line)]
     plan = read_plan(run.plan)
@@ -172,7 +177,7 @@ def jobs_in_queue(run: RunDir, without_slurm: bool = False) -> list[str]:
 
     If squeue fails: none if `without_slurm`, else raises ConfigError.
     """
-    if not any(map(is_job_id, jobs_of(run))):
+    if not any(map(is_job_id, jobs_of(run))) and not open_intents(run.submissions):
         return []
     queue = Queue.ask([run])
     if queue.jobs is None and without_slurm:
@@ -185,7 +190,7 @@ def jobs_in_queue(run: RunDir, without_slurm: bool = False) -> list[str]:
             f"{run.name}: {NO_ANSWER}, so a job of this run may still be alive; try again, or if the cluster "
             f"is gone, train here: {forced}"
         )
-    found = own_jobs.owners(run, queue, read_submissions(run.submissions), records_of(run))
+    found = own_jobs.owners(run, queue, own_jobs.submissions_of(run, queue)[0], records_of(run))
     if unclear := [job_id for job_id, owner in found.items() if owner is Owner.UNCLEAR]:
         raise ConfigError(f"{run.name}: {own_jobs.why_unclear(unclear[0])}")
     return [job_id for job_id, owner in found.items() if owner is Owner.THIS_RUN]
@@ -230,14 +235,16 @@ def _state(
     if job.unclear:
         return "unknown", own_jobs.why_unclear(job.id)
     if job.found:
-        return _in_queue(job.found, of_job)
+        return _in_queue(run, job.id, job.found, of_job)
     final = last is not None and last["reason"] is not None and not last["requeue"]
     if not final:
         if queue.jobs is None:
             return "unknown", queue.problem
         if queue.unknown_owners and (uid := run.path.stat().st_uid) in queue.unknown_owners:
             return "unknown", f"this machine does not know the owner of the run, uid {uid}"
-        if newest and newest["time"] > queue.at - JUST_SUBMITTED_S and job.id not in queue.jobs:  # else another's job
+        # An id that the queue shows is another's job. The command may have run on a host whose clock is ahead.
+        age_s = queue.at - newest["time"] if newest else CLOCKS_S
+        if -CLOCKS_S < age_s < JUST_SUBMITTED_S and job.id not in queue.jobs:
             return "queued", ""
     if last is None and (log := run.logs / f"{job.id}_0_log.out").exists():
         return "failed", f"job ended before its ranks began; see {log}"
@@ -264,9 +271,9 @@ def _not_on_slurm(
     """State and reason of a run whose ranks another launcher started, such as --local."""
     if at_work := run_lock.current_holder(run.lock):
         return "running", f"on {at_work.rpartition(' on ')[2]}"
-    pid = job_id.rpartition("-")[2]
-    is_here = newest is not None and newest.get("host") == socket.gethostname()
-    launcher_lives = is_here and pid.isdecimal() and os.path.exists(f"/proc/{pid}")
+    launcher_lives = newest is not None and _launcher_lives(job_id, newest)
+    if last and not last["reason"] and launcher_lives:  # a file system without locks
+        return "running", "on this machine"
     if last and last["reason"] and last["requeue"] and launcher_lives:
         return "restarting", f"its ranks have ended ({last['reason']})"
     if last:
@@ -276,20 +283,53 @@ def _not_on_slurm(
     return "stopped", "ended before its ranks were up"
 
 
-def _in_queue(job: Job, of_job: Sequence[AttemptRecord]) -> tuple[str, str]:
+def _launcher_lives(job_id: str, submission: SubmissionRecord) -> bool:
+    """Whether the process runs here that has started the ranks of another launcher, such as --local."""
+    if "process" in submission:
+        return lives_here(submission["process"])
+    pid = job_id.rpartition("-")[2]  # an older version
+    return submission.get("host") == socket.gethostname() and pid.isdecimal() and os.path.exists(f"/proc/{pid}")
+
+
+def _in_queue(run: RunDir, job_id: str, job: Job, of_job: Sequence[AttemptRecord]) -> tuple[str, str]:
     """State and reason of a run whose job is in the queue; `of_job` holds its attempts in that job."""
     if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "EXPEDITING", "SPECIAL_EXIT"):
         return "requeued" if of_job else "queued", job.reason
     if job.state not in UNENDED:
         return "stopping", job.state.lower()
-    started_at, last = job.starts_at or 0.0, of_job[-1] if of_job else None
+    last = of_job[-1] if of_job else None
     why = "" if job.state == "RUNNING" else job.state.lower()
-    if last and not last["reason"] and last["start"] >= started_at - CLOCKS_S:
+    if last and not last["reason"] and _is_at_work(run, job_id, job, last):
         return "running", why
-    if last and last["reason"] and last["end"] >= started_at > 0:
+    if last and last["reason"] and _ended_in(job, last):
         restarts = last["requeue"] and last["reason"] in FAILURES
         return "restarting" if restarts else "stopping", f"its ranks have ended ({last['reason']})"
     return "starting", why or "its ranks are not up yet"
+
+
+def _is_at_work(run: RunDir, job_id: str, job: Job, record: AttemptRecord) -> bool:
+    """Whether an attempt without an end is of this start of the job; else an earlier start has left its record.
+
+    The clock of the node that has written the record may be minutes behind. So Slurm's own word comes first, which the
+    record has by Slurm's clock, then the run's lock, and only then a comparison of two clocks.
+    """
+    if _is_of_start(job, record):
+        return True
+    holder = run_lock.current_holder(run.lock) or ""
+    return holder.startswith(f"job {job_id}, ") or record["start"] >= (job.starts_at or 0.0) - CLOCKS_S
+
+
+def _ended_in(job: Job, record: EndedAttempt) -> bool:
+    """Whether an attempt has ended in this start of the job."""
+    if job.starts_at is None:
+        return False
+    return _is_of_start(job, record) if record.get("job_start") else record["end"] >= job.starts_at
+
+
+def _is_of_start(job: Job, record: AttemptRecord) -> bool:
+    """Whether Slurm says that the attempt is of this start of the job; False, too, where Slurm does not say."""
+    began = record.get("job_start")
+    return began is not None and job.starts_at is not None and abs(began - job.starts_at) <= 1
 
 
 def _without_job(last: AttemptRecord | None) -> tuple[str, str]:

@@ -46,11 +46,12 @@ from trainer.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
 from trainer.attempt.rescue_files import exit_status, exiting_file, gone_file, has_begun, is_ending, silent_file
 from trainer.cluster import run_config
 from trainer.cluster.after_ranks import after_ranks, starts_again_here
+from trainer.cluster.unanswered import complete_in_job
 from trainer.config.config import Config
 from trainer.records.attempt_record import EndedAttempt
 from trainer.records.attempts import find_record
 from trainer.records.step_restart import read_answer, write_answer
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, aside
 from trainer.say import flush_output, say
 from trainer.trainer import Trainer
 from trainer.world.fresh_view import FreshView, look_anew
@@ -94,7 +95,9 @@ class Supervisor:
     def of_job(cls, logs: str) -> Supervisor:
         """For the rank that submitit would start with this folder."""
         os.environ["SUBMITIT_FOLDER"] = logs
-        trainer = DelayedSubmission.load(JobEnvironment().paths.submitted_pickle).function
+        paths = JobEnvironment().paths
+        complete_in_job(paths)
+        trainer = DelayedSubmission.load(paths.submitted_pickle).function
         assert isinstance(trainer, Trainer)
         return cls(trainer.run, trainer.config)
 
@@ -292,7 +295,7 @@ class Supervisor:
 
 def _write(path: Path, text: str) -> None:
     """Write a small file, at once for any reader."""
-    temporary = path.with_suffix(".tmp")
+    temporary = aside(path)
     temporary.write_text(text)
     temporary.replace(path)
 

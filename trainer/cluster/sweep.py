@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster import code_copy, machine_checks, run_config, run_folders, submission
-from trainer.cluster.code_origin import origin_of
 from trainer.cluster.queue import Queue
 from trainer.cluster.run_status import statuses_of
 from trainer.cluster.trust import only_owner_writes
 from trainer.config.config import Config, variants
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, Unanswered
 from trainer.config.keys import parse_override
+from trainer.records.append_only import append_line
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
-from trainer.world.slurm import new_tag
 
 MOST_RUNS = 1000  # of one array; Slurm's own limit (MaxArraySize) is 1001 by default
 RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
@@ -92,7 +91,6 @@ def submit_missing(
         return None, [], len(names)
     sweep_is_new = not sweep.path.exists()
     made: list[RunDir] = []
-    tag = new_tag()
     try:
         with only_owner_writes():
             sweep.logs.mkdir(parents=True, exist_ok=True)
@@ -102,22 +100,27 @@ def submit_missing(
                 if run.name not in existing:
                     made.append(run)
                     _make(run, sweep, planned[run.name][1])
-            jobs = submission.submit_array(config, sweep, [planned[run.name][0] for run in missing], parallel, tag)
+            configs = [planned[run.name][0] for run in missing]
+            jobs = submission.submit_array(config, sweep, missing, configs, parallel)
+    except Unanswered:
+        _list_runs(sweep, dict(zip(names, changes)))
+        raise
     except (ConfigError, OSError) as error:
         for run in made:
             run_folders.remove(run)
         if sweep_is_new:
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise error if isinstance(error, ConfigError) else ConfigError(f"launch.root={root}: {error}") from None
-    known = {line["run"] for line in read_lines(sweep.sweep)}
-    with sweep.sweep.open("a") as file:
-        for name, change in zip(names, changes):
-            if name not in known:
-                file.write(json.dumps({"run": name, **change}) + "\n")
-    commit = origin_of(sweep, config).commit
-    for run, job_id in zip(missing, jobs):
-        run_folders.record_submission(run, job_id, commit=commit, job_name=sweep.name, tag=tag)
+    _list_runs(sweep, dict(zip(names, changes)))
     return jobs[0].partition("_")[0], [run.name for run in missing], len(names)
+
+
+def _list_runs(sweep: RunDir, changes: Mapping[str, Change]) -> None:
+    """Add the runs that sweep.jsonl lacks. Raises OSError."""
+    known = {line["run"] for line in read_lines(sweep.sweep)}
+    for name, change in changes.items():
+        if name not in known:
+            append_line(sweep.sweep, json.dumps({"run": name, **change}))
 
 
 def members(sweep: RunDir) -> dict[str, Change]:

@@ -16,8 +16,10 @@ from trainer.cluster.run_status import RunStatus, StatusReader, records_of
 from trainer.commands.parsers import NO_RUN, Parser, add_runs, add_sweep, split
 from trainer.config.errors import ConfigError
 from trainer.observe.progress import duration
+from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir
 from trainer.world import run_lock
+from trainer.world.process import is_here, lives_here
 from trainer.world.slurm import SlurmError, command, is_job_id
 
 POLL_S = 1.0
@@ -98,7 +100,8 @@ class _Stop:
             self._reported_at = now
 
     def _request(self, status: RunStatus) -> None:
-        assert status.job_id is not None
+        if status.job_id is None:
+            raise SlurmError(status.why)
         if status.job_id.startswith("local-"):
             return _request_local_stop(self.run, status.job_id)
         if not is_job_id(status.job_id):
@@ -107,14 +110,21 @@ class _Stop:
             )
         if status.state == "unknown":
             raise SlurmError(status.why)
-        if status.state in ("queued", "requeued", "starting", "restarting"):  # every finished step is on disk
-            self._scancel(status)
-        elif status.state == "running":
+        if status.state == "running" or self._may_train(status):
             self._signal(status)
+        elif status.state in ("queued", "requeued", "starting", "restarting"):  # every finished step is on disk
+            self._scancel(status)
         elif self._ranks_ended_at is None:
             self._ranks_ended_at = time.monotonic()
         elif time.monotonic() >= self._ranks_ended_at + STOPPING_S:
             self._scancel(status)
+
+    def _may_train(self, status: RunStatus) -> bool:
+        """Whether the ranks may train although `status` shows them as starting: in the job of an attempt that has not
+        ended. Usually an earlier start of the job has left its record. So that is believed for STOPPING_S only."""
+        last = records_of(self.run)[-1:]
+        unended = any(record["job_id"] == status.job_id and not record["reason"] for record in last)
+        return status.state == "starting" and unended and time.monotonic() < self._began + STOPPING_S
 
     def _signal(self, status: RunStatus) -> None:
         """Ask the ranks to stop after their step. If that cannot be done for UNSIGNALLED_S, end the job as it is."""
@@ -155,12 +165,19 @@ class _Stop:
 
 
 def _request_local_stop(run: RunDir, job_id: str) -> None:
-    """Signal the launcher, whose pid is part of the job id. Raises SlurmError when it is on another host."""
+    """Signal the launcher, whose pid is part of the job id. Raises SlurmError when it is elsewhere."""
     host = (run_lock.current_holder(run.lock) or "").rpartition(" on ")[2]
     if host and host != socket.gethostname():
         raise SlurmError(f"it runs with --local on {host}; cancel it there")
-    with contextlib.suppress(ProcessLookupError):  # the launcher is dead, and its ranks stop by themselves
-        os.kill(int(job_id.rpartition("-")[2]), signal.SIGTERM)
+    pid = int(job_id.rpartition("-")[2])
+    submitted = [line for line in read_submissions(run.submissions) if line["job_id"] == job_id]
+    launcher = submitted[-1].get("process", "") if submitted else ""  # older versions have not recorded it
+    if launcher and not is_here(launcher):
+        raise SlurmError("it runs with --local in another container or on another machine; cancel it there")
+    if launcher and not lives_here(launcher):  # dead, and its ranks stop by themselves; the pid may be another's
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
 
 
 def _outcome(run: RunDir, status: RunStatus) -> str:

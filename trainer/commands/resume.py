@@ -64,12 +64,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(NO_RUN)
     if args.watch:
         return _watch(args)
-    from trainer.cluster import code_origin, machine_checks, run_config, run_end, run_folders, trust
+    from trainer.cluster import code_origin, machine_checks, run_config, run_end, run_folders, trust, unanswered
     from trainer.cluster.loop_keys import check_keys
     from trainer.cluster.prepare import Way, prepare
     from trainer.cluster.run_status import jobs_in_queue
     from trainer.commands import start
     from trainer.commands.dry_run import dry_run
+    from trainer.records.submissions import read_submissions
 
     way, overrides = Way.of(args), overrides_of(args, JOB_OPTIONS)
     if args.force and way is not Way.LOCAL:
@@ -90,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
     extended = {key: pair for key, pair in changed.items() if key in run_end.ENDS}
     if not extended and _says_finished(folder, config):
         return 0
+    if way is not Way.DRY_RUN:
+        unanswered.settle(folder, args.force)
+    known = len(read_submissions(folder.submissions))
     if way is not Way.DRY_RUN and (jobs := jobs_in_queue(folder, args.force)):
         cancel = command(f"cancel {run_folders.typed(folder)}")
         raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
@@ -103,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if way is Way.DRY_RUN:
         return dry_run(config)
     with run_folders.reconfigured(folder, config):
-        return start.start(config, folder, way)
+        return start.start(config, folder, way, known)
 
 
 def _watch(args: argparse.Namespace) -> int:

@@ -19,8 +19,11 @@ from trainer.rundir import RunDir
 from trainer.say import command, counted
 
 
-def start(config: Config, run: RunDir, way: Way) -> int:
-    """Start the ranks of a run whose folder exists; returns the exit status. Raises ConfigError when Slurm refuses."""
+def start(config: Config, run: RunDir, way: Way, known: int = 0) -> int:
+    """Start the ranks of a run whose folder exists; returns the exit status. Raises ConfigError when Slurm refuses.
+
+    `known`: see submit_run.
+    """
     launch = config.launch
     if way in (Way.DEBUG, Way.LOCAL):
         from trainer.cluster import local  # which takes a while to import, as `follow` does
@@ -34,7 +37,7 @@ def start(config: Config, run: RunDir, way: Way) -> int:
         elif status > 128:
             print(f"[laststep] {_how_far(run)}: {command(f'resume {typed(run)} --local')}")
         return status
-    job = submission.submit_run(config, run)
+    job = submission.submit_run(config, run, known)
     print(f"run    {run.name}")
     spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
     print(f"job    {job.job_id}: {counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}")

@@ -17,6 +17,7 @@ from trainer.config.errors import ConfigError, first_line, nearest
 from trainer.config.keys import assign, escaped, fields_of, parse_override, replaced, values_of
 from trainer.config.scalars import as_written
 from trainer.config.schema import Settings
+from trainer.rundir import aside
 
 PACKAGED = Path(__file__).parent.parent / "configs"  # what ships with Laststep; in a clone, a link to its configs/
 
@@ -80,7 +81,7 @@ class Config(Settings):
 
     def save(self, path: Path) -> None:
         """Write `to_yaml` to `path` atomically."""
-        temporary = path.with_name(path.name + ".tmp")
+        temporary = aside(path)
         temporary.write_text(self.to_yaml())
         temporary.replace(path)
 

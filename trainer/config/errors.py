@@ -1,4 +1,4 @@
-"""ConfigError, raised for a wrong command or configuration, helpers for its one-line message, and DiskError."""
+"""The errors that users see as one line, and helpers for that line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Sequence
 
 class ConfigError(ValueError):
     """The command or the configuration is wrong. The message is one line: the field, the value and the fix."""
+
+
+class Unanswered(ConfigError):
+    """Slurm has not said whether it has taken a job: it may be in the queue. The message is one line."""
 
 
 class DiskError(OSError):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
-import threading
 from pathlib import Path
 
-_TO_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+from trainer.rundir import aside
+
+_TO_APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 _COPY_BYTES = 1 << 20
 
 
@@ -17,6 +17,18 @@ def append(path: Path, data: bytes) -> None:
     file = open_file(path)
     try:
         write(file, data)
+    finally:
+        os.close(file)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line of text, see `write`. It begins behind a line end, also where an older version, or a node that lost
+    its power, has left half a line. Raises OSError."""
+    file = open_file(path)
+    try:
+        end = os.lseek(file, 0, os.SEEK_END)
+        torn = end > 0 and os.pread(file, 1, end - 1) != b"\n"
+        write(file, b"\n" * torn + line.encode() + b"\n")
     finally:
         os.close(file)
 
@@ -53,7 +65,7 @@ def replace(path: Path, count: int, tail: bytes) -> int:
     The new file takes the old one's place by a rename, after which a power cut cannot undo it. A process that has the
     old file open, such as a rank that hangs in a write to it, can no longer change what readers see.
     """
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{threading.get_native_id()}.tmp")
+    temporary = aside(path)
     file = os.open(temporary, _TO_APPEND | os.O_TRUNC, 0o666)
     try:
         if path.exists():

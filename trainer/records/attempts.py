@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -30,7 +28,7 @@ from trainer.records.metrics import is_step, read_lines
 from trainer.records.retry import Next, decide
 from trainer.records.step_restart import count_in_steps
 from trainer.records.submissions import read_submissions
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, aside
 from trainer.world.slurm_environment import job_start
 from trainer.world.watchdog import Retry
 from trainer.world.world import World
@@ -306,8 +304,8 @@ def _replace_attempts(run: RunDir, text: str) -> None:
 
 
 def _write_temporary(path: Path, text: str) -> Path:
-    """Write `text` to a temporary file next to `path`, named for this thread, and fsync it; returns its path."""
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{threading.get_native_id()}.tmp")
+    """Write `text` to a temporary file next to `path`, and fsync it; returns its path."""
+    temporary = aside(path)
     with temporary.open("w") as file:
         file.write(text + "\n")
         file.flush()

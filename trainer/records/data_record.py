@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
+from trainer.rundir import aside
 
 
 def write_fingerprint(path: Path, fingerprint: str) -> None:
     """Record what a run begins with, in one step. Without the record, nothing is checked later."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = aside(path)
     with contextlib.suppress(OSError):
-        aside.write_text(json.dumps({"fingerprint": fingerprint}) + "\n")
-        aside.replace(path)
+        temporary.write_text(json.dumps({"fingerprint": fingerprint}) + "\n")
+        temporary.replace(path)
 
 
 def check_fingerprint(path: Path, fingerprint: str, what: str) -> None:

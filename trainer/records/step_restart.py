@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.rundir import aside
 from trainer.world.world import World
 
 
@@ -27,7 +28,7 @@ class Answer(NamedTuple):
 def write_answer(path: Path, world: World, again: bool) -> None:
     """Answer the supervisors of all ranks. Raises OSError when the disk refuses."""
     answer = Answer(world.attempt, again, world.job_id, world.restart, count_in_steps(path, world) + again)
-    temporary = path.with_suffix(".tmp")
+    temporary = aside(path)
     temporary.write_text(json.dumps(answer._asdict()))
     temporary.replace(path)
 

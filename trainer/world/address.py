@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from trainer.config.errors import ConfigError
+from trainer.rundir import aside
 from trainer.world.fresh_view import FreshView
 from trainer.world.world import MeetingError, World, hostname
 
@@ -161,7 +162,7 @@ def _serve_and_publish(world: World, purpose: str, file: Path, timeout: timedelt
     store = _serve(world, address, 0, timeout, str(file))
     hosts = [address] if address else [hostname(), *(address for _, address in interfaces())]
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
+    temporary = aside(file)
     temporary.write_text(json.dumps({"purpose": purpose, "places": hosts, "port": store.port}))
     temporary.replace(file)
     return StoreConnection(store, f"{hosts[0]}:{store.port}", address_file=file)

@@ -1,8 +1,10 @@
-"""Whether the process of another rank on this node still runs. That takes no message from it, however starved it is."""
+"""Processes of this machine: whether one still runs, which takes no message from it, however starved it is; and what it
+has started."""
 
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +26,47 @@ def identity(pid: int | None = None) -> str:
 def is_running(process: str) -> bool:
     """Whether the process with this `identity` runs on this node."""
     return bool(process) and identity(int(process.split()[0])) == process
+
+
+def here() -> str:
+    """What names this process among those of all machines; empty where the system has no /proc."""
+    mine = identity()
+    return f"{machine()} {mine}" if mine else ""
+
+
+def machine() -> str:
+    """What names the numbers of processes that this process sees: those of this container, since the machine's last
+    start. Two containers may have the same host name."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def is_here(process: str) -> bool:
+    """Whether this process sees the process that called `here`, if that still runs."""
+    return bool(process) and process.split()[0] == machine()
+
+
+def lives_here(process: str) -> bool:
+    """Whether the process that called `here` runs, as far as this process can see."""
+    return is_here(process) and is_running(process.partition(" ")[2])
+
+
+def kill_children(program: str) -> None:
+    """Kill the children of this process that run a program of this name, and all that they have started."""
+    parents, programs = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            programs[int(folder.name)] = [os.path.basename(word.decode(errors="replace")) for word in words[:3]]
+    doomed = [pid for pid, parent in parents.items() if parent == os.getpid() and program in programs.get(pid, ())]
+    for pid in doomed:  # grows meanwhile
+        doomed += [child for child, parent in parents.items() if parent == pid]
+    for pid in doomed:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def session(leader: int) -> list[int]:

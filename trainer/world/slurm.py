@@ -204,7 +204,15 @@ def command(*words: str) -> str:
         # Else a signal killed it: Slurm signals every process of the job, so a second SIGTERM may hit this one too.
     if done.returncode:
         raise SlurmError(" ".join(done.stderr.split()) or f"{words[0]} exited with {done.returncode}")
+    if is_half(done.stdout):
+        raise SlurmError(f"{words[0]} has answered only in part")
     return done.stdout
+
+
+def is_half(answer: str) -> bool:
+    """Whether the end of an answer is missing: each line of Slurm's commands ends with a newline. What half an answer
+    does not show may be there: a job, or the state of one."""
+    return bool(answer) and not answer.endswith("\n")
 
 
 def run(words: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
