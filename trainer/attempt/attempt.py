@@ -77,7 +77,7 @@ class Attempt:
         self._run_dir = run_dir
         self._state = AttemptState(config, run_dir, world, signals)
         self._phases = StartupTimer()
-        self._grace = GracePeriod(config.launch)
+        self._grace = GracePeriod(self._state)
         self._end_by_fault = EndByFault(self._state, self._grace)
         probes = Probes(
             world=lambda: self._state.world,
@@ -85,7 +85,7 @@ class Attempt:
             check=self._end_by_fault.check,
             of_death=self._end_by_fault.of_death,
             others_gave_up=self._end_by_fault.others_gave_up,
-            grace_s=lambda: self._grace.seconds(self._state.signal or signal.SIGTERM),
+            grace_s=self._grace.seconds,
         )
         self._watchdog = Watchdog(probes, config.launch.hang_timeout_s, self._end_by_fault.run)
         # Ends the threads that use the store. One that returned from torch's C++ while Python shuts down would abort

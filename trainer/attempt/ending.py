@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +36,13 @@ def record_end(
     retry: Retry = "yes",
     blamed: Sequence[str] = (),
 ) -> AttemptRecord | None:
-    """Record how this attempt ended, see `end_attempt`; None if another rank was first."""
+    """Record how this attempt ended, see `end_attempt`; None if another rank was first.
+
+    A run that its user has cancelled is recorded as cancelled, whatever befell it while it stopped: it must not start
+    again.
+    """
+    if reason != "finished" and state.cause_signal == signal.SIGINT:
+        reason = "cancelled"
     step_s, save_s = (state.loop.progress.step_s(), state.loop.saves.stalled_s) if state.loop else (None, None)
     return end_attempt(
         state.run_dir,
@@ -55,8 +62,8 @@ def record_end(
 
 def ending_by_signal(state: AttemptState) -> Ending:
     """Why the signal came that stops this attempt, and whether we must requeue the job. Asks Slurm."""
-    assert state.signal is not None
-    return ending(state.signal, state.world, state.config.launch.signal_delay_s)
+    assert state.cause_signal is not None
+    return ending(state.cause_signal, state.world, state.config.launch.signal_delay_s)
 
 
 def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable[[], None] | None = None) -> None:

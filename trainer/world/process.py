@@ -1,10 +1,35 @@
-"""Whether the process of another rank on this node still runs. That takes no message from it, however starved it is."""
+"""Starting processes, and whether that of another rank on this node still runs: that takes no message from it, however
+starved it is."""
 
 from __future__ import annotations
 
+import errno
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+# A node at its limit of processes, or short of memory, has others that end: wait so long for them.
+START_S = 5.0
+PAUSE_S = 0.25
+
+
+def started(start: Callable[[], T], wait_s: float = START_S) -> T:
+    """What `start` returns, which starts a process. Tried again while the kernel has none to give, for `wait_s`.
+
+    Raises what `start` raises.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return start()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ENOMEM) or time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE_S)
 
 
 def identity(pid: int | None = None) -> str:
