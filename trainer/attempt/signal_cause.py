@@ -35,6 +35,7 @@ import signal
 import time
 from typing import Literal, NamedTuple
 
+from trainer.world.process import identity
 from trainer.world.slurm import NEVER, REPLACED, UNENDED, Job, show_job, unix_time
 from trainer.world.world import World
 
@@ -64,8 +65,18 @@ def usual_ending(number: signal.Signals, world: World) -> Ending:
     """The usual meaning of the signal, outside Slurm or where Slurm does not answer."""
     if number == signal.SIGINT:  # which Slurm never sends by itself
         return Ending("cancelled", requeue=False)
+    if number == signal.SIGTERM and launcher_is_gone(world):  # it comes from the kernel, see `die_with_parent`
+        return Ending("failed", requeue=False, error="the command that started the ranks was killed")
     wants_requeue = number in USER_SIGNALS
     return Ending("preempted" if wants_requeue or world.on_slurm else "cancelled", wants_requeue)
+
+
+def launcher_is_gone(world: World) -> bool:
+    """Whether the process that started the ranks of --local has ended: its pid is in the name of its job."""
+    if world.launcher != "submitit-local" or not world.supervised:
+        return False
+    pid = world.job_id.rpartition("-")[2]
+    return pid.isdecimal() and not identity(int(pid))
 
 
 def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, now: float) -> Ending:
