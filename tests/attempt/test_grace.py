@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from signal import SIGINT, SIGTERM, SIGUSR2, Signals
+from signal import SIGINT, SIGTERM, SIGUSR2
+from signal import Signals as Number
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
 from trainer.attempt import grace
-from trainer.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod, seconds_left
+from trainer.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod, LimitWarning, seconds_left
 from trainer.attempt.state import AttemptState
 from trainer.config.launch import Launch
+from trainer.world.launchers import SIGNALLED
+from trainer.world.signals import Signals
 from trainer.world.slurm import NEVER, Job, KillLimits
 from trainer.world.world import World
 
@@ -54,7 +58,7 @@ def test_what_slurm_says(shown: Job, since_term_s: float | None, left_s: float) 
     assert seconds_left(shown, 0, LIMITS, NOW, since_term_s) == left_s
 
 
-def grace_of(launch: Launch, world: World, *received: tuple[Signals, float]) -> GracePeriod:
+def grace_of(launch: Launch, world: World, *received: tuple[Number, float]) -> GracePeriod:
     """The grace period of a rank that has received these signals, each so many seconds ago."""
     times = [(number, time.monotonic() - ago_s) for number, ago_s in received]
     state = SimpleNamespace(
@@ -101,7 +105,7 @@ def test_deadlines() -> None:
         (a_world(launcher="env"), SIGINT, None, NEVER),
     ],
 )
-def test_without_an_answer(world: World, number: Signals, grace_s: int | None, seconds: float) -> None:
+def test_without_an_answer(world: World, number: Number, grace_s: int | None, seconds: float) -> None:
     """Outside Slurm, or where it does not answer. After Ctrl-C nobody kills the ranks but the user, and a save that is
     given up all the same loses every step since the last one."""
     found = grace_of(Launch(grace_s=grace_s, signal_delay_s=90), world, (number, 1e6))
@@ -131,3 +135,34 @@ def test_rank_0_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     shown.update(JobState="COMPLETING", EndTime=at(time.time() + 3600))
     found._ask()
     assert found.seconds() == pytest.approx(30, abs=3) and not found.gives_up_step() and not found.is_over()
+
+
+@pytest.mark.parametrize(
+    ("left_s", "signalled", "warned"), [(85, False, True), (3600, False, False), (85, True, False)]
+)
+def test_a_warning_that_nobody_received(
+    left_s: float, signalled: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has sent it between two starts of the ranks, and does not repeat it. Without it the job is killed at its
+    time limit, with every step since the last save."""
+    sent: list[int] = []
+    monkeypatch.setattr("os.kill", lambda _, number: sent.append(number))
+    monkeypatch.setattr(grace, "show_job", lambda _: {"EndTime": at(time.time() + 3600 + left_s)})
+    monkeypatch.setattr(grace, "kill_limits", lambda: LIMITS._replace(clock_ahead_s=3600.0))
+    signals = Signals()
+    signals.first = SIGUSR2 if signalled else None
+    warning = LimitWarning(IN_A_JOB, Launch(signal_delay_s=90), signals)
+    if warned:
+        wait_until(lambda: sent, "the time limit is near, and the ranks train on")
+    warning.close()
+    warning._thread.join(DEADLINE_S)
+    assert sent == [SIGUSR2] * warned
+
+
+def test_a_signal_during_the_setup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch shell has received it a moment before it started the ranks, so they have not."""
+    sent: list[int] = []
+    monkeypatch.setattr("os.kill", lambda _, number: sent.append(number))
+    monkeypatch.setenv(SIGNALLED, "1")
+    LimitWarning(IN_A_JOB, Launch(), Signals())._thread.join(DEADLINE_S)
+    assert sent == [SIGUSR2]

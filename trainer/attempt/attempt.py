@@ -19,7 +19,7 @@ from trainer.attempt import compiler, user_error
 from trainer.attempt.deadline import Deadline, LastExit, run_for
 from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.ending import end_srun, ending_by_signal, print_hint, record_end, requeue
-from trainer.attempt.grace import GracePeriod
+from trainer.attempt.grace import GracePeriod, LimitWarning
 from trainer.attempt.preflight import Preflight
 from trainer.attempt.rescue_files import clear
 from trainer.attempt.state import AttemptState
@@ -92,6 +92,7 @@ class Attempt:
         # the process (Python before 3.14).
         self._closing = contextlib.ExitStack()
         self._closing.callback(self._end_by_fault.close)
+        self._closing.callback(LimitWarning(world, config.launch, signals).close)
         self._closing.callback(self._watchdog.close)
         self._last_exit = None if world.in_users_program else LastExit()
         self._end_s = max(END_S, config.launch.hang_timeout_s)

@@ -19,6 +19,7 @@ warning (SIGUSR1, SIGUSR2) as `launch.signal_delay_s` long.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -26,6 +27,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.attempt.signal_cause import USER_SIGNALS, Ending, comes_back, judge, usual_ending
 from trainer.attempt.state import AttemptState
+from trainer.config.launch import Launch
+from trainer.say import say
+from trainer.world.launchers import SIGNALLED
+from trainer.world.signals import Signals
 from trainer.world.slurm import (
     DEFAULT_KILL_WAIT_S,
     NEVER,
@@ -36,6 +41,7 @@ from trainer.world.slurm import (
     show_job,
     unix_time,
 )
+from trainer.world.world import World
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,6 +53,7 @@ LAST_MOMENT_S = 3.0
 # An end by fault in which nothing is saved is over within this time.
 UNSAVED_END_S = 10.0
 ASK_S = 10.0
+ASK_AGAIN_S = 60.0  # where Slurm has not answered, and nothing depends on it yet
 POLL_S = 0.5
 KEY = "grace/outlook"
 # A deadline that comes nearer by less is the same deadline: Slurm's times are whole seconds.
@@ -74,6 +81,49 @@ def seconds_left(job: Job, restart: int, limits: KillLimits, now: float, since_t
     if since_term_s is not None and not preempted:  # srun may have sent it, which kills what does not end
         return min(left_s, limits.kill_wait_s - since_term_s)
     return left_s
+
+
+class LimitWarning:
+    """The warning before the time limit, if nobody has received it: rank 0 then sends it to itself.
+
+    Slurm sends it once, to the ranks. Where the batch shell is about to start them again there are none, or the new
+    ones have not begun to catch signals. Only in a job that launch.py has submitted: it has asked for that warning.
+    """
+
+    def __init__(self, world: World, launch: Launch, signals: Signals) -> None:
+        self._job_id, self._delay_s, self._signals = world.job_id, launch.signal_delay_s, signals
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="limit", daemon=True)
+        if world.rank == 0 and world.launcher == "submitit-slurm":
+            self._thread.start()
+
+    def close(self) -> None:
+        """The attempt is over."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        if SIGNALLED in os.environ:
+            return self._warn("the batch shell received a signal before it started the ranks")
+        while not self._closed.is_set() and self._signals.first is None:
+            left_s = self._left_s()
+            if left_s is None:
+                self._closed.wait(ASK_AGAIN_S)
+            elif left_s > self._delay_s:
+                # Slurm's own warning comes before that. The limit may have been raised, or the job suspended.
+                if left_s == NEVER or self._closed.wait(left_s - self._delay_s):
+                    return
+            elif self._signals.first is None:
+                return self._warn(f"{left_s:.0f} s are left before the time limit, and no warning of Slurm has come")
+
+    def _left_s(self) -> float | None:
+        """Seconds until the job's time limit; None if Slurm does not answer."""
+        if (job := show_job(self._job_id)) is None:
+            return None
+        return unix_time(job.get("EndTime", "")) - time.time() - kill_limits().clock_ahead_s
+
+    def _warn(self, why: str) -> None:
+        say(f"{why}: stopping")
+        os.kill(os.getpid(), signal.SIGUSR2)
 
 
 class GracePeriod:

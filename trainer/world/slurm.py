@@ -140,17 +140,17 @@ class KillLimits(NamedTuple):
     clock_ahead_s: float = 0.0  # the controller's clock minus this node's
 
 
-def kill_limits(partition: str) -> KillLimits:
-    """Ask Slurm for the limits of a job in this partition; the usual ones if it does not answer."""
+def kill_limits(partition: str | None = None) -> KillLimits:
+    """Ask Slurm for the limits of a job in this partition; the usual ones if it does not answer. None: those that hold
+    where a partition has none of its own."""
     with contextlib.suppress(SlurmError):
         config, here = scontrol("show", "config"), time.time()
         kill_wait = re.search(r"^KillWait\s*=\s*(\d+) sec", config, re.MULTILINE)
         over = re.search(r"^OverTimeLimit\s*=\s*(\w+)", config, re.MULTILINE)
         said_at = re.match(r"Configuration data as of (\S+)", config)  # the controller's time of this answer
         over_limit = over[1] if over else "0"
-        with contextlib.suppress(SlurmError):
-            own = [shown.get("OverTimeLimit", "NONE") for shown in show_partitions(partition or None)]
-            over_limit = next((limit for limit in own if limit != "NONE"), over_limit)
+        for shown in show_partitions(partition) if partition else []:
+            over_limit = own if (own := shown.get("OverTimeLimit", "NONE")) != "NONE" else over_limit
         controller = unix_time(said_at[1]) if said_at else NEVER
         # Slurm's times have no fraction; a difference of a second or two is none.
         ahead_s = controller + 0.5 - here if controller < NEVER else 0.0
