@@ -15,7 +15,7 @@ from trainer.observe.hints import likely_cause
 from trainer.records.attempt_record import AttemptRecord, read_ended_attempts
 from trainer.records.attempts import end_attempt
 from trainer.records.retry import why_not_requeued
-from trainer.say import say
+from trainer.say import counted, say
 from trainer.world.launchers import BATCH_HOST
 from trainer.world.slurm import SlurmError, requeue_job
 from trainer.world.watchdog import Retry
@@ -23,7 +23,7 @@ from trainer.world.world import hostname
 
 EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
 SHELL_S = 15.0  # within which a batch shell that lives has killed srun, and so all ranks
-CONTINUE_BY_HAND = "every step is saved, start the run again under the same name to continue"
+CONTINUE_BY_HAND = "start the run again under the same name to continue"
 
 
 def record_end(
@@ -71,19 +71,22 @@ def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable
 
     Raises SystemExit from within `handler`.
     """
+    lost = record["lost_steps"] if record is not None else 0
+    by_hand = f"{counted(lost, 'step')} lost" if lost else "every step is saved"
+    by_hand = f"{by_hand}, {CONTINUE_BY_HAND}"
     try:
         if handler is not None:
             handler()  # calls Trainer.checkpoint and scontrol requeue, then raises SystemExit
         elif state.world.on_slurm and record is not None:
             if not record["requeue"]:
                 why = why_not_requeued(read_ended_attempts(state.run_dir.attempts), state.config.launch)
-                return say(f"not requeued: {why}; {CONTINUE_BY_HAND}")
+                return say(f"not requeued: {why}; {by_hand}")
             requeue_job(state.world.job_id)
             say(f"requeued job {state.world.job_id}")
     except (OSError, subprocess.SubprocessError) as error:
         say(f"{error}; the batch shell tries again")
     except SlurmError as error:
-        say(f"not requeued: {error}; {CONTINUE_BY_HAND}")
+        say(f"not requeued: {error}; {by_hand}")
 
 
 def end_srun(state: AttemptState) -> bool:
