@@ -99,7 +99,7 @@ def an_attempt(root: Path, name: str) -> tuple[Attempt, Any, Any]:
     run = RunDir(root / name)
     run.path.mkdir()
     small.save(run.config)
-    signals = cast(Signals, SimpleNamespace(first=None, first_at=None, requeue=None))
+    signals = cast(Signals, SimpleNamespace(first=None, first_at=None, received=[], requeue=None))
     attempt = Attempt(small, run, a_world(), signals)
     loop, group = Mock(name="loop"), Mock(name="group")
     loop.position.step, loop.position.metrics, loop.rescuable = 5, {"val_loss": 1.0}, True
@@ -154,7 +154,7 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
     hanging = loop.freeze if place == "freeze" else frozen.return_value.write_part
     hanging.side_effect = lambda *_: forever.wait()
     attempt._state.loop = loop
-    end = EndByFault(attempt._state, GracePeriod(attempt._config.launch))
+    end = EndByFault(attempt._state, GracePeriod(attempt._state))
     try:
         with pytest.raises(Ended):
             end.run(Fault("hung", "rank 0 is stuck"))
@@ -175,7 +175,7 @@ def test_a_main_thread_that_no_collective_frees(root: Path, fails: bool, monkeyp
     attempt, _, group = an_attempt(root, f"frees-{fails}")
     group.world, group.fails_with_peers = a_world(size=2), fails
     attempt._state.group = group
-    end = EndByFault(attempt._state, GracePeriod(attempt._config.launch))
+    end = EndByFault(attempt._state, GracePeriod(attempt._state))
     end._try_to_take_part, end._main_thread_failed = Mock(), Mock()  # type: ignore[method-assign]
     end._main_thread_failed.wait.return_value = False
     with pytest.raises(Ended):

@@ -2,31 +2,167 @@
 
 from __future__ import annotations
 
-from signal import SIGTERM, SIGUSR2, Signals
+import time
+from signal import SIGINT, SIGTERM, SIGUSR2
+from signal import Signals as Number
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from trainer.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod
+from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.worlds import a_world
+from trainer.attempt import grace
+from trainer.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod, LimitWarning, seconds_left
+from trainer.attempt.state import AttemptState
 from trainer.config.launch import Launch
+from trainer.world.launchers import SIGNALLED
+from trainer.world.signals import Signals
+from trainer.world.slurm import NEVER, Job, KillLimits
+from trainer.world.world import World
+
+NOW = 1_800_000_000.0
+LIMITS = KillLimits(kill_wait_s=30, over_s=120)
+IN_A_JOB = a_world(launcher="submitit-slurm")
+LOCAL = a_world(supervised=True)
+
+
+def at(seconds: float) -> str:
+    """As Slurm prints it, in local time."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
+
+
+def job(state: str, left_s: float = 3600, preempted: bool = False, restarts: int = 0) -> dict[str, str]:
+    """The fields of `scontrol show job` that matter, of a job with so long until EndTime."""
+    end, preempt = at(NOW + left_s), at(NOW) if preempted else "None"
+    return {"JobState": state, "Restarts": str(restarts), "Reason": "None", "EndTime": end, "PreemptTime": preempt}
 
 
 @pytest.mark.parametrize(
-    ("number", "seconds"), [(SIGTERM, 20.0), (SIGUSR2, 90.0)], ids=["SIGKILL follows", "a warning"]
+    ("shown", "since_term_s", "left_s"),
+    [
+        pytest.param(job("RUNNING", left_s=90), None, 90 + 120 + 30, id="the warning of the time limit"),
+        pytest.param(job("RUNNING") | {"EndTime": "Unknown"}, None, NEVER, id="no limit"),
+        pytest.param(job("RUNNING"), 4, 30 - 4, id="SIGTERM to a job that runs on"),
+        pytest.param(job("RUNNING", left_s=-100), None, 30 - 100 + 120, id="within OverTimeLimit"),
+        pytest.param(job("RUNNING", left_s=600, preempted=True), 4, 600 + 30, id="a GraceTime begins"),
+        pytest.param(job("SIGNALING", left_s=600, preempted=True), 1, 600 + 30, id="a GraceTime begins, quickly"),
+        pytest.param(job("COMPLETING", left_s=-1), 1, 30 - 1, id="scancel"),
+        pytest.param(job("COMPLETING", restarts=1), 1, 30 - 1, id="scontrol requeue"),
+        pytest.param(job("PENDING", restarts=1), None, 30, id="requeued before SIGTERM was seen"),
+    ],
 )
-def test_deadlines(number: Signals, seconds: float) -> None:
+def test_what_slurm_says(shown: Job, since_term_s: float | None, left_s: float) -> None:
+    """The deadline is the cluster's own: with a GraceTime of ten minutes a save of nine is no lost save, and with a
+    time limit that is over there is none to come."""
+    assert seconds_left(shown, 0, LIMITS, NOW, since_term_s) == left_s
+
+
+def grace_of(launch: Launch, world: World, *received: tuple[Number, float]) -> GracePeriod:
+    """The grace period of a rank that has received these signals, each so many seconds ago."""
+    times = [(number, time.monotonic() - ago_s) for number, ago_s in received]
+    state = SimpleNamespace(
+        config=SimpleNamespace(launch=launch),
+        world=world,
+        signals=SimpleNamespace(received=times),
+        signal=times[0][0] if times else None,
+        cause_signal=times[0][0] if times else None,
+        signalled_at=times[0][1] if times else None,
+        group=None,
+    )
+    return GracePeriod(cast(AttemptState, state))
+
+
+def test_deadlines() -> None:
     """At half of the grace time the step is given up; just before its end no rank waits for anything."""
-    grace = GracePeriod(Launch(grace_s=20, signal_delay_s=90))
-    assert grace.seconds(number) == seconds
-    assert not grace.gives_up_step(number, seconds / 2) and grace.gives_up_step(number, seconds / 2 + 0.1)
-    unsaved = max(seconds / 2, seconds - UNSAVED_END_S)
-    assert not grace.gives_up_step(number, unsaved, saves=False), "to give it up early would only lose it"
-    assert grace.gives_up_step(number, unsaved + 0.1, saves=False)
-    last = seconds - LAST_MOMENT_S
-    assert not grace.is_over(number, last) and grace.is_over(number, last + 0.1)
+    for passed_s, gives_up, unsaved, over in (
+        (9.5, False, False, False),
+        (10.5, True, True, False),
+        (16.5, True, True, False),
+        (20.5 - LAST_MOMENT_S, True, True, True),
+    ):
+        found = grace_of(Launch(grace_s=20), IN_A_JOB, (SIGTERM, passed_s))
+        assert found.seconds() == pytest.approx(20)
+        assert (found.gives_up_step(), found.gives_up_step(saves=False), found.is_over()) == (gives_up, unsaved, over)
+    late = grace_of(Launch(grace_s=60), IN_A_JOB, (SIGTERM, 60 - UNSAVED_END_S - 1))
+    assert late.gives_up_step() and not late.gives_up_step(saves=False), "to give it up early would only lose it"
 
 
-def test_without_an_answer() -> None:
-    """Outside Slurm, or if Slurm does not answer, the grace time is Slurm's default, which most clusters have."""
-    grace = GracePeriod(Launch(grace_s=None))
-    assert grace.kill_wait_s is None, "still to be asked for"
-    assert grace.seconds(SIGTERM) == 30
+@pytest.mark.parametrize(
+    ("world", "number", "grace_s", "seconds"),
+    [
+        (IN_A_JOB, SIGTERM, 20, 20.0),
+        (IN_A_JOB, SIGTERM, None, 30.0),
+        (IN_A_JOB, SIGUSR2, 20, 90.0),
+        (IN_A_JOB, SIGINT, 20, NEVER),
+        (LOCAL, SIGTERM, 20, NEVER),
+        (LOCAL, SIGINT, 20, NEVER),
+        (LOCAL, SIGUSR2, 20, NEVER),
+        (a_world(launcher="python"), SIGTERM, None, NEVER),
+        (a_world(launcher="python"), SIGTERM, 20, 20.0),
+        (a_world(launcher="torchrun"), SIGINT, None, 30.0),
+        (a_world(launcher="env"), SIGTERM, None, 30.0),
+        (a_world(launcher="env"), SIGINT, None, NEVER),
+    ],
+)
+def test_without_an_answer(world: World, number: Number, grace_s: int | None, seconds: float) -> None:
+    """Outside Slurm, or where it does not answer. After Ctrl-C nobody kills the ranks but the user, and a save that is
+    given up all the same loses every step since the last one."""
+    found = grace_of(Launch(grace_s=grace_s, signal_delay_s=90), world, (number, 1e6))
+    assert found.seconds() == pytest.approx(seconds)
+    assert found.is_over() == (seconds < NEVER)
+
+
+def test_a_second_signal_sets_a_deadline() -> None:
+    """A run that is being cancelled has all the time that it needs, until Slurm ends its job."""
+    assert not grace_of(Launch(grace_s=20), IN_A_JOB, (SIGINT, 500)).is_over()
+    assert grace_of(Launch(grace_s=20), IN_A_JOB, (SIGINT, 500), (SIGTERM, 18)).is_over()
+    assert not grace_of(Launch(grace_s=20), IN_A_JOB, (SIGINT, 500), (SIGTERM, 2)).gives_up_step()
+
+
+def test_rank_0_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GraceTime begins with a SIGTERM, and ends with another one: only that one is followed by SIGKILL. The clock of
+    the node is an hour behind the controller's."""
+    shown: dict[str, Any] = {}
+    monkeypatch.setattr(grace, "show_job", lambda _: shown)
+    monkeypatch.setattr(grace, "kill_limits", lambda _: LIMITS._replace(clock_ahead_s=3600.0))
+    found = grace_of(Launch(grace_s=30), IN_A_JOB, (SIGTERM, 100))
+    shown.update(job("RUNNING", preempted=True) | {"EndTime": at(time.time() + 3600 + 500)})
+    found._ask()
+    assert not found.gives_up_step() and found.seconds() == pytest.approx(100 + 500 + 30, abs=3)
+    assert found.cause.reason == "preempted" and found.cause.requeue
+    found._state.signals.received.append((SIGTERM, time.monotonic()))
+    shown.update(JobState="COMPLETING", EndTime=at(time.time() + 3600))
+    found._ask()
+    assert found.seconds() == pytest.approx(30, abs=3) and not found.gives_up_step() and not found.is_over()
+
+
+@pytest.mark.parametrize(
+    ("left_s", "signalled", "warned"), [(85, False, True), (3600, False, False), (85, True, False)]
+)
+def test_a_warning_that_nobody_received(
+    left_s: float, signalled: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has sent it between two starts of the ranks, and does not repeat it. Without it the job is killed at its
+    time limit, with every step since the last save."""
+    sent: list[int] = []
+    monkeypatch.setattr("os.kill", lambda _, number: sent.append(number))
+    monkeypatch.setattr(grace, "show_job", lambda _: {"EndTime": at(time.time() + 3600 + left_s)})
+    monkeypatch.setattr(grace, "kill_limits", lambda: LIMITS._replace(clock_ahead_s=3600.0))
+    signals = Signals()
+    signals.first = SIGUSR2 if signalled else None
+    warning = LimitWarning(IN_A_JOB, Launch(signal_delay_s=90), signals)
+    if warned:
+        wait_until(lambda: sent, "the time limit is near, and the ranks train on")
+    warning.close()
+    warning._thread.join(DEADLINE_S)
+    assert sent == [SIGUSR2] * warned
+
+
+def test_a_signal_during_the_setup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch shell has received it a moment before it started the ranks, so they have not."""
+    sent: list[int] = []
+    monkeypatch.setattr("os.kill", lambda _, number: sent.append(number))
+    monkeypatch.setenv(SIGNALLED, "1")
+    LimitWarning(IN_A_JOB, Launch(), Signals())._thread.join(DEADLINE_S)
+    assert sent == [SIGUSR2]

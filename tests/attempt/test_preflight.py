@@ -274,7 +274,7 @@ def test_a_bad_node_is_blamed(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     run.path.mkdir()
     small.save(run.config)
     world = a_world(supervised=True)
-    signals = cast(Signals, SimpleNamespace(first=None, first_at=None, requeue=None))
+    signals = cast(Signals, SimpleNamespace(first=None, first_at=None, received=[], requeue=None))
     with pytest.raises(SystemExit):
         Attempt(small, run, world, signals).run()
     (record,) = read_ended_attempts(run.attempts)

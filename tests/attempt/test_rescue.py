@@ -12,7 +12,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -239,7 +239,9 @@ def test_a_signal_after_a_rank_was_killed(
     run.path.mkdir()
     world = a_world(size=2, hosts=("n1", "n2"))
     begin_attempt(run, world, 0)
-    state: Any = SimpleNamespace(run_dir=run, world=world, config=settings, loop=None, start_step=0)
+    state: Any = SimpleNamespace(
+        run_dir=run, world=world, config=settings, loop=None, start_step=0, cause_signal=signal.SIGTERM
+    )
     rescue: Any = SimpleNamespace(missing=lambda plan: [1])
     plan: Any = SimpleNamespace(failures=(), lost_shards=(), silences=())
     Rescuer(state, Fault("signal", "giving the step up"), rescue, lambda: True)._record(plan, 5, 5)
@@ -249,6 +251,16 @@ def test_a_signal_after_a_rank_was_killed(
         assert record["blamed"] == ["n2"] and "rank 1 on n2: gone" in record["error"]
     else:
         assert (record["blamed"], record["error"]) == ([], ending.error)
+
+
+def test_a_rank_dies_while_the_run_is_cancelled(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user has cancelled the run. Recorded as failed it would be requeued, and train on."""
+    state = a_rank(root, "cancelled", 0)
+    monkeypatch.setattr(state, "_launched", replace(state.world, on_slurm=True))
+    state.signals.received.append((signal.SIGINT, 0.0))
+    end_by_fault(state)
+    (record,) = read_lines(state.run_dir.attempts)
+    assert (record["reason"], record["requeue"]) == ("cancelled", False) and "rank 0 on here failed" in record["error"]
 
 
 def test_a_loader_worker_is_killed(root: Path) -> None:
@@ -326,7 +338,9 @@ def a_rank(root: Path, name: str, rank: int) -> AttemptState:
     run = RunDir(root / name)
     run.path.mkdir()
     small.save(run.config)
-    state = AttemptState(small, run, a_world(rank=rank, size=2), cast(Signals, SimpleNamespace(first=None)))
+    state = AttemptState(
+        small, run, a_world(rank=rank, size=2), cast(Signals, SimpleNamespace(first=None, first_at=None, received=[]))
+    )
     state.loop = loop = Mock(name="loop")
     loop.position.step, loop.saves.saved.step, loop.saves.saving = 5, 3, None
     loop.position.place, loop.rescuable = (5, 0, False, False), True
@@ -339,7 +353,7 @@ def a_rank(root: Path, name: str, rank: int) -> AttemptState:
 def end_by_fault(state: AttemptState) -> Mock:
     """This rank's part in the end by fault; returns its loop."""
     fault = Fault("failed", "rank 0 on here failed")
-    EndByFault(state, GracePeriod(state.config.launch)).take_part(fault)
+    EndByFault(state, GracePeriod(state)).take_part(fault)
     return cast(Mock, state.loop)
 
 

@@ -71,7 +71,7 @@ def a_full_queue(kind: str, settings: Config, monkeypatch: pytest.MonkeyPatch) -
 
 def state_of(settings: Config, loop: Loop) -> AttemptState:
     """The state of the attempt that runs this loop."""
-    signals = cast(Signals, SimpleNamespace(first=None, first_at=None, requeue=None))
+    signals = cast(Signals, SimpleNamespace(first=None, first_at=None, received=[], requeue=None))
     run = RunDir(Path(settings.launch.root) / str(settings.launch.name))
     settings.save(run.config)
     state = AttemptState(settings, run, a_world(), signals)
@@ -92,7 +92,7 @@ def test_the_end_is_recorded(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
         state = state_of(settings, loop)
         done = loop.readback.first_step
         with pytest.raises(Ended):
-            EndByFault(state, GracePeriod(settings.launch)).run(Fault("hung", "rank 1 on n2 is stuck"))
+            EndByFault(state, GracePeriod(state)).run(Fault("hung", "rank 1 on n2 is stuck"))
         (record,) = read_lines(state.run_dir.attempts)
     assert record["reason"] == "hung" and "rank 1 on n2 is stuck" in record["error"]
     assert "rank 0 on here saves nothing: its device does not answer" in record["error"]
@@ -106,12 +106,12 @@ def test_no_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     settings = settings_of(tmp_path, "late")
     with a_full_queue("task", settings, monkeypatch) as (loop, _):
         state = state_of(settings, loop)
-        end = EndByFault(state, GracePeriod(settings.launch))
+        end = EndByFault(state, GracePeriod(state))
         end._rescuer = Mock(silence="its device does not answer")
         with pytest.raises(Ended):
             end._exit_at_last_moment()
         (record,) = read_lines(state.run_dir.attempts)
-    assert record["error"] == "its device does not answer"
+    assert record["error"].startswith("its device does not answer\nno time was left to save step ")
 
 
 @pytest.mark.parametrize("kind", ["task", "custom"])

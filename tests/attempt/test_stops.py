@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import Attempt, fingerprint, reasons, train
-from tests.support.runs import config, undisturbed
+from tests.support.runs import config, only, undisturbed
+from trainer.attempt.grace import LAST_MOMENT_S
 from trainer.records.metrics import read_lines
+from trainer.world.launchers import RESTARTS
 
 STOPPED = [128 + signal.SIGTERM] * 2
 OPTIONS = ("task=tests.support.tasks.SignalledElsewhere", "checkpoint.every_steps=2", "data.workers=1")
@@ -37,6 +39,36 @@ def test_after_the_last_step(root: Path) -> None:
     attempt = Attempt(config(root, "ending", 2, OPTIONS), {"LASTSTEP_TEST_WHERE": "ending"})
     assert attempt.wait() == [0, 0], attempt.output()
     assert reasons(attempt.run) == ["finished"] and fingerprint(attempt.run) == undisturbed(2, OPTIONS)
+
+
+SLOW_SAVE = ("task=tests.support.tasks.SlowSave", "launch.grace_s=4")
+NO_GRACE_S = 4 - LAST_MOMENT_S
+
+
+@pytest.mark.parametrize(
+    ("signals", "supervised"),
+    [("SIGINT", False), ("SIGTERM", True)],
+    ids=["Ctrl-C", "SIGTERM under --local"],
+)
+def test_a_save_that_nobody_cuts_short(root: Path, signals: str, supervised: bool) -> None:
+    """No SIGKILL follows these signals: to give up a slow save after launch.grace_s would lose the steps of the run."""
+    env = {"LASTSTEP_TEST_SIGNAL": f"{signals} step 5 rank 0", "LASTSTEP_TEST_SAVE_S": str(NO_GRACE_S + 1)}
+    if supervised:
+        env[RESTARTS] = "0"
+    attempt = Attempt(config(root, f"slow-{signals}", 1, SLOW_SAVE), env)
+    assert attempt.wait() == [128 + signal.Signals[signals]], attempt.output()
+    record = only(attempt)
+    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("cancelled", 5, 0)
+
+
+def test_a_save_that_is_cut_short(root: Path) -> None:
+    """SIGKILL follows. The record says what the signal was: as preempted the cancelled run would be started again."""
+    env = {"LASTSTEP_TEST_SIGNAL": "SIGTERM step 5 rank 0", "LASTSTEP_TEST_SAVE_S": "60"}
+    attempt = Attempt(config(root, "cut-short", 1, SLOW_SAVE), env)
+    assert attempt.wait() == [1], attempt.output()
+    record = only(attempt)
+    assert (record["reason"], record["lost_steps"], record["requeue"]) == ("cancelled", 5, False)
+    assert record["error"] == "no time was left to save step 5"
 
 
 def test_every_signal_at_once(root: Path) -> None:

@@ -388,7 +388,7 @@ def test_srun_was_killed_while_a_rank_starts(
     lost although it lives; if it began after that, its start would have two records."""
     monkeypatch.setattr(run_lock, "WAIT_S", {True: -1.0})
     monkeypatch.setenv(RESTARTS_VARIABLE, "0")
-    rank_0, signals = replace(WORLD, step_id=0), SimpleNamespace(first=None, first_at=None, requeue=None)
+    rank_0, signals = replace(WORLD, step_id=0), SimpleNamespace(first=None, first_at=None, received=[], requeue=None)
 
     def meanwhile(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         with pytest.raises(ConfigError, match="another attempt is at work on this run"):

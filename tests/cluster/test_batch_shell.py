@@ -113,6 +113,15 @@ def test_a_signal_does_not_end_the_wait(run: RunDir) -> None:
     assert process.wait(DEADLINE_S) == 9 and len(calls(run)) == 1
 
 
+def test_a_signal_during_the_setup(run: RunDir) -> None:
+    """The job is being taken away: ranks that it starts now have not received the signal, and would be killed."""
+    does(run, "exit 0")
+    lines = ["kill -TERM $$  # while launch.setup runs", *shell(run, "true")]
+    lines.insert(0, "trap 'export LASTSTEP_SIGNALLED=1' TERM")
+    done = subprocess.run(["bash", "-c", "\n".join(lines)])
+    assert done.returncode == 143 and calls(run) == []
+
+
 @pytest.mark.parametrize(("allocated", "trained"), [("2", "2"), ("3", "2"), ("4", "3"), ("5", "4")])
 def test_spare_nodes_of_a_range(run: RunDir, allocated: str, trained: str) -> None:
     """Of 2-4 nodes and one spare: no spare one only where the minimum was free."""

@@ -157,7 +157,8 @@ def test_a_killed_launcher_stops_its_ranks(plain: Terminal) -> None:
         assert time.monotonic() < deadline, "the ranks did not end"
         time.sleep(0.02)
     (attempt,) = read_lines(plain.run("orphans").attempts)
-    assert attempt["reason"] == "cancelled" and attempt["lost_steps"] == 0
+    assert attempt["reason"] == "failed" and attempt["lost_steps"] == 0, "nobody has cancelled it"
+    assert attempt["error"] == "the command that started the ranks was killed"
     assert fingerprint(plain.run("orphans"))["step"] == attempt["end_step"]
 
 

@@ -26,6 +26,7 @@ from trainer.cluster.supervisor import GONE_S
 from trainer.config.config import Config
 from trainer.records.attempt_record import Reason
 from trainer.records.attempts import begin_attempt, end_attempt
+from trainer.records.step_restart import read_answer
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 from trainer.world.world import World
@@ -35,6 +36,7 @@ WORLD = a_world(
 )
 REMEMBERED_S = 3600.0  # longer than any test: what the hosts do not look for they never see
 SUPERVISOR = "trainer.cluster.supervisor"
+TROUBLED = "tests.support.troubled_supervisor"
 SCONTROL = """\
 #!/bin/bash
 echo "$@" >> {folder}/asked
@@ -330,10 +332,11 @@ def test_a_signal_to_end_between_two_starts(step: Step) -> None:
     assert step.supervisors[0].poll() is None
 
 
-def test_a_signal_to_end_after_the_answer(tmp_path: Path) -> None:
+def test_a_signal_to_end_after_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks start again: it is too late to say otherwise. The start receives the signal, stops in an orderly way,
     and is the last one."""
-    step = Step(tmp_path, of_rank_0="tests.support.signalled_supervisor")
+    monkeypatch.setenv("LASTSTEP_TEST_TROUBLE", "signalled")
+    step = Step(tmp_path, of_rank_0=TROUBLED)
     try:
         step.began(0), step.began(1)
         step.attempt_begins()
@@ -345,6 +348,38 @@ def test_a_signal_to_end_after_the_answer(tmp_path: Path) -> None:
         assert step.caught(0, 1) == "SIGTERM"
         step.ends(0, 1, 1)
         assert step.status(0) == 1 and not (step.folder / "began.0.2").exists()
+    finally:
+        step.close()
+
+
+@pytest.mark.parametrize("trouble", ["forks", "disk"])
+def test_trouble_that_passes(tmp_path: Path, trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit of processes others end, and a disk that refuses may soon do its work: an allocation that is given
+    up for that costs an hour in the queue."""
+    monkeypatch.setenv("LASTSTEP_TEST_TROUBLE", trouble)
+    step = Step(tmp_path, of_rank_0=TROUBLED)
+    try:
+        step.began(0), step.began(1)
+        step.attempt_begins()
+        step.ends(1, -signal.SIGKILL)
+        step.waits_for_gone(1)
+        step.rescue()
+        step.ends(0, 1)
+        step.began(0, 1), step.began(1, 1)
+        assert step.said(0).count("trying again for") >= 2, "each wait is said, once"
+        assert (answer := read_answer(step.run.step_restart)) and answer.starts == 1, "by it the shell counts starts"
+    finally:
+        step.close()
+
+
+def test_no_process_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor ends with an error, so srun ends the others and the batch shell requeues the job: another node may
+    have a process. The log must say what was missing, since no rank does."""
+    monkeypatch.setenv("LASTSTEP_TEST_TROUBLE", "no forks")
+    step = Step(tmp_path, of_rank_0=TROUBLED)
+    try:
+        assert step.status(0) == 1
+        assert "has no process for rank 0 (Resource temporarily unavailable): ending" in step.said(0)
     finally:
         step.close()
 

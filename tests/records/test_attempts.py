@@ -197,8 +197,9 @@ def test_a_damaged_record_of_an_earlier_attempt(tmp_path: Path) -> None:
 
 
 def ends(*reasons: str) -> list[EndedAttempt]:
-    """Records of one job. "failed" kept no step, "failed+3" kept 3, "idle" failed before it did one; "8:" before it is
-    another job. Each is in an allocation of its own, unless "here " before it puts it into that of the one before."""
+    """Records of one job. "failed" kept no step, "failed+3" kept 3, "idle" failed before it did one; "unsaved" had no
+    time for its last save before the time limit, "timeout" had; "8:" before it is another job. Each is in an allocation
+    of its own, unless "here " before it puts it into that of the one before."""
     records: list[Any] = []
     restart = 0
     for word in reasons:
@@ -208,12 +209,18 @@ def ends(*reasons: str) -> list[EndedAttempt]:
         steps = {"start_step": 10, "end_step": 14 + int(kept or 0), "lost_steps": 4}
         if reason == "idle":
             reason, steps = "failed", {"start_step": 10, "end_step": 10, "lost_steps": 0}
+        if reason == "timeout":
+            steps["lost_steps"] = 0
+        reason = reason.replace("unsaved", "timeout")
         records.append({"job_id": job or "7", "restart": restart, "reason": reason, "blamed": [], **steps})
     return records
 
 
 TIMEOUTS_USED_UP = "retry budget used up (launch.max_timeouts=1)"
 FAILURES_USED_UP = "retry budget used up (launch.max_failures=1)"
+NEVER_FITS = (
+    "the last save does not fit into launch.signal_delay_s=90, and no step is kept (launch.max_failures=1): raise it"
+)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +233,10 @@ FAILURES_USED_UP = "retry budget used up (launch.max_failures=1)"
         (ends("timeout", "timeout"), TIMEOUTS_USED_UP),
         (ends("timeout", "preempted"), ""),
         (ends("8:timeout", "8:timeout", "7:timeout"), ""),
+        (ends("unsaved"), ""),
+        (ends("unsaved", "unsaved"), NEVER_FITS),
+        (ends("unsaved+1", "unsaved+1", "unsaved"), TIMEOUTS_USED_UP),
+        (ends("unsaved", "failed"), FAILURES_USED_UP),
         (ends("failed"), ""),
         (ends("failed", "failed"), FAILURES_USED_UP),
         (ends("lost", "hung"), FAILURES_USED_UP),

@@ -348,6 +348,20 @@ class Drawn(Faulty):
         )
 
 
+class SlowSave(Signalled):
+    """Like Signalled; the disk takes LASTSTEP_TEST_SAVE_S seconds for each checkpoint."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        commit, save_s = CheckpointStore.commit, float(os.environ["LASTSTEP_TEST_SAVE_S"])
+
+        def slowly(*words: Any, **more: Any) -> Path:
+            time.sleep(save_s)
+            return commit(*words, **more)
+
+        CheckpointStore.commit = slowly  # type: ignore[method-assign]
+
+
 class DiesInTheSave(Signalled):
     """Like Signalled, but the ranks in LASTSTEP_TEST_DIES are killed when the save of the stop begins."""
 

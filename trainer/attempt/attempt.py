@@ -19,7 +19,7 @@ from trainer.attempt import compiler, user_error
 from trainer.attempt.deadline import Deadline, LastExit, run_for
 from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.ending import end_srun, ending_by_signal, print_hint, record_end, requeue
-from trainer.attempt.grace import GracePeriod
+from trainer.attempt.grace import GracePeriod, LimitWarning
 from trainer.attempt.preflight import Preflight
 from trainer.attempt.rescue_files import clear
 from trainer.attempt.state import AttemptState
@@ -77,7 +77,7 @@ class Attempt:
         self._run_dir = run_dir
         self._state = AttemptState(config, run_dir, world, signals)
         self._phases = StartupTimer()
-        self._grace = GracePeriod(config.launch)
+        self._grace = GracePeriod(self._state)
         self._end_by_fault = EndByFault(self._state, self._grace)
         probes = Probes(
             world=lambda: self._state.world,
@@ -85,13 +85,14 @@ class Attempt:
             check=self._end_by_fault.check,
             of_death=self._end_by_fault.of_death,
             others_gave_up=self._end_by_fault.others_gave_up,
-            grace_s=lambda: self._grace.seconds(self._state.signal or signal.SIGTERM),
+            grace_s=self._grace.seconds,
         )
         self._watchdog = Watchdog(probes, config.launch.hang_timeout_s, self._end_by_fault.run)
         # Ends the threads that use the store. One that returned from torch's C++ while Python shuts down would abort
         # the process (Python before 3.14).
         self._closing = contextlib.ExitStack()
         self._closing.callback(self._end_by_fault.close)
+        self._closing.callback(LimitWarning(world, config.launch, signals).close)
         self._closing.callback(self._watchdog.close)
         self._last_exit = None if world.in_users_program else LastExit()
         self._end_s = max(END_S, config.launch.hang_timeout_s)

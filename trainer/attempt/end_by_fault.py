@@ -15,7 +15,7 @@ import time
 import traceback
 
 from trainer.attempt.deadline import exit_now, run_for
-from trainer.attempt.ending import EndReason, record_end
+from trainer.attempt.ending import EndReason, record_end, requeue
 from trainer.attempt.grace import LAST_MOMENT_S, GracePeriod
 from trainer.attempt.rescue import Rescue
 from trainer.attempt.rescue_cause import has_ended
@@ -120,6 +120,7 @@ class EndByFault:
 
     def close(self) -> None:
         """The attempt is over."""
+        self._grace.close()
         if self._neighbour is not None:
             self._neighbour.close()
 
@@ -166,16 +167,17 @@ class EndByFault:
 
     def _check_grace(self) -> Fault | None:
         """Whether the grace period leaves no time to wait for the agreed last step."""
-        number, signalled_at = self._state.signal, self._state.signalled_at
-        if number is None or signalled_at is None:
+        signalled_at = self._state.signalled_at
+        if self._state.signal is None or signalled_at is None:
             return None
+        self._grace.follow()
         passed_s = time.monotonic() - signalled_at
-        if self._grace.is_over(number, passed_s):
+        if self._grace.is_over():
             self._exit_at_last_moment()
         loop = self._state.loop
         in_last_save = loop is not None and loop.saves.last
         saves = loop is None or loop.rescuable
-        if self._grace.gives_up_step(number, passed_s, saves) and not in_last_save:
+        if self._grace.gives_up_step(saves) and not in_last_save:
             return Fault("signal", f"the step has not finished {passed_s:.0f} s after the signal; giving it up")
         return None
 
@@ -209,17 +211,29 @@ class EndByFault:
     def _exit_at_last_moment(self) -> None:
         """Record the end and exit. Whatever is still being written would not be complete before SIGKILL."""
 
+        state = self._state
+        fault, cause, launch = self._fault, self._grace.cause, state.config.launch
+        reason: EndReason = fault.reason if fault and fault.reason != "signal" else cause.reason
+        advice = ""
+        if reason == "timeout":
+            advice = (
+                f": raise launch.signal_delay_s (now {launch.signal_delay_s}), the time that a time limit leaves for "
+                "the last save"
+            )
+
         def record() -> None:
-            state = self._state
             loop = state.loop
             end_step, saved_step = (
                 (loop.position.step, loop.saves.saved.step) if loop else (state.start_step, state.start_step)
             )
-            fault, why = self._fault, self._rescuer.silence or None if self._rescuer else None
-            reason: EndReason = fault.reason if fault and fault.reason != "signal" else "preempted"
-            record_end(state, reason, end_step, saved_step, error=why)
+            silence = self._rescuer.silence if self._rescuer else ""
+            unsaved = f"no time was left to save step {end_step}{advice}" if end_step > saved_step else ""
+            error = "\n".join(filter(None, [cause.error, silence, unsaved]))
+            ended = record_end(state, reason, end_step, saved_step, error=error or None)
+            if ended is not None and cause.requeue and state.world.on_slurm:
+                requeue(state, ended)  # SIGKILL may come before the batch shell gets to it
 
-        say("no time left to save: the run will resume from its newest checkpoint")
+        say(f"no time left to save{advice}; the run will resume from its newest checkpoint")
         run_for(LAST_MOMENT_S / 2, record)  # in a thread: the disk may be what everything waits for
         exit_now()
 

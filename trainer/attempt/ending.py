@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from trainer.observe.hints import likely_cause
 from trainer.records.attempt_record import AttemptRecord, read_ended_attempts
 from trainer.records.attempts import end_attempt
 from trainer.records.retry import why_not_requeued
-from trainer.say import say
+from trainer.say import counted, say
 from trainer.world.launchers import BATCH_HOST
 from trainer.world.slurm import SlurmError, requeue_job
 from trainer.world.watchdog import Retry
@@ -22,7 +23,7 @@ from trainer.world.world import hostname
 
 EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
 SHELL_S = 15.0  # within which a batch shell that lives has killed srun, and so all ranks
-CONTINUE_BY_HAND = "every step is saved, start the run again under the same name to continue"
+CONTINUE_BY_HAND = "start the run again under the same name to continue"
 
 
 def record_end(
@@ -35,7 +36,13 @@ def record_end(
     retry: Retry = "yes",
     blamed: Sequence[str] = (),
 ) -> AttemptRecord | None:
-    """Record how this attempt ended, see `end_attempt`; None if another rank was first."""
+    """Record how this attempt ended, see `end_attempt`; None if another rank was first.
+
+    A run that its user has cancelled is recorded as cancelled, whatever befell it while it stopped: it must not start
+    again.
+    """
+    if reason != "finished" and state.cause_signal == signal.SIGINT:
+        reason = "cancelled"
     step_s, save_s = (state.loop.progress.step_s(), state.loop.saves.stalled_s) if state.loop else (None, None)
     return end_attempt(
         state.run_dir,
@@ -55,8 +62,8 @@ def record_end(
 
 def ending_by_signal(state: AttemptState) -> Ending:
     """Why the signal came that stops this attempt, and whether we must requeue the job. Asks Slurm."""
-    assert state.signal is not None
-    return ending(state.signal, state.world, state.config.launch.signal_delay_s)
+    assert state.cause_signal is not None
+    return ending(state.cause_signal, state.world, state.config.launch.signal_delay_s)
 
 
 def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable[[], None] | None = None) -> None:
@@ -64,19 +71,22 @@ def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable
 
     Raises SystemExit from within `handler`.
     """
+    lost = record["lost_steps"] if record is not None else 0
+    by_hand = f"{counted(lost, 'step')} lost" if lost else "every step is saved"
+    by_hand = f"{by_hand}, {CONTINUE_BY_HAND}"
     try:
         if handler is not None:
             handler()  # calls Trainer.checkpoint and scontrol requeue, then raises SystemExit
         elif state.world.on_slurm and record is not None:
             if not record["requeue"]:
                 why = why_not_requeued(read_ended_attempts(state.run_dir.attempts), state.config.launch)
-                return say(f"not requeued: {why}; {CONTINUE_BY_HAND}")
+                return say(f"not requeued: {why}; {by_hand}")
             requeue_job(state.world.job_id)
             say(f"requeued job {state.world.job_id}")
     except (OSError, subprocess.SubprocessError) as error:
         say(f"{error}; the batch shell tries again")
     except SlurmError as error:
-        say(f"not requeued: {error}; {CONTINUE_BY_HAND}")
+        say(f"not requeued: {error}; {by_hand}")
 
 
 def end_srun(state: AttemptState) -> bool:

@@ -16,6 +16,8 @@ Seen on Slurm 22.05 (`scontrol show job`, unchanged from the moment of the signa
     scancel --signal, kill, srun after     RUNNING     the same                                no
         another rank's death
 
+SIGINT has one meaning in all of these rows: the user has cancelled the run.
+
 RUNNING stands for all of UNENDED: during the first two signals of a preemption with GraceTime, SIGCONT and SIGTERM, the
 state may be SIGNALING (seen).
 
@@ -33,6 +35,7 @@ import signal
 import time
 from typing import Literal, NamedTuple
 
+from trainer.world.process import identity
 from trainer.world.slurm import NEVER, REPLACED, UNENDED, Job, show_job, unix_time
 from trainer.world.world import World
 
@@ -53,18 +56,35 @@ class Ending(NamedTuple):
 def ending(number: signal.Signals, world: World, signal_delay_s: int) -> Ending:
     """Why this signal was sent. Asks Slurm if this is a Slurm job."""
     job = show_job(world.job_id) if world.on_slurm else None
-    if job is None:  # outside Slurm, or Slurm does not answer: take the signal at its usual meaning
-        wants_requeue = number in USER_SIGNALS
-        if number == signal.SIGINT:  # which Slurm never sends by itself
-            return Ending("cancelled", requeue=False)
-        return Ending("preempted" if wants_requeue or world.on_slurm else "cancelled", wants_requeue)
+    if job is None:
+        return usual_ending(number, world)
     return judge(number, job, world.restart, signal_delay_s, time.time())
+
+
+def usual_ending(number: signal.Signals, world: World) -> Ending:
+    """The usual meaning of the signal, outside Slurm or where Slurm does not answer."""
+    if number == signal.SIGINT:  # which Slurm never sends by itself
+        return Ending("cancelled", requeue=False)
+    if number == signal.SIGTERM and launcher_is_gone(world):  # it comes from the kernel, see `die_with_parent`
+        return Ending("failed", requeue=False, error="the command that started the ranks was killed")
+    wants_requeue = number in USER_SIGNALS
+    return Ending("preempted" if wants_requeue or world.on_slurm else "cancelled", wants_requeue)
+
+
+def launcher_is_gone(world: World) -> bool:
+    """Whether the process that started the ranks of --local has ended: its pid is in the name of its job."""
+    if world.launcher != "submitit-local" or not world.supervised:
+        return False
+    pid = world.job_id.rpartition("-")[2]
+    return pid.isdecimal() and not identity(int(pid))
 
 
 def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, now: float) -> Ending:
     """`ending` for a given output of `scontrol show job`: the table above, as code. `now` is in seconds since 1970."""
     if job.get("JobState") == REPLACED:
         return Ending("failed", requeue=False, error="Slurm has forgotten this job, and given its id to another one")
+    if number == signal.SIGINT:  # `cancel`, or Ctrl-C in the terminal of srun; whatever Slurm has done meanwhile
+        return Ending("cancelled", requeue=False)
     preempted_at = unix_time(job.get("PreemptTime", ""))
     if comes_back(job, restart):
         return Ending("preempted", requeue=False)
@@ -80,8 +100,6 @@ def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, n
     if number in USER_SIGNALS:
         left_s = unix_time(job.get("EndTime", "")) - now
         return Ending("timeout" if left_s <= signal_delay_s + EARLY_S else "preempted", requeue=True)
-    if number == signal.SIGINT:  # Ctrl-C in the terminal of srun
-        return Ending("cancelled", requeue=False)
     error = f"received {number.name}, though Slurm had not ended the job"
     return Ending("failed", requeue=True, error=error, by_srun=True)
 

@@ -55,6 +55,12 @@ class AttemptState:
         return self.stop.tick if self.stop else 0
 
     @property
+    def cause_signal(self) -> signal.Signals | None:
+        """The signal that says why this attempt stops. A SIGINT is the user's word, also after another signal."""
+        interrupted = any(number == signal.SIGINT for number, _ in self.signals.received)
+        return signal.SIGINT if interrupted else self.signal
+
+    @property
     def signal(self) -> signal.Signals | None:
         """The signal that stops this attempt, if any; the same on every rank once they have agreed on a last step."""
         return (self.stop.signal if self.stop else None) or self.signals.first

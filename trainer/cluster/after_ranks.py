@@ -55,7 +55,7 @@ from trainer.say import command, say
 from trainer.trainer import Trainer
 from trainer.world import run_lock
 from trainer.world.fresh_view import look_anew
-from trainer.world.launchers import detect_world, restarts_in_place
+from trainer.world.launchers import SIGNALLED, detect_world, restarts_in_place
 from trainer.world.signals import STOP_SIGNALS
 from trainer.world.slurm import (
     EXPEDITE,
@@ -73,7 +73,6 @@ from trainer.world.slurm import (
 from trainer.world.slurm import command as slurm_command
 from trainer.world.world import World
 
-SIGNALLED = "LASTSTEP_SIGNALLED"  # set by a batch shell that has received a signal
 # How long to wait for a slurmctld that restarts, or for its backup to take over. The nodes are idle meanwhile.
 SLURMCTLD_WAIT_S = 180.0
 POLL_S = 2.0

@@ -79,6 +79,7 @@ def start_again(run: RunDir, launch: Launch) -> list[str]:
         "    return $status",
         "}",
         "srun() {",
+        '    [ -z "${LASTSTEP_SIGNALLED-}" ] || exit 143  # the job ended during its setup; at_exit says what follows',
         f"    export {RESTARTS}=0",
         '    until start_ranks "$@"; do',
         "        after_ranks $status || { trap - EXIT; exit $status; }",

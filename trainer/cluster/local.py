@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 from trainer import say
 from trainer.attempt import user_error
@@ -29,10 +31,11 @@ from trainer.records.step_restart import read_answer
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 from trainer.world.launchers import RESTARTS, STEP_RESTARTS, detect_world
-from trainer.world.process import session
+from trainer.world.process import session, started
 from trainer.world.signals import STOP_SIGNALS
 
 POLL_S = 0.05
+FORK_S = 60.0  # how long the start of a rank waits for a process, where the kernel has none to give
 REAP_S = 1.0  # within which a supervisor has reaped a rank that was killed
 
 
@@ -51,6 +54,7 @@ class LocalRanks:
         self._ended, self._ended_at = 0, 0.0
         self._restarts = 0
         self._signalled = False
+        self._incomplete = False  # whether some of them could not be started
         self._starting = threading.Lock()  # a signal is for the ranks before a restart, or for those after it
 
     def start(self) -> None:
@@ -65,7 +69,12 @@ class LocalRanks:
 
     def _start(self) -> None:
         self._ranks = []  # filled one by one: a signal whose handler raises must not lose those that have started
-        _start(self._ranks, self._config, self._run, self.job_id, self.logs, self._folder, self._restarts)
+        try:
+            _start(self._ranks, self._config, self._run, self.job_id, self.logs, self._folder, self._restarts)
+        except OSError as error:
+            self._incomplete = True
+            _send(self._ranks, signal.SIGKILL)  # they would wait for the others
+            _say(f"rank {len(self._ranks)} could not be started: {error.strerror or error}")
 
     def alive(self) -> bool:
         """Whether any of them is; kills those that outlive the others for too long, and starts all again after a
@@ -121,6 +130,8 @@ class LocalRanks:
     def status(self) -> int:
         """The attempt's exit status: a refused configuration (2) wins over the failures that followed from it."""
         codes = self.codes()
+        if self._incomplete:
+            return 1
         if 2 in codes:
             return 2
         return 1 if any(map(_failed, codes)) else max(codes)
@@ -214,19 +225,21 @@ def _start(
         for rank, log in enumerate(logs):
             environment = {**common, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
             with log.open("ab") as output:
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=folder,
-                        env=environment,
-                        start_new_session=True,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                    )
-                )
+                ranks.append(started(partial(_popen, command, folder, environment, output), FORK_S))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+def _popen(command: list[str], folder: Path, environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+    )
 
 
 @contextlib.contextmanager

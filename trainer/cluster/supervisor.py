@@ -17,6 +17,9 @@ other ranks have ended their attempt by fault too, the supervisors agree through
        the launcher). So it does at once in a job that can leave the node that is blamed. Where a node has died, the
        shell ends srun.
 
+A disk that stalls or refuses is asked again, within these times: a supervisor that died of an error would take its rank
+along. If it cannot say that its rank is gone, the survivors still notice, by the rank's closed connections.
+
 No wait is without a deadline. A signal that arrives between two starts is passed on to the next start. But after a
 SIGTERM or SIGINT a supervisor does not start its rank again: Slurm, or srun, is ending the step.
 """
@@ -34,6 +37,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -57,7 +61,7 @@ from trainer.trainer import Trainer
 from trainer.world.fresh_view import FreshView, look_anew
 from trainer.world.launchers import STEP_RESTARTS, detect_world, restarts_in_place
 from trainer.world.signals import STOP_SIGNALS, die_with_parent
-from trainer.world.world import World
+from trainer.world.world import World, hostname
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 HELD = (*STOP_SIGNALS, signal.SIGCHLD)  # blocked, and waited for
@@ -73,6 +77,10 @@ END_S = 60.0
 GONE_S, ENDING_S = 5.0, 60.0
 # Rank 0's supervisor, if it lives, has answered so long after it has stopped waiting for them.
 ANSWER_S = 15.0
+# A disk that refuses is tried again for so long, and the kernel where it has no process to give. At the limit of
+# processes, or without memory, others end; after that it is the node's fault, and srun's error requeues the job.
+DISK_S, FORK_S, PAUSE_S = 30.0, 60.0, 0.5
+FORK_FAILED = 1  # the exit status of a supervisor without a rank
 PF_EXITING = 4  # linux/sched.h, in the flags of man 5 proc
 T = TypeVar("T")
 
@@ -105,10 +113,7 @@ class Supervisor:
         """Returns in each process that is to be the rank. The supervisor ends as its last rank does."""
         self._prepare()
         while True:
-            flush_output()
-            with warnings.catch_warnings():  # of Python 3.12 on, where numpy has started threads
-                warnings.simplefilter("ignore", DeprecationWarning)
-                rank = os.fork()
+            rank = self._fork()
             if rank == 0:
                 return _begin_rank()
             status = self._wait(rank)
@@ -126,8 +131,9 @@ class Supervisor:
 
     def _prepare(self) -> None:
         """Import what ranks import before they run the user's code."""
-        if finish_of(self._run, self._config) is not None:
-            return
+        with suppress(OSError):  # of the disk; the rank looks again
+            if finish_of(self._run, self._config) is not None:
+                return
         if self._world.rank == 0:
             say("importing torch")  # which takes seconds, on a network file system up to a minute
         gc.disable()  # see Trainer
@@ -137,6 +143,25 @@ class Supervisor:
             from trainer.attempt import start  # noqa: F401
         gc.freeze()
         gc.enable()
+
+    def _fork(self) -> int:
+        """The pid of a new rank, and in the rank 0. Ends this process if the kernel gives no process for FORK_S."""
+        deadline, said = time.monotonic() + FORK_S, False
+        while True:
+            flush_output()
+            try:
+                with warnings.catch_warnings():  # of Python 3.12 on, where numpy has started threads
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    return os.fork()
+            except OSError as error:
+                why = f"{hostname()} has no process for rank {self._world.rank} ({error.strerror})"
+            if self._ends or time.monotonic() > deadline:
+                say(f"{why}: ending; the limits are `ulimit -u` and the cgroup's pids.max")
+                _end_as(FORK_FAILED)
+            if not said:
+                say(f"WARNING: {why}; trying again for {FORK_S:.0f} s")
+                said = True
+            self._take_signals(PAUSE_S)
 
     def _wait(self, rank: int) -> int:
         """Wait for the rank's end; returns its exit status, the negative number of the signal that killed it."""
@@ -190,31 +215,36 @@ class Supervisor:
 
     def _agree(self, status: int) -> bool:
         """Whether all ranks start again, now that this one has failed."""
-        with suppress(OSError):
-            if record := self._ended_record(status):
-                if self._world.on_slurm and self._config.launch.chooses_nodes and record["blamed"]:
-                    return False  # the batch shell chooses the nodes, and ends srun even if one of them is dead
-                progress = record["end_step"] - record["lost_steps"] > record["start_step"]
-                self._hung = record["reason"] == "hung" or (self._hung and not progress)
-                if record["requeue"] and self._answer():
-                    return True
-            self._give_up()
+        if record := self._ended_record(status):
+            if self._world.on_slurm and self._config.launch.chooses_nodes and record["blamed"]:
+                return False  # the batch shell chooses the nodes, and ends srun even if one of them is dead
+            progress = record["end_step"] - record["lost_steps"] > record["start_step"]
+            self._hung = record["reason"] == "hung" or (self._hung and not progress)
+            if record["requeue"] and self._answer():
+                return True
+        self._persist(self._give_up)
         return False
 
     def _ended_record(self, status: int) -> EndedAttempt | None:
         """Say that the rank is gone, and wait for the record of the attempt's end."""
         folder = self._folder
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(gone_file(folder, self._world.rank), str(status))
+
+        def say_gone() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(gone_file(folder, self._world.rank), str(status))
+
+        self._persist(say_gone)
         seen: tuple[int, ...] = ()
 
         def changed_record() -> EndedAttempt | None:
             nonlocal seen
             with suppress(FileNotFoundError):
                 found = self._run.attempts.stat()
-                before, seen = seen, (found.st_ino, found.st_mtime_ns, found.st_size)
-                if seen != before:
-                    return find_record(self._run, self._world)
+                now = (found.st_ino, found.st_mtime_ns, found.st_size)
+                if now != seen:
+                    record = find_record(self._run, self._world)
+                    seen = now  # not if that could not be read
+                    return record
             return None
 
         begun = self._until(lambda: has_begun(folder) or changed_record(), BEGUN_S, folder, self._run.path)
@@ -241,14 +271,13 @@ class Supervisor:
         again = bool(self._until(none_is_missing, ENDING_S, folder))
         if world.on_slurm and not again and not self._ends:
             # A node has died, and srun does not know: the batch shell ends it.
-            self._run.step_over(world.job_id).touch()
-        if silent_file(folder).exists() and min(statuses.values(), default=0) >= 0:
-            again = False  # no rank was frozen, or killed: the ranks do not reach each other
-        again = again and starts_again_here(self._run, world, self._config.launch)
+            self._persist(self._run.step_over(world.job_id).touch)
+        reachable = min(statuses.values(), default=0) < 0 or self._persist(silent_file(folder).exists) == (False,)
+        again = again and reachable  # where no rank was frozen, or killed, they may not reach each other
+        again = again and self._persist(lambda: starts_again_here(self._run, world, self._config.launch)) == (True,)
         self._take_signals(0)  # that arrived meanwhile
         again = again and not self._ends
-        write_answer(path, world, again)
-        return again
+        return bool(self._persist(partial(write_answer, path, world, again))) and again
 
     def _read_answer(self) -> bool:
         """What the supervisor of rank 0 has answered; no, if it does not."""
@@ -272,14 +301,30 @@ class Supervisor:
             job = replace(self._world, step_id=None)
             after_ranks(self._run, job, self._config.launch, status=1, restarts=restarts_in_place(os.environ) or 0)
 
+    def _persist(self, act: Callable[[], T]) -> tuple[T, ...]:
+        """What `act` returns, as the only item. While the disk refuses it is tried again, for DISK_S unless the step
+        ends; then there is no item."""
+        deadline, said = time.monotonic() + DISK_S, False
+        while True:
+            try:
+                return (act(),)
+            except OSError as error:
+                if not said:
+                    say(f"WARNING: {error}; trying again for {DISK_S:.0f} s")
+                    said = True
+            if self._ends or time.monotonic() > deadline:
+                return ()
+            self._take_signals(max(PAUSE_S, self._round_s))
+
     def _until(self, condition: Callable[[], T | None], deadline_s: float, *folders: Path) -> T | None:
         """Poll until `condition`, which looks into these folders, returns something; None at the deadline, or once the
         step ends."""
         deadline, view = time.monotonic() + deadline_s, FreshView(self._world.size, *folders)
         while not self._ends and time.monotonic() < deadline:
             view.refresh()
-            if (value := condition()) is not None:
-                return value
+            with suppress(OSError):  # the next look may have more luck
+                if (value := condition()) is not None:
+                    return value
             self._take_signals(self._round_s)
         return None
 

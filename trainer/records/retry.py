@@ -4,6 +4,7 @@
     finished, cancelled                 nothing                no
     preempted                           nothing                yes
     timeout                             launch.max_timeouts    while the budget lasts
+        it did steps, and kept none     launch.max_failures    while that budget lasts, too
     failed, hung, lost:
         an error that would repeat      nothing                no
         an error before the first step  launch.max_failures    while the budget lasts, if the run has trained before
@@ -16,6 +17,9 @@ back: the job is requeued, as after a preemption or a time limit. launch.max_fai
 often the ranks fail in one of them without a new step, that counts once. Whether the allocation can be kept at all,
 trainer/cluster/after_ranks.py asks Slurm. Under --local there is no queue: what is not restarted ends. There an error
 of the user's code is not retried either, as the user is there to read it.
+
+An attempt that reaches its time limit with steps, and keeps none of them, has a last save that does not fit into
+launch.signal_delay_s. The next attempt would lose its steps too, so it counts as a failure.
 
 An error before the first step (a wrong configuration, no GPU, data that cannot be read) would repeat if the run has
 never trained as it is configured now. Once it has, a node is to blame: it lacks a GPU or a mount. `launch.py resume`
@@ -72,14 +76,16 @@ def decide(
         return Decision(Next.REQUEUE)
     if last["reason"] == "timeout":
         timeouts = sum(record["reason"] == "timeout" for record in of_job)
+        if _kept_nothing(last) and _idle_allocations(of_job) > launch.max_failures:
+            why = f"the last save does not fit into launch.signal_delay_s={launch.signal_delay_s}, and no step is kept"
+            return Decision(Next.END, f"{why} (launch.max_failures={launch.max_failures}): raise it")
         return _within_budget(timeouts, "max_timeouts", launch.max_timeouts)
     if last["reason"] in FAILURES:
         if retry == "no" or (retry == "if_trained" and not has_trained(ended, submissions)):
             return Decision(Next.END, SAME_FAILURE)
         if not _made_progress(last):
-            failed = (record for record in of_job if record["reason"] in FAILURES)
-            idle = {record["restart"] for record in failed if not _made_progress(record)}
-            if (decision := _within_budget(len(idle), "max_failures", launch.max_failures)).what is Next.END:
+            idle = _idle_allocations(of_job)
+            if (decision := _within_budget(idle, "max_failures", launch.max_failures)).what is Next.END:
                 return decision
         allocation = [record for record in of_job if record["restart"] == last["restart"]]
         if _restarts_in_a_row(allocation) < launch.max_restarts:
@@ -108,6 +114,17 @@ def has_trained(ended: Sequence[EndedAttempt], submissions: Sequence[SubmissionR
     job = ended[-1]["job_id"]
     same = {other for other, config in configs.items() if config is not None and config == configs.get(job)}
     return any(record["end_step"] > record["start_step"] and record["job_id"] in {job, *same} for record in ended)
+
+
+def _idle_allocations(of_job: Iterable[EndedAttempt]) -> int:
+    """In how many allocations of a job an attempt has failed without keeping a new step."""
+    failed = (record for record in of_job if record["reason"] in FAILURES or _kept_nothing(record))
+    return len({record["restart"] for record in failed if not _made_progress(record)})
+
+
+def _kept_nothing(record: EndedAttempt) -> bool:
+    """Whether the attempt ended at its time limit, did steps, and kept none of them."""
+    return record["reason"] == "timeout" and record["end_step"] > record["start_step"] and not _made_progress(record)
 
 
 def _within_budget(used: int, name: str, budget: int) -> Decision:

@@ -26,8 +26,12 @@ class Answer(NamedTuple):
 
 
 def write_answer(path: Path, world: World, again: bool) -> None:
-    """Answer the supervisors of all ranks. Raises OSError when the disk refuses."""
-    answer = Answer(world.attempt, again, world.job_id, world.restart, count_in_steps(path, world) + again)
+    """Answer the supervisors of all ranks; repeated, it changes nothing. Raises OSError when the disk refuses."""
+    before = _read(path)
+    starts = before.starts if before and (before.job_id, before.restart) == (world.job_id, world.restart) else 0
+    if before and before.after == world.attempt:
+        starts -= before.again
+    answer = Answer(world.attempt, again, world.job_id, world.restart, starts + again)
     temporary = aside(path)
     temporary.write_text(json.dumps(answer._asdict()))
     temporary.replace(path)
@@ -35,7 +39,14 @@ def write_answer(path: Path, world: World, again: bool) -> None:
 
 def read_answer(path: Path) -> Answer | None:
     """The newest answer, None if there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError):
+        return _read(path)
+    return None
+
+
+def _read(path: Path) -> Answer | None:
+    """The newest answer, None if there is none. Raises OSError when the disk does not say."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         return Answer(**json.loads(path.read_text()))
     return None
 

@@ -1,12 +1,36 @@
-"""Processes of this machine: whether one still runs, which takes no message from it, however starved it is; and what it
-has started."""
+"""Processes of this machine: starting one, what this process has started, and whether one still runs: that takes no
+message from it, however starved it is."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+# A node at its limit of processes, or short of memory, has others that end: wait so long for them.
+START_S = 5.0
+PAUSE_S = 0.25
+
+
+def started(start: Callable[[], T], wait_s: float = START_S) -> T:
+    """What `start` returns, which starts a process. Tried again while the kernel has none to give, for `wait_s`.
+
+    Raises what `start` raises.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return start()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ENOMEM) or time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE_S)
 
 
 def identity(pid: int | None = None) -> str:

@@ -32,6 +32,7 @@ class Signals:
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self.first_at: float | None = None  # time.monotonic()
+        self.received: list[tuple[signal.Signals, float]] = []  # all of them, with the time.monotonic() of each
         self.requeue: Callable[[], None] | None = None  # submitit's handler, where submitit started this process
         self._before: dict[signal.Signals, Any] = {}
         self._lock = threading.Lock()
@@ -81,8 +82,9 @@ class Signals:
 
     def _record(self, number: signal.Signals) -> None:
         with self._lock:
+            self.received.append((number, time.monotonic()))
             if self.first is None:
-                self.first, self.first_at = number, time.monotonic()
+                self.first, self.first_at = self.received[0]
                 if self._listener is not None:
                     self._listener(number)
 

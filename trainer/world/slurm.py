@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from trainer.world.process import started
+
 DEFAULT_KILL_WAIT_S = 30  # seconds from SIGTERM to SIGKILL unless slurm.conf says otherwise (KillWait)
 PING_S = 2.0
 ANSWER_S = 10.0
@@ -130,6 +132,36 @@ def kill_wait_s() -> int | None:
     return cluster_settings().kill_wait_s
 
 
+class KillLimits(NamedTuple):
+    """What decides when Slurm kills a job that has been told to end."""
+
+    kill_wait_s: float = DEFAULT_KILL_WAIT_S  # KillWait
+    over_s: float = 0.0  # OverTimeLimit: how long a job may outlive its EndTime
+    clock_ahead_s: float = 0.0  # the controller's clock minus this node's
+
+
+def kill_limits(partition: str | None = None) -> KillLimits:
+    """Ask Slurm for the limits of a job in this partition; the usual ones if it does not answer. None: those that hold
+    where a partition has none of its own."""
+    with contextlib.suppress(SlurmError):
+        config, here = scontrol("show", "config"), time.time()
+        kill_wait = re.search(r"^KillWait\s*=\s*(\d+) sec", config, re.MULTILINE)
+        over = re.search(r"^OverTimeLimit\s*=\s*(\w+)", config, re.MULTILINE)
+        said_at = re.match(r"Configuration data as of (\S+)", config)  # the controller's time of this answer
+        over_limit = over[1] if over else "0"
+        for shown in show_partitions(partition) if partition else []:
+            over_limit = own if (own := shown.get("OverTimeLimit", "NONE")) != "NONE" else over_limit
+        controller = unix_time(said_at[1]) if said_at else NEVER
+        # Slurm's times have no fraction; a difference of a second or two is none.
+        ahead_s = controller + 0.5 - here if controller < NEVER else 0.0
+        return KillLimits(
+            float(kill_wait[1]) if kill_wait else DEFAULT_KILL_WAIT_S,
+            NEVER if over_limit == "UNLIMITED" else 60.0 * int(over_limit) if over_limit.isdecimal() else 0.0,
+            ahead_s if abs(ahead_s) > 2 else 0.0,
+        )
+    return KillLimits()
+
+
 def can_expedite(version: str) -> bool:
     """Whether this version of Slurm (26.05.1) has an expedited requeue that leaves a job alone which has finished."""
     numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
@@ -199,6 +231,8 @@ def command(*words: str) -> str:
             raise SlurmMissing(f"no {words[0]} on this machine") from None
         except subprocess.TimeoutExpired:
             raise SlurmError(f"no answer within {ANSWER_S:.0f} s") from None
+        except OSError as error:  # no process could be started: the machine is out of them, or out of memory
+            raise SlurmError(f"{words[0]} could not be started: {error.strerror or error}") from None
         if done.returncode >= 0:
             break
         # Else a signal killed it: Slurm signals every process of the job, so a second SIGTERM may hit this one too.
@@ -220,13 +254,21 @@ def run(words: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[s
 
     It and `start` are the only places that start one, but for sbatch (see trainer.cluster.submission).
     """
-    return subprocess.run(_with_all(words), capture_output=True, text=True, timeout=timeout_s, env=_environment(words))
+    return started(
+        lambda: subprocess.run(
+            _with_all(words), capture_output=True, text=True, timeout=timeout_s, env=_environment(words)
+        )
+    )
 
 
 def start(words: Sequence[str]) -> subprocess.Popen[str]:
     """Start a Slurm command whose answer may take long; its errors are dropped. Raises OSError."""
     null = subprocess.DEVNULL
-    return subprocess.Popen(_with_all(words), stdout=subprocess.PIPE, stderr=null, text=True, env=_environment(words))
+    return started(
+        lambda: subprocess.Popen(
+            _with_all(words), stdout=subprocess.PIPE, stderr=null, text=True, env=_environment(words)
+        )
+    )
 
 
 def _with_all(words: Sequence[str]) -> list[str]:
