@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.support.shared import make_shared_folder, remove_shared_folder
 from tests.worst_day.disk import ROLES, Call
-from tests.worst_day.plan import Planned, make_plan
+from tests.worst_day.plan import make_plan
 from tests.worst_day.report import Report
 from tests.worst_day.scenario import Victim, carry_out, expected
 

@@ -17,8 +17,10 @@ from tests.support.shared import shared_folder, shared_lock
 FOLDER = "LASTSTEP_WORST_DAY"  # of a disk's control file and trace; unset: the disk is an ordinary one
 ROLE = "LASTSTEP_WORST_DAY_ROLE"  # of a process that has none by its environment
 ROLES = ("command", "supervisor 0", "rank 0", "supervisor 1", "rank 1", "after_ranks")
-ACTIONS = ("none", "fails", "fails for a while", "whole disk fails for a while", "stalls", "done, but fails", "is short")
-ACTIONS += ("is old",)
+ACTIONS = (
+    *("none", "fails", "fails for a while", "whole disk fails for a while"),
+    *("stalls", "done, but fails", "is short", "is old"),
+)  # enum action of disk.c
 _LAYOUT = struct.Struct("8i8iqq16s240s256s")  # struct control of disk.c
 _PROCESSES = 8
 

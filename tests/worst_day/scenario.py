@@ -9,6 +9,7 @@ start of the job ends the run.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -39,6 +40,9 @@ SETTINGS = (
 )  # fmt: skip
 STEPS = 12
 MOST_COMMANDS = 6  # after which a run that has not ended has ended for good
+PAUSE_S = 1.0  # before a command is typed again
+# What the runs need without faults: commands, attempts, and steps that are done again at most.
+USUAL = {"local": (2, 3, 0), "job": (5, 3, 3)}
 DEADLINE_S = 150.0  # of one command: the ranks meet within 60 s, and a disk is looked at for 30 s
 SCONTROL = """#!/bin/sh
 # The part of Slurm that a job of one rank needs. Its folder has how often the job was requeued, and was to be.
@@ -61,6 +65,7 @@ esac
 class Outcome:
     """What became of a run."""
 
+    scenario: str = "local"
     wrong: list[str] = field(default_factory=list)  # the violations
     fired: int = 0  # how many calls were hit
     reasons: list[str] = field(default_factory=list)  # for which its attempts ended
@@ -76,8 +81,12 @@ class Outcome:
             return "a promise broken"
         if not self.fired:
             return "the call did not come"
-        ended = "by an attempt that ended and continued" if len(self.reasons) > 3 else "within the attempt"
-        return f"survived {ended}{', steps done again' if self.redone else ''}"
+        commands, attempts, redone = USUAL[self.scenario]
+        if self.redone > redone:
+            return "steps done again"
+        if self.commands > commands or len(self.reasons) > attempts:
+            return "the attempt ended, the next one continued"
+        return "not noticed"
 
 
 class Victim:
@@ -92,12 +101,18 @@ class Victim:
         self.outcome = Outcome()
         self._python = forked_python(preload=library())
         env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SUBMITIT", "PYTEST"))}
-        own = {FOLDER: str(self.disk.folder), ASIDE: str(self.aside), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        own = {
+            FOLDER: str(self.disk.folder),
+            ASIDE: str(self.aside),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         self._env = {**env, **own, "PYTHONPATH": str(PROJECT)}
 
     def lives(self, scenario: str, expected: Mapping[str, Any] | None) -> Outcome:
         """Carry out the run and check it. `expected`: the undisturbed result."""
         began = time.monotonic()
+        self.outcome.scenario = scenario
         try:
             {"local": self._lives_locally, "job": self._lives_in_a_job}[scenario]()
             if not self.outcome.wrong:
@@ -118,6 +133,7 @@ class Victim:
         while not self._is_finished():
             if self.outcome.commands == MOST_COMMANDS:
                 return self._ended_for_good("no command continues it")
+            time.sleep(PAUSE_S if self._was_hit() else 0)
             known = self.run.config.exists()
             resume = ("resume", NAME, "--local", f"launch.root={self.root}")
             status = self._types("launch.py", *(resume if known else start))
@@ -151,7 +167,12 @@ class Victim:
                 break
             if self.outcome.commands > 2 * MOST_COMMANDS:
                 return self._ended_for_good("the job starts without end")
-            after = ("-m", "trainer.cluster.after_ranks", str(self.run.path), str(128 - status if status < 0 else status))
+            after = (
+                "-m",
+                "trainer.cluster.after_ranks",
+                str(self.run.path),
+                str(128 - status if status < 0 else status),
+            )
             again = self._types(*after, env={**job, ROLE: str(ROLES.index("after_ranks"))}) == 0
             was_requeued = requeues.read_text().count("requeue") > restart
             if was_requeued:
@@ -171,7 +192,12 @@ class Victim:
             said.write(f"$ {' '.join(words[:6])}\n")
             said.flush()
             process = subprocess.Popen(
-                command, cwd=PROJECT, env={**self._env, **(env or {})}, stdout=said, stderr=said, stdin=subprocess.DEVNULL
+                command,
+                cwd=PROJECT,
+                env={**self._env, **(env or {})},
+                stdout=said,
+                stderr=said,
+                stdin=subprocess.DEVNULL,
             )
             try:
                 status = process.wait(DEADLINE_S)
@@ -206,10 +232,12 @@ class Victim:
         self.outcome.reasons = [record["reason"] for record in records]
         self.outcome.redone = sum(record["lost_steps"] for record in records)
         wrong = self.outcome.wrong
-        for before, after in zip(records, records[1:]):
+        for before, after in itertools.pairwise(records):
             kept = before["end_step"] - before["lost_steps"]
             if after["start_step"] != kept:
-                wrong.append(f"attempt {before['attempt']} kept step {kept}, the next one began at {after['start_step']}")
+                wrong.append(
+                    f"attempt {before['attempt']} kept step {kept}, the next one began at {after['start_step']}"
+                )
         if [record["attempt"] for record in records] != list(range(len(records))):
             wrong.append(f"the attempts are numbered {[record['attempt'] for record in records]}")
         if left := [path.name for path in (self.run.attempt_now, self.run.attempt_ended) if path.exists()]:
@@ -231,12 +259,12 @@ class Victim:
         wrong = []
         for record in records:
             own = (record["job_id"], record["restart"], record["step_id"], record["step_restarts"])
-            steps = begun.pop(own, [0])
+            done = begun.pop(own, [0])
             start, end = record["start_step"], record["end_step"]
-            least = start if record["reason"] == "lost" else max(start, start + min(steps) - 1)
-            if not least <= end <= start + max(steps):
+            least = start if record["reason"] == "lost" else max(start, start + min(done) - 1)
+            if not least <= end <= start + max(done):
                 wrong.append(
-                    f"attempt {record['attempt']} ({record['reason']}) began at step {start}, its ranks began {steps} "
+                    f"attempt {record['attempt']} ({record['reason']}) began at step {start}, its ranks began {done} "
                     f"more, and its record says that it ended at step {end}"
                 )
         return wrong + [f"an attempt that trained has no record: {own}" for own in begun]
@@ -253,7 +281,11 @@ def expected(scenario: str, folder: Path) -> dict[str, Any]:
 
 
 def carry_out(
-    scenario: str, fault: Fault, folder: Path, undisturbed: Mapping[str, Any], keep: Callable[[Path], object] | None = None
+    scenario: str,
+    fault: Fault,
+    folder: Path,
+    undisturbed: Mapping[str, Any],
+    keep: Callable[[Path], object] | None = None,
 ) -> Outcome:
     """One run with one fault. Its folder is removed unless a promise was broken; then `keep` gets it."""
     victim = Victim(folder, fault)
