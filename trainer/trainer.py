@@ -49,6 +49,8 @@ class Trainer:
                 faulthandler.enable()  # a rank that crashes in C prints its Python stack
         from trainer.attempt.attempt import Attempt  # here, as the command only pickles this class
         from trainer.attempt.finished import finish_of
+        from trainer.checkpoint.newest import START_S
+        from trainer.checkpoint.patience import Patience
 
         world = detect_world()
         if world.rank == 0 and not self.run.config.exists():  # a user's program has passed it to an executor
@@ -61,7 +63,7 @@ class Trainer:
         # would walk over them again and again, which takes longer than the import itself (benchmarks/requeue.py).
         gc.disable()
         try:
-            if finish := finish_of(self.run, self.config):
+            if finish := Patience(START_S, say).insist(lambda: finish_of(self.run, self.config)):
                 say(f"finished at {finish.step} of {finish.total_steps}: nothing is left to do")
                 return finish.metrics
             return Attempt(self.config, self.run, world, signals).run()
@@ -112,4 +114,5 @@ def _clear_unfinished(world: World) -> None:
         return
     paths = JobEnvironment().paths
     for path in [paths.result_pickle, *([] if world.rank else [paths.submitted_pickle])]:
-        path.with_suffix(f"{path.suffix}.save_tmp").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # submitit says what it cannot do
+            path.with_suffix(f"{path.suffix}.save_tmp").unlink(missing_ok=True)

@@ -31,7 +31,7 @@ def place_of(step: int) -> Place:
 
 
 def copy_of(rank: int, step: int, count: int = BYTES) -> Copy:
-    return Copy(place_of(step), memoryview(random.Random(100 * step + rank).randbytes(count)))
+    return Copy(place_of(step), memoryview(bytearray(random.Random(100 * step + rank).randbytes(count))))
 
 
 def allocate(count: int) -> memoryview:
@@ -134,6 +134,70 @@ def test_a_keeper_hangs(links: Links) -> None:
     first.close()
     assert time.monotonic() - began < 1.5, "a thread in the middle of a copy ends at once"
     released.set()
+
+
+def test_a_copy_that_was_given_up_never_counts(links: Links) -> None:
+    """Training uses the memory of a copy again once it has given up on the keeper, while a thread may still read it. A
+    keeper that is only slow would receive a mixture of two steps, and a rescue would commit that with valid hashes."""
+    released = threading.Event()
+
+    def slowly(count: int) -> memoryview:
+        released.wait(DEADLINE_S)
+        return allocate(count)
+
+    first, second = links(2, slowly)
+    copy = copy_of(0, 10, 64 << 20)  # more than the sockets' buffers hold
+    first.send(copy)
+    wait_until(lambda: second._receiving, "the copy is on its way")
+    first.give_up("rank 1 does not answer")
+    copy.data[:] = bytes(len(copy.data))
+    released.set()
+    wait_until(lambda: second._ward_left, "the keeper learns that no copy follows")
+    assert second.freeze(0.0) == []
+
+
+def test_a_copy_that_was_given_up_while_it_was_read(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst moment: the last bytes are read after training has given up, and all of them arrive."""
+    first, second = links(2)
+    shutdown = socket.socket.shutdown
+    monkeypatch.setattr(socket.socket, "shutdown", lambda one, how: None)  # the order does not end the call in time
+    given_up = threading.Event()
+
+    sendall = socket.socket.sendall
+
+    def late(one: socket.socket, data: memoryview) -> None:
+        if len(data) == BYTES:
+            first.give_up("rank 1 does not answer")
+            data[:] = bytes(BYTES)
+            given_up.set()
+        sendall(one, data)
+
+    monkeypatch.setattr(socket.socket, "sendall", late)
+    first.send(copy_of(0, 10))
+    assert given_up.wait(DEADLINE_S)
+    monkeypatch.setattr(socket.socket, "shutdown", shutdown)
+    first.close()
+    wait_until(lambda: second._ward_left, "the keeper learns that no copy follows")
+    assert second.freeze(0.0) == []
+
+
+def test_given_up_before_there_is_a_connection(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy that waits for the connection is not sent once there is one: its memory has been used again."""
+    connect, go = ReplicaLink._connect, threading.Event()
+
+    def late(link: ReplicaLink) -> socket.socket:
+        assert go.wait(DEADLINE_S)
+        return connect(link)
+
+    monkeypatch.setattr(ReplicaLink, "_connect", late)
+    first, second = links(2)
+    first.send(copy_of(0, 10))
+    first.give_up("rank 1 does not answer")
+    go.set()
+    wait_until(lambda: not first._threads[1].is_alive(), "the thread that sends ends")
+    first.close()
+    wait_until(lambda: second._ward_left, "the keeper learns that no copy follows")
+    assert second.freeze(0.0) == []
 
 
 def test_a_keeper_without_memory(links: Links, capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,9 @@ from trainer.attempt.grace import GracePeriod, LimitWarning
 from trainer.attempt.preflight import Preflight
 from trainer.attempt.rescue_files import clear
 from trainer.attempt.state import AttemptState
+from trainer.checkpoint import newest as newest_checkpoint
 from trainer.checkpoint.newest import recover
+from trainer.checkpoint.patience import Patience
 from trainer.checkpoint.store import CheckpointError, Manifest
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError, DiskError
@@ -147,29 +149,30 @@ class Attempt:
         DiskError when the disk does not show what was saved.
         """
         state = self._state
+        patience = Patience(newest_checkpoint.START_S, say)
         run_lock.acquire(self._run_dir.lock, state.world)
         look_anew(self._run_dir.path)  # the attempt before may have ended on another host, a second ago
         state.store.look_anew()
-        if never_began(self._run_dir, state.world, restarts_in_place(os.environ)):
+        if patience.insist(lambda: never_began(self._run_dir, state.world, restarts_in_place(os.environ))):
             say("srun has ended, and the batch shell has recorded that this attempt never began; ending it")
             self._closing.close()
             raise SystemExit(1)
-        clear(self._run_dir.rescues, state.world.attempt)
+        patience.insist(lambda: clear(self._run_dir.rescues, state.world.attempt))
         try:
-            candidates = recover(state.store, self._run_dir, say)
+            candidates = recover(state.store, self._run_dir, say, patience)
         except DiskError:
-            self._begin(recorded_step(self._run_dir))  # so the error is recorded, and the run retried
+            self._begin(recorded_step(self._run_dir), patience)  # so the error is recorded, and the run retried
             raise
         newest = next(candidates, None)
-        self._begin(newest.step if newest else 0)
+        self._begin(newest.step if newest else 0, patience)
         self._phases.done("checking checkpoints")
         return itertools.chain([newest] if newest else [], candidates)
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, patience: Patience) -> None:
         """Record that the attempt begins, at this step."""
         state = self._state
         state.start_step = step
-        state.set_number(begin_attempt(self._run_dir, state.world, step)["attempt"])
+        state.set_number(begin_attempt(self._run_dir, state.world, step, patience)["attempt"])
 
     def _learn_kill_wait(self, group: Group) -> None:
         """Ask the cluster for its KillWait, in a job that launch.py did not submit (it asks at submission)."""

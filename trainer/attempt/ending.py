@@ -17,12 +17,16 @@ from trainer.records.attempts import end_attempt
 from trainer.records.retry import why_not_requeued
 from trainer.say import counted, say
 from trainer.world.launchers import BATCH_HOST
+from trainer.world.patience import Patience
 from trainer.world.slurm import SlurmError, requeue_job
 from trainer.world.watchdog import Retry
 from trainer.world.world import hostname
 
 EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
 SHELL_S = 15.0  # within which a batch shell that lives has killed srun, and so all ranks
+# How long a rank tries to record the end on a disk that refuses. The orderly end takes 60 s at most, and in a rescue
+# another rank may try.
+INSIST_S = 20.0
 CONTINUE_BY_HAND = "start the run again under the same name to continue"
 
 
@@ -57,6 +61,7 @@ def record_end(
         error=error,
         retry=retry,
         blamed=blamed,
+        patience=Patience(INSIST_S, say),
     )
 
 

@@ -54,10 +54,12 @@ def silent_file(folder: Path) -> Path:
 
 def clear(rescues: Path, attempt: str) -> None:
     """Remove what earlier rescues have left, as this attempt begins. A rank of it may have died already: what its
-    supervisor says of that stays."""
-    for folder in rescues.glob("*"):
-        if folder.name != attempt:
-            shutil.rmtree(folder, ignore_errors=True)
-    for file in (rescues / attempt).glob("*"):
-        if not file.name.startswith(GONE):
-            file.unlink(missing_ok=True)
+    supervisor says of that stays. Raises OSError if files of this attempt's name may be left."""
+    with contextlib.suppress(OSError):  # no attempt looks into the folder of another
+        for folder in rescues.iterdir():
+            if folder.name != attempt:
+                shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        for file in (rescues / attempt).iterdir():
+            if not file.name.startswith(GONE):
+                file.unlink(missing_ok=True)

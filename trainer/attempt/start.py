@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainer.attempt.preflight import check_device
 from trainer.attempt.state import AttemptState
+from trainer.checkpoint.newest import START_S
 from trainer.checkpoint.restore import SharedCheckpoint, read_newest
 from trainer.checkpoint.store import Manifest
 from trainer.compat.compiler import compile_each_shape
@@ -32,6 +33,7 @@ from trainer.world.group import Group
 from trainer.world.join import join
 from trainer.world.launchers import WORKING_FOLDER
 from trainer.world.lent_group import lend_group
+from trainer.world.patience import Patience
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Fault, Watchdog
 
@@ -83,10 +85,11 @@ def read_checkpoint(
     watchdog.enter("reading checkpoint")
     checkpoint = read_newest(state.store, group, candidates, say, watchdog.advance)
     step = checkpoint.manifest.step if checkpoint else 0
+    patience = Patience(START_S, say)
     if step < state.start_step:  # on rank 0: a candidate was damaged
-        lower_start_step(state.run_dir, group.world, step)
+        patience.insist(lambda: lower_start_step(state.run_dir, group.world, step))
     elif group.world.rank == 0:
-        raise_kept_step(state.run_dir, step)
+        patience.insist(lambda: raise_kept_step(state.run_dir, step))
     state.start_step = step
     watchdog.enter("starting")
     return checkpoint

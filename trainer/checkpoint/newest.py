@@ -18,14 +18,16 @@ START_S = 30.0
 COUNT_S = 3.0
 
 
-def recover(store: CheckpointStore, run: RunDir, warn: Callable[[str], None]) -> Iterator[Manifest]:
+def recover(
+    store: CheckpointStore, run: RunDir, warn: Callable[[str], None], patience: Patience | None = None
+) -> Iterator[Manifest]:
     """Clean up the folder of an attempt that begins; returns the run's checkpoints that seem intact, newest first. The
     first of them is found before this returns.
 
     Never begins below the step that the records say is saved, unless that checkpoint is there and damaged. Raises
-    DiskError if the disk does not show it for START_S.
+    DiskError if the disk does not show it while there is `patience`, by default START_S.
     """
-    patience = Patience(START_S, warn)
+    patience = patience or Patience(START_S, warn)
     kept = patience.insist(lambda: recorded_step(run))
     try:
         patience.insist(store.recover, store.look_anew)

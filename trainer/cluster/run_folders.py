@@ -111,6 +111,7 @@ def create(config: Config) -> RunDir:
     except FileExistsError:
         raise ConfigError(f"launch.name={run.name}: somebody else has just started a run of this name") from None
     except OSError as error:
+        remove(run)  # else the name would be taken
         raise ConfigError(f"launch.root={root}: cannot be written: {error.strerror}") from None
     return run
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from trainer.attempt import user_error
 from trainer.attempt.finished import finish_of
+from trainer.checkpoint.newest import START_S
+from trainer.checkpoint.patience import Patience
 from trainer.cluster import run_config, run_folders
 from trainer.cluster.loop_keys import check_keys
 from trainer.cluster.prepare import Way, prepare
@@ -119,9 +121,11 @@ def _continue(folder: Path, overrides: Sequence[str]) -> int:
 def _rank(config: Config, run: RunDir, world: World) -> int:
     if world.launcher in ("submitit-local", "ray"):
         die_with_parent(signal.SIGTERM)  # a killed launcher must not leave its ranks training unseen
-    if world.launcher != "submitit-local" and world.rank == 0 and finish_of(run, config) is None:
-        name = {"job_name": os.environ["SLURM_JOB_NAME"]} if "SLURM_JOB_NAME" in os.environ else {}
-        run_folders.record_submission(run, world.job_id, **name)
+    if world.launcher != "submitit-local" and world.rank == 0:
+        patience = Patience(START_S, say)
+        if patience.insist(lambda: finish_of(run, config)) is None:
+            name = {"job_name": os.environ["SLURM_JOB_NAME"]} if "SLURM_JOB_NAME" in os.environ else {}
+            patience.insist(lambda: run_folders.record_submission(run, world.job_id, **name))
     user_error.main_is_ours = True
     Trainer(config)()
     return 0
@@ -129,9 +133,10 @@ def _rank(config: Config, run: RunDir, world: World) -> int:
 
 def _load_started(run: RunDir, world: World) -> Config:
     """The configuration of a run that exists. All ranks read it; rank 0 reports what is unusual, and restores it."""
+    patience = Patience(START_S, say)
     if world.rank:
-        return run_config.load(run, warn=lambda _: None)
-    return run_config.load(run, warn=lambda text: say(f"WARNING: {text}"), restore=True)
+        return patience.insist(lambda: run_config.load(run, warn=lambda _: None))
+    return patience.insist(lambda: run_config.load(run, warn=lambda text: say(f"WARNING: {text}"), restore=True))
 
 
 def _load(source: str, overrides: Sequence[str], site: str | None) -> Config:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manager import RETRY_LAST_S, CheckpointManager
+from trainer.checkpoint.newest import START_S
 from trainer.checkpoint.position import Position
 from trainer.checkpoint.restore import SharedCheckpoint
 from trainer.checkpoint.store import CheckpointStore
@@ -32,6 +33,7 @@ from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.device import changed_numerics, describe_numerics
 from trainer.world.group import Group
+from trainer.world.patience import Patience
 from trainer.world.shard_place import ShardPlace
 from trainer.world.stop import Stop
 from trainer.world.watchdog import Watchdog
@@ -165,7 +167,8 @@ class Loop(Rescued):
         with self.ring.update():
             pass
         self.saves.saved = copy.copy(self.position)
-        self.metrics.begin(self.position.records)
+        patience_s = min(START_S, self.config.launch.hang_timeout_s / 2)  # the other ranks wait
+        self.metrics.begin(self.position.records, Patience(patience_s, self.progress.say))
         self._first_step = self.position.step + 1
         self._open_copies()
         self.restored = True

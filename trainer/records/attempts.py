@@ -14,6 +14,7 @@ abandoned. The batch shell or the next attempt then records it as lost.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -29,19 +30,22 @@ from trainer.records.retry import Next, decide
 from trainer.records.step_restart import count_in_steps
 from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir, aside
+from trainer.world.patience import NO_PATIENCE, Patience
 from trainer.world.slurm_environment import job_start
 from trainer.world.watchdog import Retry
 from trainer.world.world import World
 
 
-def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
+def begin_attempt(run: RunDir, world: World, start_step: int, patience: Patience = NO_PATIENCE) -> OpenAttempt:
     """Record that the attempt begins, with the state of `start_step`.
 
-    Only rank 0 calls this, and before it rewinds metrics.jsonl, which still shows how far a lost attempt came.
+    Only rank 0 calls this, and before it rewinds metrics.jsonl, which still shows how far a lost attempt came. Raises
+    OSError when the disk refuses for longer than the `patience`.
     """
-    record_abandoned_attempts(run, lambda: start_step, continued_job=world.job_id)
+    patience.insist(lambda: record_abandoned_attempts(run, lambda: start_step, continued_job=world.job_id))
     # Not the count of the records: a damaged one is skipped, and a number must not be used twice.
-    number = 1 + max((record["attempt"] for record in read_attempts(run.attempts)), default=-1)
+    before = patience.insist(lambda: read_attempts(run.attempts))
+    number = 1 + max((record["attempt"] for record in before), default=-1)
     record: OpenAttempt = {
         "attempt": number,
         "job_id": world.job_id,
@@ -64,7 +68,7 @@ def begin_attempt(run: RunDir, world: World, start_step: int) -> OpenAttempt:
         "error": None,
         "blamed": [],
     }
-    _write_temporary(run.attempt_now, json.dumps(record)).replace(run.attempt_now)
+    patience.insist(lambda: _write_temporary(run.attempt_now, json.dumps(record)).replace(run.attempt_now))
     return record
 
 
@@ -151,6 +155,7 @@ def end_attempt(
     error: str | None = None,
     retry: Retry = "yes",
     blamed: Iterable[str] = (),
+    patience: Patience = NO_PATIENCE,
 ) -> EndedAttempt | None:
     """Record how the attempt ended. Any rank may; returns the record, or None when another rank was first.
 
@@ -158,9 +163,10 @@ def end_attempt(
     between them took, by default that which metrics.jsonl shows; `step_s` is the mean time of a step, None when none
     was done; `save_s` is how long the loop stood still for saves. `retry`: whether the error may be gone at the next
     attempt. `blamed`: hosts whose fault it seems to be.
-    Raises OSError when the disk refuses: another rank may try, or the next attempt records this one as lost.
+    Raises OSError when the disk refuses for longer than the `patience`: another rank may try, or the next attempt
+    records this one as lost.
     """
-    open_record = next(iter(read_attempts(run.attempt_now)), None)
+    open_record = next(iter(patience.insist(lambda: read_attempts(run.attempt_now))), None)
     if open_record is None or not belongs_to(open_record, world):  # this rank is of an older attempt, and about to exit
         return None
     # A rank that ends the attempt before the ranks have met does not know the start step yet.
@@ -173,26 +179,51 @@ def end_attempt(
         "end_step": end_step,
         "reason": reason,
         "lost_steps": end_step - kept_step,
-        "lost_s": _lost_seconds(run, open_record["start"], kept_step) if lost_s is None else lost_s,
+        "lost_s": patience.insist(lambda: _lost_seconds(run, open_record["start"], kept_step))
+        if lost_s is None
+        else lost_s,
         "step_s": step_s,
         "save_s": save_s,
         "error": error,
         "blamed": list(blamed),
     }
     if world.on_slurm or world.supervised:  # nothing else starts a run again by itself
-        ended, submissions = [*read_ended_attempts(run.attempts), record], read_submissions(run.submissions)
+        ended = [*patience.insist(lambda: read_ended_attempts(run.attempts)), record]
+        submissions = patience.insist(lambda: read_submissions(run.submissions))
         follows = decide(ended, launch, retry, submissions, local=not world.on_slurm).what
         record["requeue"] = follows is not Next.END
-    complete = _write_temporary(run.attempt_ended, json.dumps(record))
-    try:
-        run.attempt_now.rename(run.attempt_ended)
-    except FileNotFoundError:
-        complete.unlink()
+    complete = patience.insist(lambda: _write_temporary(run.attempt_ended, json.dumps(record)))
+    refused = False
+
+    def claim() -> bool:
+        """Take attempt.json away, which one rank can. Returns whether this one has."""
+        nonlocal refused
+        try:
+            run.attempt_now.rename(run.attempt_ended)
+        except FileNotFoundError:  # else a rename that was reported as failed has happened
+            return refused and any(not found["reason"] for found in read_attempts(run.attempt_ended))
+        except OSError:
+            refused = True
+            raise
+        return True
+
+    if not patience.insist(claim):
+        complete.unlink(missing_ok=True)
         return None
-    complete.replace(run.attempt_ended)
-    _add_record(run, record)
-    run.attempt_ended.unlink(missing_ok=True)
+    patience.insist(lambda: _replace_unless_done(complete, run.attempt_ended))
+    patience.insist(lambda: _add_record(run, record))
+    with contextlib.suppress(OSError):  # who finds it adds the same record again, which changes nothing
+        run.attempt_ended.unlink(missing_ok=True)
     return record
+
+
+def _replace_unless_done(complete: Path, path: Path) -> None:
+    """Give a file its final name. An error of a rename that has happened is none."""
+    try:
+        complete.replace(path)
+    except OSError:
+        if complete.exists():
+            raise
 
 
 def ended_attempts(

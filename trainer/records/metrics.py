@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TypedDict, TypeGuard
 
 from trainer.records import append_only
+from trainer.world.patience import NO_PATIENCE, Patience
 
 TAIL = 4096  # bytes at the end of a file that hold its newest lines
 WRITE_EVERY_S = 0.1  # how soon a line is in the file
@@ -67,10 +68,10 @@ class MetricsFile:
         self.count = self._checkpointed = self._written = count
         self._lines_since = []
 
-    def begin(self, count: int) -> None:
+    def begin(self, count: int, patience: Patience = NO_PATIENCE) -> None:
         """`rewind`, and write in the background from now on. Call it in the process that trains: a fork has no copy of
-        the thread."""
-        self.rewind(count)
+        the thread. Raises OSError when the disk refuses for longer than the `patience`."""
+        patience.insist(lambda: self.rewind(count))
         if self._writes:
             self._thread.start()
 

@@ -20,10 +20,14 @@ import torch.distributed as dist
 
 from trainer.config.errors import ConfigError
 from trainer.rundir import aside
+from trainer.say import say
 from trainer.world.fresh_view import FreshView
+from trainer.world.patience import Patience
 from trainer.world.world import MeetingError, World, hostname
 
 POLL_S = 0.05
+# How long rank 0 tries to leave its address and its secret on a disk that refuses. The others wait for a minute.
+PUBLISH_S = 20.0
 CONNECT_S = 3.0  # a firewall that drops packets gives no answer at all
 ANSWER_S = 10.0
 PORT_OF_NOTHING = 9  # "discard"; nothing is sent there
@@ -161,10 +165,15 @@ def _serve_and_publish(world: World, purpose: str, file: Path, timeout: timedelt
     address = _meeting_address(world)
     store = _serve(world, address, 0, timeout, str(file))
     hosts = [address] if address else [hostname(), *(address for _, address in interfaces())]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = aside(file)
-    temporary.write_text(json.dumps({"purpose": purpose, "places": hosts, "port": store.port}))
-    temporary.replace(file)
+    text = json.dumps({"purpose": purpose, "places": hosts, "port": store.port})
+
+    def publish() -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = aside(file)
+        temporary.write_text(text)
+        temporary.replace(file)
+
+    Patience(PUBLISH_S, say).insist(publish)
     return StoreConnection(store, f"{hosts[0]}:{store.port}", address_file=file)
 
 
@@ -177,6 +186,10 @@ def _read_address(file: Path, purpose: str) -> tuple[Sequence[str], int]:
         hosts, port = published["places"], published["port"]
     except FileNotFoundError:
         raise _NoAddressYet("was it started, and does this host see its disk?") from None
+    except (IsADirectoryError, NotADirectoryError):
+        raise
+    except OSError as error:  # which may pass
+        raise _NoAddressYet(f"{error.strerror} on {hostname()}") from None
     except (ValueError, KeyError, TypeError):
         raise _NoAddressYet("the file there is not an address file") from None
     # An address that this host has too (a container bridge, the same on every host) would lead back to this host.

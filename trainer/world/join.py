@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError, first_line
-from trainer.world.address import connect_to_store
+from trainer.say import say
+from trainer.world.address import PUBLISH_S, connect_to_store
 from trainer.world.device import choose_backend, gpu_uuid, set_up_device
 from trainer.world.group import Group, Registration, log_if_slow, meeting_timeout, registration_key
+from trainer.world.patience import Patience
 from trainer.world.seal import Seal
 from trainer.world.sealed_store import SealedStore
 from trainer.world.world import MeetingError, World, hostname
@@ -55,9 +57,9 @@ def register_rank(
     _raise_open_files_limit()
     _shorten_name_lookups()
     seal, secret = Seal(), secret_file(address_file)
-    if world.rank == 0:
-        seal.save(secret)
     timeout = meeting_timeout(timeout_s)
+    if world.rank == 0:
+        Patience(PUBLISH_S, say).insist(lambda: seal.save(secret))
     purpose = f"{address_file.parent.parent.name}, attempt {address_file.stem}, {world.size} ranks"
     with log_if_slow(lambda: f"rank 0 on {world.host_of(0)}"):
         met = connect_to_store(world, purpose, address_file, init_method, timeout)

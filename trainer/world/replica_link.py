@@ -10,6 +10,7 @@ interrupted, whatever has become of the other rank.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import secrets
 import socket
@@ -32,6 +33,7 @@ BUFFER = 4 << 20  # of a socket, in bytes
 
 Place = tuple[int, int, bool, bool]  # see `Position.place`
 _HEADER = struct.Struct("!qq??Q")  # the place, and the number of bytes that follow
+_TRAILER = struct.Struct("!QQ")  # the number of the copy on this connection, from 1, and of the bytes that it had
 _ANSWER = struct.Struct("!q")  # the step
 
 
@@ -61,6 +63,7 @@ class ReplicaLink:
         self._store, self._seal = store.clone(), seal
         self._changed = threading.Condition()  # guards the fields below
         self._to_send: Copy | None = None
+        self._to_keeper: socket.socket | None = None
         self._sending = False
         self._kept: list[Copy] = []  # complete ones of the ward, at most two, the older first
         self._receiving = self._frozen = self._closed = self._ward_left = False
@@ -82,7 +85,7 @@ class ReplicaLink:
     # In the thread that trains
 
     def send(self, copy: Copy) -> None:
-        """Start to send a copy, whose memory must not change until the next `wait`."""
+        """Start to send a copy, whose memory must not change until `wait` has returned True or `give_up` was called."""
         with self._changed:
             if self.error is None:
                 self._to_send, self._sending = copy, True
@@ -94,10 +97,15 @@ class ReplicaLink:
             return self._changed.wait_for(lambda: not self._sending or self.error is not None, timeout_s)
 
     def give_up(self, why: str) -> None:
-        """Send nothing any more."""
+        """Send nothing any more. What has arrived of a copy that is on its way never counts."""
         with self._changed:
             self.error = self.error or why
+            self._to_send = None
+            to_keeper = self._to_keeper
             self._changed.notify_all()
+        if to_keeper is not None:
+            with contextlib.suppress(OSError):
+                to_keeper.shutdown(socket.SHUT_RDWR)  # wakes the thread that sends, and the keeper
 
     # In any thread
 
@@ -126,10 +134,17 @@ class ReplicaLink:
 
     def _send_all(self) -> None:
         try:
-            keeper = self._connect()
+            keeper, number = self._connect(), 0
+            with self._changed:
+                self._to_keeper = keeper
             while (copy := self._next()) is not None:
+                number += 1
                 keeper.sendall(_HEADER.pack(*copy.place, len(copy.data)))
                 keeper.sendall(copy.data)
+                with self._changed:
+                    if self.error is not None:  # training may have used the memory again while it was read
+                        return
+                keeper.sendall(_TRAILER.pack(number, len(copy.data)))
                 (step,) = _ANSWER.unpack(_receive(keeper, _ANSWER.size))
                 with self._changed:
                     self._sending = self._to_send is not None
@@ -140,9 +155,9 @@ class ReplicaLink:
             self.give_up(str(error) or type(error).__name__)
 
     def _next(self) -> Copy | None:
-        """The next copy to send; None when the link is closed. Waits."""
+        """The next copy to send; None when the link is closed or given up. Waits."""
         with self._changed:
-            self._changed.wait_for(lambda: self._to_send is not None or self._closed)
+            self._changed.wait_for(lambda: self._to_send is not None or self._closed or self.error is not None)
             copy, self._to_send = self._to_send, None
             return None if self._closed else copy
 
@@ -186,7 +201,7 @@ class ReplicaLink:
 
     def _keep_copies(self, ward: socket.socket) -> None:
         with ward:
-            while True:
+            for number in itertools.count(1):
                 header = _receive(ward, _HEADER.size)
                 with self._changed:
                     if self._frozen:
@@ -197,6 +212,8 @@ class ReplicaLink:
                 if spare is None or len(spare) != count:
                     spare = self._allocate(count)
                 _receive_into(ward, spare)
+                if _TRAILER.unpack(_receive(ward, _TRAILER.size)) != (number, count):
+                    raise OSError("what follows a copy is not its trailer")
                 with self._changed:
                     self._kept.append(Copy((step, validated, over, finished), spare))
                     self._receiving = False

@@ -75,7 +75,7 @@ class Seal:
         deadline, view = time.monotonic() + timeout.total_seconds(), FreshView(ranks, file.parent)
         while True:
             view.refresh()
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # it is not there yet, or the disk does not show it right now
                 found = cls(file.read_bytes())
                 if found.fingerprint == fingerprint:
                     return found

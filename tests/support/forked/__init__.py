@@ -28,19 +28,19 @@ from tests.support.shared import owner, shared_folder, shared_lock
 HERE = Path(__file__).parent
 
 
-def forked_python(*modules: str) -> str:
+def forked_python(*modules: str, preload: Path | None = None) -> str:
     """The path of the stand-in, which all test processes of this session share; Python's where no C compiler is. These
-    modules are loaded as well."""
+    modules are loaded as well. `preload`: a library that is loaded before all others (LD_PRELOAD)."""
     compiler = shutil.which("cc") or shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
         return sys.executable
-    name = "-".join(("forked", *modules))
+    name = "-".join(("forked", *modules, *([preload.stem] if preload else [])))
     folder = shared_folder() / name
     with shared_lock(name):
         if not folder.exists():
             folder.mkdir()
             _compile(compiler, folder)
-            _start(folder, modules)
+            _start(folder, modules, preload)
     return str(folder / "python")
 
 
@@ -59,11 +59,12 @@ def _compile(compiler: str, folder: Path) -> None:
     subprocess.run([compiler, "-O1", "-Wall", *places, *language, source, "-o", folder / "python"], check=True)
 
 
-def _start(folder: Path, modules: tuple[str, ...]) -> None:
+def _start(folder: Path, modules: tuple[str, ...], preload: Path | None) -> None:
     """Start the server, which ends when the session does."""
+    env = {**_environment(), **({"LD_PRELOAD": str(preload)} if preload else {})}
     subprocess.run(
         [sys.executable, str(HERE / "server.py"), str(folder / "socket"), str(owner()), *modules],
-        env=_environment(),
+        env=env,
         cwd="/",
         stdin=subprocess.DEVNULL,
         check=True,
