@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -19,9 +20,11 @@ from typing import Any
 
 from trainer.cluster import supervisor
 from trainer.records.step_restart import write_answer
+from trainer.rundir import RunDir
 from trainer.world.world import World
 
 TIMES = 3
+RESTART = RunDir("run").step_restart.name
 
 
 def _write_answer(path: Path, world: World, again: bool) -> None:
@@ -37,7 +40,7 @@ def failing(
     failed: dict[str, int] = {}
 
     def fails(*words: Any, **more: Any) -> Any:
-        about = str(words[:1])
+        about = re.sub(r"\.[0-9a-f]{16}\.tmp", ".tmp", str(words[:1]))  # temporary names are random
         if applies(*words) and failed.get(about, 0) < TIMES:
             failed[about] = failed.get(about, 0) + 1
             raise OSError(number, os.strerror(number))
@@ -49,7 +52,7 @@ def failing(
 
 
 def _in_run(path: Path, *_: Any) -> bool:
-    return "/rescue/" in str(path) or path.name in ("attempts.jsonl", "restart.tmp")
+    return "/rescue/" in str(path) or path.name == "attempts.jsonl" or path.name.startswith(RESTART)
 
 
 if __name__ == "__main__":
