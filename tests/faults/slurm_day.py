@@ -57,6 +57,14 @@ HOW = {
 SHOWS = ("squeue", "scontrol show", "scontrol ping", "sbatch --version", "sacct")
 PACE_MS = 400
 EPOCHS = 20  # of 25 steps
+# How the attempt is recorded that a phase ends. If Slurm does not say why it sent a signal, the usual reason is taken.
+REASONS = {
+    "stop": ("preempted",),
+    "restart": ("failed",),
+    "shell": ("failed", "lost"),
+    "limit": ("timeout", "preempted"),
+    "cancel": ("cancelled",),
+}
 AT_MOST = 2  # of one kind of call in a phase, how many misbehave
 DEADLINE_S = 300.0  # for a run to train again; the controller may be away for two minutes of them
 COMMAND_S = 200.0  # for a command: sbatch is given two minutes
@@ -127,6 +135,7 @@ class Day:
         self.wrong: list[str] = []  # violations that no single fault explains
         self.said: list[str] = []  # what commands said in this phase
         self._sink = self.wrong
+        self._ended = 0  # attempts, when this phase began
         self.cancels = 0
         self._typed = "nothing"
         self._over = threading.Event()
@@ -160,6 +169,7 @@ class Day:
         outcome = Outcome(target, self.name) if target else None
         self.said, self._typed = [], "nothing"
         sink = self._sink = outcome.wrong if outcome else self.wrong
+        self._ended = len(self.records())
         for file in ("hit", "down"):
             (self.bin / file).unlink(missing_ok=True)
         self._write("phase", phase)
@@ -171,6 +181,7 @@ class Day:
             sink.append(f"in phase {phase}: {error}")
             raise
         finally:
+            self._check_reason(phase)
             if outcome:
                 outcome.hit = (self.bin / "hit").exists()
                 outcome.took_s, outcome.came = time.monotonic() - began, self._typed
@@ -381,6 +392,12 @@ class Day:
     def _blame(self, what: str) -> None:
         """A violation, by the fault of this phase if it has one."""
         self._sink.append(what)
+
+    def _check_reason(self, phase: str) -> None:
+        """The attempt that this phase has ended is recorded as what it was."""
+        ended, true = self.records()[self._ended : self._ended + 1], REASONS.get(phase)
+        if true and ended and ended[0]["reason"] not in (*true, "finished"):
+            self._blame(f"recorded as {ended[0]['reason']}, but it was {true[0]}")
 
     def _watch_the_queue(self) -> None:
         """Two jobs of one run at once would compete for it."""
