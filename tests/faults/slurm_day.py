@@ -70,7 +70,7 @@ DEADLINE_S = 300.0  # for a run to train again; the controller may be away for t
 COMMAND_S = 200.0  # for a command: sbatch is given two minutes
 GONE_S = 4.0
 RETRY_S = 5.0
-LIMIT_PHASES = ("limit",)
+OPTIONAL = ("status", "stop", "restart", "shell", "limit")  # left out where no call of them misbehaves
 TYPES_AGAIN = re.compile(r"\bresume\b|\bstart the run again\b|\btry again\b|\btype\b")
 
 
@@ -149,8 +149,8 @@ class Day:
         watcher.start()
         try:
             for phase in self.phases:
-                if phase in LIMIT_PHASES and phase not in self.faults and self.faults:
-                    continue  # it takes a minute
+                if phase in OPTIONAL and phase not in self.faults and self.faults:
+                    continue
                 if phase != "end" and self.finished():
                     raise TooLate
                 self._phase(phase)
@@ -351,7 +351,7 @@ class Day:
     def calls(self) -> Counter[tuple[str, str, str]]:
         """How often each kind of call was made, by phase and caller."""
         found = (path.name.split("|") for path in (self.bin / "calls").iterdir())
-        return Counter((phase, role, kind) for phase, role, kind, _ in found)
+        return Counter((phase, role, kind) for phase, role, kind, _ in found if phase in PHASES)
 
     def wait(self, condition: Callable[[], T], failure: str) -> T:
         """Poll until the condition is true."""
@@ -443,17 +443,17 @@ class Day:
 
 def targets(calls: Counter[tuple[str, str, str]], hows: Sequence[str] = tuple(HOW)) -> list[Target]:
     """Each call of the trace, in each way in which it can misbehave."""
-    found = []
-    for (phase, role, kind), count in sorted(calls.items()):
-        if phase not in PHASES:
-            continue
+    found, away = [], set[tuple[str, str]]()
+    for (phase, role, kind), count in sorted(calls.items(), key=lambda call: (PHASES.index(call[0][0]), call)):
         shows = kind.startswith(SHOWS)
         for number in range(min(count, AT_MOST)):
             for how in hows:
                 if how in (("lie", "mute") if shows else ("half",)):
                     continue
-                if how == "down" and number:  # it lasts longer than from one call to the next
-                    continue
+                if how == "down" and (role, kind) in away:
+                    continue  # two minutes each: once for each kind of call
+                if how == "down":
+                    away.add((role, kind))
                 if kind.startswith("srun") and how in ("hang", "mute"):
                     continue  # nothing but the job's time limit ends an srun that starts no rank
                 found.append(Target(phase, role, kind, number, how))
