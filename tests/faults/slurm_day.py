@@ -44,12 +44,12 @@ WRAPPER = Path(__file__).with_name("slurm_wrapper.py")
 CONFIG = Path(__file__).with_name("run.yaml")
 NODES = ("w1", "w2")
 PHASES = ("submit", "start", "status", "stop", "restart", "shell", "limit", "cancel", "resume", "end")
-# How a call misbehaves. "lie" and "mute" are for calls that change something, "half" for those that show something.
+# How a call misbehaves. "lie" and "mute" are for calls that change something, "part" for those that show something.
 HOW = {
     "fail": "fails at once, with the message of a controller that is away",
     "hang": "never answers, and does nothing",
     "late": "answers after 4 s",
-    "half": "shows only the first half of its answer",
+    "part": "shows only the first tenth of its answer",
     "lie": "does what it should, and reports an error",
     "mute": "does what it should, and never answers",
     "down": "fails, and so does every call for two minutes: the controller is away",
@@ -61,7 +61,7 @@ EPOCHS = 20  # of 25 steps
 REASONS = {
     "stop": ("preempted",),
     "restart": ("failed",),
-    "shell": ("failed", "lost"),
+    "shell": ("failed", "lost", "preempted"),  # srun sends a signal
     "limit": ("timeout", "preempted"),
     "cancel": ("cancelled",),
 }
@@ -125,6 +125,7 @@ class Day:
         self.run = RunDir(self.user.root / name)
         self.aside, self.bin = folder / "aside" / name, folder / "bin" / name
         (self.bin / "calls").mkdir(parents=True)
+        (self.bin / "hits").mkdir()
         self.aside.mkdir(parents=True)
         for program in PROGRAMS:
             (self.bin / program).write_text(f"#!{sys.executable} -SE\n" + WRAPPER.read_text())
@@ -145,6 +146,7 @@ class Day:
     def live(self) -> None:
         """Go through the phases. What goes wrong is in `outcomes` and `wrong`."""
         self.pace(PACE_MS)
+        self._write("faults", "\n".join(map(str, self.faults.values())))
         watcher = threading.Thread(target=self._watch_the_queue, daemon=True)
         watcher.start()
         try:
@@ -170,10 +172,7 @@ class Day:
         self.said, self._typed = [], "nothing"
         sink = self._sink = outcome.wrong if outcome else self.wrong
         self._ended = len(self.records())
-        for file in ("hit", "down"):
-            (self.bin / file).unlink(missing_ok=True)
         self._write("phase", phase)
-        self._write("fault", str(target) if target else "")
         began = time.monotonic()
         try:
             getattr(self, f"_{phase}")()
@@ -183,10 +182,9 @@ class Day:
         finally:
             self._check_reason(phase)
             if outcome:
-                outcome.hit = (self.bin / "hit").exists()
+                outcome.hit = (self.bin / "hits" / str(target)).exists()
                 outcome.took_s, outcome.came = time.monotonic() - began, self._typed
                 self.outcomes.append(outcome)
-            self._write("fault", "")
             # What comes next is not to meet a controller that is still away.
             (self.bin / "down").unlink(missing_ok=True)
 
@@ -448,7 +446,7 @@ def targets(calls: Counter[tuple[str, str, str]], hows: Sequence[str] = tuple(HO
         shows = kind.startswith(SHOWS)
         for number in range(min(count, AT_MOST)):
             for how in hows:
-                if how in (("lie", "mute") if shows else ("half",)):
+                if how in (("lie", "mute") if shows else ("part",)):
                     continue
                 if how == "down" and (role, kind) in away:
                     continue  # two minutes each: once for each kind of call
@@ -545,6 +543,9 @@ lost, other bits, two jobs of the run at once, a hang, an end without a line tha
 FOOT = """\
 *What the user typed*: nothing, or a command again that had refused in one line, or `resume` after the job had ended
 with a line that says so. *Longest phase*: until the run trains again; Slurm alone holds a requeued job for 6 s.
+
+A signal that Slurm does not explain is recorded at its usual meaning. So the death of a supervisor, after which srun
+sends SIGTERM to the other ranks, may be recorded as a preemption where Slurm cannot be asked.
 
 Not played: an srun that hangs before it has started a rank. Nothing but the job's time limit ends it.
 """

@@ -168,13 +168,13 @@ def test_one_rank_is_killed(user: User) -> None:
 
 
 def test_slurm_misbehaves(cluster: Cluster, tmp_path: Path) -> None:
-    """Slurm takes a job and a requeue, and reports errors; squeue and scontrol show half of what they should. There is
+    """Slurm takes a job and a requeue, and reports errors; squeue and scontrol show a part of what they should. There is
     one job, no step is lost, and the user need not do anything. `make chaos SLURM=1` is the long form."""
     faults = {
         "submit": Target("submit", "command", "sbatch", 0, "lie"),
-        "status": Target("status", "command", "squeue", 0, "half"),
+        "status": Target("status", "command", "squeue", 0, "part"),
         "stop": Target("stop", "ranks", "scontrol requeue", 0, "lie"),
-        "restart": Target("restart", "ranks", "scontrol show job", 0, "half"),
+        "restart": Target("restart", "ranks", "scontrol show job", 0, "part"),
     }
     day = Day(cluster, tmp_path, "bad-day", faults, ("submit", "start", "status", "stop", "restart", "end"), epochs=2)
     day.live()
