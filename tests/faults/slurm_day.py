@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from tests.faults import checks
 from tests.faults.checks import Attempt
-from tests.faults.report import machine_lines, minutes
+from tests.faults.report import commit, machine_lines, minutes
 from tests.faults.task import ASIDE, TRAINED
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import parent, processes
@@ -479,6 +479,7 @@ class Result:
     planned: int = 0
     seed: int = 0
     began: float = field(default_factory=time.monotonic)
+    commit: str = field(default_factory=commit)  # of the code under faults
 
     @property
     def violations(self) -> list[str]:
@@ -492,7 +493,7 @@ class Result:
             f"{sum(self.calls.values())} calls of {len({k for _, _, k in self.calls})} kinds traced in one run; "
             f"{len(hit)} faults in {self.runs} runs, seed {self.seed}; {len(self.violations)} violations",
             f"{len(self.outcomes) - len(hit)} planned faults were not met: the call was not made in that run",
-            *machine_lines(),
+            *machine_lines([self.commit]),
             f"{minutes(time.monotonic() - self.began)} (min:s)",
         ]
         rows: list[tuple[str, ...]] = [

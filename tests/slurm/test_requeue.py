@@ -168,8 +168,8 @@ def test_one_rank_is_killed(user: User) -> None:
 
 
 def test_slurm_misbehaves(cluster: Cluster, tmp_path: Path) -> None:
-    """Slurm takes a job and a requeue, and reports errors; squeue and scontrol show a part of what they should. There is
-    one job, no step is lost, and the user need not do anything. `make chaos SLURM=1` is the long form."""
+    """Slurm takes a job and a requeue, and reports errors; squeue and scontrol show a part of what they should. There
+    is one job, no step is lost, and the user need not do anything. `make chaos SLURM=1` is the long form."""
     faults = {
         "submit": Target("submit", "command", "sbatch", 0, "lie"),
         "status": Target("status", "command", "squeue", 0, "part"),
