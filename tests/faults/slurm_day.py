@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from tests.faults import checks
 from tests.faults.checks import Attempt
-from tests.faults.report import machine_lines, minutes
+from tests.faults.report import commit, machine_lines, minutes
 from tests.faults.task import ASIDE, TRAINED
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import parent, processes
@@ -44,12 +44,12 @@ WRAPPER = Path(__file__).with_name("slurm_wrapper.py")
 CONFIG = Path(__file__).with_name("run.yaml")
 NODES = ("w1", "w2")
 PHASES = ("submit", "start", "status", "stop", "restart", "shell", "limit", "cancel", "resume", "end")
-# How a call misbehaves. "lie" and "mute" are for calls that change something, "half" for those that show something.
+# How a call misbehaves. "lie" and "mute" are for calls that change something, "part" for those that show something.
 HOW = {
     "fail": "fails at once, with the message of a controller that is away",
     "hang": "never answers, and does nothing",
     "late": "answers after 4 s",
-    "half": "shows only the first half of its answer",
+    "part": "shows only the first tenth of its answer",
     "lie": "does what it should, and reports an error",
     "mute": "does what it should, and never answers",
     "down": "fails, and so does every call for two minutes: the controller is away",
@@ -57,12 +57,20 @@ HOW = {
 SHOWS = ("squeue", "scontrol show", "scontrol ping", "sbatch --version", "sacct")
 PACE_MS = 400
 EPOCHS = 20  # of 25 steps
+# How the attempt is recorded that a phase ends. If Slurm does not say why it sent a signal, the usual reason is taken.
+REASONS = {
+    "stop": ("preempted",),
+    "restart": ("failed",),
+    "shell": ("failed", "lost", "preempted"),  # srun sends a signal
+    "limit": ("timeout", "preempted"),
+    "cancel": ("cancelled",),
+}
 AT_MOST = 2  # of one kind of call in a phase, how many misbehave
 DEADLINE_S = 300.0  # for a run to train again; the controller may be away for two minutes of them
 COMMAND_S = 200.0  # for a command: sbatch is given two minutes
 GONE_S = 4.0
 RETRY_S = 5.0
-LIMIT_PHASES = ("limit",)
+OPTIONAL = ("status", "stop", "restart", "shell", "limit")  # left out where no call of them misbehaves
 TYPES_AGAIN = re.compile(r"\bresume\b|\bstart the run again\b|\btry again\b|\btype\b")
 
 
@@ -117,6 +125,7 @@ class Day:
         self.run = RunDir(self.user.root / name)
         self.aside, self.bin = folder / "aside" / name, folder / "bin" / name
         (self.bin / "calls").mkdir(parents=True)
+        (self.bin / "hits").mkdir()
         self.aside.mkdir(parents=True)
         for program in PROGRAMS:
             (self.bin / program).write_text(f"#!{sys.executable} -SE\n" + WRAPPER.read_text())
@@ -127,6 +136,7 @@ class Day:
         self.wrong: list[str] = []  # violations that no single fault explains
         self.said: list[str] = []  # what commands said in this phase
         self._sink = self.wrong
+        self._ended = 0  # attempts, when this phase began
         self.cancels = 0
         self._typed = "nothing"
         self._over = threading.Event()
@@ -136,12 +146,13 @@ class Day:
     def live(self) -> None:
         """Go through the phases. What goes wrong is in `outcomes` and `wrong`."""
         self.pace(PACE_MS)
+        self._write("faults", "\n".join(map(str, self.faults.values())))
         watcher = threading.Thread(target=self._watch_the_queue, daemon=True)
         watcher.start()
         try:
             for phase in self.phases:
-                if phase in LIMIT_PHASES and phase not in self.faults and self.faults:
-                    continue  # it takes a minute
+                if phase in OPTIONAL and phase not in self.faults and self.faults:
+                    continue
                 if phase != "end" and self.finished():
                     raise TooLate
                 self._phase(phase)
@@ -160,10 +171,8 @@ class Day:
         outcome = Outcome(target, self.name) if target else None
         self.said, self._typed = [], "nothing"
         sink = self._sink = outcome.wrong if outcome else self.wrong
-        for file in ("hit", "down"):
-            (self.bin / file).unlink(missing_ok=True)
+        self._ended = len(self.records())
         self._write("phase", phase)
-        self._write("fault", str(target) if target else "")
         began = time.monotonic()
         try:
             getattr(self, f"_{phase}")()
@@ -171,11 +180,11 @@ class Day:
             sink.append(f"in phase {phase}: {error}")
             raise
         finally:
+            self._check_reason(phase)
             if outcome:
-                outcome.hit = (self.bin / "hit").exists()
+                outcome.hit = (self.bin / "hits" / str(target)).exists()
                 outcome.took_s, outcome.came = time.monotonic() - began, self._typed
                 self.outcomes.append(outcome)
-            self._write("fault", "")
             # What comes next is not to meet a controller that is still away.
             (self.bin / "down").unlink(missing_ok=True)
 
@@ -340,7 +349,7 @@ class Day:
     def calls(self) -> Counter[tuple[str, str, str]]:
         """How often each kind of call was made, by phase and caller."""
         found = (path.name.split("|") for path in (self.bin / "calls").iterdir())
-        return Counter((phase, role, kind) for phase, role, kind, _ in found)
+        return Counter((phase, role, kind) for phase, role, kind, _ in found if phase in PHASES)
 
     def wait(self, condition: Callable[[], T], failure: str) -> T:
         """Poll until the condition is true."""
@@ -381,6 +390,12 @@ class Day:
     def _blame(self, what: str) -> None:
         """A violation, by the fault of this phase if it has one."""
         self._sink.append(what)
+
+    def _check_reason(self, phase: str) -> None:
+        """The attempt that this phase has ended is recorded as what it was."""
+        ended, true = self.records()[self._ended : self._ended + 1], REASONS.get(phase)
+        if true and ended and ended[0]["reason"] not in (*true, "finished"):
+            self._blame(f"recorded as {ended[0]['reason']}, but it was {true[0]}")
 
     def _watch_the_queue(self) -> None:
         """Two jobs of one run at once would compete for it."""
@@ -426,17 +441,17 @@ class Day:
 
 def targets(calls: Counter[tuple[str, str, str]], hows: Sequence[str] = tuple(HOW)) -> list[Target]:
     """Each call of the trace, in each way in which it can misbehave."""
-    found = []
-    for (phase, role, kind), count in sorted(calls.items()):
-        if phase not in PHASES:
-            continue
+    found, away = [], set[tuple[str, str]]()
+    for (phase, role, kind), count in sorted(calls.items(), key=lambda call: (PHASES.index(call[0][0]), call)):
         shows = kind.startswith(SHOWS)
         for number in range(min(count, AT_MOST)):
             for how in hows:
-                if how in (("lie", "mute") if shows else ("half",)):
+                if how in (("lie", "mute") if shows else ("part",)):
                     continue
-                if how == "down" and number:  # it lasts longer than from one call to the next
-                    continue
+                if how == "down" and (role, kind) in away:
+                    continue  # two minutes each: once for each kind of call
+                if how == "down":
+                    away.add((role, kind))
                 if kind.startswith("srun") and how in ("hang", "mute"):
                     continue  # nothing but the job's time limit ends an srun that starts no rank
                 found.append(Target(phase, role, kind, number, how))
@@ -464,6 +479,7 @@ class Result:
     planned: int = 0
     seed: int = 0
     began: float = field(default_factory=time.monotonic)
+    commit: str = field(default_factory=commit)  # of the code under faults
 
     @property
     def violations(self) -> list[str]:
@@ -477,7 +493,7 @@ class Result:
             f"{sum(self.calls.values())} calls of {len({k for _, _, k in self.calls})} kinds traced in one run; "
             f"{len(hit)} faults in {self.runs} runs, seed {self.seed}; {len(self.violations)} violations",
             f"{len(self.outcomes) - len(hit)} planned faults were not met: the call was not made in that run",
-            *machine_lines(),
+            *machine_lines([self.commit]),
             f"{minutes(time.monotonic() - self.began)} (min:s)",
         ]
         rows: list[tuple[str, ...]] = [
@@ -528,6 +544,9 @@ lost, other bits, two jobs of the run at once, a hang, an end without a line tha
 FOOT = """\
 *What the user typed*: nothing, or a command again that had refused in one line, or `resume` after the job had ended
 with a line that says so. *Longest phase*: until the run trains again; Slurm alone holds a requeued job for 6 s.
+
+A signal that Slurm does not explain is recorded at its usual meaning. So the death of a supervisor, after which srun
+sends SIGTERM to the other ranks, may be recorded as a preemption where Slurm cannot be asked.
 
 Not played: an srun that hangs before it has started a rank. Nothing but the job's time limit ends it.
 """

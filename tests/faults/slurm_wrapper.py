@@ -4,8 +4,8 @@ Copies of it are called squeue, scontrol and so on. It imports little: a run cal
 
 Beside it are the folder `calls`, with an empty file for each call, and these files:
     phase     what the run is doing, as the harness sees it
-    fault     which call misbehaves and how, such as `stop|ranks|scontrol requeue|0|lie`; no such file: none
-    hit       exists once that call was made
+    faults    which calls misbehave and how, one per line, such as `stop|ranks|scontrol requeue|0|lie`
+    hits      a folder with an empty file for each of them that was made
     down      until when (Unix seconds) each call fails, as if the controller was away
 """
 
@@ -81,12 +81,15 @@ def main() -> None:
         for path in (os.path.join(place, program) for place in os.environ.get("PATH", "/usr/bin").split(":"))
         if os.access(path, os.X_OK) and os.path.dirname(path) != folder
     )
-    call = f"{read(os.path.join(folder, 'phase'))}|{role()}|{kind_of(words)}"
-    count = number(folder, call)
-    fault, _, how = read(os.path.join(folder, "fault")).rpartition("|")
-    how = how if fault == f"{call}|{count}" else ""
+    by, phase = role(), read(os.path.join(folder, "phase"))
+    if by != "command" and phase == "submit":  # the job may start before the command has ended
+        phase = "start"
+    call = f"{phase}|{by}|{kind_of(words)}"
+    made = f"{call}|{number(folder, call)}|"
+    faults = [line for line in read(os.path.join(folder, "faults")).splitlines() if line.startswith(made)]
+    how = faults[0].rpartition("|")[2] if faults else ""
     if how:
-        open(os.path.join(folder, "hit"), "w").close()
+        open(os.path.join(folder, "hits", faults[0]), "w").close()
     if how == "down":
         with open(os.path.join(folder, "down"), "w") as file:
             file.write(str(time.time() + DOWN_S))
@@ -100,13 +103,13 @@ def main() -> None:
         time.sleep(FOREVER_S)
     if how == "late":
         time.sleep(LATE_S)
-    if how in ("half", "lie", "mute"):
+    if how in ("part", "lie", "mute"):
         done = subprocess.run([real, *words[1:]], stdout=subprocess.PIPE)
         if how == "mute":
             time.sleep(FOREVER_S)
         if how == "lie":
             fail(program)
-        sys.stdout.buffer.write(done.stdout[: len(done.stdout) // 2])
+        sys.stdout.buffer.write(done.stdout[: len(done.stdout) // 10])
         sys.stdout.flush()
         sys.exit(done.returncode)
     os.execv(real, words)

@@ -17,7 +17,6 @@ from tests.faults.faults import FAULTS
 from tests.faults.plan import Loss, make_plan
 from tests.faults.report import Hit, Report
 from tests.faults.site import compile_clock
-from tests.faults.slurm_day import Day, Target, site
 from tests.slurm.cluster import missing
 from tests.support.needs import require, require_program
 from tests.support.project import PROJECT
@@ -41,25 +40,6 @@ def test_runs_come_back_from_eight_faults() -> None:
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=HARNESS_DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 faults of 8 planned" in done.stdout and "0 violations" in done.stdout
-
-
-@pytest.mark.slurm
-def test_a_bad_day_of_slurm(tmp_path: Path) -> None:
-    """Slurm takes a job and a requeue, and reports errors; half a job's state is shown, and srun fails once. One job,
-    no step lost, and nothing for the user to do. `make chaos SLURM=1` is the long form."""
-    require(missing())
-    faults = {
-        "submit": Target("submit", "command", "sbatch", 0, "lie"),
-        "start": Target("start", "batch shell", "srun", 0, "fail"),
-        "stop": Target("stop", "ranks", "scontrol requeue", 0, "lie"),
-        "restart": Target("restart", "ranks", "scontrol show job", 0, "half"),
-    }
-    with site(tmp_path / "site") as cluster:
-        day = Day(cluster, tmp_path / "site", "bad", faults, (*faults, "end"), epochs=2)
-        day.live()
-        day.check(None)
-    assert not day.wrong and not [wrong for one in day.outcomes for wrong in one.wrong], (day.wrong, day.outcomes)
-    assert all(one.hit and one.came == "nothing" for one in day.outcomes), day.outcomes
 
 
 class Folder:

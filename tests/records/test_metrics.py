@@ -35,6 +35,24 @@ def in_file(path: Path, expected: list[int]) -> bool:
     return steps(path) == expected
 
 
+def test_two_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks in two containers may have the same host name, process id and thread id. If both replace a file, neither
+    may write into the other's temporary file: the run would end with an error, or with a mixture of both."""
+    path, sync = tmp_path / "metrics.jsonl", os.fsync
+    path.write_bytes(b'{"step": 1}\n')
+
+    def meanwhile(file: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        os.close(append_only.replace(path, 1, b'{"step": 20}\n'))
+        assert steps(path) == [1, 20]
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    os.close(append_only.replace(path, 1, b'{"step": 2}\n'))
+    assert steps(path) == [1, 2]
+    assert os.listdir(tmp_path) == [path.name], "no temporary file is left"
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.booleans(), st.integers(0, 40)), max_size=6))
 def test_each_step_once(attempts: list[tuple[int, int, bool, int]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.slurm_day import Day, Target
 from tests.slurm.cluster import SLURM_CONF, Cluster, missing
 from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
 from tests.slurm.user import User
@@ -164,6 +165,22 @@ def test_one_rank_is_killed(user: User) -> None:
     if user.cluster.accounting:
         assert user.cluster.run(*ask.split()).split()[:2] == ["JobID", "State"], "a command that Slurm has"
     assert fingerprint(user.run("oom")) == undisturbed(4, *UNHURRIED)
+
+
+def test_slurm_misbehaves(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm takes a job and a requeue, and reports errors; squeue and scontrol show a part of what they should. There
+    is one job, no step is lost, and the user need not do anything. `make chaos SLURM=1` is the long form."""
+    faults = {
+        "submit": Target("submit", "command", "sbatch", 0, "lie"),
+        "status": Target("status", "command", "squeue", 0, "part"),
+        "stop": Target("stop", "ranks", "scontrol requeue", 0, "lie"),
+        "restart": Target("restart", "ranks", "scontrol show job", 0, "part"),
+    }
+    day = Day(cluster, tmp_path, "bad-day", faults, ("submit", "start", "status", "stop", "restart", "end"), epochs=2)
+    day.live()
+    day.check(None)
+    assert not day.wrong and not [wrong for one in day.outcomes for wrong in one.wrong], (day.wrong, day.outcomes)
+    assert all(one.hit and one.came == "nothing" for one in day.outcomes), day.outcomes
 
 
 def test_an_expedited_requeue(tmp_path: Path) -> None:
