@@ -16,7 +16,7 @@ from tests.faults.checks import Attempt, Seen, Undisturbed, check_curves, check_
 from tests.faults.faults import FAULTS
 from tests.faults.plan import Loss, make_plan
 from tests.faults.report import Hit, Report
-from tests.faults.site import compile_clock
+from tests.faults.site import compile_library
 from tests.slurm.cluster import missing
 from tests.support.needs import require, require_program
 from tests.support.project import PROJECT
@@ -289,7 +289,7 @@ def test_the_clock_can_be_set(tmp_path: Path) -> None:
     offset = tmp_path / "clock"
     offset.write_bytes((-3600).to_bytes(8, "little", signed=True))
     ask = "import time; print(time.time()); start = time.monotonic(); time.sleep(0.1); print(time.monotonic() - start)"
-    moved = {"LD_PRELOAD": str(compile_clock(tmp_path)), "LASTSTEP_FAULTS_CLOCK": str(offset)}
+    moved = {"LD_PRELOAD": str(compile_library(tmp_path, "clock")), "LASTSTEP_FAULTS_CLOCK": str(offset)}
     now, moved_now = (
         subprocess.run(
             [sys.executable, "-c", ask], env={**os.environ, **env}, capture_output=True, text=True, check=True
