@@ -200,7 +200,8 @@ def _processes(given: argparse.Namespace, sites: Sequence[Site], folder: Path) -
     except (KeyboardInterrupt, SystemExit):
         missed.append("interrupted")
     lines = [
-        f"{report.runs} runs on Slurm, {len(hits)} under --local, seed {given.seed}, {minutes(report.elapsed_s)} (min:s)",
+        f"{report.runs} runs on Slurm, {len(hits)} under --local, seed {given.seed}, in "
+        f"{minutes(report.elapsed_s)} (min:s)",
         *machine_lines(),
         *(f"not tested ({what}): {why}" for what, why in lacks.items()),
     ]

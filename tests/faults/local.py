@@ -186,7 +186,10 @@ class LocalRun:
         ended = victim.records()
         hit.by = "launch.py resume" if resumes else "itself" if len(ended) > before + 1 else "stayed"
         hit.recorded = ended[min(before, len(ended) - 1)]["reason"]
-        self._judge(hit, fault, shot, kept, undisturbed)
+        later = ended[before + 1 :]  # attempts that began after the fault
+        if any(record["start_step"] < kept for record in later):
+            hit.wrong.append(f"began after step {later[0]['start_step']}, but step {kept} was saved")
+        self._judge(hit, fault, shot, undisturbed)
         return hit
 
     def _aim(self, shot: Shot) -> None:
@@ -212,7 +215,7 @@ class LocalRun:
             wait(lambda: (e := victim.log.last("step")) and e.number >= victim.total - END_STEPS, "no end")
         time.sleep(shot.delay_ms / 1000)
 
-    def _judge(self, hit: Hit, fault: Fault, shot: Shot, kept: int, undisturbed: Undisturbed) -> None:
+    def _judge(self, hit: Hit, fault: Fault, shot: Shot, undisturbed: Undisturbed) -> None:
         victim = self.victim
         records, begun = victim.records(), victim.traces()
         known = [(Attempt.of(record), record) for record in records]
@@ -224,8 +227,6 @@ class LocalRun:
             hit.wrong += [f"{hit.lost} steps lost, 0 allowed"] if hit.lost and not twice else []
         hit.allowed = hit.lost
         resumed = [event.number for event in victim.log.events if event.kind == "resume"]
-        if any(record["start_step"] < kept for record in records[-1:]):
-            hit.wrong.append(f"began after step {records[-1]['start_step']}, but step {kept} was saved")
         seen = Seen(begun, resumed, set(), set(), set())
         hit.wrong += checks.check_run(victim.run, self._verified(), undisturbed, seen, self._unwritten)
 

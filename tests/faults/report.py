@@ -199,21 +199,21 @@ PROCESSES_HEAD = """\
 # The worst day: processes
 
 `make chaos PROCESSES=1 N=80`, or `python -m tests.faults --processes --faults 80 --report docs/worst-day-processes.md`,
-strikes real training runs with each of these faults at each moment of a run in turn, and writes this page: on a throwaway
-Slurm, two ranks on two nodes, several faults in each run; and under --local, two ranks, one fault in each run. The attempt
-may end, if the next one continues. At the end the weights and every line of the metrics must be those of an undisturbed
-run, no kept step may be lost, the records must be true, and each wait has a deadline.
+strikes real training runs with each of these faults at each moment of a run in turn, and writes this page: on a
+throwaway Slurm, two ranks on two nodes, several faults a run; and under --local, two ranks, one fault a run.
+The attempt may end, if the next one continues. At the end the weights and every line of the metrics must be those of an
+undisturbed run, no kept step may be lost, the records must be true, and each wait has a deadline.
 
 """
 PROCESSES_FOOT = """\
 *Recovered*: "itself" means without help; "launch.py resume" means that the harness typed this command, as a user would;
 "stayed" means that the fault did not end the attempt.
 
-*Lost steps*: none may be lost while a rank lives; else those since the last save. At the moments "rescue" and "restart in
-place" a rank has been killed just before, so the fault may take the last one.
+*Lost steps*: none may be lost while a rank lives; else those since the last save. At the moments "rescue" and "restart
+in place" a rank has been killed just before, so the fault may take the last one.
 
-fork fails by a preloaded library, also for the batch shell and what it starts. So are the clocks set, for the processes of
-the run on each node. A node that reboots loses its processes, and its slurmd reports a boot.
+fork fails by a preloaded library, also for the batch shell and what it starts. So are the clocks set, for the processes
+of the run on each node. A node that reboots loses its processes, and its slurmd reports a boot.
 """
 
 
