@@ -187,7 +187,7 @@ class Rescuer:
         missing = self._rescue.missing(plan)
         reason: EndReason
         if fault.reason == "signal":
-            reason, wants_requeue, error, by_srun = ending_by_signal(state)
+            reason, wants_requeue, error, by_srun, _ = ending_by_signal(state)
             fault = replace(fault, cause=not (by_srun and (missing or plan.failures)))
         else:
             reason, wants_requeue, error = fault.reason, True, None

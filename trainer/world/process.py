@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+SUPERVISED = "--supervised"  # the word of `python -m trainer` that makes a supervisor of --local
 # A node at its limit of processes, or short of memory, has others that end: wait so long for them.
 START_S = 5.0
 PAUSE_S = 0.25
@@ -49,6 +50,17 @@ def identity(pid: int | None = None) -> str:
 def is_running(process: str) -> bool:
     """Whether the process with this `identity` runs on this node."""
     return bool(process) and identity(int(process.split()[0])) == process
+
+
+def children(parent: int, word: str) -> list[int]:
+    """The living children of a process that have this word in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            its_parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if its_parent == parent and word.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(folder.name))  # a zombie has no command line
+    return found
 
 
 def session(leader: int) -> list[int]:
