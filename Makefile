@@ -55,10 +55,16 @@ slurm-down:
 N ?= 30
 SEED ?= 1
 SILENT ?=
+# PROCESSES=1: the worst day of processes instead, each fault at each moment in turn (80 take about half an hour).
+PROCESSES ?=
 chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, reported in docs/chaos.md
+ifdef PROCESSES
+	$(BIN)/python -m tests.faults --processes --faults $(N) --seed $(SEED) --report docs/worst-day-processes.md
+else
 	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) $(if $(SILENT),--silent) \
 		--results .cache/faults/$(N)-$(SEED)$(if $(SILENT),-silent).json \
 		--report docs/chaos$(if $(SILENT),-silent).md
+endif
 
 # With the torch of this machine's Python. If that lacks a package, it says which.
 MINUTES ?= 20

@@ -41,6 +41,7 @@ from trainer.world.world import World
 
 # Slurm checks time limits only now and then, so `--signal=USR2@S` may be sent up to 60 s early (man sbatch).
 EARLY_S = 60
+SHELL_KILLED = "the job's batch shell was killed"
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -98,7 +99,7 @@ def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, n
         return Ending("timeout" if preempted_at == NEVER else "preempted", requeue=True)
     if job.get("JobState") not in UNENDED:
         if job.get("Reason") == "JobLaunchFailure":
-            return Ending("failed", requeue=True, error="the job's batch shell was killed")
+            return Ending("failed", requeue=True, error=SHELL_KILLED)
         at_once = unix_time(job.get("EndTime", "")) <= preempted_at + 1 < NEVER
         return Ending("preempted", requeue=True) if at_once else Ending("cancelled", requeue=False)
     if preempted_at < NEVER:

@@ -1,10 +1,11 @@
-"""Starting processes, and whether that of another rank on this node still runs: that takes no message from it, however
-starved it is."""
+"""Starting processes and threads, and looking at others: whether another rank on this node still runs takes no message
+from it, however starved it is."""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,17 +19,30 @@ START_S = 5.0
 PAUSE_S = 0.25
 
 
-def started(start: Callable[[], T], wait_s: float = START_S) -> T:
-    """What `start` returns, which starts a process. Tried again while the kernel has none to give, for `wait_s`.
+def started(start: Callable[[], T], wait_s: float | None = None) -> T:
+    """What `start` returns, which starts a process. Tried again while the kernel has none to give, for `wait_s`, by
+    default START_S.
 
     Raises what `start` raises.
     """
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + (START_S if wait_s is None else wait_s)
     while True:
         try:
             return start()
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.ENOMEM) or time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE_S)
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. Tried again while the kernel has none to give, for START_S; then raises RuntimeError."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            return thread.start()
+        except RuntimeError:
+            if time.monotonic() > deadline:
                 raise
         time.sleep(PAUSE_S)
 
