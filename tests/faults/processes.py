@@ -23,6 +23,7 @@ from tests.slurm.processes import cut_power
 
 SETTING = Setting(2, 1, BATCH, workers=1, disk=False, clock=True, forks=True)
 SHOTS_PER_RUN = 6
+DELAY = 3  # of a moment's longest delay, this part: the moments of a start are over soon
 NO_FORKS_S = (0.5, 3.5)  # a moment, least and most
 APART_S, JUMP_S = 170, 3.0  # the clocks of two nodes, and how long until they jump
 REBOOT_S = 2.0
@@ -107,7 +108,7 @@ def plan_in_turn(
     while len(shots) < count:
         draw.shuffle(turn)
         for fault, moment in turn[: count - len(shots)]:
-            shots.append(Shot(fault.name, moment, draw.randint(0, moment.longest_ms), draw.random()))
+            shots.append(Shot(fault.name, moment, draw.randint(0, moment.longest_ms // DELAY), draw.random()))
     last = [shot for shot in shots if shot.moment is Moment.END]  # of its run
     others = [shot for shot in shots if shot.moment is not Moment.END]
     runs = max(len(last), -(-count // SHOTS_PER_RUN))
