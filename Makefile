@@ -55,10 +55,15 @@ slurm-down:
 N ?= 30
 SEED ?= 1
 SILENT ?=
+# SLURM=1 and PROCESSES=1: the worst day of Slurm, of processes, instead: each fault at each moment in turn (80 take
+# about half an hour).
 SLURM ?=
+PROCESSES ?=
 chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, reported in docs/chaos.md
 ifneq ($(SLURM),)
 	$(BIN)/python -m tests.faults --slurm --faults $(N) --seed $(SEED) --report docs/worst-day-slurm.md
+else ifneq ($(PROCESSES),)
+	$(BIN)/python -m tests.faults --processes --faults $(N) --seed $(SEED) --report docs/worst-day-processes.md
 else
 	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) $(if $(SILENT),--silent) \
 		--results .cache/faults/$(N)-$(SEED)$(if $(SILENT),-silent).json \

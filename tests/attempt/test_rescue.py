@@ -32,7 +32,7 @@ from trainer.attempt.rescue import Rescue, write_fields
 from trainer.attempt.rescue_cause import blamed_hosts
 from trainer.attempt.rescue_records import Holding, Plan, Survivor
 from trainer.attempt.rescuer import Rescuer
-from trainer.attempt.signal_cause import Ending
+from trainer.attempt.signal_cause import SHELL_KILLED, Ending
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint import stripes
 from trainer.checkpoint.store import CheckpointStore
@@ -239,8 +239,9 @@ def test_a_signal_after_a_rank_was_killed(
     run.path.mkdir()
     world = a_world(size=2, hosts=("n1", "n2"))
     begin_attempt(run, world, 0)
+    number = signal.SIGTERM
     state: Any = SimpleNamespace(
-        run_dir=run, world=world, config=settings, loop=None, start_step=0, cause_signal=signal.SIGTERM
+        run_dir=run, world=world, config=settings, loop=None, start_step=0, signal=number, cause_signal=number
     )
     rescue: Any = SimpleNamespace(missing=lambda plan: [1])
     plan: Any = SimpleNamespace(failures=(), lost_shards=(), silences=())
@@ -261,6 +262,21 @@ def test_a_rank_dies_while_the_run_is_cancelled(root: Path, monkeypatch: pytest.
     end_by_fault(state)
     (record,) = read_lines(state.run_dir.attempts)
     assert (record["reason"], record["requeue"]) == ("cancelled", False) and "rank 0 on here failed" in record["error"]
+
+
+def test_a_rank_fails_after_its_batch_shell(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The OOM killer took the batch shell, so Slurm ends the job, and a rank fails of that before it has stopped.
+    Nobody else is left who could requeue the job: the run would have ended for good."""
+    state, requeued = a_rank(root, "no-shell", 0), Mock()
+    on_slurm = replace(state.world, on_slurm=True, launcher="submitit-slurm", step_restarts=0, supervised=True)
+    monkeypatch.setattr(state, "_launched", on_slurm)
+    monkeypatch.setattr(rescuer, "ending_by_signal", lambda _: Ending("failed", True, SHELL_KILLED))
+    monkeypatch.setattr(rescuer, "requeue", requeued)
+    state.signals.first = signal.SIGTERM
+    end_by_fault(state)
+    (record,) = read_lines(state.run_dir.attempts)
+    assert record["reason"] == "failed" and record["error"].endswith(f"\n{SHELL_KILLED}")
+    requeued.assert_called_once()
 
 
 def test_a_loader_worker_is_killed(root: Path) -> None:

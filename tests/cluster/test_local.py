@@ -19,8 +19,8 @@ from tests.support.forked import forked_python
 from tests.support.photos import make_folder
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint, reasons
-from tests.support.terminal import LONG, Terminal, ranks_of
-from tests.support.waiting import DEADLINE_S, read_until
+from tests.support.terminal import LONG, Terminal, children, ranks_of
+from tests.support.waiting import DEADLINE_S, read_until, wait_until
 from trainer.data.catalog import MNIST_5K
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
@@ -160,6 +160,21 @@ def test_a_killed_launcher_stops_its_ranks(plain: Terminal) -> None:
     assert attempt["reason"] == "failed" and attempt["lost_steps"] == 0, "nobody has cancelled it"
     assert attempt["error"] == "the command that started the ranks was killed"
     assert fingerprint(plain.run("orphans"))["step"] == attempt["end_step"]
+
+
+def test_a_killed_supervisor_does_not_end_the_run(plain: Terminal) -> None:
+    """The OOM killer takes the parent of a rank. The rank stops in an orderly way, and all start again; recorded as
+    cancelled, the run would wait for its user."""
+    launcher = plain.starts("--local", "--tasks-per-node", "2", "--name", "parent", *LONG)
+    plain.waits_for_step("parent")
+    os.kill(children(launcher.pid)[1], signal.SIGKILL)
+    wait_until(lambda: read_lines(plain.run("parent").attempts), "the ranks did not end")
+    (attempt, *_) = read_lines(plain.run("parent").attempts)
+    wait_until(lambda: len(ranks_of(launcher)) == 2, "the ranks did not start again")
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=DEADLINE_S)
+    assert (attempt["reason"], attempt["lost_steps"], attempt["requeue"]) == ("failed", 0, True)
+    assert attempt["error"] == "the parent process of a rank was killed"
 
 
 def test_nohup(plain: Terminal) -> None:

@@ -11,6 +11,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import tempfile
 import types
 from collections.abc import Sequence
@@ -31,12 +32,14 @@ from tests.support.worlds import a_world
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.data import datasets, decoded_cache, memory_batches
+from trainer.data import loader as loader_module
 from trainer.data.image_files import ImageFiles, read_image
 from trainer.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys
 from trainer.data.order import Order, seed_generators
 from trainer.data.pixels import Augmentation, Images, normalized
 from trainer.tasks.classification import Classification
 from trainer.world.group import Group
+from trainer.world.signals import set_up_worker
 
 CPU = torch.device("cpu")
 KINDS = (
@@ -270,6 +273,21 @@ def test_memory_needs_no_workers() -> None:
     loader = loading(workers=2).loader(rows(), 3, [(0, [1, 2]), (0, [3])])
     assert [batch[1].tolist() for batch in loader] == [[1, 2], [3]]
     assert not hasattr(loader.batches, "_iterator")
+
+
+def test_a_stop_does_not_kill_a_worker_that_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm signals every process of a job at once. Until the worker ignores that, torch would let it die, and an
+    orderly stop would become a failed attempt."""
+
+    def killed_at_once(_: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        set_up_worker()
+
+    monkeypatch.setattr(loader_module, "set_up_worker", killed_at_once)
+    loader = loading(workers=1, collate=len).loader(rows(), 3, [(0, [1, 2]), (0, [3])])
+    assert list(loader) == [2, 1]
+    loader.close()
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "the rank itself receives it again"
 
 
 def test_a_collate_of_your_own_is_called() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import shutil
 import signal
 import sys
@@ -20,10 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tests.faults import local
 from tests.faults.checks import Undisturbed
-from tests.faults.faults import FAULTS
+from tests.faults.faults import ALL, FAULTS, PROCESSES
 from tests.faults.plan import RunPlan, layouts, make_plan
-from tests.faults.report import Hit, Report
+from tests.faults.processes import plan_in_turn
+from tests.faults.report import Hit, Report, machine_lines, minutes, processes_page
 from tests.faults.run import Run
 from tests.faults.site import Site
 from tests.faults.slurm_day import HOW, PHASES, run_slurm_day
@@ -129,10 +132,13 @@ def main(words: Sequence[str]) -> int:
         metavar="K",
         help="runs at a time, each on a Slurm of its own (default: 2 per core)",
     )
-    parser.add_argument("--only", action="append", choices=sorted(FAULTS), help="inject this kind only; repeatable")
+    parser.add_argument(
+        "--only", action="append", choices=sorted({**ALL, **local.KINDS}), help="inject this kind only; repeatable"
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report to this file, e.g. docs/chaos.md")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep the outcome of each run here meanwhile")
     parser.add_argument("--silent", action="store_true", help="collectives do not fail when a rank dies, as NCCL's")
+    parser.add_argument("--processes", action="store_true", help="the worst day of processes, instead of random faults")
     storm = parser.add_argument_group("storm", "a rank is killed again and again, until the run has finished")
     storm.add_argument("--storm", action="store_true", help="do this instead of random faults")
     storm.add_argument("--period", type=float, default=15, metavar="S", help="a death every so often (default: 15 s)")
@@ -154,7 +160,9 @@ def main(words: Sequence[str]) -> int:
         sites = [
             stack.enter_context(contextlib.closing(_site(folder, number, given.silent))) for number in range(count)
         ]
-        if given.storm:
+        if given.processes:
+            status = _processes(given, sites, folder)
+        elif given.storm:
             status = run_storm(sites[0], given.period, given.deaths, given.report)
         else:
             status = _chaos(given, sites, folder / "kept")
@@ -166,6 +174,49 @@ def main(words: Sequence[str]) -> int:
 def _site(folder: Path, number: int, silent: bool) -> Site:
     (own := folder / f"site-{number}").mkdir()
     return Site(own, accounting=number == 0, silent=silent)
+
+
+def _processes(given: argparse.Namespace, sites: Sequence[Site], folder: Path) -> int:
+    """Strike processes at each moment in turn, on Slurm and under --local at the same time; returns the exit status."""
+    lacks, forks = sites[0].lacks, sites[0].forks
+    kinds = {name: fault for name, fault in PROCESSES.items() if not given.only or name in given.only}
+    kinds_here = {name: fault for name, fault in local.KINDS.items() if not given.only or name in given.only}
+    turns, turns_here = (sum(len(fault.moments) for fault in some.values()) for some in (kinds, kinds_here))
+    count_here = round(given.faults * turns_here / (turns + turns_here))
+    plan = plan_in_turn(kinds, given.faults - count_here, given.seed, lacks.keys()) if kinds else []
+    report = Report(given.seed, plan, len(sites), lacks)
+    hits: list[Hit] = []
+    missed: list[str] = []
+
+    def tell(hit: Hit) -> None:
+        hits.append(hit)
+        print(report.line(hit), flush=True)
+
+    def here() -> None:
+        try:
+            shots = local.shots_in_turn(kinds_here, count_here, random.Random(given.seed))
+            missed.extend(local.run_local(folder, shots, forks, tell))
+        except Exception as error:
+            missed.append(f"the harness failed under --local: {error!r}")
+
+    thread = threading.Thread(target=here, daemon=True)
+    thread.start()
+    try:
+        Harness(sites, plan, report, folder / "kept", None).run()
+        thread.join()
+    except (KeyboardInterrupt, SystemExit):
+        missed.append("interrupted")
+    lines = [
+        f"{report.runs} runs on Slurm, {len(hits)} under --local, seed {given.seed}, in "
+        f"{minutes(report.elapsed_s)} (min:s)",
+        *machine_lines(),
+        *(f"not tested ({what}): {why}" for what, why in lacks.items()),
+    ]
+    page = processes_page([*report.hits, *hits], {**PROCESSES, **local.KINDS}, lines, [*report.wrong, *missed])
+    print(page)
+    if given.report:
+        given.report.write_text(page)
+    return int("VIOLATION" in page)
 
 
 def _chaos(given: argparse.Namespace, sites: Sequence[Site], kept: Path) -> int:

@@ -11,6 +11,7 @@ from tests.faults.plan import Moment
 from tests.faults.victim import Missed, NeverCame, Victim
 
 DEADLINE_S = 60.0
+END_STEPS = 12  # the end of a run begins so many steps before the last
 QUICK_POLL_S = 0.002  # a save and a restore last some tens of milliseconds
 
 
@@ -32,7 +33,10 @@ def aim(victim: Victim, moment: Moment, delay_ms: int) -> None:
             victim.wait(lambda: set(victim.traces()) - traced, DEADLINE_S, "no attempt began", QUICK_POLL_S)
         elif moment is Moment.STOP:
             victim.wait(lambda: victim.log.last("stop") is not stopped, DEADLINE_S, "no rank logged a stop")
-        elif moment is Moment.AGAIN:
+        elif moment is Moment.END:
+            near = victim.total - END_STEPS
+            victim.wait(lambda: (e := victim.log.last("step")) and e.number >= near, DEADLINE_S, "no end", QUICK_POLL_S)
+        elif moment in (Moment.AGAIN, Moment.RESCUE):
             victim.signal(signal.SIGKILL, victim.rank(victim.setting.world_size - 1).pid)
         elif moment is Moment.HOLD:
             victim.wait(lambda: not victim.ranks() and victim.job.state == "PENDING", DEADLINE_S, "no requeue")

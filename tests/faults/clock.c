@@ -1,5 +1,6 @@
 /* The wall clock, moved by what the file LASTSTEP_FAULTS_CLOCK holds (a 64-bit number of seconds), for the processes
- * that preload this: a step of the clock that the rest of the machine does not see.
+ * that preload this: a step of the clock that the rest of the machine does not see. On the node N of a cluster it is the
+ * file LASTSTEP_FAULTS_CLOCK.N, if there is one.
  *
  * Whoever waits until a time of the wall clock names one of the moved clock, which the kernel does not know, so such
  * deadlines are moved back.
@@ -10,6 +11,7 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/time.h>
@@ -20,8 +22,12 @@ static const int64_t none = 0;
 static const volatile int64_t *offset = &none;
 
 __attribute__((constructor)) static void open_offset(void) {
-    const char *path = getenv("LASTSTEP_FAULTS_CLOCK");
-    int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    const char *path = getenv("LASTSTEP_FAULTS_CLOCK"), *node = getenv("SLURMD_NODENAME");
+    char own[4096];
+    int file = -1;
+    if (path && node && snprintf(own, sizeof own, "%s.%s", path, node) < (int)sizeof own)
+        file = open(own, O_RDONLY | O_CLOEXEC);
+    if (path && file < 0) file = open(path, O_RDONLY | O_CLOEXEC);
     if (file < 0) return;
     void *page = mmap(NULL, sizeof *offset, PROT_READ, MAP_SHARED, file, 0);
     if (page != MAP_FAILED) offset = page;

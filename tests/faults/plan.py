@@ -28,6 +28,8 @@ class Moment(Enum):
     SAVE = "save", 40
     STOP = "stop", 400
     AGAIN = "restart in place", 1500  # a rank was killed a moment ago
+    RESCUE = "rescue", 250  # likewise
+    END = "the end", 600  # of the run: its last steps, and the last save
     HOLD = "waiting in the queue", 3000
 
     @property
@@ -80,6 +82,7 @@ class Setting:
     disk: bool  # in a small file system of its own
     clock: bool  # with a clock that the harness can set
     shape: Shape = Shape.FIXED
+    forks: bool = False  # with a limit of processes that the harness can set
 
     @property
     def world_size(self) -> int:

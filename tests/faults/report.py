@@ -10,14 +10,14 @@ import platform
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.faults import site
-from tests.faults.faults import FAULTS
-from tests.faults.plan import Moment, RunPlan
+from tests.faults.faults import ALL
+from tests.faults.plan import Fault, Moment, RunPlan
 from tests.support.project import PROJECT
 
 COLUMNS = (
@@ -144,8 +144,8 @@ class Report:
         )
 
     def _rows(self) -> list[tuple[str, ...]]:
-        by_kind = {name: [hit for hit in self.hits if hit.fault == name] for name in FAULTS}
-        rows = [_row(name, FAULTS[name].does, hits) for name, hits in by_kind.items() if hits]
+        by_kind = {name: [hit for hit in self.hits if hit.fault == name] for name in ALL}
+        rows = [_row(name, ALL[name].does, hits) for name, hits in by_kind.items() if hits]
         return [*rows, _row("all", "", self.hits)]
 
     def _summary(self) -> list[str]:
@@ -193,6 +193,57 @@ It includes 6 s for which Slurm holds a requeued job.
 The plan of runs, faults, delays and targets depends on the seed alone. What a run is doing when a fault strikes, and so
 what the fault costs, also depends on the speed of the machine.
 """
+
+
+PROCESSES_HEAD = """\
+# The worst day: processes
+
+`make chaos PROCESSES=1 N=80`, or `python -m tests.faults --processes --faults 80 --report docs/worst-day-processes.md`,
+strikes real training runs with each of these faults at each moment of a run in turn, and writes this page: on a
+throwaway Slurm, two ranks on two nodes, several faults a run; and under --local, two ranks, one fault a run.
+The attempt may end, if the next one continues. At the end the weights and every line of the metrics must be those of an
+undisturbed run, no kept step may be lost, the records must be true, and each wait has a deadline.
+
+"""
+PROCESSES_FOOT = """\
+*Recovered*: "itself" means without help; "launch.py resume" means that the harness typed this command, as a user would;
+"stayed" means that the fault did not end the attempt.
+
+*Lost steps*: none may be lost while a rank lives; else those since the last save. At the moments "rescue" and "restart
+in place" a rank has been killed just before, so the fault may take the last one.
+
+fork fails by a preloaded library, also for the batch shell and what it starts. So are the clocks set, for the processes
+of the run on each node. A node that reboots loses its processes, and its slurmd reports a boot.
+"""
+
+
+def processes_page(hits: Sequence[Hit], kinds: Mapping[str, Fault], lines: Sequence[str], wrong: Sequence[str]) -> str:
+    """The page of the worst day of processes."""
+    columns = (*COLUMNS[:3], "moments", *COLUMNS[3:], "recorded as")
+    rows = []
+    for name, fault in kinds.items():
+        if found := [hit for hit in hits if hit.fault == name]:
+            moments = Counter(hit.moment.words for hit in found)
+            reasons = Counter(hit.recorded for hit in found if hit.recorded)
+            row = _row(name, fault.does, found)
+            rows.append((*row[:3], _counts(moments), *row[3:], _counts(reasons)))
+    table = [columns, ["---"] * len(columns), *rows]
+    violations = [f"{_place(hit)}: {what}" for hit in hits for what in hit.wrong] + list(wrong)
+    return PROCESSES_HEAD + "\n".join(
+        [
+            f"* {len(hits)} faults of {len(rows)} kinds; {len(violations)} violations",
+            *(f"* {line}" for line in lines),
+            *(f"* VIOLATION: {violation}" for violation in violations),
+            "",
+            *(f"| {' | '.join(row)} |" for row in table),
+            "",
+            PROCESSES_FOOT,
+        ]
+    )
+
+
+def _counts(words: Counter[str]) -> str:
+    return ", ".join(f"{word} {count}" for word, count in words.items())
 
 
 def fingerprint(plan: Sequence[RunPlan]) -> str:

@@ -17,7 +17,7 @@ from tests.faults import checks
 from tests.faults.aim import aim, whereabouts
 from tests.faults.checks import Attempt, Seen, Undisturbed
 from tests.faults.damage import Unrefused
-from tests.faults.faults import FAULTS
+from tests.faults.faults import ALL
 from tests.faults.plan import Fault, Loss, Moment, Return, RunPlan, Shape, Shot
 from tests.faults.report import Hit
 from tests.faults.site import SPARE, Site
@@ -71,6 +71,7 @@ class Run:
         # Steps that metrics.jsonl may lack when all ranks are killed: those since the last log line, and of 0.1 s.
         self.unwritten_steps = self.log_every + round(1000 * WRITE_EVERY_S / FAST_MS)
         self.total = config.train.epochs * int(config.data.args["samples"]) // config.train.batch_size
+        self.victim.total = self.total
         self.words = [*self._words(), *words]
         self.resumed = 0  # the step after which the current attempt began
         self.settled: set[Attempt] = set()  # attempts whose lost steps have been checked
@@ -94,7 +95,12 @@ class Run:
             f"data.workers={setting.workers}",
         ]
         if setting.clock:
-            words += [f"launch.env.LD_PRELOAD={self.site.clock}", f"launch.env.LASTSTEP_FAULTS_CLOCK={victim.clock}"]
+            words += [f"launch.env.LASTSTEP_FAULTS_CLOCK={victim.clock}"]
+        if setting.forks:
+            words += [f"launch.env.LASTSTEP_FAULTS_FORKS={victim.forks}"]
+        libraries = ((self.site.clock, setting.clock), (self.site.forks, setting.forks))
+        if preloaded := ":".join(str(library) for library, has in libraries if has):
+            words += [f"launch.env.LD_PRELOAD={preloaded}"]
         if "launch.max_failures" in {key for key, _, _ in fields_of(Config)}:
             words.append("launch.max_failures=20")  # repeated faults at its start are not the run's own failures
         return words
@@ -139,7 +145,9 @@ class Run:
             self.site.unmount(self.root)
 
     def _types(self, *words: str) -> None:
-        done = self.site.launch(*words)
+        # The batch shell has the environment of the command.
+        env = {"LD_PRELOAD": str(self.site.forks), "LASTSTEP_FAULTS_FORKS": str(self.victim.forks)}
+        done = self.site.launch(*words, env=env if self.plan.setting.forks else None)
         if done.returncode:
             said = (done.stdout + done.stderr).strip()
             raise GaveUp(f"`launch.py {words[0]}` exited with {done.returncode}: {said[-500:]}")
@@ -150,7 +158,8 @@ class Run:
         if victim.traces() or shot.moment not in (Moment.START, Moment.RESTORE):
             self._gets_to_work()
         last = victim.log.last("step")
-        return not victim.finished and (last is None or last.number < self.total - LAST_STEPS)
+        enough = shot.moment is Moment.END or last is None or last.number < self.total - LAST_STEPS
+        return enough and not victim.finished
 
     def _gets_to_work(self) -> None:
         """Wait until the run trains, after a fault's own requeue or a fault that missed."""
@@ -164,7 +173,7 @@ class Run:
 
     def _take(self, shot: Shot) -> bool:
         """Inject a fault and wait until the run has recovered; False if it could not be aimed."""
-        fault, victim = FAULTS[shot.fault], self.victim
+        fault, victim = ALL[shot.fault], self.victim
         again = Moment.STEP if Moment.STEP in fault.moments else shot.moment
         for moment in (shot.moment, again, again):
             victim.set_pace(FAST_MS)
@@ -190,9 +199,10 @@ class Run:
         kept = victim.kept()
         if fault.slow:
             victim.set_pace(SLOW_MS)
-        if again := shot.moment is Moment.AGAIN:  # two faults: there may be no rank left to save
+        if again := shot.moment in (Moment.AGAIN, Moment.RESCUE):  # two faults: there may be no rank left to save
             fault = fault if fault.loses is Loss.NEWEST else replace(fault, loses=Loss.SINCE_SAVE)
-        hit = Hit(self.plan.name, fault.name, shot.moment if again else where, shot.delay_ms)
+        planned = again or shot.moment is Moment.END
+        hit = Hit(self.plan.name, fault.name, shot.moment if planned else where, shot.delay_ms)
         ranks = victim.ranks().values()
         nodes = len({rank.env["SLURMD_NODENAME"] for rank in ranks}) or self.plan.setting.nodes
         size = len(ranks) or self.plan.setting.world_size
@@ -283,7 +293,8 @@ class Run:
         if returns is Return.USER and itself:
             hit.wrong.append("continued although it was cancelled")
         of_slurm = record is not None and OF_SLURM in (record["error"] or "")
-        had_to_end = hit.moment in (Moment.STOP, Moment.HOLD, Moment.AGAIN)  # as `aim` requeued it, or killed a rank
+        # `aim` has requeued it, or killed a rank.
+        had_to_end = hit.moment in (Moment.STOP, Moment.HOLD, Moment.AGAIN, Moment.RESCUE)
         if returns is Return.STAYS and hit.by != "stayed" and not (had_to_end or of_slurm):
             hit.wrong.append("ended although it should have continued")
         if hit.by == "stayed":

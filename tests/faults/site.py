@@ -65,10 +65,11 @@ class Site:
         self._looking = threading.Lock()
         self._looked_at, self._jobs = 0.0, list[Job]()
         self.clock: Path | None = None
+        self.forks: Path | None = None
         try:
-            self.clock = compile_clock(folder)
+            self.clock, self.forks = compile_library(folder, "clock"), compile_library(folder, "forks")
         except OSError as error:
-            self.lacks["clock"] = f"no run has a clock of its own: {error}"
+            self.lacks["clock"] = f"no run has a clock or a limit of processes of its own: {error}"
         try:
             self.mount(folder / "try", megabytes=1)
             self.unmount(folder / "try")
@@ -125,11 +126,12 @@ class Site:
         folder.rmdir()
 
 
-def compile_clock(folder: Path) -> Path:
-    """Compile the library that shifts the clock of processes which preload it. Raises OSError without a compiler."""
+def compile_library(folder: Path, name: str) -> Path:
+    """Compile a library that processes preload: `clock` shifts their clock, `forks` limits their number. Raises OSError
+    without a compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise OSError("no C compiler")
-    library, source = folder / "clock.so", Path(__file__).with_name("clock.c")
+    library, source = folder / f"{name}.so", Path(__file__).with_name(f"{name}.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
     return library

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,13 @@ from typing import Any
 import pytest
 
 from tests.faults.checks import Attempt, Seen, Undisturbed, check_curves, check_loss, check_run, lost_steps
-from tests.faults.faults import FAULTS
-from tests.faults.plan import Loss, make_plan
+from tests.faults.faults import FAULTS, PROCESSES
+from tests.faults.local import KINDS as KINDS_HERE
+from tests.faults.local import shots_in_turn
+from tests.faults.plan import Loss, Moment, make_plan
+from tests.faults.processes import plan_in_turn
 from tests.faults.report import Hit, Report
-from tests.faults.site import compile_clock
+from tests.faults.site import compile_library
 from tests.slurm.cluster import missing
 from tests.support.needs import require, require_program
 from tests.support.project import PROJECT
@@ -289,7 +294,7 @@ def test_the_clock_can_be_set(tmp_path: Path) -> None:
     offset = tmp_path / "clock"
     offset.write_bytes((-3600).to_bytes(8, "little", signed=True))
     ask = "import time; print(time.time()); start = time.monotonic(); time.sleep(0.1); print(time.monotonic() - start)"
-    moved = {"LD_PRELOAD": str(compile_clock(tmp_path)), "LASTSTEP_FAULTS_CLOCK": str(offset)}
+    moved = {"LD_PRELOAD": str(compile_library(tmp_path, "clock")), "LASTSTEP_FAULTS_CLOCK": str(offset)}
     now, moved_now = (
         subprocess.run(
             [sys.executable, "-c", ask], env={**os.environ, **env}, capture_output=True, text=True, check=True
@@ -299,3 +304,39 @@ def test_the_clock_can_be_set(tmp_path: Path) -> None:
     (here, _), (there, slept) = (map(float, done.stdout.split()) for done in (now, moved_now))
     assert here - there == pytest.approx(3600, abs=60)
     assert 0.1 <= slept < 10, "monotonic clocks do not change"
+
+
+def test_the_kernel_can_refuse_processes_and_threads(tmp_path: Path) -> None:
+    """If the library had no effect, the worst day of processes would test nothing; nor if it did not end."""
+    require_program("cc", "apt-get install gcc libc6-dev")
+    until = tmp_path / "forks"
+    ask = """
+import os, subprocess, threading
+for start in (os.fork, lambda: subprocess.run("true"), threading.Thread(target=print).start):
+    try:
+        start() or os._exit(0)
+    except (OSError, RuntimeError) as error:
+        print(type(error).__name__, flush=True)
+"""
+    moved = {"LD_PRELOAD": str(compile_library(tmp_path, "forks")), "LASTSTEP_FAULTS_FORKS": str(until)}
+
+    def said(processes: float, threads: float) -> list[str]:
+        times = [time.monotonic_ns() + round(1e9 * seconds) for seconds in (processes, threads)]
+        until.write_bytes(b"".join(at.to_bytes(8, "little") for at in times))
+        words = [sys.executable, "-c", ask]
+        return subprocess.run(words, env={**os.environ, **moved}, capture_output=True, text=True).stdout.split()
+
+    assert said(600, 600) == ["BlockingIOError", "BlockingIOError", "RuntimeError"]
+    assert said(600, -1) == ["BlockingIOError", "BlockingIOError"]
+    assert said(-1, -1) == []
+
+
+def test_each_process_is_struck_at_each_moment() -> None:
+    """A plan by chance would leave out just the moment at which a run ends for good."""
+    turns = {(fault.name, moment) for fault in PROCESSES.values() for moment in fault.moments}
+    plan = plan_in_turn(PROCESSES, len(turns), seed=1)
+    assert {(shot.fault, shot.moment) for run in plan for shot in run.shots} == turns
+    for run in plan:
+        assert Moment.END not in {shot.moment for shot in run.shots[:-1]}, "nothing can strike after the end"
+    here = shots_in_turn(KINDS_HERE, 60, random.Random(1))
+    assert {(shot.fault, shot.moment) for shot in here} == {(f.name, m) for f in KINDS_HERE.values() for m in f.moments}

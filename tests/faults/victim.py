@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tests.faults.checks import Attempt
 from tests.faults.plan import Setting, Shape
-from tests.faults.site import Job, Site
+from tests.faults.site import NODES, Job, Site
 from tests.faults.task import ASIDE, TRAINED, VALIDATED
 from trainer.records.metrics import read_lines
 from trainer.records.step_restart import read_answer
@@ -116,7 +116,11 @@ class Victim:
         self._later: list[threading.Timer] = []
         self._foreign: dict[str, float] = {}
         aside.mkdir(parents=True)
-        self.clock.write_bytes(bytes(8))
+        self.forks = aside / "forks"
+        self.total = 0  # steps of the run
+        for clock in self._clocks():
+            clock.write_bytes(bytes(8))
+        self.forks.write_bytes(bytes(16))
         self.set_pace(0)
 
     def set_pace(self, milliseconds: int) -> None:
@@ -125,10 +129,20 @@ class Victim:
         temporary.write_text(str(milliseconds))
         temporary.replace(self.aside / "pace")
 
-    def set_clock(self, seconds: int) -> None:
-        """Set the error of the ranks' wall clock."""
-        with self.clock.open("r+b") as file:
-            file.write(struct.pack("q", seconds))
+    def set_clock(self, seconds: int, node: str | None = None) -> None:
+        """Set the error of the ranks' wall clock, of those on one node if given."""
+        for clock in self._clocks() if node is None else [self.clock.with_name(f"clock.{node}")]:
+            with clock.open("r+b") as file:
+                file.write(struct.pack("q", seconds))
+
+    def _clocks(self) -> list[Path]:
+        return [self.clock, *(self.clock.with_name(f"clock.{node}") for node in NODES)]
+
+    def stop_forks(self, seconds: float, threads: bool = False) -> None:
+        """For so long the kernel has no process for this run, nor a thread."""
+        until = time.monotonic_ns() + round(1e9 * seconds)
+        with self.forks.open("r+b") as file:
+            file.write(struct.pack("qq", until, until if threads else 0))
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
         """Call `act` after this time, in a thread of its own."""

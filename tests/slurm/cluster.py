@@ -217,10 +217,10 @@ class Cluster:
             state = partial(self.run, "sinfo", "-h", "-n", node, "-o", "%t", check=False)
             self._until(f"slurmd.{node}", lambda state=state: state() == "idle\n")  # type: ignore[misc]
 
-    def start_daemon(self, name: str) -> None:
-        """Start "slurmctld" or "slurmd.NODE", for the first time or again."""
+    def start_daemon(self, name: str, *more: str) -> None:
+        """Start "slurmctld" or "slurmd.NODE", for the first time or again, with `more` words."""
         program, _, node = name.partition(".")
-        words = (program, "-D", *(("-N", node) if node else ()), "-f", str(self.conf))
+        words = (program, "-D", *(("-N", node) if node else ()), "-f", str(self.conf), *more)
         host = next((host for host in self.hosts or () if host.name == node), None)
         if client := self.clients.get(node):
             words = (*client.command(*words),)

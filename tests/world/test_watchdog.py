@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
 from trainer.world import process, watchdog
 from trainer.world.seal import Seal
@@ -199,6 +199,29 @@ def test_the_probes_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     beat = watch._own_beat()
     assert (beat.host, beat.progress, beat.busy_s) == ("here", 7, 1.5)
     assert handled.empty()
+
+
+@pytest.mark.parametrize("refusals", [2, 1000])
+def test_a_fault_while_no_thread_can_be_started(refusals: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node is at its limit of processes, which counts threads too. A survivor that gave up at that would save
+    nothing, and its attempt would have no end."""
+    monkeypatch.setattr(process, "START_S", 0.2)
+    monkeypatch.setattr(process, "PAUSE_S", 0.01)
+    faults: list[Fault] = []
+    dog = Watchdog(Probes(world=lambda: a_world()), 60, faults.append)
+    start, left = threading.Thread.start, [refusals]
+
+    def refused(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    dog.report(Fault("failed", "rank 1 has ended"))
+    wait_until(lambda: faults, "the end by fault has not begun")
+    monkeypatch.undo()
+    dog.close()
 
 
 class Silence:

@@ -194,8 +194,9 @@ class Attempt:
             if finished:
                 record = record_end(state, "finished", step, step, lost_s=0.0)
             else:
-                reason, wants_requeue, error, _ = ending_by_signal(state)
-                record = record_end(state, reason, step, step, lost_s=0.0, error=error)
+                cause = ending_by_signal(state)
+                wants_requeue, blamed = cause.requeue, [world.host_of(0)] if cause.blames_host else []
+                record = record_end(state, cause.reason, step, step, lost_s=0.0, error=cause.error, blamed=blamed)
             deadline.status = status
         self._leave(group)
         if finished:

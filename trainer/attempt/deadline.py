@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from trainer.say import flush_output, say
+from trainer.world.process import start_thread
 
 
 def run_for(timeout_s: float, work: Callable[[], None]) -> bool:
     """Call `work` in a thread, and stop waiting for it after `timeout_s`. Whether it ended."""
     thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    start_thread(thread)
     thread.join(timeout_s)
     return not thread.is_alive()
 
@@ -35,7 +36,7 @@ class Deadline:
         self._timeout_s = timeout_s
         self._timer = threading.Timer(timeout_s, self._expire)
         self._timer.daemon = True
-        self._timer.start()
+        start_thread(self._timer)
 
     def cancel(self) -> None:
         """The process has got to where it can end by itself."""

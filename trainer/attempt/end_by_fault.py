@@ -26,6 +26,7 @@ from trainer.records.attempts import find_record
 from trainer.say import say
 from trainer.world.fresh_view import FreshView
 from trainer.world.neighbour import Neighbour
+from trainer.world.process import start_thread
 from trainer.world.seal import Seal
 from trainer.world.watchdog import Fault, FaultReason
 
@@ -79,7 +80,7 @@ class EndByFault:
         """Save and record what can be, then exit unless the main thread fails by itself. Runs in a separate thread."""
         self._fault = fault
         worker = threading.Thread(target=self._try_to_take_part, args=(fault,), name="rescuer", daemon=True)
-        worker.start()
+        start_thread(worker)
         stalled_s, progress = 0.0, -1
         while worker.is_alive() and stalled_s < STALLED_S:  # counted in rounds, so not while the process is suspended
             worker.join(POLL_S)

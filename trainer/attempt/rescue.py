@@ -39,6 +39,7 @@ from trainer.attempt.rescue_records import Board, Holding, Part, Plan, Survivor
 from trainer.attempt.rescue_roll import ALONE_S, SILENT_S, Roll
 from trainer.rundir import aside
 from trainer.say import say
+from trainer.world.process import start_thread
 from trainer.world.seal import Seal
 from trainer.world.shard_place import Gathered
 from trainer.world.watchdog import Fault
@@ -82,7 +83,7 @@ class Rescue:
 
     def start(self) -> None:
         """Do the rounds in a thread."""
-        threading.Thread(target=self._rounds, name="rescue", daemon=True).start()
+        start_thread(threading.Thread(target=self._rounds, name="rescue", daemon=True))
 
     def announce(self, *holdings: Holding, gathered: Gathered | None = None, silence: str = "") -> None:
         """Say what this rank has frozen and gathered last, and why its device cannot be read, if so."""

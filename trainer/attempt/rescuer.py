@@ -13,6 +13,7 @@ from trainer.attempt.rescue import Rescue, Superseded
 from trainer.attempt.rescue_cause import blamed_hosts, explain, lost_shards, silent_devices
 from trainer.attempt.rescue_files import silent_file
 from trainer.attempt.rescue_records import Holding, Part, Plan
+from trainer.attempt.signal_cause import SHELL_KILLED
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.files import StateChanged
 from trainer.checkpoint.store import CheckpointError
@@ -186,8 +187,10 @@ class Rescuer:
         state, fault = self._state, self._fault
         missing = self._rescue.missing(plan)
         reason: EndReason
+        cause = ending_by_signal(state) if fault.reason == "signal" or state.signal is not None else None
         if fault.reason == "signal":
-            reason, wants_requeue, error, by_srun = ending_by_signal(state)
+            assert cause is not None
+            reason, wants_requeue, error, by_srun, _ = cause
             fault = replace(fault, cause=not (by_srun and (missing or plan.failures)))
         else:
             reason, wants_requeue, error = fault.reason, True, None
@@ -197,6 +200,9 @@ class Rescuer:
         if plan.lost_shards and end_step > saved_step:
             say(lost := lost_shards(plan, end_step, saved_step))
             error = "\n".join(filter(None, [error, lost]))
+        shell_killed = cause is not None and cause.error == SHELL_KILLED
+        if shell_killed and SHELL_KILLED not in (error or ""):
+            error = "\n".join(filter(None, [error, SHELL_KILLED]))
         if silent := silent_devices(plan, state.world):
             error = "\n".join(filter(None, [error, silent]))
         retry = least_hopeful([fault.retry, *(failure.retry for failure in plan.failures)])
@@ -214,6 +220,6 @@ class Rescuer:
             shell_lives = (state.world.by_submitit or state.world.supervised) and (srun_ends or not fault.silent)
             by_shell = state.world.step_restarts is not None or shell_lives
             by_torchrun = state.world.launcher_restarts and fault.reason != "signal"
-            by_nobody = not (by_shell or by_torchrun) or (srun_ends and shell_is_gone(blamed))
+            by_nobody = shell_killed or not (by_shell or by_torchrun) or (srun_ends and shell_is_gone(blamed))
             if wants_requeue and record["requeue"] and by_nobody:
                 requeue(state, record)

@@ -35,12 +35,13 @@ import signal
 import time
 from typing import Literal, NamedTuple
 
-from trainer.world.process import identity
+from trainer.world.process import SUPERVISED, children, identity
 from trainer.world.slurm import NEVER, REPLACED, UNENDED, Job, show_job, unix_time
 from trainer.world.world import World
 
 # Slurm checks time limits only now and then, so `--signal=USR2@S` may be sent up to 60 s early (man sbatch).
 EARLY_S = 60
+SHELL_KILLED = "the job's batch shell was killed"
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -51,6 +52,7 @@ class Ending(NamedTuple):
     requeue: bool
     error: str | None = None
     by_srun: bool = False  # whether srun may have sent it, since a task was killed
+    blames_host: bool = False  # whether this host is to blame, so that the ranks start again under --local
 
 
 def ending(number: signal.Signals, world: World, signal_delay_s: int) -> Ending:
@@ -65,18 +67,23 @@ def usual_ending(number: signal.Signals, world: World) -> Ending:
     """The usual meaning of the signal, outside Slurm or where Slurm does not answer."""
     if number == signal.SIGINT:  # which Slurm never sends by itself
         return Ending("cancelled", requeue=False)
-    if number == signal.SIGTERM and launcher_is_gone(world):  # it comes from the kernel, see `die_with_parent`
-        return Ending("failed", requeue=False, error="the command that started the ranks was killed")
+    if number == signal.SIGTERM and (orphaned := _orphaned(world)):  # it comes from the kernel, see `die_with_parent`
+        return orphaned
     wants_requeue = number in USER_SIGNALS
     return Ending("preempted" if wants_requeue or world.on_slurm else "cancelled", wants_requeue)
 
 
-def launcher_is_gone(world: World) -> bool:
-    """Whether the process that started the ranks of --local has ended: its pid is in the name of its job."""
-    if world.launcher != "submitit-local" or not world.supervised:
-        return False
+def _orphaned(world: World) -> Ending | None:
+    """What to record if a process above the ranks of --local was killed: nobody has cancelled the run. The pid of the
+    command that started them is in the name of its job."""
     pid = world.job_id.rpartition("-")[2]
-    return pid.isdecimal() and not identity(int(pid))
+    if world.launcher != "submitit-local" or not world.supervised or not pid.isdecimal():
+        return None
+    if not identity(int(pid)):
+        return Ending("failed", requeue=False, error="the command that started the ranks was killed")
+    if len(children(int(pid), SUPERVISED)) < world.size:
+        return Ending("failed", requeue=False, error="the parent process of a rank was killed", blames_host=True)
+    return None
 
 
 def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, now: float) -> Ending:
@@ -92,7 +99,7 @@ def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, n
         return Ending("timeout" if preempted_at == NEVER else "preempted", requeue=True)
     if job.get("JobState") not in UNENDED:
         if job.get("Reason") == "JobLaunchFailure":
-            return Ending("failed", requeue=True, error="the job's batch shell was killed")
+            return Ending("failed", requeue=True, error=SHELL_KILLED)
         at_once = unix_time(job.get("EndTime", "")) <= preempted_at + 1 < NEVER
         return Ending("preempted", requeue=True) if at_once else Ending("cancelled", requeue=False)
     if preempted_at < NEVER:

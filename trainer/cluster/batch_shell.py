@@ -69,7 +69,7 @@ def start_again(run: RunDir, launch: Launch) -> list[str]:
         "    srun=$!",
         "    # A change of the folder shows this host what another one has created there.",
         '    (until [ -e "$step_over" ]; do',
-        "        sleep 1; looks=$((${looks-0} + 1))",
+        "        sleep 1; kill -0 $$ || exit; looks=$((${looks-0} + 1))  # the shell may have been killed",
         f'        ((looks % {LOOKS})) || {{ mkdir "$step_over.look"; rmdir "$step_over.look"; }} || :',
         f"    done; sleep {OVER_S}; kill -KILL $srun) 2>/dev/null &",
         "    watcher=$!",

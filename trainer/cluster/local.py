@@ -31,7 +31,7 @@ from trainer.records.step_restart import read_answer
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 from trainer.world.launchers import RESTARTS, STEP_RESTARTS, detect_world
-from trainer.world.process import session, started
+from trainer.world.process import SUPERVISED, session, started
 from trainer.world.signals import STOP_SIGNALS
 
 POLL_S = 0.05
@@ -219,7 +219,7 @@ def _start(
     }
     common.pop(STEP_RESTARTS, None)  # of a rank that starts a run itself
     # By its path: with `-m trainer`, a module of that name in the current folder would be started instead.
-    command = [sys.executable, "-u", str(run_folders.PROJECT / "trainer"), "--supervised", str(run.path)]
+    command = [sys.executable, "-u", str(run_folders.PROJECT / "trainer"), SUPERVISED, str(run.path)]
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         for rank, log in enumerate(logs):

@@ -68,7 +68,7 @@ class Launch:
     grace_s: int | None = setting(
         None,
         "seconds that the cluster leaves between SIGTERM and SIGKILL; null: ask Slurm for its KillWait, or 30 without "
-        "an answer",
+        "an answer. Not used under --local, where nothing sends SIGKILL",
         least=1,
     )
     max_timeouts: int = setting(
@@ -82,8 +82,8 @@ class Launch:
     )
     max_failures: int = setting(
         3,
-        "allocations of a job in which attempts may crash, hang or be lost without keeping a new step before it is no "
-        "longer requeued",
+        "allocations of a job in which attempts may crash, hang, be lost, or do steps until the time limit, without "
+        "keeping a new step before it is no longer requeued",
         least=0,
     )
     exclude_after: int | None = setting(

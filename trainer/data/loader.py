@@ -21,7 +21,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.memory_batches import BatchKey, MemoryBatches
 from trainer.data.order import Order, seed_generators, seed_of
 from trainer.data.pixels import Images
-from trainer.world.signals import set_up_worker
+from trainer.world.signals import held_back, set_up_worker
 
 VALIDATION = -1  # takes the place of the epoch: a validation sample is the same in every epoch
 # A data set in memory is copied to the GPU as a whole if it is no larger than this; batches are then indexed there.
@@ -92,7 +92,8 @@ class DeviceLoader:
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.batches)
+        with held_back():  # torch lets SIGTERM kill a worker until it calls `set_up_worker`
+            batches = iter(self.batches)
         try:
             for batch in batches:
                 if isinstance(batch, ConfigError):

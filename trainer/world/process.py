@@ -1,11 +1,12 @@
-"""Processes of this machine: starting one, what this process has started, and whether one still runs: that takes no
-message from it, however starved it is."""
+"""Processes of this machine: starting one, or a thread, and looking at others: whether one still runs takes no message
+from it, however starved it is."""
 
 from __future__ import annotations
 
 import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,22 +14,36 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+SUPERVISED = "--supervised"  # the word of `python -m trainer` that makes a supervisor of --local
 # A node at its limit of processes, or short of memory, has others that end: wait so long for them.
 START_S = 5.0
 PAUSE_S = 0.25
 
 
-def started(start: Callable[[], T], wait_s: float = START_S) -> T:
-    """What `start` returns, which starts a process. Tried again while the kernel has none to give, for `wait_s`.
+def started(start: Callable[[], T], wait_s: float | None = None) -> T:
+    """What `start` returns, which starts a process. Tried again while the kernel has none to give, for `wait_s`, by
+    default START_S.
 
     Raises what `start` raises.
     """
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + (START_S if wait_s is None else wait_s)
     while True:
         try:
             return start()
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.ENOMEM) or time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE_S)
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. Tried again while the kernel has none to give, for START_S; then raises RuntimeError."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            return thread.start()
+        except RuntimeError:
+            if time.monotonic() > deadline:
                 raise
         time.sleep(PAUSE_S)
 
@@ -91,6 +106,17 @@ def kill_children(program: str) -> None:
     for pid in doomed:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def children(parent: int, word: str) -> list[int]:
+    """The living children of a process that have this word in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            its_parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if its_parent == parent and word.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(folder.name))  # a zombie has no command line
+    return found
 
 
 def session(leader: int) -> list[int]:

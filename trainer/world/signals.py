@@ -7,13 +7,14 @@ number to a wake-up file descriptor at once (signal.set_wakeup_fd), and a thread
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -89,6 +90,16 @@ class Signals:
                     self._listener(number)
 
 
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Meanwhile this thread, and a process that it forks, receives no stop signal: another thread does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def set_up_worker(_: Any = None) -> None:
     """Set up a loader's worker process: ignore stop signals, and die with the rank, which ends its workers itself.
 
@@ -97,6 +108,7 @@ def set_up_worker(_: Any = None) -> None:
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(signal.SIGKILL)
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.say import say
 from trainer.world.bad_node import blamed_host
-from trainer.world.process import identity, is_running
+from trainer.world.process import identity, is_running, start_thread
 from trainer.world.world import World
 
 if TYPE_CHECKING:
@@ -176,7 +176,8 @@ class Watchdog:
         """Report a fault to every rank, this one included. Only the first report counts."""
         if not self._closed.is_set():
             # In a thread: the store itself may have failed, and may take a long time to say so.
-            self._start_thread("report", lambda: self._publish(fault))
+            with contextlib.suppress(RuntimeError):  # no thread: the others notice by this rank's end
+                self._start_thread("report", lambda: self._publish(fault))
             self._handle(fault)
 
     def _has_ended(self, rank: int) -> None:
@@ -197,8 +198,8 @@ class Watchdog:
 
     def _start_thread(self, name: str, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name=name, daemon=True)
+        start_thread(thread)
         self._threads.append(thread)
-        thread.start()
 
     def _publish(self, fault: Fault) -> None:
         if self._reports is not None:
@@ -208,7 +209,10 @@ class Watchdog:
     def _handle(self, fault: Fault) -> None:
         """Start the end by fault on this rank, once."""
         if not self._closed.is_set() and self._faulted.acquire(blocking=False):
-            threading.Thread(target=self._on_fault, args=(fault,), name="fault", daemon=True).start()
+            try:
+                start_thread(threading.Thread(target=self._on_fault, args=(fault,), name="fault", daemon=True))
+            except RuntimeError:  # the kernel has no thread: what this one does otherwise is not needed any more
+                self._on_fault(fault)
 
     def _watch(self) -> None:
         """The watch thread."""
