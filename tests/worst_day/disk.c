@@ -88,6 +88,7 @@ static int armed(void) {
 
 /* The pattern of a path below the root; 0 if it is not below it. */
 static int pattern_of(const char *path, char *out) {
+    static const char hex[] = "0123456789abcdef";
     size_t length = strlen(control->root), size = 0;
     if (strncmp(path, control->root, length) || (path[length] != '/' && path[length])) return 0;
     path += length + (path[length] == '/');
@@ -98,6 +99,9 @@ static int pattern_of(const char *path, char *out) {
         } else if (!strncmp(path, ".writing-step_", 14)) {
             size += sprintf(out + size, ".writing-step_#-X");
             path += strcspn(path, "/");
+        } else if (*path == '.' && (strspn(path + 1, hex) == 16 || strspn(path + 1, hex) == 8)) { /* a random name */
+            size += sprintf(out + size, ".X");
+            path += 1 + strspn(path + 1, hex);
         } else if (*path >= '0' && *path <= '9') {
             out[size++] = '#';
             path += strspn(path, "0123456789");
