@@ -51,19 +51,23 @@ slurm-down:
 	$(BIN)/python -m tests.slurm.cluster down
 
 # N faults (200 take about half an hour), planned from SEED. The exit status is 1 if a run broke a promise.
-# SILENT=1: collectives do not fail when a rank dies, as NCCL's. SLURM=1: instead, N calls of Slurm's commands misbehave.
+# SILENT=1: collectives do not fail when a rank dies, as NCCL's.
+# IO=1: instead, N file operations fail (300 take some forty minutes); the same command continues what was interrupted.
 N ?= 30
 SEED ?= 1
 SILENT ?=
-# SLURM=1 and PROCESSES=1: the worst day of Slurm, of processes, instead: each fault at each moment in turn (80 take
-# about half an hour).
+# IO=1, SLURM=1, PROCESSES=1 instead: the worst day of a disk, of Slurm, of processes, N faults in turn.
 SLURM ?=
 PROCESSES ?=
+IO ?=
 chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, reported in docs/chaos.md
 ifneq ($(SLURM),)
 	$(BIN)/python -m tests.faults --slurm --faults $(N) --seed $(SEED) --report docs/worst-day-slurm.md
 else ifneq ($(PROCESSES),)
 	$(BIN)/python -m tests.faults --processes --faults $(N) --seed $(SEED) --report docs/worst-day-processes.md
+else ifneq ($(IO),)
+	$(BIN)/python -m tests.worst_day --runs $(N) --seed $(SEED) --results .cache/worst-day/$(N)-$(SEED).json \
+		--report docs/worst-day.md
 else
 	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) $(if $(SILENT),--silent) \
 		--results .cache/faults/$(N)-$(SEED)$(if $(SILENT),-silent).json \

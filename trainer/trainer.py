@@ -52,8 +52,9 @@ class Trainer:
         from trainer.checkpoint.newest import START_S
         from trainer.checkpoint.patience import Patience
 
-        world = detect_world()
-        if world.rank == 0 and not self.run.config.exists():  # a user's program has passed it to an executor
+        world, patience = detect_world(), Patience(START_S, say)
+        # Else a user's program has passed it to an executor.
+        if world.rank == 0 and not patience.insist(self.run.config.exists):
             self.run.path.mkdir(mode=0o755, parents=True, exist_ok=True)
             self.config.save(self.run.config)
         _clear_unfinished(world)
@@ -63,7 +64,7 @@ class Trainer:
         # would walk over them again and again, which takes longer than the import itself (benchmarks/requeue.py).
         gc.disable()
         try:
-            if finish := Patience(START_S, say).insist(lambda: finish_of(self.run, self.config)):
+            if finish := patience.insist(lambda: finish_of(self.run, self.config)):
                 say(f"finished at {finish.step} of {finish.total_steps}: nothing is left to do")
                 return finish.metrics
             return Attempt(self.config, self.run, world, signals).run()

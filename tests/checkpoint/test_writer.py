@@ -33,6 +33,7 @@ from tests.support.waiting import DEADLINE_S
 from trainer.checkpoint import store as store_module
 from trainer.checkpoint import stripes
 from trainer.checkpoint.pack import Packed, load
+from trainer.checkpoint.patience import NO_PATIENCE, Patience
 from trainer.checkpoint.store import LUSTRE, MANIFEST, CheckpointError, CheckpointStore, Manifest, shard_name
 from trainer.checkpoint.weights import weights_sha256
 from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
@@ -434,8 +435,10 @@ class CountingStore(CheckpointStore):
 
     commits = 0
 
-    def commit(self, writing: Path, manifest: Manifest, replaces: bool = True) -> Path:
-        path = super().commit(writing, manifest, replaces)
+    def commit(
+        self, writing: Path, manifest: Manifest, replaces: bool = True, patience: Patience = NO_PATIENCE
+    ) -> Path:
+        path = super().commit(writing, manifest, replaces, patience)
         self.commits += 1
         return path
 

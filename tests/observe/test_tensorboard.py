@@ -6,6 +6,7 @@ but would only be an artifact of its log.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -36,6 +37,7 @@ from tests.support.waiting import wait_until
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe import hparams, tensorboard
 from trainer.observe.tensorboard import TensorBoard
+from trainer.records import append_only
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
 
@@ -269,6 +271,20 @@ def test_a_full_disk(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     writer.complete()
     assert len(said) == 1 and said[0].startswith("WARNING: [Errno 27] File too large; training continues")
+    assert on_disk(run) == loaded(loader(run)) == expected(run)
+
+
+def test_the_last_copy_insists(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No attempt follows that would add what an error of the disk kept out of it."""
+    append, refused = append_only.append, iter([True, False])
+
+    def append_later(path: Path, data: bytes) -> None:
+        if next(refused, False):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        append(path, data)
+
+    monkeypatch.setattr("trainer.observe.tensorboard.append", append_later)
+    attempt(run, metrics(21))
     assert on_disk(run) == loaded(loader(run)) == expected(run)
 
 

@@ -94,6 +94,7 @@ SLOW = (
     "world/test_meeting",
     "world/test_network",
     "world/test_seal.py::test_an_outsider",
+    "worst_day/test_worst_day.py::test_nothing_is_lost",
 )
 # ... except for these, which are quick, or show in seconds that real ranks still work.
 QUICK = (

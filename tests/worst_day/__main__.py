@@ -34,6 +34,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--only", metavar="TEXT", help="only the faults whose names contain this")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep the outcome of each run here")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report here, e.g. docs/worst-day.md")
+    parser.add_argument("--keep", action="store_true", help="keep the folder of each run, not only of bad ones")
     given = parser.parse_args(words)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     make_shared_folder()
@@ -70,7 +71,12 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
                 kept.append(Path(shutil.copytree(path, folder / "kept" / path.name)))
 
             outcome = carry_out(
-                planned.scenario, planned.fault, folder / f"run-{number}", undisturbed[planned.scenario], keep
+                planned.scenario,
+                planned.fault,
+                folder / f"run-{number}",
+                undisturbed[planned.scenario],
+                keep,
+                given.keep,
             )
             with lock:
                 report.done[str(planned)] = {

@@ -26,23 +26,26 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { ROLES = 8, PATH = 1024, FILES = 4096 };
+enum { ROLES = 8, RULES = 24, PATH = 1024, FILES = 4096 };
 enum action { NONE, FAIL, FAIL_FOR, OUTAGE, STALL, DONE_BUT, SHORT, OLD };
 
-struct control {
-    int32_t processes[ROLES]; /* of each role so far */
-    int32_t fired;            /* how many calls were hit */
-    int32_t tracing;
+struct rule {
+    int32_t fired; /* how many calls were hit */
     int32_t action, error;
     int32_t role, process, number; /* which call */
-    int32_t hidden;                /* by an old listing */
     int64_t began_ns, lasts_ns;
-    char call[16], pattern[240], root[256];
+    char call[16], pattern[240];
+};
+struct control {
+    int32_t processes[ROLES]; /* of each role so far */
+    int32_t tracing, rules;
+    char root[256];
+    struct rule rule[RULES];
 };
 
 static struct control *control;
 static int of_pid, role, process;
-static volatile int32_t counted; /* calls of this process that fit the rule */
+static volatile int32_t counted[RULES]; /* calls of this process that fit the rule */
 static char host[128];
 /* Whether an open file is below the root: 0 not known, 1 no, 2 yes. */
 static volatile unsigned char ours[FILES];
@@ -81,13 +84,15 @@ static int armed(void) {
         control = page;
         gethostname(host, sizeof host - 1);
     }
-    of_pid = pid, leads = is_leader, role = my_role(), counted = 0;
+    of_pid = pid, leads = is_leader, role = my_role();
+    for (int i = 0; i < RULES; i++) counted[i] = 0;
     process = __sync_fetch_and_add(&control->processes[role % ROLES], 1);
     return 1;
 }
 
 /* The pattern of a path below the root; 0 if it is not below it. */
 static int pattern_of(const char *path, char *out) {
+    static const char hex[] = "0123456789abcdef";
     size_t length = strlen(control->root), size = 0;
     if (strncmp(path, control->root, length) || (path[length] != '/' && path[length])) return 0;
     path += length + (path[length] == '/');
@@ -98,6 +103,9 @@ static int pattern_of(const char *path, char *out) {
         } else if (!strncmp(path, ".writing-step_", 14)) {
             size += sprintf(out + size, ".writing-step_#-X");
             path += strcspn(path, "/");
+        } else if (*path == '.' && (strspn(path + 1, hex) == 16 || strspn(path + 1, hex) == 8)) { /* a random name */
+            size += sprintf(out + size, ".X");
+            path += 1 + strspn(path + 1, hex);
         } else if (*path >= '0' && *path <= '9') {
             out[size++] = '#';
             path += strspn(path, "0123456789");
@@ -128,30 +136,32 @@ static void trace(const char *call, const char *pattern) {
     syscall(SYS_close, file);
 }
 
-/* What is to become of a call. Sets errno to the error that it fails with; stalls here. */
-static enum action judge(const char *call, const char *pattern) {
-    if (control->tracing) trace(call, pattern);
-    int64_t since = control->began_ns ? now_ns() - control->began_ns : -1;
-    int lasts = since >= 0 && since < control->lasts_ns;
-    if (control->action == OUTAGE && lasts) {
-        __sync_fetch_and_add(&control->fired, 1);
-        errno = control->error;
-        return FAIL;
-    }
-    if (control->action == NONE || role != control->role || strcmp(call, control->call) ||
-        strcmp(pattern, control->pattern))
-        return NONE;
-    int first = process == control->process && __sync_add_and_fetch(&counted, 1) == control->number;
-    if (first) control->began_ns = now_ns();
-    if (!first && !(control->action == FAIL_FOR && lasts)) return NONE;
-    __sync_fetch_and_add(&control->fired, 1);
-    if (control->action == STALL) {
-        struct timespec pause = {control->lasts_ns / 1000000000, control->lasts_ns % 1000000000};
+/* What a rule makes of a call. Sets errno to the error that it fails with; stalls here. */
+static enum action apply(struct rule *rule, volatile int32_t *count, const char *call, const char *pattern) {
+    int64_t since = rule->began_ns ? now_ns() - rule->began_ns : -1;
+    int lasts = since >= 0 && since < rule->lasts_ns;
+    errno = rule->error;
+    if (rule->action == OUTAGE && lasts) return FAIL;
+    if (role != rule->role || strcmp(call, rule->call) || strcmp(pattern, rule->pattern)) return NONE;
+    int first = process == rule->process && __sync_add_and_fetch(count, 1) == rule->number;
+    if (first) rule->began_ns = now_ns();
+    if (!first && !(rule->action == FAIL_FOR && lasts)) return NONE;
+    __sync_fetch_and_add(&rule->fired, 1);
+    if (rule->action == STALL) {
+        struct timespec pause = {rule->lasts_ns / 1000000000, rule->lasts_ns % 1000000000};
         nanosleep(&pause, NULL);
         return NONE;
     }
-    errno = control->error;
-    return control->action == FAIL_FOR || control->action == OUTAGE ? FAIL : (enum action)control->action;
+    return rule->action == FAIL_FOR || rule->action == OUTAGE ? FAIL : (enum action)rule->action;
+}
+
+/* What is to become of a call. */
+static enum action judge(const char *call, const char *pattern) {
+    enum action found = NONE;
+    if (control->tracing) trace(call, pattern);
+    for (int i = 0; i < control->rules && found == NONE; i++)
+        found = apply(&control->rule[i], &counted[i], call, pattern);
+    return found;
 }
 
 static enum action at(int folder, const char *path, const char *call) {
@@ -308,7 +318,7 @@ static void hide_newest(DIR *folder) {
         if (changed > newest) newest = changed, strcpy(old.hidden, one->d_name);
     }
     rewinddir(folder);
-    if (newest >= 0) old.folder = folder, control->hidden++;
+    if (newest >= 0) old.folder = folder;
 }
 
 static DIR *listed(DIR *folder, enum action what) {

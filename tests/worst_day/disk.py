@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +22,10 @@ ACTIONS = (
     *("none", "fails", "fails for a while", "whole disk fails for a while"),
     *("stalls", "done, but fails", "is short", "is old"),
 )  # enum action of disk.c
-_LAYOUT = struct.Struct("8i8iqq16s240s256s")  # struct control of disk.c
+_CONTROL = struct.Struct("8iii256s")  # struct control of disk.c, without its rules
+_RULE = struct.Struct("6iqq16s240s")  # struct rule
 _PROCESSES = 8
+MOST_FAULTS = 24
 
 
 class Call(NamedTuple):
@@ -74,24 +77,26 @@ def library() -> Path:
 class Disk:
     """A disk below `root`, with its control file in `folder`."""
 
-    def __init__(self, folder: Path, root: Path, fault: Fault | None = None, tracing: bool = False) -> None:
+    def __init__(self, folder: Path, root: Path, faults: Sequence[Fault] = (), tracing: bool = False) -> None:
+        assert len(faults) <= MOST_FAULTS
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        call = fault.call if fault else Call(-1, 0, "", "")
+        self.folder, self._faults = folder, faults
         self._control = folder / "control"
-        fields = _LAYOUT.pack(
-            *[0] * _PROCESSES,
-            *(0, tracing, ACTIONS.index(fault.action) if fault else 0, fault.error if fault else 0),
-            *(call.role, call.process, fault.number if fault else 0, 0),
-            *(0, round((fault.lasts_s if fault else 0.0) * 1e9)),
-            *(call.name.encode(), call.pattern.encode(), str(root).encode()),
-        )
-        self._control.write_bytes(fields + bytes(mmap.PAGESIZE - len(fields)))
+        content = _CONTROL.pack(*[0] * _PROCESSES, tracing, len(faults), str(root).encode())
+        for fault in faults:
+            call = fault.call
+            content += _RULE.pack(
+                *(0, ACTIONS.index(fault.action), fault.error, call.role, call.process, fault.number),
+                *(0, round(fault.lasts_s * 1e9), call.name.encode(), call.pattern.encode()),
+            )
+        self._control.write_bytes(content + bytes(-len(content) % mmap.PAGESIZE))
 
     @property
-    def fired(self) -> int:
-        """How many calls were hit."""
-        return int(_LAYOUT.unpack_from(self._control.read_bytes())[_PROCESSES])
+    def fired(self) -> list[int]:
+        """How many calls each of the faults has hit."""
+        content = self._control.read_bytes()
+        starts = range(_CONTROL.size, _CONTROL.size + len(self._faults) * _RULE.size, _RULE.size)
+        return [int(_RULE.unpack_from(content, start)[0]) for start in starts]
 
     def calls(self) -> Counter[Call]:
         """How often there was which call, while `tracing`."""

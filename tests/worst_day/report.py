@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,23 @@ from typing import Any
 
 from tests.worst_day.disk import ROLES
 
+ABOUT = """
+Made by `make chaos IO=1`; do not edit. A short run is traced once. Two ranks train; rank 1 dies, they start again in
+place, SIGTERM stops them, `resume` continues the run, and it finishes. And a job of one rank is killed, restarted by
+its batch shell, requeued, and finishes. Then the run is done once for each of its file operations, with that one
+failing: with an error, once or for three seconds; after a stall; with an old listing, or a name that the client
+believes absent; with half a read or write; or done, and reported as failed. A command that has ended is typed again,
+as its user would.
+
+Allowed: the attempt ends, and the next one continues. Never: a step lost that was kept, other bits than those of the
+undisturbed run, a hang, a run that ends for good, a record that is not true.
+"""
+HOW = """
+It needs Linux and a C compiler, and takes some forty minutes on two cores for 300 runs. An interrupted command
+continues when it is typed again: its results are in `.cache/worst-day/`. Runs that broke a promise are repeated then,
+and their folders are kept. `python -m tests.worst_day --help` has the options, such as `--only TEXT` for the faults
+whose names contain a text. `make test` carries out some of the runs.
+"""
 FOUND = Path(__file__).with_name("found.md")
 
 
@@ -46,16 +64,7 @@ class Report:
         lines = [
             "# The worst day of a disk",
             "",
-            "Made by `make chaos IO=1`; do not edit. A short run is traced once. Two ranks train; rank 1 dies, they start",
-            "again in place, SIGTERM stops them, `resume` continues the run, and it finishes. And a job of one rank is",
-            "killed, restarted by its batch shell, requeued, and finishes. Then the run is done once for each of its file",
-            "operations, with that one failing: with an error, once or for three seconds; after a stall; with an old",
-            "listing, or a name that the client believes absent; with half a read or write; or done, and reported as",
-            "failed. A command that has ended is typed again, as its user would.",
-            "",
-            "Allowed: the attempt ends, and the next one continues. Never: a step lost that was kept, other bits than",
-            "those of the undisturbed run, a hang, a run that ends for good, a record that is not true.",
-            "",
+            *_paragraphs(ABOUT),
             "| | |",
             "|---|---:|",
             f"| file operations traced | {self.operations:,} |",
@@ -83,12 +92,15 @@ class Report:
             "",
             "    make chaos IO=1 N=300 SEED=1",
             "",
-            "It needs Linux and a C compiler, and takes about half an hour on two cores for 300 runs. An interrupted",
-            "command continues when it is typed again: its results are in `.cache/worst-day/`. Runs that broke a promise",
-            "are repeated then, and their folders are kept. `python -m tests.worst_day --help` has the options, such as",
-            "`--only TEXT` for the faults whose names contain a text. `make test` carries out some of the runs.",
+            *_paragraphs(HOW),
         ]
         return "\n".join(lines) + "\n"
+
+
+def _paragraphs(text: str) -> list[str]:
+    """The lines of a text, each paragraph wrapped anew."""
+    wrapped = (textwrap.fill(" ".join(one.split()), 120) for one in text.strip().split("\n\n"))
+    return [*"\n\n".join(wrapped).splitlines(), ""]
 
 
 def _table(rows: list[tuple[str, str]], head: str) -> list[str]:

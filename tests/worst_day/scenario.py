@@ -92,12 +92,12 @@ class Outcome:
 class Victim:
     """A run on such a disk."""
 
-    def __init__(self, folder: Path, fault: Fault | None = None, tracing: bool = False) -> None:
+    def __init__(self, folder: Path, faults: Sequence[Fault] = (), tracing: bool = False) -> None:
         self.folder, self.root, self.aside = folder, folder / "runs", folder / "aside"
         self.root.mkdir(parents=True)
         self.aside.mkdir()
         self.run = RunDir(self.root / NAME)
-        self.disk = Disk(folder / "disk", self.root, fault, tracing)
+        self.disk = Disk(folder / "disk", self.root, faults, tracing)
         self.outcome = Outcome()
         self._python = forked_python(preload=library())
         env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SUBMITIT", "PYTEST"))}
@@ -121,7 +121,7 @@ class Victim:
             self.outcome.wrong.append(f"hangs: {' '.join(map(str, error.cmd[1:3]))} took longer than {error.timeout} s")
         except Exception as error:
             self.outcome.wrong.append(f"the run's folder cannot be read: {error!r}")
-        self.outcome.fired = self.disk.fired
+        self.outcome.fired = sum(self.disk.fired)
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
 
@@ -217,7 +217,7 @@ class Victim:
                     os.kill(int(entry.name), signal.SIGKILL)
 
     def _was_hit(self) -> bool:
-        return self.disk.fired > 0
+        return any(self.disk.fired)
 
     def _is_finished(self) -> bool:
         return [record["reason"] for record in read_lines(self.run.attempts)][-1:] == ["finished"]
@@ -286,13 +286,14 @@ def carry_out(
     folder: Path,
     undisturbed: Mapping[str, Any],
     keep: Callable[[Path], object] | None = None,
+    always: bool = False,
 ) -> Outcome:
-    """One run with one fault. Its folder is removed unless a promise was broken; then `keep` gets it."""
-    victim = Victim(folder, fault)
+    """One run with one fault. Its folder is removed; before that, `keep` gets it if a promise was broken, or always."""
+    victim = Victim(folder, [fault])
     outcome = victim.lives(scenario, undisturbed)
     if outcome.wrong:
         outcome.said = (folder / "said.txt").read_text(errors="replace")[-6000:]
-        if keep is not None:
-            keep(folder)
+    if keep is not None and (outcome.wrong or always):
+        keep(folder)
     shutil.rmtree(folder, ignore_errors=True)
     return outcome

@@ -16,6 +16,7 @@ from trainer.attempt.rescue_records import Holding, Part, Plan
 from trainer.attempt.signal_cause import SHELL_KILLED
 from trainer.attempt.state import AttemptState
 from trainer.checkpoint.files import StateChanged
+from trainer.checkpoint.patience import Patience
 from trainer.checkpoint.store import CheckpointError
 from trainer.records.retry import least_hopeful
 from trainer.say import counted, say
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 FREEZE_S = 10.0
 # How long a save that all ranks write together may still take to be committed.
 COMMIT_S = 2.0
+# How long a disk may refuse before this rank leaves the save to another one.
+INSIST_S = 5.0
 
 
 class Rescuer:
@@ -119,9 +122,8 @@ class Rescuer:
             return self._rescue.report_unable("another attempt is working on this run")
         try:
             with loop.frozen(plan.place) as frozen:
-                entry = frozen.write_part(
-                    plan.generation, part.shard, part.stripe, part.file, lambda: self._rescue.check(part)
-                )
+                write = (plan.generation, part.shard, part.stripe, part.file, lambda: self._rescue.check(part))
+                entry = Patience(INSIST_S, say).insist(lambda: frozen.write_part(*write))
         except Superseded:
             return
         except StateChanged:  # the rank that this one's device waited for was only slow: now it holds the next step
@@ -165,7 +167,7 @@ class Rescuer:
             return False
         try:
             with loop.frozen(plan.place) as frozen:
-                frozen.commit(plan.generation, plan.written)
+                frozen.commit(plan.generation, plan.written, Patience(INSIST_S, say))
         except StateChanged:  # this rank's device has continued, and it has announced the next step
             return False
         except DeviceSilent:

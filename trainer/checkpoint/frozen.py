@@ -11,6 +11,7 @@ import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from trainer.checkpoint.files import StateChanged
 from trainer.checkpoint.pack import WHOLE, Layout, Packed, serialized_structure
+from trainer.checkpoint.patience import NO_PATIENCE, Patience
 from trainer.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, shard_name
 from trainer.checkpoint.stripes import Stripe
 from trainer.checkpoint.writer import CheckpointInfo, make_manifest, reason_of, write_file
@@ -87,9 +89,10 @@ class FrozenState:
                 path.parent.rmdir()  # unless others write there
             raise
 
-    def commit(self, tag: str, parts: Mapping[str, FileEntry]) -> None:
+    def commit(self, tag: str, parts: Mapping[str, FileEntry], patience: Patience = NO_PATIENCE) -> None:
         """Commit the parts, files in the writing folder, by shard and in the order of their bytes. One rank calls this,
-        once all parts are written. An intact checkpoint of this step remains. Raises CheckpointError.
+        once all parts are written. An intact checkpoint of this step remains. Raises CheckpointError when the disk
+        refuses for longer than the `patience`.
         """
         step, store = self._info.step, self._store
         store.look_anew()  # a rank on another host may have committed this step
@@ -98,20 +101,25 @@ class FrozenState:
             return store.discard(writing)
         try:
             sharding = self._sharding([entry["bytes"] for entry in parts.values()])
-            files = {STRUCTURE: write_file(writing / STRUCTURE, [serialized_structure(self._structure)])}
+            files = {STRUCTURE: patience.insist(lambda: self._write_structure(writing / STRUCTURE))}
             for number, (name, entry) in enumerate(parts.items()):
                 shard = shard_name(number, len(parts))
-                (writing / name).rename(writing / shard)
+                patience.insist(partial(_rename, writing / name, writing / shard))
                 files[shard] = entry
-            self._before_commit()
+            patience.insist(self._before_commit)
         except Exception as error:  # of any kind: the caller only asks whether the state is saved
             store.discard(writing)
             raise store.write_error(step, reason_of(error)) from error
         try:
-            store.commit(writing, make_manifest(self._info, self._world_size, files, sharding), replaces=exists)
+            manifest = make_manifest(self._info, self._world_size, files, sharding)
+            store.commit(writing, manifest, replaces=exists, patience=patience)
         except CheckpointError:
             if exists or not store.is_intact(step):  # the save that all ranks had begun together may have come first
                 raise
+
+    def _write_structure(self, path: Path) -> FileEntry:
+        path.unlink(missing_ok=True)  # what this rank left unfinished
+        return write_file(path, [serialized_structure(self._structure)])
 
     def _sharding(self, sizes: list[int]) -> list[int]:
         """How many of these files, in their order, each shard has; see `Manifest`. Raises OSError when they are not the
@@ -148,3 +156,11 @@ class FrozenState:
     def _read(self, packed: Packed, start: int, stop: int, chunk: Tensor) -> bool:
         packed.copy(start, stop, chunk)
         return self._is_whole()
+
+
+def _rename(before: Path, after: Path) -> None:
+    """Rename a file, unless that has happened and was reported as failed. Raises OSError."""
+    try:
+        before.rename(after)
+    except FileNotFoundError:
+        after.stat()

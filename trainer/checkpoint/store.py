@@ -136,16 +136,21 @@ class CheckpointStore:
             writing.mkdir(exist_ok=True)
         return writing
 
-    def commit(self, writing: Path, manifest: Manifest, replaces: bool = True) -> Path:
+    def commit(
+        self, writing: Path, manifest: Manifest, replaces: bool = True, patience: Patience = NO_PATIENCE
+    ) -> Path:
         """Turn the folder `writing`, whose files are fsynced, into the checkpoint of its step: steps 2 to 7 of the
         protocol. Only one process calls this. In doubt, several may without `replaces`: one of them succeeds.
 
-        Raises CheckpointError if the disk refuses, or without `replaces` if there is a checkpoint of that step, which
-        then remains; `writing` is deleted.
+        Raises CheckpointError if the disk refuses for longer than the `patience`, or without `replaces` if there is a
+        checkpoint of that step, which then remains; `writing` is deleted.
         """
         final = self.folder / folder_name(manifest.step)
         replaced = final.with_suffix(REPLACED)
-        try:
+        renamed = False
+
+        def write() -> None:
+            nonlocal renamed
             for name, entry in manifest.files.items():
                 if (writing / name).stat().st_size != entry["bytes"]:
                     raise OSError(errno.EIO, "was truncated after it was written", name)
@@ -157,17 +162,35 @@ class CheckpointStore:
                 final.rename(replaced)
             try:
                 writing.rename(final)  # refused where there is one already: that folder is not empty
-            except OSError:
+            except OSError as error:
                 if _exists(replaced):
                     replaced.rename(final)
+                if error.errno == errno.ENOTEMPTY:  # which does not pass
+                    raise FileExistsError(error.errno, error.strerror, error.filename, None, final) from None
                 raise
+            renamed = True
+
+        def commit() -> None:
+            if not renamed and not self._has_happened(writing, final, manifest):
+                write()
             fsync(self.folder)
+
+        try:
+            patience.insist(commit)
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             self.discard(writing)
             raise self.write_error(manifest.step, error) from error
         self.damaged.discard(manifest.step)
         return final
+
+    def _has_happened(self, writing: Path, final: Path, manifest: Manifest) -> bool:
+        """Whether a commit that was reported as failed has happened. Raises OSError."""
+        if _exists(writing) or not _exists(final):
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            return (final / MANIFEST).read_text() == manifest.text() + "\n"
+        return False
 
     def discard(self, writing: Path) -> None:
         """Delete a folder that will not be committed: on a full disk its files would take space that a retry needs."""

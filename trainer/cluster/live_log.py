@@ -57,7 +57,12 @@ class LiveLog:
                 self._bar.stop()
 
     def update(self) -> None:
-        """Print the new lines of the log, `error: ...` lines to stderr, and move the bar."""
+        """Print the new lines of the log, `error: ...` lines to stderr, and move the bar. What the disk does not show
+        right now comes with a later update."""
+        with contextlib.suppress(OSError):
+            self._update()
+
+    def _update(self) -> None:
         if self._log.exists():
             with self._log.open("rb") as file:
                 file.seek(self._offset)

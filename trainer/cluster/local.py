@@ -19,7 +19,8 @@ from typing import IO
 
 from trainer import say
 from trainer.attempt import user_error
-from trainer.checkpoint.newest import newest_step
+from trainer.checkpoint.newest import START_S, newest_step
+from trainer.checkpoint.patience import Patience
 from trainer.cluster import code_origin, run_folders
 from trainer.cluster.live_log import LiveLog
 from trainer.cluster.spawn import GRACE_S, REFUSED_S
@@ -107,14 +108,16 @@ class LocalRanks:
         def kept_step() -> int:
             return newest_step(self._run, _say)
 
-        ended = ended_attempts(self._run, kept_step)
+        patience = Patience(START_S, _say)
+        ended = patience.insist(lambda: ended_attempts(self._run, kept_step))
         of_job = [record for record in ended if record["job_id"] == self.job_id]
         answer = read_answer(self._run.step_restart)
         in_place = answer.starts if answer and answer.job_id == self.job_id else 0
         if len(of_job) <= self._restarts + in_place:  # these ranks have ended before their attempt began
             return False
         follows = decide(ended, self._config.launch, local=True).what is Next.RESTART
-        record_abandoned_attempts(self._run, kept_step, continued_job=self.job_id if follows else None)
+        continued = self.job_id if follows else None
+        patience.insist(lambda: record_abandoned_attempts(self._run, kept_step, continued_job=continued))
         return follows
 
     def send(self, number: signal.Signals) -> None:

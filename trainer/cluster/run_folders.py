@@ -28,9 +28,11 @@ from trainer.records.metrics import read_lines
 from trainer.records.submissions import Submission, read_submissions
 from trainer.rundir import RunDir
 from trainer.say import command
+from trainer.world.patience import Patience
 from trainer.world.process import here
 from trainer.world.slurm import is_job_id
 
+CREATE_S = 10.0  # how long a start insists on a folder for its run
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -99,15 +101,16 @@ def reconfigured(run: RunDir, config: Config) -> Iterator[None]:
 
 
 def create(config: Config) -> RunDir:
-    """Create the run's folder and write its configuration there. Raises ConfigError when that fails."""
+    """Create the run's folder and write its configuration there. Raises ConfigError when that fails for CREATE_S."""
     assert config.launch.name is not None
     root = Path(config.launch.root)
     check_writable(root)
     run = RunDir(root / config.launch.name)
+    patience = Patience(CREATE_S, lambda text: print(f"WARNING: {text}", file=sys.stderr))
     try:
         run.path.mkdir(parents=True)
-        run.logs.mkdir()
-        config.save(run.config)
+        patience.insist(lambda: run.logs.mkdir(exist_ok=True))
+        patience.insist(lambda: config.save(run.config))
     except FileExistsError:
         raise ConfigError(f"launch.name={run.name}: somebody else has just started a run of this name") from None
     except OSError as error:

@@ -109,13 +109,25 @@ def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
 
 def _continue(folder: Path, overrides: Sequence[str]) -> int:
     """Continue the run in that folder, in this rank."""
-    if not folder.exists():
+    patience = Patience(START_S, say)
+    if not patience.insist(lambda: _exists(folder)):
         runs = [str(path.parent) for path in folder.parent.glob("*/config.yaml")]
         raise ConfigError(f"{folder}: no such folder of a run; {nearest(str(folder), ['hello', *sorted(runs)])}")
     if overrides:
         raise ConfigError(f"{overrides[0]}: a continued run keeps its configuration")
-    world, run = detect_world(), run_folders.find_run(str(folder), str(folder.parent))
+    world, run = detect_world(), RunDir(folder)
+    if not patience.insist(lambda: _exists(run.config)):
+        run = run_folders.find_run(str(folder), str(folder.parent))
     return _rank(_load_started(run, world), run, world)
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something at a path. Raises OSError where that cannot be seen right now."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _rank(config: Config, run: RunDir, world: World) -> int:

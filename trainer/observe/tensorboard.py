@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from trainer.records.append_only import append
 from trainer.rundir import RunDir
 from trainer.say import say
+from trainer.world.patience import NO_PATIENCE, Patience
 
 if TYPE_CHECKING:
     from trainer.observe.events import Point, Points
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 EVERY_S = 5.0  # between two copies; TensorBoard reloads no more often either
 PAUSE_S = 0.02  # now and then during a long copy, so that the training gets the interpreter's lock
 COMPLETE_S = 60.0  # the longest wait for the last copy, in case the disk does not answer
+LAST_S = 20.0  # how long the last copy insists on a disk that refuses
 BATCH = 200  # points per write
 # TensorBoard reads the files in the order of their names. Files of other writers in the folder are left alone.
 FILE = "events.out.tfevents.{}.laststep"
@@ -93,17 +95,28 @@ class TensorBoard:
         warned, last = False, False
         while not last:
             last = self._over.is_set()
+            # What the last copy of the run lacks, no attempt will add.
+            patience = Patience(LAST_S, say) if self._stage is _Stage.FINISHED else NO_PATIENCE
             try:
-                self._copy()
-                hparams.write_hparams(self._run_folder, finished=self._stage is _Stage.FINISHED)
+                patience.insist(self._copy_all)
             except _Abandoned:
                 return
             except OSError as error:
-                self._points = None
                 if not warned:
                     say(f"WARNING: {error}; training continues, and the curves for TensorBoard are tried again")
                 warned = True
             self._over.wait(EVERY_S)
+
+    def _copy_all(self) -> None:
+        """Append what is missing, and write the run's settings. Raises OSError."""
+        from trainer.observe import hparams
+
+        try:
+            self._copy()
+            hparams.write_hparams(self._run_folder, finished=self._stage is _Stage.FINISHED)
+        except OSError:
+            self._points = None  # the files must be compared
+            raise
 
     def _copy(self) -> None:
         """Append the points that metrics.jsonl has and the files do not. Raises OSError."""

@@ -88,7 +88,8 @@ class Group:
         # Before the collectives: NCCL would wait in C and name no rank.
         registered = self._wait_for_all_ranks(meeting_timeout(timeout_s))
         for file in self._meeting_files:
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is of this attempt alone
+                file.unlink(missing_ok=True)
         check_devices(registered)
         hosts = tuple(rank["host"] for rank in registered)
         if self.world.rank == 0:

@@ -13,6 +13,8 @@ from typing import ClassVar, TypeVar
 
 POLL_S = 0.5
 
+LASTING = (FileExistsError, IsADirectoryError, NotADirectoryError)  # errors that do not pass
+
 T = TypeVar("T")
 
 
@@ -36,7 +38,7 @@ class Patience:
                 return work()
             except self.passing as error:
                 left_s = self._deadline - time.monotonic()
-                if left_s <= 0 or isinstance(error, (IsADirectoryError, NotADirectoryError)):  # these do not pass
+                if left_s <= 0 or isinstance(error, LASTING):
                     raise
                 if str(error) not in self._said:
                     self._said.add(str(error))

@@ -183,11 +183,11 @@ def become(client: Client) -> list[str]:
                 raise OSError(ctypes.get_errno(), f"setns {name}")
             os.close(space)
     os.chdir(f"/proc/{client.pid}/cwd")
-    os.environb.clear()
-    os.environb.update(variable.split(b"=", 1) for variable in variables)  # type: ignore[misc]
     for number, stream in enumerate(client.streams):
         os.dup2(stream, number)
         os.close(stream)
+    os.environb.clear()
+    os.environb.update(variable.split(b"=", 1) for variable in variables)  # type: ignore[misc]
     # Python ignores two signals, and turns a third into KeyboardInterrupt unless it is ignored.
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         own = number in ignored or number in (signal.SIGPIPE, signal.SIGXFSZ)
