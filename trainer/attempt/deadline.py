@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from trainer.say import flush_output, say
+from trainer.world.alarm import Alarm
 
 
 def run_for(timeout_s: float, work: Callable[[], None]) -> bool:
@@ -33,13 +34,11 @@ class Deadline:
     def __init__(self, timeout_s: float, status: int) -> None:
         self.status = status
         self._timeout_s = timeout_s
-        self._timer = threading.Timer(timeout_s, self._expire)
-        self._timer.daemon = True
-        self._timer.start()
+        self._alarm = Alarm(timeout_s, self._expire)
 
     def cancel(self) -> None:
         """The process has got to where it can end by itself."""
-        self._timer.cancel()
+        self._alarm.cancel()
 
     def _expire(self) -> None:
         say(f"the end of this rank takes longer than {self._timeout_s:.0f} s; exiting with status {self.status}")
