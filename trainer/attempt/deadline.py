@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import NoReturn
@@ -28,6 +30,18 @@ def exit_now(status: int = 1) -> NoReturn:
     os._exit(status)
 
 
+def print_stacks() -> None:
+    """Print the stacks of all threads on stderr, which need not be a file: in a notebook it has no descriptor."""
+    with contextlib.suppress(Exception):  # of a stream that somebody has closed or replaced: the end must not fail here
+        try:
+            faulthandler.dump_traceback(file=sys.stderr)
+        except (AttributeError, OSError, ValueError):
+            with tempfile.TemporaryFile("w+") as file:
+                faulthandler.dump_traceback(file=file)
+                file.seek(0)
+                sys.stderr.write(file.read())
+
+
 class Deadline:
     """Ends the process with `status`, unless `cancel` is called within `timeout_s`."""
 
@@ -42,7 +56,7 @@ class Deadline:
 
     def _expire(self) -> None:
         say(f"the end of this rank takes longer than {self._timeout_s:.0f} s; exiting with status {self.status}")
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        print_stacks()
         exit_now(self.status)
 
 
