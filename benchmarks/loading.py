@@ -181,7 +181,7 @@ def ours(workload: Workload, root: Path) -> Contender:
         train.decoded.open_shared(Group(detect_world(), HashStore(), torch.device("cpu")), "train")  # type: ignore[attr-defined]
     order = Order(workload.images, workload.batch_size, seed=0)
     keys = TrainBatchKeys(order, range(order.steps_per_epoch), shares=[0], total=1, micro_batches=1)
-    loading = LoaderFactory(None, workload.workers, torch.device("cpu"), timeout_s=60)
+    loading = LoaderFactory(None, workload.workers, torch.device("cpu"))
     return loading.loader(train, 0, keys), task.on_device
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,27 @@ def test_process_group_functions() -> None:
     assert not set(before) & set(during)
     assert {"backend", "rank", "world_size"} <= inspect.signature(during[0]).parameters.keys()
     assert [getattr(place, name) for place in places for name in names] == before
+
+
+def test_timeouts_of_groups() -> None:
+    """torch measures a collective by a clock: of ranks that were suspended, a collective that timed out as they woke
+    would fail, in our group and in those that a user's code makes."""
+
+    def timeout(group: Any) -> timedelta:
+        found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+        return found
+
+    short, long = timedelta(seconds=9), timedelta(days=365)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=short)
+    try:
+        before = timeout(dist.new_group([0]))
+        compat.set_timeout(long)
+        undo = compat.replace_default_timeouts(long)
+        during = timeout(dist.new_group([0]))
+        undo()
+        assert [timeout(dist.group.WORLD), during, timeout(dist.new_group([0]))] == [long, long, before]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_editable_installs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def counted(number: object, noun: str) -> str:
 def flush_output() -> None:
     """Flush stdout and stderr, before the process ends without Python's own cleanup."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # somebody has closed or replaced it
             stream.flush()
 
 

@@ -5,7 +5,9 @@ NCCL's destructors may hang, so may a store that no longer answers, and a disk t
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import signal
 import subprocess
 import sys
@@ -20,18 +22,21 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.project import PROJECT
+from tests.support.ranks import reasons, train
 from tests.support.runs import config
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
 from trainer.attempt import attempt as attempt_module
 from trainer.attempt import end_by_fault
 from trainer.attempt.attempt import Attempt, Stopped
+from trainer.attempt.deadline import print_stacks
 from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.grace import GracePeriod
 from trainer.attempt.rescue_files import gone_file
 from trainer.records.attempts import begin_attempt
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
+from trainer.say import flush_output
 from trainer.world import run_lock
 from trainer.world.neighbour import Neighbour
 from trainer.world.shard_place import ShardPlace
@@ -87,6 +92,30 @@ def test_an_end_that_hangs_anywhere() -> None:
     assert done.returncode == 143
     assert "takes longer than 0 s; exiting with status 143" in done.stdout and "time.sleep" not in done.stdout
     assert "Thread 0x" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_stacks_in_a_notebook(closed: bool) -> None:
+    """Its stderr is an object without a descriptor, as under contextlib.redirect_stderr: the thread that ends a rank by
+    fault used to fail there, before it saved anything."""
+    cell = io.StringIO()
+    if closed:
+        cell.close()
+    with contextlib.redirect_stderr(cell):
+        print_stacks()
+        flush_output()
+    assert closed or "in print_stacks" in cell.getvalue()
+
+
+def test_training_in_a_notebook(root: Path) -> None:
+    """`Trainer(config)()` in a cell: it used to fail as its watchdog started."""
+    run = train(config(root, "notebook", 1, ("launch.hang_timeout_s=60",)), before=in_a_notebook)
+    assert reasons(run) == ["finished"]
+
+
+def in_a_notebook() -> None:
+    """Give this process a stderr that has no descriptor."""
+    sys.stderr = io.StringIO()
 
 
 class Ended(Exception):

@@ -11,6 +11,7 @@ import faulthandler
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,10 +41,17 @@ from trainer.commands.verify import inspect
 from trainer.records.attempts import begin_attempt
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
+from trainer.world import group
 from trainer.world.peer_loss import is_peer_loss
 from trainer.world.seal import Seal
 from trainer.world.signals import Signals
 from trainer.world.watchdog import Fault
+
+
+def tree(pid: int) -> list[int]:
+    """A process with its children, and theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in tree(int(child)))]
 
 
 def slug(request: pytest.FixtureRequest) -> str:
@@ -123,12 +131,42 @@ def test_stuck(root: Path, fault: str, request: pytest.FixtureRequest) -> None:
     goes_on(root, name, 2)
 
 
+def short_meeting() -> None:
+    """Have all that lasts as long as ranks wait for each other last as long as launch.hang_timeout_s."""
+    group.MEETING_S = 0.0
+
+
+def test_suspended(root: Path) -> None:
+    """Slurm suspends all processes of a job, for longer than any timeout. On every rank something was waiting when that
+    happened: the interpreter's watch, a collective, the store. By the clock all of it has timed out as they wake, and
+    the run died without a rescue. It trains on, as if nothing had been."""
+    suspended = config(root, "suspended", 2, (*FAULTY, *EVERYTHING, "launch.hang_timeout_s=3"))
+    go = root / "go"
+    place = {"LASTSTEP_TEST_FAULT": "wait step 5 rank 0,1", "LASTSTEP_TEST_GO": str(go)}
+    attempt = Attempt(suspended, place, before=short_meeting)
+    for rank in (0, 1):
+        attempt.wait_for("fault: wait", rank)
+    everything = [pid for rank in attempt.ranks for pid in tree(rank.pid or 0)]
+    assert len(everything) >= 3 * len(attempt.ranks), "a rank, its loader's worker, the watch of its interpreter"
+    for pid in everything:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(8)  # what a clock would count, more than twice the timeout
+    for pid in everything:
+        os.kill(pid, signal.SIGCONT)
+    go.touch()
+    assert attempt.wait() == [0, 0], attempt.output()
+    assert reasons(attempt.run) == ["finished"]
+    assert fingerprint(attempt.run) == undisturbed(2, tuple(EVERYTHING))
+
+
 def test_stuck_with_the_interpreters_lock(root: Path) -> None:
-    """No Python thread of that rank runs again, not even its watchdog: a timer in C must end it."""
-    attempt = Attempt(config(root, "spin", 2, FAULTY), {"LASTSTEP_TEST_FAULT": "spin step 3 rank 1"})
-    assert attempt.wait() == [1, 1], attempt.output()
+    """No Python thread of that rank runs again, not even its watchdog: a process beside it must end it."""
+    spin = {"LASTSTEP_TEST_FAULT": "spin step 3 rank 1"}
+    attempt = Attempt(config(root, "spin", 2, FAULTY), spin, before=faulthandler.disable)  # pytest has enabled it
+    assert attempt.wait() == [1, -signal.SIGABRT], attempt.output()
     assert only(attempt)["reason"] == "hung"
-    assert "Timeout (" in attempt.logs[1].read_text() and "in befall" in attempt.logs[1].read_text()
+    said = attempt.logs[1].read_text()
+    assert "its code holds the interpreter's lock" in said and "in befall" in said
 
 
 def test_a_rank_crashes_in_c(root: Path) -> None:

@@ -118,7 +118,7 @@ def few(dataset: Any) -> Dataset[Any]:
 
 
 def loading(workers: int = 0, **more: Any) -> LoaderFactory:
-    return LoaderFactory(**{"collate": None, "workers": workers, "device": CPU, "timeout_s": 60, **more})
+    return LoaderFactory(**{"collate": None, "workers": workers, "device": CPU, **more})
 
 
 def samples(task: Classification, dataset: Any, rank: int, size: int, **how: Any) -> dict[tuple[int, int], Tensor]:

@@ -157,7 +157,7 @@ class Noise(Dataset[float]):
 @given(st.integers(0, 20), st.integers(1, 4))
 def test_draws_belong_to_the_sample(start: int, size: int) -> None:
     """Augmentation depends on seed, epoch and sample, but not on the rank or on what was loaded before."""
-    order, loading = Order(20, 4, 3), LoaderFactory(list, workers=0, device=CPU, timeout_s=60)
+    order, loading = Order(20, 4, 3), LoaderFactory(list, workers=0, device=CPU)
     whole = [(order.epoch(step), order.batch(step).tolist()) for step in range(10)]
     drawn = {
         (epoch, index): value
@@ -174,7 +174,5 @@ def test_draws_belong_to_the_sample(start: int, size: int) -> None:
 def test_workers_change_nothing() -> None:
     """The number of workers affects only the speed: samples and their draws stay the same."""
     batches = list(TrainBatchKeys(Order(20, 4, 3), range(7), [0], 2, 1))
-    one, two = (
-        list(LoaderFactory(list, workers=n, device=CPU, timeout_s=60).loader(Noise(), 3, batches)) for n in (0, 2)
-    )
+    one, two = (list(LoaderFactory(list, workers=n, device=CPU).loader(Noise(), 3, batches)) for n in (0, 2))
     assert one == two

@@ -166,7 +166,7 @@ def test_batches_arrive_whole(device: str, workers: int | None) -> None:
     dataset = TensorDataset(rows, torch.arange(64))
     keys = [(0, range(first, first + 8)) for first in range(0, 64, 8)]
     collate = None if workers is None else default_collate
-    loader = LoaderFactory(collate, workers or 0, place(device), timeout_s=60).loader(dataset, 0, keys)
+    loader = LoaderFactory(collate, workers or 0, place(device)).loader(dataset, 0, keys)
     busy, read = torch.full((2000, 2000), 1 / 2000, device=device), []
     for batch in loader:
         for _ in range(50 if device == "cuda" else 1):
@@ -183,7 +183,7 @@ def test_images_in_memory(device: str) -> None:
     images = Images(pixels, torch.arange(40), 16, Augmentation(4, mirror=True))
     for key in ((0, [3, 1, 2]), (5, range(40))):
         here, there = (
-            next(iter(LoaderFactory(None, 0, place(name), 60).loader(images, 0, [key]))) for name in ("cpu", device)
+            next(iter(LoaderFactory(None, 0, place(name)).loader(images, 0, [key]))) for name in ("cpu", device)
         )
         assert torch.equal(here[0], there[0].cpu()) and torch.equal(here[1], there[1].cpu())
         floats = [normalized(batch[0], (0.5,) * 3, (0.2,) * 3, 3, torch.channels_last) for batch in (here, there)]
@@ -194,7 +194,7 @@ def test_images_in_memory(device: str) -> None:
 def test_the_warm_up_copies_no_data_set() -> None:
     """Training copies it to the GPU. A second copy would be there just when the memory is fullest."""
     dataset = TensorDataset(torch.zeros(1 << 20, 64))  # 256 MiB
-    loading = LoaderFactory(collate=None, workers=0, device=torch.device("cuda", 0), timeout_s=60)
+    loading = LoaderFactory(collate=None, workers=0, device=torch.device("cuda", 0))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     (batch,) = loading.warm_up_batch(dataset, 0, 16)

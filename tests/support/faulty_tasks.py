@@ -87,8 +87,8 @@ class Faulty(Classification):
 
     LASTSTEP_TEST_FAULT is "kill step 5 rank 1,2", or "kill-both" (its supervisor too), "halt" (SIGSTOP), "sleep" (stuck
     in user code), "spin" (stuck with the interpreter's lock held), "raise" (an error of its own), "worker" (its loader
-    worker is killed), "gpu-memory" (the error of a GPU that has none left), "memory" (a limit on its own), "crash" (a
-    bad address in C).
+    worker is killed), "wait" (rank 0 waits for the file LASTSTEP_TEST_GO, the others for rank 0), "gpu-memory" (the
+    error of a GPU that has none left), "memory" (a limit on its own), "crash" (a bad address in C).
     """
 
     def __init__(self, config: Config) -> None:
@@ -115,6 +115,8 @@ class Faulty(Classification):
             threading.Event().wait(600)
         elif self.kind == "crash":
             ctypes.string_at(0)
+        elif self.kind == "wait" and detect_world().rank == 0:
+            wait_until(Path(os.environ["LASTSTEP_TEST_GO"]).exists, "the test did not let rank 0 continue")
         elif self.kind == "sleep":
             threading.Event().wait(600)
         elif self.kind == "spin":

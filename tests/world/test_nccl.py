@@ -18,7 +18,7 @@ OURS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1800",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "604800",
 }
 
 
@@ -32,7 +32,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found() -> dict[str, str]:
     """The variables, as torch will read them."""
-    nccl.set_defaults(Path("/logs/7_"), timeout_s=600)
+    nccl.set_defaults(Path("/logs/7_"))
     return {name: os.environ[name] for name in NAMES if name in os.environ}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import queue
 import threading
 from collections.abc import Sequence
@@ -291,16 +290,16 @@ def test_reading_and_compiling_are_progress(monkeypatch: pytest.MonkeyPatch) -> 
         watch.close()
 
 
-def test_no_timer_is_left_in_a_phase_without_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timer in C of an earlier phase would end the process in the middle of a download."""
-    armed: list[bool] = []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: armed.append(True))
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(False))
-    watch = Watchdog(Probes(world=a_world), 60, on_fault=lambda fault: None)
+def test_no_sign_is_due_in_a_phase_without_a_timeout() -> None:
+    """The one that was due in an earlier phase would end the process in the middle of a download."""
+    due: list[bool] = []
+    watch = Watchdog(Probes(world=a_world, sign=due.append), 60, on_fault=lambda fault: None)
+    found = []
     try:
-        watch.enter("reading checkpoint")
-        assert armed[-1]
-        watch.enter("preparing data")
-        assert not armed[-1]
+        for phase in ("reading checkpoint", "preparing data", "training"):
+            watch.enter(phase)
+            found.append(due[-1])
     finally:
         watch.close()
+    assert found == [True, False, True]
+    assert not due[-1], "nor once the attempt has ended: what then takes long has a deadline of its own"

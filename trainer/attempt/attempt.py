@@ -12,7 +12,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trainer.attempt import compiler, user_error
@@ -37,6 +37,7 @@ from trainer.say import say
 from trainer.world import run_lock
 from trainer.world.bad_node import BadNode, blamed_host
 from trainer.world.fresh_view import look_anew
+from trainer.world.interpreter_watch import InterpreterWatch
 from trainer.world.launchers import restarts_in_place
 from trainer.world.signals import Signals
 from trainer.world.slurm import kill_wait_s
@@ -81,6 +82,7 @@ class Attempt:
         self._phases = StartupTimer()
         self._grace = GracePeriod(self._state)
         self._end_by_fault = EndByFault(self._state, self._grace)
+        self._closing = contextlib.ExitStack()
         probes = Probes(
             world=lambda: self._state.world,
             ticks=lambda: self._state.ticks,
@@ -88,16 +90,26 @@ class Attempt:
             of_death=self._end_by_fault.of_death,
             others_gave_up=self._end_by_fault.others_gave_up,
             grace_s=self._grace.seconds,
+            sign=self._watch_interpreter(2 * config.launch.hang_timeout_s),
         )
         self._watchdog = Watchdog(probes, config.launch.hang_timeout_s, self._end_by_fault.run)
         # Ends the threads that use the store. One that returned from torch's C++ while Python shuts down would abort
         # the process (Python before 3.14).
-        self._closing = contextlib.ExitStack()
         self._closing.callback(self._end_by_fault.close)
         self._closing.callback(LimitWarning(world, config.launch, signals).close)
         self._closing.callback(self._watchdog.close)
         self._last_exit = None if world.in_users_program else LastExit()
         self._end_s = max(END_S, config.launch.hang_timeout_s)
+
+    def _watch_interpreter(self, timeout_s: float) -> Callable[[bool], None]:
+        """Start to watch the interpreter; returns what the watchdog calls for it."""
+        try:
+            watch = InterpreterWatch(timeout_s)
+        except OSError as error:
+            say(f"WARNING: {error}: a rank whose code never releases the interpreter's lock will not be ended")
+            return lambda timed: None
+        self._closing.callback(watch.close)
+        return watch.sign
 
     def run(self) -> dict[str, float]:
         """Train to the end and return the metrics of the last epoch.

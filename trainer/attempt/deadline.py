@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import NoReturn
 
 from trainer.say import flush_output, say
+from trainer.world.alarm import Alarm
 from trainer.world.process import start_thread
 
 
@@ -28,23 +31,33 @@ def exit_now(status: int = 1) -> NoReturn:
     os._exit(status)
 
 
+def print_stacks() -> None:
+    """Print the stacks of all threads on stderr, which need not be a file: in a notebook it has no descriptor."""
+    with contextlib.suppress(Exception):  # of a stream that somebody has closed or replaced: the end must not fail here
+        try:
+            faulthandler.dump_traceback(file=sys.stderr)
+        except (AttributeError, OSError, ValueError):
+            with tempfile.TemporaryFile("w+") as file:
+                faulthandler.dump_traceback(file=file)
+                file.seek(0)
+                sys.stderr.write(file.read())
+
+
 class Deadline:
     """Ends the process with `status`, unless `cancel` is called within `timeout_s`."""
 
     def __init__(self, timeout_s: float, status: int) -> None:
         self.status = status
         self._timeout_s = timeout_s
-        self._timer = threading.Timer(timeout_s, self._expire)
-        self._timer.daemon = True
-        start_thread(self._timer)
+        self._alarm = Alarm(timeout_s, self._expire)
 
     def cancel(self) -> None:
         """The process has got to where it can end by itself."""
-        self._timer.cancel()
+        self._alarm.cancel()
 
     def _expire(self) -> None:
         say(f"the end of this rank takes longer than {self._timeout_s:.0f} s; exiting with status {self.status}")
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        print_stacks()
         exit_now(self.status)
 
 

@@ -8,13 +8,11 @@ is doing, and also when the thread itself gets nothing done any more.
 
 from __future__ import annotations
 
-import faulthandler
-import sys
 import threading
 import time
 import traceback
 
-from trainer.attempt.deadline import exit_now, run_for
+from trainer.attempt.deadline import exit_now, print_stacks, run_for
 from trainer.attempt.ending import EndReason, record_end, requeue
 from trainer.attempt.grace import LAST_MOMENT_S, GracePeriod
 from trainer.attempt.rescue import Rescue
@@ -88,7 +86,7 @@ class EndByFault:
             stalled_s = stalled_s + POLL_S if progress == before else 0.0
         if worker.is_alive():
             say(f"no rank has got anything done for {STALLED_S:.0f} s: exiting; the newest checkpoint stands")
-            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            print_stacks()
         self._done.set()
         group = self._state.group
         waits_in_vain = group is not None and group.world.size > 1 and not group.fails_with_peers
@@ -190,7 +188,7 @@ class EndByFault:
         if self._says_own or not own:
             say(fault.text if own or not state.world.rank else _in_one_line(fault.text))
         if fault.reason in ("hung", "signal"):
-            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            print_stacks()
         world = state.world
         seal = state.group.seal if state.group is not None else Seal()
 

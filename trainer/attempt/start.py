@@ -47,7 +47,7 @@ def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
     """Meet the other ranks and set up collectives; the watchdog runs meanwhile. Raises MeetingError."""
     config, run_dir, world = state.config, state.run_dir, state.world
     timeout_s = config.launch.hang_timeout_s
-    nccl.set_defaults(run_dir.collectives(world.attempt), timeout_s)
+    nccl.set_defaults(run_dir.collectives(world.attempt))
     group = state.group = join(config, world, run_dir.meeting(world.attempt), timeout_s)
     if is_deterministic(config, group.device):
         nccl.pin_algorithms()

@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -47,6 +48,26 @@ def all_gather_single(output: Tensor, mine: Tensor, **options: Any) -> Any:
 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, mine, **options)
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """torch.distributed.set_timeout, for the default group: how long its collectives may take from now on. It is new in
+    torch 2.14."""
+    import torch.distributed as dist
+
+    (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(timeout)
+
+
+def replace_default_timeouts(timeout: timedelta) -> Callable[[], None]:
+    """Set how long the collectives of groups may take that are made from now on without a timeout.
+
+    Call what this returns to put torch's own defaults back.
+    """
+    from torch.distributed import distributed_c10d
+
+    theirs = {name: getattr(distributed_c10d, name) for name in ("default_pg_timeout", "default_pg_nccl_timeout")}
+    vars(distributed_c10d).update(dict.fromkeys(theirs, timeout))
+    return lambda: vars(distributed_c10d).update(theirs)
 
 
 # --- setuptools

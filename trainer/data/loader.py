@@ -33,13 +33,13 @@ class LoaderFactory:
     """Makes loaders that share their settings.
 
     `workers` processes load the samples, 0 means the rank itself; `collate` makes a batch of them, None means torch's
-    default. A batch that takes longer than `timeout_s` is an error, since a worker may hang.
+    default. A batch may take any time: the watchdog ends an attempt whose worker hangs, and counts no time in which the
+    ranks were suspended.
     """
 
     collate: Callable[[list[Any]], Any] | None
     workers: int
     device: torch.device
-    timeout_s: float
     pin_memory: bool = True
     persistent_workers: bool = True  # keep them from epoch to epoch
 
@@ -73,7 +73,6 @@ class LoaderFactory:
             batch_size=None,  # an item is a whole batch
             collate_fn=_identity,
             num_workers=self.workers,
-            timeout=self.timeout_s if self.workers else 0,
             pin_memory=self.pin_memory and self.device.type == "cuda",
             worker_init_fn=set_up_worker,
             # Not the global generator: the loader draws a seed for its workers, which would shift the model's draws.

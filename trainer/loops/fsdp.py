@@ -18,7 +18,7 @@ from trainer.config.config import Config
 from trainer.config.errors import ConfigError, first_line
 from trainer.loops.blocks import repeated_blocks
 from trainer.task import Task
-from trainer.world.group import Group, meeting_timeout
+from trainer.world.group import Group
 from trainer.world.mesh import make_mesh
 from trainer.world.shard_place import ShardPlace
 
@@ -29,8 +29,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def shard(models: Sequence[nn.Module], task: Task, config: Config, group: Group, place: ShardPlace) -> None:
     """Cut each of these models into shards, on its device: as the task says, or by default its repeated blocks and the
     rest. A collective. Raises ConfigError for a model that cannot be cut."""
-    patience = 2 * meeting_timeout(config.launch.hang_timeout_s)
-    mesh = make_mesh(place, group.device, patience, adds_replicas=config.train.shares is None)
+    mesh = make_mesh(place, group.device, adds_replicas=config.train.shares is None)
     by_task = type(task).shard is not Task.shard
     given = f"train.sharding={config.train.sharding}: {config.task}"
     for model in models:

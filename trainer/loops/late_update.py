@@ -30,6 +30,7 @@ from trainer.loops.held import HeldStep
 from trainer.loops.learner import HeldLearner, Learner
 from trainer.loops.ring import DEVICE_S, POLL_S, Ring
 from trainer.world.device_queue import DeviceQueue
+from trainer.world.run_time import run_time
 from trainer.world.shard_place import Gathered
 
 UPDATE_S = 3 * DEVICE_S  # how long the launches may take, and then the device
@@ -86,9 +87,9 @@ class LateUpdate:
         return measured
 
     def _await_device(self) -> None:
-        done, deadline = self._queue.event(), time.monotonic() + DEVICE_S
+        done, deadline = self._queue.event(), run_time() + DEVICE_S
         done.record()
         while not done.query():
-            if time.monotonic() > deadline:
+            if run_time() > deadline:
                 raise TimeoutError(f"the device has not done the update within {DEVICE_S:.0f} s")
             time.sleep(POLL_S)

@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 
 from trainer.world.device_queue import DeviceQueue, is_due_to_capture
 from trainer.world.device_thread import DeviceSilent
+from trainer.world.run_time import run_time
 
 SLOTS = 3
 DEVICE_S = 5.0  # how long a device may take to end an update that is queued
@@ -178,7 +179,7 @@ class Ring(Generic[Held]):
             self._frozen = True
         if self._redone:
             return self.is_whole()
-        began = time.monotonic()
+        began = run_time()
         while self._newest >= 0:
             number, has_ended = self._queue.ask(self._look)
             if has_ended:
@@ -186,7 +187,7 @@ class Ring(Generic[Held]):
                 return True
             # None has begun: the device went on between two queries, and the thread that trains has taken its slot.
             on_host = number >= 0 and not self._slot(number).ended
-            if time.monotonic() - began >= (timeout_s if on_host else max(timeout_s, DEVICE_S)):
+            if run_time() - began >= (timeout_s if on_host else max(timeout_s, DEVICE_S)):
                 break
             time.sleep(POLL_S)
         return False
@@ -199,9 +200,9 @@ class Ring(Generic[Held]):
     def await_thread(self, timeout_s: float) -> bool:
         """Wait until the thread that trains waits too, for as long as the chosen state is whole. Call after `freeze`.
         False if it has not come to that."""
-        deadline = time.monotonic() + timeout_s
+        deadline = run_time() + timeout_s
         while not (waits := self._stopped or (self._waits and self._newest > self._chosen)):
-            if time.monotonic() > deadline:
+            if run_time() > deadline:
                 break
             time.sleep(POLL_S)
         return waits

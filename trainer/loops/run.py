@@ -113,8 +113,7 @@ class Run:
         Raises ConfigError when the data set is empty or has no length, `batch_size` is not divisible by the number of
         ranks or shares, or the order of the sampler could not be repeated.
         """
-        timeout_s = self.config.launch.hang_timeout_s
-        loading = LoaderFactory(collate_fn, num_workers, self.device, timeout_s, pin_memory, persistent_workers)
+        loading = LoaderFactory(collate_fn, num_workers, self.device, pin_memory, persistent_workers)
         self._loop.shares.check_loader(batch_size, shares)
         return self._loop.loaders.make(loading, dataset, self.config.seed, batch_size, sampler, drop_last)
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.config.config import Config
 from trainer.config.errors import ConfigError
 from trainer.loops.shares import shares_of, team_of
-from trainer.world.group import Group, meeting_timeout
+from trainer.world.group import Group
 from trainer.world.mesh import replica_group
 from trainer.world.shard_place import ShardPlace
 from trainer.world.tree_sum import BucketSum, tree_sum
@@ -41,7 +41,7 @@ def turn_sums(model: nn.Module, config: Config, group: Group, place: ShardPlace)
     turns, team = len(shares_of(config.train, group.world)), team_of(config.train, group.world)
     replicas = None
     if place.replicas > 1:
-        replicas = replica_group(place, 2 * meeting_timeout(config.launch.hang_timeout_s))
+        replicas = replica_group(place)
     return TurnSums(model, turns, team, replicas)
 
 

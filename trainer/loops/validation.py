@@ -42,7 +42,7 @@ def named(config: Config) -> str:
 def make_loading(config: Config, task: Task, group: Group) -> LoaderFactory:
     """What makes the loaders of a Task's data sets."""
     collate = None if type(task).collate is Task.collate else task.collate
-    return LoaderFactory(collate, config.data.workers, group.device, config.launch.hang_timeout_s)
+    return LoaderFactory(collate, config.data.workers, group.device)
 
 
 class Validation:

@@ -23,6 +23,7 @@ from trainer.rundir import aside
 from trainer.say import say
 from trainer.world.fresh_view import FreshView
 from trainer.world.patience import Patience
+from trainer.world.run_time import run_time
 from trainer.world.world import MeetingError, World, hostname
 
 POLL_S = 0.05
@@ -264,9 +265,9 @@ def _connect(
 
     There may be several: names do not resolve everywhere, and not every network reaches every node.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = run_time() + timeout.total_seconds()
     problem = detail = ""
-    while time.monotonic() < deadline:
+    while run_time() < deadline:
         failures: dict[str, OSError] = {}  # by host
         try:
             hosts, port = find_address()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer import compat
 from trainer.config.errors import first_line
 from trainer.say import say
 from trainer.world import nccl_graph
@@ -31,6 +32,9 @@ from trainer.world.world import DeviceConflict, MeetingError, World
 # ranks wait at least this long for each other, however short `launch.hang_timeout_s` is.
 MEETING_S = 60.0
 SLOW_MEETING_S = 30.0  # after this a rank logs which ranks it is waiting for
+# How long a collective may take. The watchdog, which knows where each rank is stuck, acts long before. torch measures
+# by a clock: ranks that were suspended while they waited for each other would find that their collective timed out.
+COLLECTIVE = timedelta(days=365)
 # How long the ranks wait for each other in `Group.close`, when all the work is done.
 CLOSE_S = 10.0
 
@@ -80,7 +84,6 @@ class Group:
     def connect(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for the other ranks, then set up collectives.
 
-        A later collective may take twice as long: the watchdog, which knows where each rank is stuck, acts first.
         Raises MeetingError when a rank does not join in time.
         """
         if self.world.size == 1:
@@ -145,6 +148,7 @@ class Group:
             timeout=timeout,
             device_id=self.device if self.backend == "nccl" else None,
         )
+        compat.set_timeout(COLLECTIVE)  # a short one is for the connections, which have no other limit
 
     def _wait_for_all_ranks(self, timeout: timedelta) -> list[Registration]:
         """What each rank registered, in rank order. Raises MeetingError, which names the ranks that are missing."""

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.compat import replace_group_functions
+from trainer.compat import replace_default_timeouts, replace_group_functions
 from trainer.config.errors import ConfigError
 from trainer.say import say
-from trainer.world.group import Group
+from trainer.world.group import COLLECTIVE, Group
 
 
 def lend_group(group: Group) -> Callable[[], None]:
     """From now on `init_process_group` joins the process group that exists, and `destroy_process_group` leaves the
-    default one alone: Laststep still needs it when the script is done. Call what this returns to undo that.
+    default one alone: Laststep still needs it when the script is done. What other groups do may take as long as what
+    this one does. Call what this returns to undo that.
 
     A module that has imported the two functions before by their names keeps torch's own.
     """
@@ -32,7 +33,13 @@ def lend_group(group: Group) -> Callable[[], None]:
         if group is not None and group is not dist.group.WORLD:
             destroy(group)
 
-    return replace_group_functions(join, leave)
+    undo, undo_timeouts = replace_group_functions(join, leave), replace_default_timeouts(COLLECTIVE)
+
+    def undo_all() -> None:
+        undo()
+        undo_timeouts()
+
+    return undo_all
 
 
 def _check(group: Group, given: dict[str, Any]) -> None:

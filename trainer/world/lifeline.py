@@ -19,11 +19,11 @@ import secrets
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 from trainer.say import say
 from trainer.world.address import named_address
+from trainer.world.run_time import run_time
 from trainer.world.seal import Seal
 from trainer.world.sealed_store import SealedStore
 from trainer.world.world import World
@@ -140,10 +140,10 @@ class Lifeline:
             self._socket.close()
 
     def _connect(self) -> None:
-        deadline = time.monotonic() + CONNECT_S
+        deadline = run_time() + CONNECT_S
         try:
             while not self._store.check([KEY]):  # not `get`, which would wait in C
-                if self._closed.wait(LOOK_S) or time.monotonic() > deadline:
+                if self._closed.wait(LOOK_S) or run_time() > deadline:
                     return
             place = json.loads(self._store.get(KEY))
             connected = socket.create_connection((self._host, place["port"]), timeout=CONNECT_S)

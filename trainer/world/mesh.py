@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.world.group import COLLECTIVE
 from trainer.world.shard_place import ShardPlace
 
 
-def make_mesh(place: ShardPlace, device: torch.device, timeout: timedelta, adds_replicas: bool = True) -> DeviceMesh:
+def make_mesh(place: ShardPlace, device: torch.device, adds_replicas: bool = True) -> DeviceMesh:
     """The mesh of all ranks. One replica: of the dimension "shard". Several: of "replicate" and "shard"; unless FSDP2
     `adds_replicas`, the mesh of this rank's replica alone.
 
@@ -22,19 +22,19 @@ def make_mesh(place: ShardPlace, device: torch.device, timeout: timedelta, adds_
     if place.replicas == 1:
         assert dist.group.WORLD is not None
         return DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=names[1:])
-    shards = _group(place.ranks, timeout)
+    shards = _group(place.ranks)
     if not adds_replicas:
         return DeviceMesh.from_group(shards, device.type, mesh_dim_names=names[1:])
-    groups = [replica_group(place, timeout), shards]
+    groups = [replica_group(place), shards]
     return DeviceMesh.from_group(groups, device.type, mesh=place.ranks, mesh_dim_names=names)
 
 
-def replica_group(place: ShardPlace, timeout: timedelta) -> dist.ProcessGroup:
+def replica_group(place: ShardPlace) -> dist.ProcessGroup:
     """The ranks that hold this rank's shard. A collective."""
-    return _group(list(zip(*place.ranks)), timeout)
+    return _group(list(zip(*place.ranks)))
 
 
-def _group(parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
+def _group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     """That of these groups of ranks which this rank is in."""
-    group, _ = dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout=timeout)
+    group, _ = dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout=COLLECTIVE)
     return group

@@ -17,7 +17,7 @@ age of torch 2.11 and 2.15) and in the headers of 2.15; not tested, as no GPU wa
   newer backend catches everything in that thread.
 * TORCH_NCCL_ENABLE_MONITORING: `heartbeatMonitor` writes the flight recorder's file, so it stays on. It ends the
   process if that thread has been stuck for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, or as long after another rank has asked
-  for the files.
+  for the files. It measures by a clock, which moves on while the job is suspended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 # Either variable names the files; torch prefers the first.
 RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-RESCUE_S = 600.0  # a large state takes minutes to save
+HEARTBEAT_S = 7 * 24 * 3600  # torch counts in 32 bits of milliseconds
 
 ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
@@ -42,10 +42,10 @@ PINNED = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0", 
 CHANNELS = ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS")
 
 
-def set_defaults(records: Path, timeout_s: float) -> None:
-    """Set the variables that the user has not set. Call this before the ranks meet. `timeout_s` is the hang timeout.
+def set_defaults(records: Path) -> None:
+    """Set the variables that the user has not set. Call this before the ranks meet.
 
-    When a collective fails or takes too long, each rank writes its last collectives into a file: `records` followed by
+    When a collective fails, each rank writes its last collectives into a file: `records` followed by
     the rank's number. `python -m torch.distributed.flight_recorder.fr_trace` reads it. torch's default is a file in
     ~/.cache, which the ranks of all runs overwrite.
     """
@@ -55,8 +55,7 @@ def set_defaults(records: Path, timeout_s: float) -> None:
     if not any(name in os.environ for name in ERROR_HANDLING):
         os.environ[ERROR_HANDLING[0]] = "0"
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
-    # Later than our watchdog and its rescue.
-    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{2 * timeout_s + RESCUE_S:.0f}")
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(HEARTBEAT_S))  # our watchdog is there long before
 
 
 def harmful_settings() -> list[str]:

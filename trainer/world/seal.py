@@ -24,6 +24,7 @@ from pathlib import Path
 
 from trainer.say import say
 from trainer.world.fresh_view import FreshView
+from trainer.world.run_time import run_time
 
 SECRET_BYTES = 32
 POLL_S = 0.05  # between two looks for the file with the secret
@@ -72,14 +73,14 @@ class Seal:
 
         A file with another fingerprint was left by a killed attempt. `ranks`: how many may wait for the file.
         """
-        deadline, view = time.monotonic() + timeout.total_seconds(), FreshView(ranks, file.parent)
+        deadline, view = run_time() + timeout.total_seconds(), FreshView(ranks, file.parent)
         while True:
             view.refresh()
             with suppress(OSError):  # it is not there yet, or the disk does not show it right now
                 found = cls(file.read_bytes())
                 if found.fingerprint == fingerprint:
                     return found
-            if time.monotonic() > deadline:
+            if run_time() > deadline:
                 return None
             time.sleep(POLL_S)
 

@@ -8,16 +8,19 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from trainer.world.run_time import run_time
 from trainer.world.seal import Seal
 
 POLL_S = 0.1  # between two looks at a key that holds a value without the seal
+SLACK_S = 0.5  # by which a timeout may come early
 
 
 class SealedStore:
     """A connection to the store in which every value carries the seal; a value without it counts as absent.
 
     Its methods are those of torch's Store, so that a caller need not know which of the two it has. There is no `add`: a
-    counter cannot carry a seal.
+    counter cannot carry a seal. A timeout counts only the time in which this process could run: torch measures it by a
+    clock, which moves on while the process is suspended, so what timed out early is waited for again.
     """
 
     def __init__(self, store: dist.Store, seal: Seal, prefix: str = "") -> None:
@@ -50,7 +53,14 @@ class SealedStore:
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         """Wait until all keys have values. Raises torch.distributed.DistError when one is missing in time."""
-        self._store.wait([self._prefix + key for key in keys], timeout)
+        deadline, names = run_time() + timeout.total_seconds(), [self._prefix + key for key in keys]
+        while True:
+            try:
+                self._store.wait(names, timedelta(seconds=max(deadline - run_time(), SLACK_S)))
+                break
+            except dist.DistStoreError:
+                if run_time() > deadline - SLACK_S:
+                    raise
         self._wait(keys, timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -72,13 +82,18 @@ class SealedStore:
         return bool(self._store.delete_key(self._prefix + key))
 
     def _wait(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = run_time() + timeout.total_seconds()
         while True:
-            texts = self._read(keys)
+            try:
+                texts = self._read(keys)
+            except dist.DistStoreError:
+                if run_time() > deadline - SLACK_S:
+                    raise
+                continue
             values = [text.encode() for text in texts if text is not None]
             if len(values) == len(keys):
                 return values
-            if time.monotonic() > deadline:
+            if run_time() > deadline:
                 missing = ", ".join(key for key, text in zip(keys, texts) if text is None)
                 raise dist.DistStoreError(f"no signed message within {timeout.total_seconds():g} s, keys: {missing}")
             time.sleep(POLL_S)

@@ -21,6 +21,8 @@ from typing import Any
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # submitit asks for a requeue with USR2, some sites with USR1. Slurm sends TERM on preemption, requeue and cancel.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+END = 0  # is no signal: it ends the thread
+CLOSE_S = 1.0
 
 
 class Signals:
@@ -36,6 +38,9 @@ class Signals:
         self.received: list[tuple[signal.Signals, float]] = []  # all of them, with the time.monotonic() of each
         self.requeue: Callable[[], None] | None = None  # submitit's handler, where submitit started this process
         self._before: dict[signal.Signals, Any] = {}
+        self._others = -1  # the wake-up descriptor that this process had before, as asyncio has in a notebook
+        self._reader, self._writer = -1, -1
+        self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._lock = threading.Lock()
         self._listener: Callable[[signal.Signals], None] | None = None
 
@@ -47,10 +52,10 @@ class Signals:
         requeue = signals._before[signal.SIGUSR2]
         if callable(requeue):
             signals.requeue = lambda: requeue(signal.SIGUSR2, None)
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=signals._read, args=(reader,), name="signals", daemon=True).start()
+        signals._reader, signals._writer = os.pipe()
+        os.set_blocking(signals._writer, False)
+        signals._others = signal.set_wakeup_fd(signals._writer, warn_on_full_buffer=False)
+        signals._thread.start()
         for number in STOP_SIGNALS:
             signal.signal(number, _do_nothing)
         # The local launcher starts its ranks with these signals blocked, so that none arrives before it can be caught.
@@ -66,7 +71,14 @@ class Signals:
         for number, before in self._before.items():
             # None: the handler was not installed from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_IGN if process_ends else before or signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
+        try:
+            signal.set_wakeup_fd(self._others)
+        except (OSError, ValueError):  # it has been closed meanwhile
+            signal.set_wakeup_fd(-1)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, bytes([END]))  # closing it would not do: a child that was forked may hold it open
+        os.close(self._writer)
+        self._thread.join(CLOSE_S)  # it may be waiting for a store that no longer answers
 
     def on_first(self, listener: Callable[[signal.Signals], None]) -> None:
         """Call `listener` with the first stop signal, in another thread; at once if that signal has already arrived."""
@@ -75,11 +87,14 @@ class Signals:
             if self.first is not None:
                 listener(self.first)
 
-    def _read(self, reader: int) -> None:
-        while True:
-            for number in os.read(reader, 64):
-                if number in STOP_SIGNALS:
-                    self._record(signal.Signals(number))
+    def _read(self) -> None:
+        while (number := os.read(self._reader, 1)) and number[0] != END:
+            if number[0] in STOP_SIGNALS:
+                self._record(signal.Signals(number[0]))
+            elif self._others != -1:  # a signal that the rest of this program waits for
+                with contextlib.suppress(OSError):  # the descriptor is full, or closed
+                    os.write(self._others, number)
+        os.close(self._reader)
 
     def _record(self, number: signal.Signals) -> None:
         with self._lock:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from trainer.config.errors import first_line
 from trainer.say import say
+from trainer.world.run_time import run_time
 from trainer.world.signals import Signals
 from trainer.world.world import World
 
@@ -115,13 +116,13 @@ class Stop:
 
     def _answers(self, keys: list[str]) -> list[int] | None:
         """The ticks of all ranks; None if this is closed meanwhile. Raises DistError after ANSWER_S."""
-        deadline = time.monotonic() + ANSWER_S
+        deadline = run_time() + ANSWER_S
         self._waiting.set_timeout(timedelta(seconds=LOOK_S))
         while not self._closed.is_set():
             try:
                 return [int(tick) for tick in self._waiting.multi_get(keys)]
             except dist.DistStoreError:
-                if time.monotonic() > deadline:
+                if run_time() > deadline:
                     raise
         return None
 

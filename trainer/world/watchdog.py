@@ -16,7 +16,6 @@ because a process was suspended as a whole for a while.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import statistics
@@ -86,6 +85,7 @@ class Probes:
     of_death: Callable[[int], Fault] = lambda rank: Fault("failed", f"rank {rank} has ended", cause=False)
     others_gave_up: Callable[[], bool] = lambda: False  # whether another rank has begun its end by fault
     grace_s: Callable[[], float] = lambda: 2 * DEAD_IN_A_HURRY_S  # from a stop signal to SIGKILL
+    sign: Callable[[bool], None] = lambda timed: None  # see `InterpreterWatch.sign`
 
 
 class Watchdog:
@@ -149,7 +149,7 @@ class Watchdog:
         """The rank enters the next phase of the attempt; that counts as progress."""
         self.phase = phase
         self._phases += 1
-        self._restart_c_timer()
+        self._sign()
 
     def advance(self, count: int = 1) -> None:
         """The rank has made progress within its phase, which no tick counts. Any thread may call this."""
@@ -192,7 +192,7 @@ class Watchdog:
         self._awake.set()
         if self._lines is not None:
             self._lines.close()
-        faulthandler.cancel_dump_traceback_later()
+        self._probes.sign(False)
         for thread in self._threads:
             thread.join(timeout=5)
 
@@ -217,7 +217,7 @@ class Watchdog:
     def _watch(self) -> None:
         """The watch thread."""
         while not self._closed.wait(BEAT_S):
-            self._restart_c_timer()
+            self._sign()
             if (fault := self._probes.check()) is not None:
                 self.report(fault)
             if self._store is not None:
@@ -235,13 +235,9 @@ class Watchdog:
         """
         return silence_s > self._timeout_s or (silence_s > self._timeout_s / 2 and self._probes.others_gave_up())
 
-    def _restart_c_timer(self) -> None:
-        """If user code never releases the interpreter's lock, no Python thread runs again. Then this timer, which runs
-        in C, prints the stacks and ends the process."""
-        if self.phase not in self.UNTIMED_PHASES:
-            faulthandler.dump_traceback_later(2 * self._timeout_s, exit=True)
-        else:
-            faulthandler.cancel_dump_traceback_later()
+    def _sign(self) -> None:
+        """Show that Python threads run: none does while user code holds the interpreter's lock."""
+        self._probes.sign(self.phase not in self.UNTIMED_PHASES and not self._closed.is_set())
 
     def _follow(self, passed: Callable[[], int]) -> None:
         """The device thread. It does nothing else: while a device hangs, its driver may not answer."""
