@@ -1,43 +1,15 @@
-"""Patience: looks again at a disk that refuses to answer. An error that passes says nothing about what is there."""
+"""Patience with checkpoints: a file of one that cannot be read right now proves no damage."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import TypeVar
-
 from trainer.checkpoint.files import CheckpointUnreadable
-
-POLL_S = 0.5
-
-T = TypeVar("T")
+from trainer.world import patience
 
 
-class Patience:
-    """Time in which a disk may come back. All looks share it, so that they do not add up.
+class Patience(patience.Patience):
+    """Insists where the disk refuses to answer, and where it claims to have lost a checkpoint's file."""
 
-    Calls `warn` with each error that it waits for, once.
-    """
-
-    def __init__(self, seconds: float, warn: Callable[[str], None]) -> None:
-        self._deadline = time.monotonic() + seconds
-        self._warn = warn
-        self._said: set[str] = set()
-
-    def insist(self, look: Callable[[], T], before_again: Callable[[], object] = lambda: None) -> T:
-        """What `look` returns. While it raises OSError or CheckpointUnreadable and there is time left, look again."""
-        while True:
-            try:
-                return look()
-            except (OSError, CheckpointUnreadable) as error:
-                left_s = self._deadline - time.monotonic()
-                if left_s <= 0:
-                    raise
-                if str(error) not in self._said:
-                    self._said.add(str(error))
-                    self._warn(f"{error}; looking again for {left_s:.0f} s")
-            time.sleep(min(POLL_S, left_s))
-            before_again()
+    errors = (OSError, CheckpointUnreadable)
 
 
 NO_PATIENCE = Patience(0.0, lambda text: None)
