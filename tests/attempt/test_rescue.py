@@ -22,6 +22,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
+from tests.support.disk import eager, without_locks
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, FAULTY, KILLED, befall, config, only, undisturbed
 from tests.support.tasks import read_one_step_late
@@ -89,6 +90,30 @@ def test_killed(root: Path, ranks: int, fault: str, request: pytest.FixtureReque
     assert "gone (killed" in record["error"]
     run = goes_on(root, name, ranks, *EVERYTHING)
     assert read_lines(run.attempts)[1]["start_step"] == step - 1
+
+
+def test_killed_on_a_file_system_without_locks(root: Path) -> None:
+    """Such as Lustre without `-o flock`: the survivor must know that the run is still its own attempt's, and save."""
+    faulty = config(root, "no-locks", 2, FAULTY)
+    attempt = Attempt(faulty, {"LASTSTEP_TEST_FAULT": "kill step 5 rank 0"}, before=without_locks)
+    assert attempt.wait() == [KILLED, 1], attempt.output()
+    assert (only(attempt)["end_step"], only(attempt)["lost_steps"]) == (4, 0), attempt.output()
+    assert fingerprint(train(faulty, before=without_locks)) == undisturbed(2, ())
+
+
+def test_killed_while_another_attempt_waits(root: Path) -> None:
+    """A user has started the run twice. The lock is free the moment that rank 0 of the first is dead, long before its
+    survivor has anything to write: the second must leave it alone until the step is saved."""
+    faulty = config(root, "newcomer", 2, FAULTY)
+    first = Attempt(faulty, {"LASTSTEP_TEST_FAULT": "halt step 5 rank 0"})
+    first.wait_for("fault: halt")
+    second = Attempt(faulty, before=eager)
+    second.wait_for("waiting for another attempt to release this run")
+    first.signal(signal.SIGKILL, 0)
+    assert first.wait() == [KILLED, 1] and second.wait() == [0, 0], first.output() + second.output()
+    lost, finished = read_lines(first.run.attempts)
+    assert (lost["end_step"], lost["lost_steps"], finished["start_step"]) == (4, 0, 4), second.output()
+    assert fingerprint(first.run) == undisturbed(2, ())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

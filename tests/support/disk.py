@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from trainer.world import run_lock
 
 # Every call by which a commit or a deletion touches the disk; Path and shutil go through these too.
 DISK_CALLS = [
@@ -89,3 +93,29 @@ def _wrapped(functions: Sequence[tuple[Any, str]], hook: Callable[[str, Any], No
     finally:
         for module, name, real in before:
             setattr(module, name, real)
+
+
+def flock_fails(number: int, times: int = 1 << 30) -> list[int]:
+    """From now on the first `times` calls of flock in this process fail with this error number; returns a list that
+    these calls grow."""
+    failed: list[int] = []
+    real = fcntl.flock
+
+    def flock(file: Any, operation: int) -> None:
+        if len(failed) < times:
+            failed.append(operation)
+            raise OSError(number, os.strerror(number))
+        real(file, operation)
+
+    fcntl.flock = flock
+    return failed
+
+
+def without_locks() -> None:
+    """Have this process, a rank, find a file system without locks, such as Lustre without `-o flock`."""
+    flock_fails(errno.ENOSYS)
+
+
+def eager() -> None:
+    """Have this process, a rank that begins, look all the time whether the run's lock is free."""
+    run_lock.POLL_S = 0.001

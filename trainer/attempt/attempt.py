@@ -20,6 +20,7 @@ from trainer.attempt.deadline import Deadline, LastExit, run_for
 from trainer.attempt.end_by_fault import EndByFault
 from trainer.attempt.ending import end_srun, ending_by_signal, print_hint, record_end, requeue
 from trainer.attempt.grace import GracePeriod, LimitWarning
+from trainer.attempt.predecessor import Predecessor
 from trainer.attempt.preflight import Preflight
 from trainer.attempt.rescue_files import clear
 from trainer.attempt.state import AttemptState
@@ -162,7 +163,7 @@ class Attempt:
         """
         state = self._state
         patience = Patience(newest_checkpoint.START_S, say)
-        run_lock.acquire(self._run_dir.lock, state.world)
+        run_lock.acquire(self._run_dir.lock, state.world, Predecessor(self._run_dir, state.world))
         look_anew(self._run_dir.path)  # the attempt before may have ended on another host, a second ago
         state.store.look_anew()
         if patience.insist(lambda: never_began(self._run_dir, state.world, restarts_in_place(os.environ))):

@@ -116,10 +116,10 @@ class Rescuer:
 
     def _write(self, part: Part) -> None:
         """Write a part of the frozen state."""
-        state, loop, plan = self._state, self._state.loop, self._rescue.plan
+        loop, plan = self._state.loop, self._rescue.plan
         assert loop is not None and plan is not None
-        if not run_lock.still_ours(state.run_dir.lock, state.world):
-            return self._rescue.report_unable("another attempt is working on this run")
+        if why := self._why_not_ours():
+            return self._rescue.report_unable(why)
         try:
             with loop.frozen(plan.place) as frozen:
                 write = (plan.generation, part.shard, part.stripe, part.file, lambda: self._rescue.check(part))
@@ -134,6 +134,15 @@ class Rescuer:
             say(f"WARNING: this rank cannot save its part of the state: {error}")
             return self._rescue.report_unable(str(error))
         self._rescue.report_written(plan, part, entry)
+
+    def _why_not_ours(self) -> str:
+        """Why this rank must not change the run's checkpoints; empty if the run is this attempt's."""
+        state = self._state
+        try:
+            ours = run_lock.still_ours(state.run_dir.lock, state.world)
+        except OSError as error:  # another rank may do better
+            return str(error)
+        return "" if ours else "another attempt is working on this run"
 
     def _act(self, plan: Plan) -> None:
         """Commit what is written, record the end and requeue the job, for all ranks."""
@@ -161,9 +170,9 @@ class Rescuer:
         state = self._state
         assert plan.place is not None
         step = plan.place[0]
-        if not run_lock.still_ours(state.run_dir.lock, state.world):
-            say(f"step {step} is not saved, since another attempt is working on this run")
-            self._rescue.report_unable("another attempt is working on this run")
+        if why := self._why_not_ours():
+            say(f"WARNING: this rank cannot save step {step}: {why}")
+            self._rescue.report_unable(why)
             return False
         try:
             with loop.frozen(plan.place) as frozen:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
 from trainer.records.metrics import read_lines
+from trainer.world.world import start_text
 
 # Why an attempt ended. "lost": it could not record its end, so the next attempt or the batch shell did.
 Reason = Literal["finished", "preempted", "timeout", "cancelled", "failed", "hung", "lost"]
@@ -64,6 +65,11 @@ _DEFAULTS: dict[str, Any] = {
     "blamed": [],
 }
 _REQUIRED = OpenAttempt.__required_keys__ - _DEFAULTS.keys()
+
+
+def record_start(record: AttemptRecord) -> str:
+    """The start of the ranks, as `World.start` has it: what its rank 0 signs the run's lock with."""
+    return start_text(record["job_id"], record["restart"], record["step_id"], record["step_restarts"])
 
 
 def start_of(record: AttemptRecord) -> str:

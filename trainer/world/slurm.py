@@ -52,6 +52,10 @@ class SlurmMissing(SlurmError):
     """This machine has no such Slurm command."""
 
 
+class UnknownJob(SlurmError):
+    """Slurm has no job with this id."""
+
+
 def new_tag() -> str:
     """A tag for the job of one submission."""
     return f"laststep:{uuid.uuid4().hex[:12]}"
@@ -69,6 +73,17 @@ def show_job(job_id: str) -> Job | None:
             return {"JobState": REPLACED}
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
     return None
+
+
+def show_other_job(job_id: str) -> Job:
+    """The same for any job. Raises SlurmError, and UnknownJob when Slurm has no such job: it has ended minutes ago."""
+    try:
+        shown = scontrol("show", "job", "--oneliner", job_id)
+    except SlurmError as error:
+        if "Invalid job id" in str(error):
+            raise UnknownJob(str(error)) from None
+        raise
+    return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
 
 def node_states(names: str) -> dict[str, str]:

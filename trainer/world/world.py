@@ -38,9 +38,7 @@ class World:
     @property
     def start(self) -> str:
         """This start of the ranks, for messages: "job 12, restart 0, job step 1"."""
-        step = "" if self.step_id is None else f", job step {self.step_id}"
-        again = f", restart in place {self.step_restarts}" if self.step_restarts else ""
-        return f"job {self.job_id}, restart {self.restart}{step}{again}"
+        return start_text(self.job_id, self.restart, self.step_id, self.step_restarts)
 
     def host_of(self, rank: int) -> str:
         """The node of a rank, for messages."""
@@ -69,6 +67,13 @@ class DeviceConflict(ConfigError):
 
 class MeetingError(RuntimeError):
     """The ranks of an attempt did not find each other."""
+
+
+def start_text(job_id: str, restart: int, step_id: int | None, step_restarts: int | None) -> str:
+    """A start of the ranks, as `World.start` has it."""
+    step = "" if step_id is None else f", job step {step_id}"
+    again = f", restart in place {step_restarts}" if step_restarts else ""
+    return f"job {job_id}, restart {restart}{step}{again}"
 
 
 def hostname() -> str:
