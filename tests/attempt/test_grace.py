@@ -16,8 +16,7 @@ from trainer.attempt import grace
 from trainer.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod, LimitWarning, seconds_left
 from trainer.attempt.state import AttemptState
 from trainer.config.launch import Launch
-from trainer.world.launchers import SIGNALLED
-from trainer.world.signals import Signals
+from trainer.world.signals import SIGNALLED, Signals
 from trainer.world.slurm import NEVER, Job, KillLimits
 from trainer.world.world import World
 

@@ -156,7 +156,7 @@ def test_the_sweep_of_an_older_version_is_repeated(
     (slurm / "squeue").write_text("#!/bin/sh\n")
     submitted: list[Config] = []
 
-    def submit(config: Config, sweep: RunDir, configs: list[Config], *_: object) -> list[str]:
+    def submit(config: Config, sweep: RunDir, runs: list[RunDir], configs: list[Config], *_: object) -> list[str]:
         submitted.extend(configs)
         return ["4712_0"]
 

@@ -29,8 +29,7 @@ from trainer.attempt.signal_cause import USER_SIGNALS, Ending, comes_back, judge
 from trainer.attempt.state import AttemptState
 from trainer.config.launch import Launch
 from trainer.say import say
-from trainer.world.launchers import SIGNALLED
-from trainer.world.signals import Signals
+from trainer.world.signals import SIGNALLED, Signals
 from trainer.world.slurm import (
     DEFAULT_KILL_WAIT_S,
     NEVER,

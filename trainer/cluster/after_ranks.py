@@ -55,8 +55,8 @@ from trainer.say import command, say
 from trainer.trainer import Trainer
 from trainer.world import run_lock
 from trainer.world.fresh_view import look_anew
-from trainer.world.launchers import SIGNALLED, detect_world, restarts_in_place
-from trainer.world.signals import STOP_SIGNALS
+from trainer.world.launchers import detect_world, restarts_in_place
+from trainer.world.signals import SIGNALLED, STOP_SIGNALS
 from trainer.world.slurm import (
     EXPEDITE,
     REPLACED,

@@ -34,8 +34,6 @@ STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the process id, a name that is 
 WORKING_FOLDER = "LASTSTEP_WORKING_FOLDER"
 # Set by a launcher that outlives the ranks and may start them again: how often it has done so in this allocation.
 RESTARTS = "LASTSTEP_RESTARTS"
-# Set by a batch shell that has received a signal.
-SIGNALLED = "LASTSTEP_SIGNALLED"
 # Set by the supervisor of a rank: how often it has started the rank again, see trainer.cluster.supervisor.
 STEP_RESTARTS = "LASTSTEP_STEP_RESTARTS"
 # Set in a job that chooses its nodes: the one on which its batch shell runs.

@@ -21,6 +21,7 @@ from typing import Any
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # submitit asks for a requeue with USR2, some sites with USR1. Slurm sends TERM on preemption, requeue and cancel.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+SIGNALLED = "LASTSTEP_SIGNALLED"  # set by a batch shell that has received a signal
 END = 0  # is no signal: it ends the thread
 CLOSE_S = 1.0
 
