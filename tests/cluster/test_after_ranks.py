@@ -454,7 +454,7 @@ def test_the_disk_is_full(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureF
 
     slurm.job = {"JobState": "RUNNING", "Comment": comment}
     with full(run):
-        for restart, requeues, noted in ((4, 1, "1@4"), (5, 2, "2@5"), (6, 2, "2@5"), (8, 3, "1@8")):
+        for restart, requeues, noted in ((4, 1, "1@4"), (5, 2, "2@5"), (5, 3, "2@5"), (6, 3, "2@5"), (8, 4, "1@8")):
             said = start(restart)
             assert DISK_FULL in said and slurm.requeues == requeues
             assert (limit in said) is (restart == 6)

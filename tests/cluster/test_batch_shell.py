@@ -173,7 +173,9 @@ def test_python_does_not_start(run: RunDir, monkeypatch: pytest.MonkeyPatch, han
     (folder / "total").write_text("4")
     noted = "Comment=the user's laststep:0123456789ab laststep-unrecorded:"
     assert start(5) == [f"{noted}1@5", "requeue", "ExcNodeList=n5"]
-    assert start(6) == [f"{noted}2@6", "requeue", "ExcNodeList=n5,n6"]
+    for _ in range(2):  # of one start it may be noted before
+        assert start(6)[:2] == [f"{noted}2@6", "requeue"]
+    assert (folder / "job").read_text().count("ExcNodeList=n5,n6\n") == 1
     assert start(7) == [] and "Python did not start in the last 3 starts of this job" in said[-1]
     assert start(9) == [f"{noted}1@9", "requeue"], "some start in between was recorded; two nodes are left"
     assert start(10, "COMPLETING") == [], "Slurm has ended it"

@@ -74,8 +74,8 @@ requeue_unrecorded() {
     [[ $shown =~ JobState=$unended[[:space:]] ]] || return 0
     [[ $shown != *laststep:* || $shown == *"${LASTSTEP_JOB_TAG-}"* ]] || return 0  # another job has the id now
     restart=${SLURM_RESTART_COUNT:-0} again=1  # the job's comment says for how many starts in a row this was so
-    if [[ $shown =~ laststep-unrecorded:([0-9]+)@([0-9]+) ]] && ((BASH_REMATCH[2] == restart - 1)); then
-        again=$((BASH_REMATCH[1] + 1))
+    if [[ $shown =~ laststep-unrecorded:([0-9]+)@([0-9]+) ]] && ((restart - BASH_REMATCH[2] < 2)); then
+        again=$((BASH_REMATCH[1] + (BASH_REMATCH[2] < restart)))  # of this start it may be noted already
     fi
     comment=$(echo "$shown" | sed -n 's/ *laststep-unrecorded:[0-9@]*//; s/ *$//; s/^ *Comment=//p')
     comment+="${comment:+ }laststep-unrecorded:$again@$restart"

@@ -114,11 +114,12 @@ def note_unrecorded(job_id: str, restart: int, most: int) -> int | None:
     found = re.search(r"^\s*Comment=(.*)$", scontrol("show", "job", job_id), re.MULTILINE)
     comment = found[1] if found else ""
     before = UNRECORDED.search(comment)
-    count = int(before[1]) + 1 if before and int(before[2]) == restart - 1 else 1
+    count, noted = map(int, before.groups()) if before else (0, -1)
+    count = {restart - 1: count + 1, restart: count}.get(noted, 1)  # of this start it may be noted already
     if count <= most:
-        noted = f"{UNRECORDED.sub('', comment).strip()} laststep-unrecorded:{count}@{restart}".strip()
+        comment = f"{UNRECORDED.sub('', comment).strip()} laststep-unrecorded:{count}@{restart}".strip()
         try:
-            scontrol("update", f"JobId={job_id}", f"Comment={noted}")
+            scontrol("update", f"JobId={job_id}", f"Comment={comment}")
         except SlurmError:
             return None
     return count
