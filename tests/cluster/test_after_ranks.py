@@ -9,21 +9,23 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
-from tests.support.disk import refusing
+from tests.support.disk import flock_fails, refusing
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import config
 from tests.support.worlds import a_world
 from trainer.attempt.attempt import Attempt
 from trainer.checkpoint import newest
 from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
-from trainer.cluster.after_ranks import after_ranks
+from trainer.cluster.after_ranks import after_ranks, main
 from trainer.config.errors import ConfigError
 from trainer.config.launch import Launch
 from trainer.records.attempt_record import Reason, read_ended_attempts
@@ -32,6 +34,7 @@ from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world import run_lock
 from trainer.world.launchers import RESTARTS as RESTARTS_VARIABLE
+from trainer.world.launchers import UNDECIDED
 from trainer.world.signals import Signals
 from trainer.world.slurm import TAG_VARIABLE
 from trainer.world.watchdog import Retry
@@ -404,6 +407,154 @@ def test_srun_was_killed_while_a_rank_starts(
     assert ends(run) == [("failed", True)] and not run.attempt_now.exists()
     assert not never_began(run, replace(rank_0, restart=1), 0), "the requeued job must begin"
     assert not never_began(run, replace(rank_0, step_id=1), 1), "so must the ranks that the shell starts on other nodes"
+
+
+def test_the_lock_of_an_earlier_start(
+    run: RunDir, slurm: FakeSlurm, locked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A network file system may keep the lock of a dead node for days. It must not pass for a live rank 0, which would
+    record the end itself: no record, no budget that counts, and a requeue without end."""
+    locked.write_text("job 7, restart 0, on n3")
+    for restart in (1, 2, 3):
+        slurm.job = {"JobState": "RUNNING", "Restarts": restart}
+        after_ranks(run, replace(WORLD, restart=restart), LAUNCH, 1)
+    assert slurm.requeues == 1 and ends(run)[:2] == [("failed", True), ("failed", False)]
+    assert (
+        "locked by an earlier start of this job (job 7, restart 0, on n3), which has ended" in capsys.readouterr().out
+    )
+
+
+def test_the_lock_of_an_earlier_step(run: RunDir, slurm: FakeSlurm, locked: Path) -> None:
+    """The same within one allocation, where the ranks have started again without the dead node. But a rank 0 of this
+    start counts as alive, also while it still ends."""
+    first = replace(WORLD, step_id=0)
+    begin_attempt(run, first, start_step=0)
+    locked.write_text(f"{run_lock.signature(first)}\n4711 12")
+    assert not restarts(run, 0), "rank 0 of this start lives"
+    assert ends(run) == [] and slurm.requeues == 1
+    end_attempt(run, first, RESTARTS, "failed", 0, 0)
+    begin_attempt(run, replace(WORLD, step_id=1), start_step=0)
+    restarts(run, 1)
+    assert ends(run) == [("failed", True), ("lost", True)]
+
+
+DISK_FULL = "WARNING: the disk fails after the ranks have ended: [Errno 28] No space left on device"
+
+
+def test_the_disk_is_full(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """The start cannot be recorded. It may be the fault of this node's disk, so the job is requeued, but not without
+    end: Slurm itself keeps the count, beside the user's comment and the run's tag. A recorded start ends the row."""
+    launch, limit = replace(LAUNCH, max_failures=2), "in a row (launch.max_failures=2); `"
+    comment = "mine laststep:0123456789ab"
+
+    def start(restart: int) -> str:
+        slurm.job = {**(slurm.job or {}), "Restarts": restart}
+        assert not after_ranks(run, replace(WORLD, restart=restart), launch, KILLED)
+        return capsys.readouterr().out
+
+    slurm.job = {"JobState": "RUNNING", "Comment": comment}
+    with full(run):
+        for restart, requeues, noted in ((4, 1, "1@4"), (5, 2, "2@5"), (5, 3, "2@5"), (6, 3, "2@5"), (8, 4, "1@8")):
+            said = start(restart)
+            assert DISK_FULL in said and slurm.requeues == requeues
+            assert (limit in said) is (restart == 6)
+            assert slurm.job["Comment"] == f"{comment} laststep-unrecorded:{noted}"
+    slurm.refuses = True
+    with full(run):
+        assert limit in start(9), "a site may forbid to change comments: then the job's restarts count"
+
+
+def test_the_end_cannot_be_recorded(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is decided what follows, and that is done: a run that has used up its budget ends, any other one goes on."""
+    monkeypatch.setattr("trainer.cluster.after_ranks.COUNT_S", 0.0)
+    begin(run)
+    with full(run):
+        after_ranks(run, WORLD, LAUNCH, KILLED)
+        assert slurm.requeues == 1
+        after_ranks(run, WORLD, replace(LAUNCH, max_failures=0), KILLED)
+        assert slurm.requeues == 1 and ends(run) == [] and run.attempt_now.exists()
+
+
+@pytest.mark.parametrize(
+    ("job", "reason", "held"),
+    [
+        ({"JobState": "COMPLETING"}, None, ""),
+        ({"JobState": "COMPLETING", "Restarts": 1}, None, ""),
+        ({"JobState": "RUNNING"}, "cancelled", ""),
+        ({"JobState": "RUNNING"}, None, "job 6, restart 0, on n3"),
+    ],
+    ids=["Slurm has ended it", "Slurm starts it again", "the run has ended", "another attempt is at work"],
+)
+def test_the_disk_fails_where_nothing_is_to_be_requeued(
+    run: RunDir,
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    job: dict[str, Any],
+    reason: Reason | None,
+    held: str,
+) -> None:
+    """A run that was cancelled must not begin again because of a bad disk, nor one that another job trains."""
+    slurm.job = {"Restarts": 0, **job}
+    if reason:
+        end_attempt(run, begin(run), LAUNCH, reason, 1, 1)
+    monkeypatch.setattr("trainer.cluster.after_ranks.newest_step", lambda *_: pytest.fail("it is not asked"))
+    monkeypatch.setattr(
+        "trainer.cluster.after_ranks.look_anew", Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    )
+    with run.lock.open("w") as file:
+        if held:
+            file.write(held)
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        after_ranks(run, WORLD, LAUNCH, KILLED)
+    assert slurm.requeues == 0
+
+
+def test_the_lock_cannot_be_read(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows whether rank 0 lives, so nothing is recorded. The requeue ends it if it does."""
+    monkeypatch.setattr(run_lock, "LOOK_S", 0.0)
+    monkeypatch.setattr(fcntl, "flock", fcntl.flock)
+    begin(run)
+    flock_fails(errno.ENOLCK)
+    after_ranks(run, WORLD, LAUNCH, KILLED)
+    assert slurm.requeues == 1 and ends(run) == [] and run.attempt_now.exists()
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_the_folder_cannot_be_read(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spare: bool
+) -> None:
+    """A bad mount on this node: not even the configuration is there. The job is requeued, and leaves the node if the
+    partition has enough others. The shell is told that there is nothing left for it to do."""
+    monkeypatch.setattr(run_lock, "LOOK_S", 0.0)
+    undecided = run.path / "undecided"
+    undecided.touch()
+    environ = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    environ |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1"}
+    for name, value in {**environ, UNDECIDED: str(undecided)}.items():
+        monkeypatch.setenv(name, value)
+    slurm.partition_nodes = 4 if spare else 2
+    slurm.job = {"JobState": "RUNNING", "Restarts": 0, "Partition": "main", "ExcNodeList": "n4"}
+    with refusing(run.path / "runs" / "first", errno.ESTALE):
+        assert main(str(run.path / "runs" / "first"), KILLED) == KILLED
+    assert slurm.requeues == 1 and not undecided.exists()
+    assert slurm.excluded == (["n4,n1"] if spare else [])
+    assert ("job 7 leaves n1, which does not show the run's folder" in capsys.readouterr().out) is spare
+    (run.path / "runs").mkdir()
+    assert main(str(run.path / "runs" / "first"), KILLED) == KILLED
+    assert slurm.requeues == 1, "the user has deleted the run"
+
+
+@contextmanager
+def full(run: RunDir) -> Iterator[None]:
+    """No file of the run's folder can be written."""
+
+    def refuse(path: Path, text: str) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.records.attempts._write_temporary", refuse)
+        yield
 
 
 def test_another_job_is_at_work(run: RunDir, slurm: FakeSlurm, locked: Path) -> None:

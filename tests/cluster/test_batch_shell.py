@@ -18,11 +18,14 @@ from trainer.cluster import batch_shell
 from trainer.config.checks import nodes_for
 from trainer.config.launch import Launch
 from trainer.rundir import RunDir
+from trainer.world.slurm import TAG_VARIABLE
 
 SHARE = batch_shell.SHARE
 SPARE = Launch(nodes=2, spare_nodes=1, tasks_per_node=4)
 # It writes down its arguments, and does what the test has put into a file.
 SRUN = '#!/bin/bash\necho "$@" >>{folder}/calls\nsource {folder}/does\n'
+
+COMMENT = "JobId=7 JobName=mine\n   ExcNodeList=(null)\n   Comment=the user's laststep:0123456789ab\n"
 
 
 @pytest.fixture
@@ -129,3 +132,77 @@ def test_spare_nodes_of_a_range(run: RunDir, allocated: str, trained: str) -> No
     lines = shell(run, "false", Launch(nodes="2-4", spare_nodes=1), {"SLURM_JOB_NUM_NODES": allocated})
     subprocess.run(["bash", "-c", "\n".join(lines)], check=True)
     assert calls(run) == [f"--nodes={trained} --label python"]
+
+
+# A job of Slurm's, as scontrol shows and changes it: a file of one field per line.
+SCONTROL = r"""#!/bin/bash
+cd {folder}
+case "$1 $2" in
+"show job") cat job ;;
+"show partition") echo "PartitionName=main TotalNodes=$(<total)" ;;
+"show hostnames") tr , '\n' <<<"$3" ;;
+"requeue 7") echo requeue >>orders ;;
+"update JobId=7")
+    [ ! -e refuses ] || exit 1
+    echo "$3" >>orders
+    sed -i "s/^   ${{3%%=*}}=.*/   $3/" job ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_python_does_not_start(run: RunDir, monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
+    """Its mount is bad on this node, or hangs. Other nodes may have a good one: the job is requeued, at most
+    launch.max_failures times in a row, and leaves the node while the partition has enough others. The comment is the
+    user's as well, and what follows depends on Slurm alone."""
+    folder = run.path.parent
+    monkeypatch.setattr("sys.executable", str(folder / ("python" if hangs else "no python")))
+    (folder / "python").write_text("#!/bin/bash\nkill -KILL $$  # as `timeout` would\n")
+    (folder / "scontrol").write_text(SCONTROL.format(folder=folder))
+    for name in ("python", "scontrol"):
+        (folder / name).chmod(0o755)
+
+    def start(restart: int, state: str = "RUNNING") -> list[str]:
+        """What scontrol is ordered in this start of the job."""
+        job = (folder / "job").read_text() if (folder / "job").exists() else COMMENT
+        job = "\n".join(line for line in job.splitlines() if "JobState" not in line)
+        (folder / "job").write_text(f"{job}\n   JobState={state} Reason=None\n")
+        (folder / "orders").write_text("")
+        env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restart), "SLURMD_NODENAME": f"n{restart}"}
+        env |= {"SLURM_JOB_PARTITION": "main", TAG_VARIABLE: "laststep:0123456789ab"}
+        lines = ["set -eu", *batch_shell.after_ranks(run, Launch(nodes=2, max_failures=2)), "exit 9"]
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(lines)], env={**os.environ, **env}, capture_output=True, text=True
+        )
+        assert done.returncode == 9, done.stderr
+        said.append(done.stdout)
+        return (folder / "orders").read_text().splitlines()
+
+    said: list[str] = []
+    (folder / "total").write_text("4")
+    noted = "Comment=the user's laststep:0123456789ab laststep-unrecorded:"
+    assert start(5) == [f"{noted}1@5", "requeue", "ExcNodeList=n5"]
+    for _ in range(2):  # of one start it may be noted before
+        assert start(6)[:2] == [f"{noted}2@6", "requeue"]
+    assert (folder / "job").read_text().count("ExcNodeList=n5,n6\n") == 1
+    assert start(7) == [] and "Python did not start in the last 3 starts of this job" in said[-1]
+    assert start(9) == [f"{noted}1@9", "requeue"], "some start in between was recorded; two nodes are left"
+    assert start(10, "COMPLETING") == [], "Slurm has ended it"
+    (folder / "refuses").touch()
+    assert start(2) == [], "a site may forbid to change comments: then all restarts of the job count"
+    (folder / "refuses").unlink()
+    (folder / "job").write_text(COMMENT.replace("0123456789ab", "0123456789cd"))
+    assert start(0) == [], "another job has the id now"
+
+
+def test_after_ranks_has_decided(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the shell does nothing of its own, also if the program was killed while it read checkpoints."""
+    folder = run.path.parent
+    (folder / "python").write_text('#!/bin/bash\nrm "$LASTSTEP_UNDECIDED"\nkill -KILL $$\n')
+    (folder / "scontrol").write_text(f"#!/bin/bash\necho $* >>{folder}/orders\n")
+    for name in ("python", "scontrol"):
+        (folder / name).chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(folder / "python"))
+    lines = [*batch_shell.after_ranks(run, SPARE), "exit 9"]
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], env={**os.environ, "SLURM_JOB_ID": "7"})
+    assert done.returncode == 9 and not (folder / "orders").exists()

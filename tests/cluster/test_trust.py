@@ -16,6 +16,7 @@ from tests.support.worlds import a_world
 from trainer.cluster import after_ranks, batch_shell, code_copy, run_folders, trust
 from trainer.commands.main import main
 from trainer.config.errors import ConfigError
+from trainer.config.launch import Launch
 from trainer.rundir import RunDir
 from trainer.trainer import Trainer
 
@@ -42,7 +43,7 @@ def executed(run: RunDir) -> list[Path]:
 
 def batch_script(run: RunDir, end: str = "echo the ranks start") -> subprocess.CompletedProcess[str]:
     """What the job's batch shell does, with `end` for srun."""
-    lines = [*batch_shell.after_ranks(run), end]
+    lines = [*batch_shell.after_ranks(run, Launch()), end]
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
     return subprocess.run(["bash", "-c", "\n".join(lines)], env=environment, capture_output=True, text=True)
 

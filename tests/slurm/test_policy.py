@@ -57,6 +57,34 @@ def test_every_rank_is_killed(plain: User) -> None:
     comes_back(plain, "killed")
 
 
+def test_python_is_gone(cluster: Cluster, tmp_path: Path) -> None:
+    """The mount that has Python goes bad, so the batch shell cannot ask what follows. It requeues the job all the same,
+    and leaves its node; the next start, where Python is, records the attempt as lost and finishes the run."""
+    prefix = Path(sys.prefix)
+    (tmp_path / "bin").mkdir()
+    for name in ("lib", "lib64", "pyvenv.cfg"):
+        (tmp_path / name).symlink_to(prefix / name)
+    (tmp_path / "python").symlink_to(Path(sys.executable).resolve())
+    python = tmp_path / "bin" / "python"
+    python.symlink_to(tmp_path / "python")
+    user = User(cluster, tmp_path / "runs", str(python))
+    user.types(*TWO_RANKS, "--name", "mount")
+    user.waits_for("mount", IN_EPOCH_2)
+    python.unlink()
+    user.kills("mount", 0, 1)
+    job = user.job_of("mount")
+    user.waits_for("mount", f"requeueing job {job}: Python does not start on n")
+
+    def left() -> list[str]:
+        return re.findall(r"ExcNodeList=(n\d)\s", cluster.run("scontrol", "show", "job", job))
+
+    (node,) = wait_until(left, "the job does not leave the node")
+    assert "laststep-unrecorded:1@0" in cluster.run("scontrol", "show", "job", job)
+    python.symlink_to(tmp_path / "python")
+    lost = comes_back(user, "mount")
+    assert lost["reason"] == "lost" and lost["hosts"][0] == node not in user.attempts("mount")[1]["hosts"]
+
+
 def test_srun_is_killed(plain: User) -> None:
     """Without srun the ranks continue until the batch shell ends and Slurm kills them. Requeued before that, they
     receive the SIGTERM of any requeue, and lose no step."""

@@ -40,6 +40,8 @@ class FakeSlurm:
             return _done(words)
         if words[1] == "update":
             self.updated.append(tuple(words[2:]))
+            if not self.refuses:
+                self.job |= {key: value for key, _, value in (word.partition("=") for word in words[3:])}
         elif words[1] == "requeue":
             self.requeues += not self.refuses
         else:
@@ -50,7 +52,7 @@ class FakeSlurm:
         assert self.job is not None
         if words[0] == "job":
             shown = {"NodeList": ",".join(self.states), **self.job}
-            return " ".join(f"{key}={value}" for key, value in shown.items())
+            return (" " if "--oneliner" in words else "\n   ").join(f"{key}={value}" for key, value in shown.items())
         if words[0] == "node":
             return "\n".join(f"NodeName={node} State={state}" for node, state in self.states.items())
         if words[0] == "hostnames":

@@ -11,8 +11,14 @@ all ranks may have been killed, and srun with them, or Slurm did not answer. The
 job trains one run) and the exit status of srun, or that of a line of launch.setup and its number. It exits with 0 if
 the shell is to start the ranks again, else with STATUS. It asks for a restart only where LASTSTEP_RESTARTS says how
 often the shell has done that in this allocation, and not once LASTSTEP_SIGNALLED says that the shell has received a
-signal. It asks Slurm only if the answer matters, and does not import torch. If it fails, the job ends as it would have
-without it. A user's own batch script can call it, too: see examples/srun.sbatch.
+signal. It asks Slurm only if the answer matters, and does not import torch. A user's own batch script can call it, too:
+see examples/srun.sbatch.
+
+Where the disk fails, the job is requeued all the same, as the next start may be on other nodes, unless a record says
+that the run has ended, another attempt is at work, or Slurm has ended the job. Perhaps nobody can record that start. So
+the job's comment says how many there were in a row: launch.max_failures at most are followed by a requeue. Where Python
+itself cannot start, the batch shell does the same (trainer/cluster/batch_shell.py): it still finds the file that
+LASTSTEP_UNDECIDED names, which this program deletes once it has decided.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -31,14 +38,15 @@ from typing import NamedTuple
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from trainer.attempt.finished import finish_of
+from trainer.attempt.predecessor import Predecessor
 from trainer.attempt.signal_cause import EARLY_S, comes_back, judge
-from trainer.checkpoint.newest import newest_step
+from trainer.checkpoint.newest import COUNT_S, newest_step
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cluster import nodes, run_config, trust
 from trainer.config.checks import nodes_for
 from trainer.config.errors import DiskError
 from trainer.config.launch import Launch
-from trainer.records.attempt_record import EndedAttempt, Reason, read_ended_attempts
+from trainer.records.attempt_record import EndedAttempt, Reason, read_ended_attempts, record_start
 from trainer.records.attempts import (
     begin_attempt,
     belongs_to,
@@ -51,11 +59,12 @@ from trainer.records.attempts import (
 from trainer.records.retry import FAILURES, Next, decide, why_not_requeued
 from trainer.records.step_restart import count_in_steps
 from trainer.rundir import RunDir
-from trainer.say import command, say
+from trainer.say import command, counted, say
 from trainer.trainer import Trainer
 from trainer.world import run_lock
 from trainer.world.fresh_view import look_anew
-from trainer.world.launchers import detect_world, restarts_in_place
+from trainer.world.launchers import UNDECIDED, detect_world, restarts_in_place
+from trainer.world.patience import Patience
 from trainer.world.signals import SIGNALLED, STOP_SIGNALS
 from trainer.world.slurm import (
     EXPEDITE,
@@ -66,6 +75,7 @@ from trainer.world.slurm import (
     forbid_requeue,
     has_scontrol,
     node_states,
+    note_unrecorded,
     requeue_job,
     show_job,
     unix_time,
@@ -96,16 +106,33 @@ def after_ranks(
 
     `status` is that of srun, or of the line of launch.setup with this number, from 1. The shell has started the ranks
     again `restarts` times in this allocation, and says whether it `can_restart` them once more. `shares` is the run's
-    train.shares.
+    train.shares. If the disk fails, the job is requeued, see `_requeue_unrecorded`.
     """
-    with run_lock.no_start(run.lock) as holder:  # a rank that survived srun does not begin meanwhile
-        if holder and not run_lock.belongs_to_job(holder, world):
+    try:
+        return _after_ranks(run, world, launch, status, setup_line, restarts, can_restart, shares)
+    except OSError as error:
+        _requeue_unrecorded(run, world, launch, error)
+        return False
+
+
+def _after_ranks(
+    run: RunDir,
+    world: World,
+    launch: Launch,
+    status: int,
+    setup_line: int | None,
+    restarts: int,
+    can_restart: bool,
+    shares: int | None,
+) -> bool:
+    # A rank that survived srun does not begin meanwhile.
+    with run_lock.no_start(run.lock, Predecessor(run, world, run_lock.LOOK_S)) as holder:
+        if _is_anothers(holder, world):
             say(f"not requeued: another attempt is at work on this run ({holder})")
             _end_for_good(world, launch)
             return False
         look_anew(run.path)  # the ranks may have recorded the end, and saved, on other hosts a second ago
         CheckpointStore(run.checkpoints).look_anew()
-        rank_0_lives = bool(holder)  # only srun was killed, or the node of rank 0 is cut off
         # By manifests and sizes: to hash a large checkpoint may take longer than this shell lives.
         kept_step = cache(lambda: newest_step(run, say))
         failed_start = _why_not_started(run, world, launch, status, setup_line)
@@ -115,18 +142,91 @@ def after_ranks(
         # Each start of the ranks has one record: if there are no more records than earlier starts, the last has none.
         earlier = restarts + count_in_steps(run.step_restart, world)
         end = of_allocation[-1] if len(of_allocation) > earlier else None
+        # Then only srun was killed, or the node of rank 0 is cut off.
+        rank_0_lives = holder is not None and _is_of_this_start(holder, world, of_allocation[:earlier])
+        if holder and not rank_0_lives:
+            say(f"{run.lock}: locked by an earlier start of this job ({holder}), which has ended: that does not count")
         counts = nodes_for(shares, launch)
         situation = _Situation(ended, end, rank_0_lives, can_restart and not rank_0_lives, failed_start, counts)
         follows = _continue(run, world, launch, situation, kept_step)
         if rank_0_lives:  # it records the end itself
             return False
-        record_abandoned_attempts(run, kept_step, None if follows is Next.END else world.job_id, killed)
+        continued_job = None if follows is Next.END else world.job_id
+        try:
+            Patience(COUNT_S, say).insist(lambda: record_abandoned_attempts(run, kept_step, continued_job, killed))
+        except OSError as error:  # what follows is decided; the next attempt records it, if there is one
+            say(f"WARNING: how the attempt ended is not recorded: {error}")
     if follows is Next.REQUEUE:
         nodes.keep_from_bad_nodes(run, world, launch)
     if follows is Next.END:  # else the next attempt reads the checkpoints, and corrects the record
         _end_for_good(world, launch)
-        correct_lost_attempt(run, lambda: _newest_intact_step(run))
+        decided()  # to read them may take longer than this program may
+        with suppress(OSError):  # the next attempt corrects it
+            correct_lost_attempt(run, lambda: _newest_intact_step(run))
     return follows is Next.RESTART
+
+
+def _is_anothers(holder: str | None, world: World) -> bool:
+    """Whether the lock is held by another job."""
+    return holder is not None and not run_lock.belongs_to_job(holder, world)
+
+
+def _is_of_this_start(holder: str, world: World, earlier: Sequence[EndedAttempt]) -> bool:
+    """Whether the holder of the lock is an attempt of this start of the ranks: not one of an earlier start of the job,
+    nor one of the `earlier` ones in this allocation. A network file system may keep the lock of a dead node."""
+    of_earlier = any(holder.startswith(f"{record_start(record)}, on ") for record in earlier)
+    return run_lock.belongs_to_start(holder, world) and not of_earlier
+
+
+def _requeue_unrecorded(run: RunDir, world: World, launch: Launch | None, error: OSError) -> None:
+    """The disk has failed with this error before it was decided what follows: requeue the job, unless that is known to
+    be wrong. `launch` is None if not even the run's configuration can be read on this node."""
+    say(f"WARNING: the disk fails after the ranks have ended: {error}")
+    known = launch or Launch()
+    if why := _why_not_requeued_unrecorded(run, world, known):
+        say(f"not requeued: {why}")
+        if launch is not None:
+            _end_for_good(world, launch)
+    elif launch is None:
+        nodes.keep_from_this_node(world, replace(known, nodes=world.nodes))
+
+
+def _why_not_requeued_unrecorded(run: RunDir, world: World, launch: Launch) -> str:
+    """Requeue the job, or let Slurm do what it has decided; returns why that is wrong, if so."""
+    with suppress(OSError):
+        ended = read_ended_attempts(run.attempts)
+        of_start = [record for record in ended if belongs_to(record, world)]
+        if of_start and not _should_continue(ended, of_start[-1], launch):
+            return f"the attempt ended ({of_start[-1]['reason']})"
+    with suppress(OSError), run_lock.no_start(run.lock, Predecessor(run, world, 0.0)) as holder:
+        if _is_anothers(holder, world):
+            return f"another attempt is at work on this run ({holder})"
+    job = _ask_slurm(world)
+    if job is None:
+        return _no_answer(run)
+    if not judge(signal.SIGTERM, job, world.restart, 0, 0).requeue:
+        return ""
+    try:
+        noted = note_unrecorded(world.job_id, world.restart, launch.max_failures)
+        count = world.restart + 1 if noted is None else noted
+        if count > launch.max_failures:
+            resume = command(f"resume {shlex.quote(str(run.path))}")
+            return (
+                f"nothing could be recorded of {counted(count, 'start')} of this job in a row "
+                f"(launch.max_failures={launch.max_failures}); `{resume}` tries again"
+            )
+        say(f"requeueing job {world.job_id}: what the disk refuses on this node, others may show")
+        requeue_job(world.job_id)
+    except (SlurmError, OSError) as refusal:
+        return str(refusal)
+    return ""
+
+
+def decided() -> None:
+    """It is decided what follows: the batch shell need not do anything even if this program is killed."""
+    if path := os.environ.get(UNDECIDED):
+        with suppress(OSError):
+            os.unlink(path)
 
 
 class _Situation(NamedTuple):
@@ -151,8 +251,7 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
         return Next.END
     job = _ask_slurm(world)
     if job is None:
-        watch = command(f"resume {shlex.quote(str(run.path))} --watch")
-        say(f"not requeued: Slurm does not answer on this node; where it does, `{watch}` continues the run")
+        say(f"not requeued: {_no_answer(run)}")
         return Next.END
     cause = judge(signal.SIGTERM, job, world.restart, 0, 0)
     if not cause.requeue:
@@ -182,6 +281,11 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
         say(f"not requeued: {error}")
         return Next.END
     return Next.REQUEUE
+
+
+def _no_answer(run: RunDir) -> str:
+    watch = command(f"resume {shlex.quote(str(run.path))} --watch")
+    return f"Slurm does not answer on this node; where it does, `{watch}` continues the run"
 
 
 def starts_again_here(run: RunDir, world: World, launch: Launch) -> bool:
@@ -324,28 +428,43 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
     for number in STOP_SIGNALS:  # the requeue itself sends SIGTERM
         signal.signal(number, signal.SIG_IGN)
     os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # for any launcher: look at the job as its batch shell does
-    run = RunDir(folder)
-    if not run.path.exists():
-        return status
+    run, world, launch = RunDir(folder), None, None
     try:
         world = replace(detect_world(), step_id=None)  # of the job, even where this shell is a step of it
+        if _is_deleted(run):
+            return status
         if status == REFUSED and not _is_submitted(run, world):
             return status
         trainer = _trainer_of_job(run, world)
+        launch = trainer.config.launch
         if finish_of(trainer.run, trainer.config):
             _end_for_good(world, trainer.config.launch)
             return status
         restarts = restarts_in_place(os.environ)
         can_restart = restarts is not None and SIGNALLED not in os.environ
-        launch = trainer.config.launch
         if not _is_submitted(run, world):
             launch = replace(launch, nodes=world.nodes, spare_nodes=0)  # the user's own script starts the ranks
         shares = trainer.config.train.shares
         if after_ranks(trainer.run, world, launch, status, setup_line, restarts or 0, can_restart, shares):
             return 0
-    except Exception as error:  # e.g. of the node or its disk: one line in the log must say so
+    except OSError as error:
+        assert world is not None, "the environment is not on a disk"
+        _requeue_unrecorded(run, world, launch, error)
+    except Exception as error:  # one line in the log must say so
         say(f"not requeued: {type(error).__name__}: {error}")
+    finally:
+        decided()
     return status
+
+
+def _is_deleted(run: RunDir) -> bool:
+    """Whether the user has deleted the run. Raises OSError if the disk does not show it, or is not mounted here."""
+    try:
+        run.path.stat()
+    except FileNotFoundError:
+        run.path.parent.stat()
+        return True
+    return False
 
 
 if __name__ == "__main__":

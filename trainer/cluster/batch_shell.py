@@ -12,7 +12,8 @@ from trainer.cluster import code_origin, run_folders, trust
 from trainer.config.config import Config
 from trainer.config.launch import Launch
 from trainer.rundir import RunDir
-from trainer.world.launchers import BATCH_HOST, RESTARTS, WORKING_FOLDER
+from trainer.world.launchers import BATCH_HOST, RESTARTS, UNDECIDED, WORKING_FOLDER
+from trainer.world.slurm import TAG_VARIABLE, UNENDED
 
 # How long the ranks that survived a node may take to end once the end is recorded. Then srun is killed, and they too.
 OVER_S = 3
@@ -25,20 +26,24 @@ LOOKS = 5
 SHARE = "--overlap --mem=0 --immediate=60"
 
 
-def after_ranks(run: RunDir) -> list[str]:
+def after_ranks(run: RunDir, launch: Launch) -> list[str]:
     """Lines that run trainer.cluster.after_ranks once all ranks have ended: outside any container image, because
     Slurm's commands are there, and therefore with the Python that submits. `start_again` belongs to them."""
     python, folder, copy = (shlex.quote(str(word)) for word in (sys.executable, run.path, run.code))
     return [
         *trust.shell_check(run),
+        *_requeue_unrecorded(launch),
         "# This shell outlives all ranks. If they fail or are killed, it decides what follows: a restart (status 0), a",
         "# requeue, or the end.",
         "after_ranks() {",
         "    trusted || return 1",
+        f"    export {UNDECIDED}=$(mktemp)  # it deletes this file once it has decided",
         "    (",
         "        trap '' TERM USR1 USR2",
         f"        cd {copy}",
-        f"        timeout -s KILL 300 {python} -m trainer.cluster.after_ranks {folder} $1 ${{setup_line-}}",
+        f"        timeout -s KILL 300 {python} -m trainer.cluster.after_ranks {folder} $1 ${{setup_line-}} && exit",
+        f'        [ ! -e "${UNDECIDED}" ] || {{ rm -f "${UNDECIDED}"; requeue_unrecorded || :; }}',
+        "        exit 1",
         "    )",
         "}",
         "at_exit() {",
@@ -51,6 +56,43 @@ def after_ranks(run: RunDir) -> list[str]:
         "trap 'export LASTSTEP_SIGNALLED=1' TERM USR1 USR2",
         "trusted || { trap - EXIT; exit 2; }",
     ]
+
+
+def _requeue_unrecorded(launch: Launch) -> list[str]:
+    """Lines for a node whose Python cannot start, or hangs: its mounts are bad, say. They do what after_ranks does
+    where the disk fails, with Slurm alone, see `note_unrecorded` in trainer/world/slurm.py."""
+    needs, leaves = launch.job_nodes.partition("-")[0], int(launch.exclude_after is not None)
+    return [
+        f"unended='({'|'.join(UNENDED)})' max_failures={launch.max_failures} needs={needs} leaves={leaves}",
+        *_REQUEUE_UNRECORDED.splitlines(),
+    ]
+
+
+_REQUEUE_UNRECORDED = r"""# For a node on which not even Python starts: requeue the job, unless Slurm has ended it.
+requeue_unrecorded() {
+    shown=$(scontrol show job $SLURM_JOB_ID --all) || return 0
+    [[ $shown =~ JobState=$unended[[:space:]] ]] || return 0
+    [[ $shown != *laststep:* || $shown == *"${LASTSTEP_JOB_TAG-}"* ]] || return 0  # another job has the id now
+    restart=${SLURM_RESTART_COUNT:-0} again=1  # the job's comment says for how many starts in a row this was so
+    if [[ $shown =~ laststep-unrecorded:([0-9]+)@([0-9]+) ]] && ((restart - BASH_REMATCH[2] < 2)); then
+        again=$((BASH_REMATCH[1] + (BASH_REMATCH[2] < restart)))  # of this start it may be noted already
+    fi
+    comment=$(echo "$shown" | sed -n 's/ *laststep-unrecorded:[0-9@]*//; s/ *$//; s/^ *Comment=//p')
+    comment+="${comment:+ }laststep-unrecorded:$again@$restart"
+    ((again > max_failures)) || scontrol update JobId=$SLURM_JOB_ID Comment="$comment" || again=$((restart + 1))
+    if ((again > max_failures)); then
+        echo "[laststep] not requeued: Python did not start in the last $again starts of this job" \
+            "(launch.max_failures=$max_failures)"
+        return 0
+    fi
+    echo "[laststep] requeueing job $SLURM_JOB_ID: Python does not start on $SLURMD_NODENAME, or hangs"
+    scontrol requeue $SLURM_JOB_ID && ((leaves)) || return 0
+    [[ $shown =~ ExcNodeList=([^[:space:]]+) ]] && bad=${BASH_REMATCH[1]} && [ $bad != '(null)' ] || bad=
+    [[ $(scontrol show partition $SLURM_JOB_PARTITION --all) =~ TotalNodes=([0-9]+) ]] || return 0
+    left=$((BASH_REMATCH[1] - $(scontrol show hostnames "$bad" | wc -l)))
+    ((left <= needs)) || scontrol update JobId=$SLURM_JOB_ID ExcNodeList=${bad:+$bad,}$SLURMD_NODENAME
+}
+""".replace("LASTSTEP_JOB_TAG", TAG_VARIABLE)
 
 
 def start_again(run: RunDir, launch: Launch) -> list[str]:
@@ -75,7 +117,8 @@ def start_again(run: RunDir, launch: Launch) -> list[str]:
         "    watcher=$!",
         "    # A signal ends only the wait.",
         "    while wait $srun 2>/dev/null; status=$?; kill -0 $srun 2>/dev/null; do :; done",
-        "    kill $watcher 2>/dev/null",
+        "    # Not TERM: a shell that has just been forked may still have the trap for it, and would live on.",
+        "    { kill -KILL $watcher; wait $watcher; } 2>/dev/null || :",
         "    return $status",
         "}",
         "srun() {",

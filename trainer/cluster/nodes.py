@@ -18,7 +18,7 @@ from trainer.rundir import RunDir
 from trainer.say import counted, say
 from trainer.world.slurm import UNFIT as UNFIT_STATE
 from trainer.world.slurm import Job, SlurmError, answers, expand_nodes, node_states, scontrol, show_job, show_partitions
-from trainer.world.world import World
+from trainer.world.world import World, hostname
 
 # How long a node may take to run `true`. A dead one is noticed by srun after 10 s, by slurmctld after minutes.
 PROBE_S = 5.0
@@ -81,7 +81,10 @@ def write_choice(
         left = counted(len(states) - len(unfit), "node")
         return ", ".join([*unfit.values(), f"{left} left" if states else "Slurm does not show the job's nodes"])
     size = f"--nodes={len(chosen)} --ntasks={len(chosen) * launch.ranks_per_node}"
-    run.next_nodes(world.job_id).write_text(f"{size} --nodelist={','.join(chosen)}\n")
+    try:
+        run.next_nodes(world.job_id).write_text(f"{size} --nodelist={','.join(chosen)}\n")
+    except OSError as error:
+        return f"the choice of nodes cannot be written: {error}"
     left_out = [unfit.get(node) or _why_left(node, blamed) for node in states if node not in chosen]
     say(f"the ranks start on {', '.join(chosen)}" + (f" ({', '.join(left_out)})" if left_out else ""))
     return ""
@@ -121,6 +124,20 @@ def keep_from_bad_nodes(run: RunDir, world: World, launch: Launch) -> None:
         say(f"the job may start again on a node that was blamed for faults: {error}")
 
 
+def keep_from_this_node(world: World, launch: Launch) -> None:
+    """Keep the job, once it is requeued, from the node of this process, which does not show the run's folder."""
+    node = hostname()
+    try:
+        job = show_job(world.job_id) or {}
+        excluded = expand_nodes(job.get("ExcNodeList", ""))
+        if launch.exclude_after is None or node in excluded or not _can_spare(launch, job.get("Partition"), excluded):
+            return
+        scontrol("update", f"JobId={world.job_id}", f"ExcNodeList={','.join([*excluded, node])}")
+        say(f"job {world.job_id} leaves {node}, which does not show the run's folder")
+    except SlurmError as error:
+        say(f"the job may start again on {node}, which does not show the run's folder: {error}")
+
+
 def excluded_at_submission(run: RunDir, launch: Launch) -> str | None:
     """What a new job of the run must not use, as sbatch has it: launch.exclude, and the nodes that the run leaves."""
     records = read_attempts(run.attempts)
@@ -141,9 +158,15 @@ def _that_can_be_spared(
     bad = [node for node in excluded_nodes(records, launch.exclude_after, time.time()) if node not in others]
     if not bad:
         return []
+    spare = _can_spare(launch, partition, others)
+    return bad if spare is None else bad[:spare]
+
+
+def _can_spare(launch: Launch, partition: str | None, others: Collection[str]) -> int | None:
+    """How many nodes besides these `others` a job can leave and still start; None if Slurm does not say."""
     totals = [int(one["TotalNodes"]) for one in show_partitions(partition) if one.get("TotalNodes", "").isdecimal()]
     needed = int(launch.job_nodes.partition("-")[0])
-    return bad[: max(0, max(totals) - needed - len(others))] if totals else bad
+    return max(0, max(totals) - needed - len(others)) if totals else None
 
 
 def _answers(node: str) -> bool:

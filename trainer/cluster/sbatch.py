@@ -39,7 +39,7 @@ def run_executor(config: Config, run: RunDir, tag: str = "") -> SbatchExecutor:
     srun_args, options = ["--kill-on-bad-exit=1"], {"requeue": True}
     if config.launch.chooses_nodes:
         options["no-kill"] = True  # a node that dies does not end the job
-    first, last = batch_shell.after_ranks(run), batch_shell.start_again(run, config.launch)
+    first, last = batch_shell.after_ranks(run, config.launch), batch_shell.start_again(run, config.launch)
     executor = job_executor(config, run, first, srun_args, options, tag, last)
     executor.python += " -u -m trainer.cluster.supervisor"  # which starts the rank
     if exclude := nodes.excluded_at_submission(run, config.launch):

@@ -39,6 +39,9 @@ STEP_RESTARTS = "LASTSTEP_STEP_RESTARTS"
 # Set in a job that chooses its nodes: the one on which its batch shell runs.
 BATCH_HOST = "LASTSTEP_BATCH_HOST"
 
+# Set by a batch shell that acts where trainer.cluster.after_ranks cannot: a file to delete once that has decided.
+UNDECIDED = "LASTSTEP_UNDECIDED"
+
 
 class Launcher(ABC):
     """One way of starting ranks."""

@@ -29,6 +29,9 @@ UNFIT = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|\*")
 # a preemption with GraceTime, so on a busy cluster that is what ranks see when the SIGTERM arrives.
 UNENDED = ("RUNNING", "SIGNALING", "STOPPED", "SUSPENDED", "CONFIGURING", "RESIZING")
 REPLACED = "REPLACED"  # our own JobState: this process's job id is that of another job now
+# A start of a job whose end the disk refused to record is noted in the job's comment: how many there were in a row, and
+# the restart count of the last. Slurm keeps it where every node can read it. The batch shell writes the same.
+UNRECORDED = re.compile(r"\s*\blaststep-unrecorded:(\d+)@(\d+)\b")
 Partition = Mapping[str, str]  # the fields of `scontrol show partition`
 # `sbatch --requeue=expedite`, where the site allows it. Read in Slurm's sources (slurmctld/job_mgr.c):
 # - `scontrol requeue` starts such a job again without the delay of 2 minutes (requeue_delay, else cred_expire).
@@ -104,6 +107,24 @@ def requeue_job(job_id: str) -> None:
     if TAG_VARIABLE in os.environ and (show_job(job_id) or {}).get("JobState") == REPLACED:
         raise SlurmError(f"job {job_id} is another run's now")
     scontrol("requeue", job_id)
+
+
+def note_unrecorded(job_id: str, restart: int, most: int) -> int | None:
+    """Note in the comment of this process's job that nothing could be recorded of this start, its `restart`-th restart.
+    Returns for how many starts in a row that was so; if that is more than `most`, nothing is noted. None if Slurm
+    refuses the note. Raises SlurmError when it does not answer."""
+    found = re.search(r"^\s*Comment=(.*)$", scontrol("show", "job", job_id), re.MULTILINE)
+    comment = found[1] if found else ""
+    before = UNRECORDED.search(comment)
+    count, noted = map(int, before.groups()) if before else (0, -1)
+    count = {restart - 1: count + 1, restart: count}.get(noted, 1)  # of this start it may be noted already
+    if count <= most:
+        comment = f"{UNRECORDED.sub('', comment).strip()} laststep-unrecorded:{count}@{restart}".strip()
+        try:
+            scontrol("update", f"JobId={job_id}", f"Comment={comment}")
+        except SlurmError:
+            return None
+    return count
 
 
 def show_partitions(names: str | None) -> list[Partition]:
