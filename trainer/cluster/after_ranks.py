@@ -76,6 +76,8 @@ from trainer.world.world import World
 SIGNALLED = "LASTSTEP_SIGNALLED"  # set by a batch shell that has received a signal
 # How long to wait for a slurmctld that restarts, or for its backup to take over. The nodes are idle meanwhile.
 SLURMCTLD_WAIT_S = 180.0
+# The same once it has answered. The batch shell kills this program after 300 s.
+REQUEUE_WAIT_S = 130.0
 POLL_S = 2.0
 # Exit status of `python -m trainer` where it refuses its configuration. It has said why, and a retry would fail the
 # same way. In a job that Laststep submitted it is srun's, which did not find the program.
@@ -178,11 +180,26 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
         say(f"no restart in this allocation: {obstacle}")
     say(f"requeueing job {world.job_id}: the attempt ended ({end['reason'] if end else 'srun'}), the run continues")
     try:
-        requeue_job(world.job_id)
+        _requeue(world)
     except SlurmError as error:
-        say(f"not requeued: {error}")
+        say(f"not requeued: {error}; `{command(f'resume {shlex.quote(str(run.path))}')}` continues the run")
         return Next.END
     return Next.REQUEUE
+
+
+def _requeue(world: World) -> None:
+    """Requeue the job, also if slurmctld goes away just now. Raises SlurmError if it refuses, or stays away."""
+    deadline = time.monotonic() + REQUEUE_WAIT_S
+    while True:
+        try:
+            return requeue_job(world.job_id)
+        except SlurmError:
+            job = show_job(world.job_id)
+            if job is not None and comes_back(job, world.restart):
+                return  # Slurm has done it, and reported an error
+            if job is not None or time.monotonic() > deadline or not has_scontrol():
+                raise
+        time.sleep(POLL_S)
 
 
 def starts_again_here(run: RunDir, world: World, launch: Launch) -> bool:
