@@ -81,6 +81,25 @@ def test_all_ranks_were_killed(run: RunDir, slurm: FakeSlurm, capsys: pytest.Cap
     assert "not requeued: the attempt ended (lost): retry budget used up (launch.max_failures=1); `python " in said
 
 
+def test_slurmctld_goes_away_before_the_requeue(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has just shown the job, and is restarted. The run ended for good, although it could go on in a minute."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    slurm.away_for = 6
+    after_ranks(run, begin(run), LAUNCH, KILLED)
+    assert slurm.requeues == 1 and ends(run) == [("lost", True)]
+    assert "not requeued" not in capsys.readouterr().out
+
+
+def test_slurm_requeues_and_reports_an_error(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """An expedited job must not be forbidden to return then, and the log must not say that it will not."""
+    slurm.lies = True
+    after_ranks(run, begin(run), replace(LAUNCH, slurm={"requeue": "expedite"}), KILLED)
+    assert slurm.requeues == 1 and not slurm.updated
+    assert "not requeued" not in capsys.readouterr().out
+
+
 def test_an_expedited_requeue_ends_too(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """Slurm requeues such a job by itself when it fails, but holds it: a run that has ended would seem to wait in the
     queue. Where the run continues, nothing must stand in the way of the requeue."""
@@ -275,7 +294,8 @@ def test_slurm_refuses(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixt
     slurm.refuses = True
     after_ranks(run, begin(run), LAUNCH, KILLED)
     assert ends(run) == [("lost", False)]
-    assert capsys.readouterr().out.endswith("] not requeued: Operation disabled\n")
+    said = capsys.readouterr().out
+    assert "] not requeued: Operation disabled; `" in said and f"resume {run.path}` continues the run\n" in said
 
 
 def test_slurm_is_away_for_a_while(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:

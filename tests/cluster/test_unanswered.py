@@ -109,6 +109,15 @@ def test_sbatch_hangs(fake: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -
     assert is_known_to(RunDir(here / "runs" / "mine"), "4711")
 
 
+def test_the_job_was_faster(fake: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the command waited, the job has begun and recorded itself; the controller is silent since."""
+    monkeypatch.setattr(submission, "SBATCH_S", 0.5)
+    record = 'echo \'{"job_id": "4711", "time": 1.0, "tag": "\'$tag\'"}\' >>runs/mine/submissions.jsonl\n'
+    (fake / "sbatch").write_text(ACCEPTS + record + "touch $here/silent\nsleep 600\n")
+    assert main(["--name", "mine"]) == 0
+    assert is_only(RunDir(here / "runs" / "mine"), "4711")
+
+
 def test_nobody_knows(
     fake: Path, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +128,8 @@ def test_nobody_knows(
     run = RunDir(here / "runs" / "mine")
     assert main(["--name", "mine"]) == 2
     said = capfd.readouterr().err
-    assert said.startswith("error: mine: sbatch has not answered, so a job of this run may be in the queue; from ")
+    assert said.startswith("error: mine: sbatch has not answered (Batch job submission failed: Socket timed out")
+    assert "; a job of this run may be in the queue; from " in said
     assert "python launch.py resume mine" in said and said.count("\n") == 1
     assert run.config.exists(), "the job may start, and needs the folder"
     (intent,) = open_intents(run.submissions)

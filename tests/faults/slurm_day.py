@@ -37,6 +37,7 @@ from tests.support.forked import forked_python, process_of
 from tests.support.shared import make_shared_folder, remove_shared_folder
 from trainer.records.metrics import read_lines
 from trainer.rundir import RunDir
+from trainer.say import counted
 
 T = TypeVar("T")
 PROGRAMS = ("squeue", "scontrol", "sacct", "sbatch", "srun", "scancel")
@@ -197,6 +198,7 @@ class Day:
         deadline = time.monotonic() + DEADLINE_S
         while self.command(*words) != 0:
             if self.run.config.exists():
+                self._typed = "`resume` typed"
                 return self._resumes(deadline)
             self._again(deadline, "submit")
 
@@ -492,7 +494,7 @@ class Result:
         lines = [
             f"{sum(self.calls.values())} calls of {len({k for _, _, k in self.calls})} kinds traced in one run; "
             f"{len(hit)} faults in {self.runs} runs, seed {self.seed}; {len(self.violations)} violations",
-            f"{len(self.outcomes) - len(hit)} planned faults were not met: the call was not made in that run",
+            f"{counted(len(self.outcomes) - len(hit), 'planned fault')} not met: the call was not made in that run",
             *machine_lines([self.commit]),
             f"{minutes(time.monotonic() - self.began)} (min:s)",
         ]

@@ -15,7 +15,10 @@ class FakeSlurm:
         self.silent: set[str] = set()  # nodes that are dead, which Slurm does not know yet
         self.partition_nodes = 5
         self.refuses = self.missing = False  # orders; every command
+        self.lies = False  # it carries out an order, and reports an error
+        self.away_for = 0  # how often an order, or the question that follows it, finds slurmctld away
         self.requeues = 0
+        self._asked = False
         self.cancelled: list[str] = []
         self.updated: list[tuple[str, ...]] = []
 
@@ -32,6 +35,12 @@ class FakeSlurm:
             raise FileNotFoundError(words[0])
         if self.job is None:
             return _failed(words, "Unable to contact slurm controller (connect failure)")
+        if self.away_for and (words[1] == "requeue" or self._asked):
+            self._asked = words[1] == "requeue"
+            self.away_for -= 1
+            return _failed(words, "Unable to contact slurm controller (connect failure)")
+        if words[1] == "--version":
+            return _done(words, "slurm 22.05.8")
         if words[0] == "srun":
             (node,) = (word.partition("=")[2] for word in words if word.startswith("--nodelist="))
             return _failed(words, "") if node in self.silent else _done(words)
@@ -46,7 +55,9 @@ class FakeSlurm:
             self.requeues += not self.refuses
         else:
             return _done(words, self._shown(words[2:]))
-        return _failed(words, "Operation disabled\n") if self.refuses else _done(words)
+        if self.lies and words[1] == "requeue":
+            self.job["Restarts"] = 1
+        return _failed(words, "Operation disabled\n") if self.refuses or self.lies else _done(words)
 
     def _shown(self, words: list[str]) -> str:
         assert self.job is not None

@@ -85,6 +85,8 @@ from trainer.world.world import World
 
 # How long to wait for a slurmctld that restarts, or for its backup to take over. The nodes are idle meanwhile.
 SLURMCTLD_WAIT_S = 180.0
+# The same once it has answered. The batch shell kills this program after 300 s.
+REQUEUE_WAIT_S = 130.0
 POLL_S = 2.0
 # Exit status of `python -m trainer` where it refuses its configuration. It has said why, and a retry would fail the
 # same way. In a job that Laststep submitted it is srun's, which did not find the program.
@@ -216,7 +218,7 @@ def _why_not_requeued_unrecorded(run: RunDir, world: World, launch: Launch) -> s
                 f"(launch.max_failures={launch.max_failures}); `{resume}` tries again"
             )
         say(f"requeueing job {world.job_id}: what the disk refuses on this node, others may show")
-        requeue_job(world.job_id)
+        _requeue(world)
     except (SlurmError, OSError) as refusal:
         return str(refusal)
     return ""
@@ -276,9 +278,9 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
         say(f"no restart in this allocation: {obstacle}")
     say(f"requeueing job {world.job_id}: the attempt ended ({end['reason'] if end else 'srun'}), the run continues")
     try:
-        requeue_job(world.job_id)
+        _requeue(world)
     except SlurmError as error:
-        say(f"not requeued: {error}")
+        say(f"not requeued: {error}; `{command(f'resume {shlex.quote(str(run.path))}')}` continues the run")
         return Next.END
     return Next.REQUEUE
 
@@ -286,6 +288,21 @@ def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, 
 def _no_answer(run: RunDir) -> str:
     watch = command(f"resume {shlex.quote(str(run.path))} --watch")
     return f"Slurm does not answer on this node; where it does, `{watch}` continues the run"
+
+
+def _requeue(world: World) -> None:
+    """Requeue the job, also if slurmctld goes away just now. Raises SlurmError if it refuses, or stays away."""
+    deadline = time.monotonic() + REQUEUE_WAIT_S
+    while True:
+        try:
+            return requeue_job(world.job_id)
+        except SlurmError:
+            job = show_job(world.job_id)
+            if job is not None and comes_back(job, world.restart):
+                return  # Slurm has done it, and reported an error
+            if job is not None or time.monotonic() > deadline or not has_scontrol():
+                raise
+        time.sleep(POLL_S)
 
 
 def starts_again_here(run: RunDir, world: World, launch: Launch) -> bool:

@@ -85,12 +85,16 @@ def submit_run(config: Config, run: RunDir, known: int = 0) -> SlurmJob[dict[str
         intent = unanswered.announce(run, tag, known, commit=origin_of(run, config).commit, job_name=run.name)
         try:
             (job,) = submit_trainers(sbatch.run_executor(config, run, tag), [Trainer(config)], tag)
-        except _NoAnswer:
-            raise Unanswered(unanswered.not_known(run, intent)) from None
+        except _NoAnswer as error:
+            job_id = unanswered.found_by_itself(run, tag)  # it may have ended since
+            if job_id is None:
+                raise Unanswered(unanswered.not_known(run, intent, error)) from None
+            job = SlurmJob(folder=run.logs, job_id=job_id, tasks=(0,))
         except (ConfigError, OSError):
             unanswered.close(run, tag, "refused")
             raise
-        _record([(run, intent)], [job])
+        else:
+            _record([(run, intent)], [job])
     return job.task(0)  # type: ignore[return-value]
 
 
@@ -115,8 +119,8 @@ def submit_array(
                     more["array_index"] = index
                 intents.append((run, unanswered.announce(run, tag, known, **more)))
             jobs = submit_trainers(executor, [Trainer(one) for one in configs], tag)
-        except _NoAnswer:
-            raise Unanswered(unanswered.not_known(*intents[0])) from None
+        except _NoAnswer as error:
+            raise Unanswered(unanswered.not_known(*intents[0], error)) from None
         except (ConfigError, OSError):
             for run, _ in intents:
                 unanswered.close(run, tag, "refused")
@@ -193,7 +197,7 @@ def submit_jobs(executor: SlurmExecutor, functions: Sequence[Callable[[], T]]) -
             last = reason.rpartition("; ")[2].removeprefix("sbatch: fatal: ")
             raise ConfigError(f"no Slurm answers here ({last}): {machine_checks.WITHOUT_SLURM}") from None
         if isinstance(error, FailedSubmissionError) or UNCLEAR.search(str(error).strip()):
-            raise _NoAnswer(f"sbatch has failed, perhaps after Slurm had taken the job: {reason}") from None
+            raise _NoAnswer(f"sbatch has not answered ({reason})") from None
         raise ConfigError(f"Slurm refused the job: {reason}") from None
 
 

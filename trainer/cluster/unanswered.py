@@ -30,6 +30,7 @@ from trainer.records.submissions import (
     intents_in,
     is_unclear,
     open_intents,
+    read_submissions,
     submissions_in,
 )
 from trainer.rundir import RunDir, aside
@@ -75,6 +76,11 @@ def found(run: RunDir, intent: Submission, job_id: str) -> None:
     append_line(run.submissions, json.dumps({"job_id": job_id, **intent}))
 
 
+def found_by_itself(run: RunDir, tag: str) -> str | None:
+    """The id of the job with this tag, if the job has recorded itself."""
+    return next((line["job_id"] for line in read_submissions(run.submissions) if line.get("tag") == tag), None)
+
+
 def settle(run: RunDir, without_slurm: bool = False) -> None:
     """Find the jobs of open intents, and record them. Raises Unanswered while one may still come into the queue;
     `without_slurm` leaves that be."""
@@ -102,13 +108,13 @@ def _who_is_first(run: RunDir, intent: Submission) -> str:
     return not_known(run, intent)
 
 
-def not_known(run: RunDir, intent: Submission) -> str:
-    """That nobody knows whether the run has a job, and until when."""
+def not_known(run: RunDir, intent: Submission, why: object = "sbatch has not answered") -> str:
+    """That nobody knows whether the run has a job, `why`, and until when."""
     until = time.strftime("%H:%M:%S", time.localtime(intent["time"] + UNCLEAR_S))
     resume = command(f"resume {run_folders.typed(run)}")
     return (
-        f"{run.name}: sbatch has not answered, so a job of this run may be in the queue; from {until} on, `{resume}` "
-        "submits one if Slurm has none"
+        f"{run.name}: {why}; a job of this run may be in the queue; from {until} on, `{resume}` submits one if Slurm "
+        "has none"
     )
 
 
