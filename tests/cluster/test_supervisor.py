@@ -42,7 +42,7 @@ SCONTROL = """\
 echo "$@" >> {folder}/asked
 case "$1 $2" in
 "show job")
-    echo "JobId=7 JobState=$(cat {folder}/state) Restarts=0 EndTime=Unknown NodeList=n1 Reason=$(cat {folder}/reason)" ;;
+  echo "JobId=7 JobState=$(cat {folder}/state) Restarts=0 EndTime=Unknown NodeList=n1 Reason=$(cat {folder}/reason)" ;;
 "show node") echo "NodeName=n1 State=IDLE" ;;
 esac
 """
