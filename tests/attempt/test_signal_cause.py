@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.worlds import a_world
 from trainer.attempt.signal_cause import EARLY_S, Ending, ending, judge
-from trainer.world.slurm import cluster_settings, kill_wait_s
+from trainer.world.slurm import cluster_settings, kill_limits, kill_wait_s
 from trainer.world.world import World
 
 NOW = 1_800_000_000.0
@@ -173,3 +173,18 @@ def test_kill_wait_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = subprocess.CompletedProcess([], 1, "", "slurm_load_ctl_conf error: Unable to contact slurm controller\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
     assert kill_wait_s() is None
+
+
+def test_a_node_whose_clock_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock is ten minutes behind the controller's: by it the time limit would be far away, and the end be recorded
+    as a preemption, of which a run may have any number."""
+    now = time.time() + 600
+
+    def answer(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        config = f"Configuration data as of {slurm_time(now)}\nKillWait = 30 sec\n"
+        shown = f"JobState=RUNNING Restarts=1 PreemptTime=None EndTime={slurm_time(now + DELAY_S)}\n"
+        return subprocess.CompletedProcess(words, 0, config if words[2] == "config" else shown, "")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert ending(SIGUSR2, ON_SLURM, DELAY_S) == Ending("timeout", True)
+    assert kill_limits().clock_ahead_s == pytest.approx(600, abs=2)

@@ -41,7 +41,8 @@ SCONTROL = """\
 #!/bin/bash
 echo "$@" >> {folder}/asked
 case "$1 $2" in
-"show job") echo "JobId=7 JobState=$(cat {folder}/state) Restarts=0 EndTime=Unknown NodeList=n1 Reason=None" ;;
+"show job")
+  echo "JobId=7 JobState=$(cat {folder}/state) Restarts=0 EndTime=Unknown NodeList=n1 Reason=$(cat {folder}/reason)" ;;
 "show node") echo "NodeName=n1 State=IDLE" ;;
 esac
 """
@@ -56,6 +57,7 @@ class Step:
         self.run: RunDir = run_folders.create(Config.load("mnist", words))
         self.folder.mkdir()
         (self.folder / "state").write_text("RUNNING")
+        (self.folder / "reason").write_text("None")
         (self.folder / "scontrol").write_text(SCONTROL.format(folder=self.folder))
         (self.folder / "scontrol").chmod(0o755)
         self.config = Config.load("mnist", words)
@@ -394,6 +396,24 @@ def test_a_job_that_slurm_ends(step: Step) -> None:
     step.ends(0, 1)
     assert (step.status(0), step.status(1)) == (1, -signal.SIGKILL)
     assert step.asked("requeue") == 0
+
+
+def test_a_job_without_its_batch_shell(step: Step) -> None:
+    """The OOM killer has taken a rank and, a moment later, the batch shell, which would have requeued the job. Slurm
+    ends the step, and no rank is left: the run would have ended for good."""
+    step.began(0), step.began(1)
+    step.attempt_begins()
+    step.ends(1, -signal.SIGKILL)
+    step.waits_for_gone(1)
+    step.rescue()
+    step.ends(0, 1)
+    step.waits_for_gone(0)
+    (step.folder / "state").write_text("COMPLETING")
+    (step.folder / "reason").write_text("JobLaunchFailure")
+    for supervisor in step.supervisors.values():
+        supervisor.send_signal(signal.SIGTERM)
+    assert (step.status(0), step.status(1)) == (1, -signal.SIGKILL)
+    assert step.asked("requeue 7") == 1
 
 
 def test_a_run_that_may_not_continue(anywhere: Step) -> None:

@@ -209,7 +209,7 @@ def _processes(given: argparse.Namespace, sites: Sequence[Site], folder: Path) -
     lines = [
         f"{report.runs} runs on Slurm, {len(hits)} under --local, seed {given.seed}, in "
         f"{minutes(report.elapsed_s)} (min:s)",
-        *machine_lines(),
+        *machine_lines(report.commits),
         *(f"not tested ({what}): {why}" for what, why in lacks.items()),
     ]
     page = processes_page([*report.hits, *hits], {**PROCESSES, **local.KINDS}, lines, [*report.wrong, *missed])

@@ -34,7 +34,9 @@ def no_forks(threads: bool) -> Inject:
 
     def inject(victim: Victim, shot: Shot) -> None:
         least, most = NO_FORKS_S
-        victim.stop_forks(least + shot.aim * (most - least), threads)
+        seconds = least + shot.aim * (most - least)
+        victim.stop_forks(seconds, threads)
+        time.sleep(seconds)  # what it costs must not be put down to the next fault
 
     return inject
 

@@ -212,6 +212,10 @@ PROCESSES_FOOT = """\
 *Lost steps*: none may be lost while a rank lives; else those since the last save. At the moments "rescue" and "restart
 in place" a rank has been killed just before, so the fault may take the last one.
 
+Under --local the run waits for its user after a stop, after the end of the command that started the ranks, and after a
+failure that is no node's fault, such as the death of a loader worker; no step is lost. A supervisor that is killed
+before the ranks have met ends that start after a minute.
+
 fork fails by a preloaded library, also for the batch shell and what it starts. So are the clocks set, for the processes
 of the run on each node. A node that reboots loses its processes, and its slurmd reports a boot.
 """

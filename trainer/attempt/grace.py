@@ -10,14 +10,15 @@ Only a signal that is followed by SIGKILL sets a deadline:
     other clusters: SIGTERM            the same
     --local, or none of these          none; SIGTERM has one if launch.grace_s is set, but not under --local
 
-Rank 0 asks Slurm and tells the others through the store. It asks again after each further signal, and every ASK_S: a
-job that stops for its time limit may be preempted meanwhile, or get more time. All times are rank 0's and the
-controller's differences, so the clocks of the nodes need not agree. Without an answer, SIGTERM counts as above, and a
-warning (SIGUSR1, SIGUSR2) as `launch.signal_delay_s` long.
+Rank 0 asks Slurm and tells the others through the store how many seconds are left. It asks again after each further
+signal, and every ASK_S: a job that stops for its time limit may be preempted meanwhile, or get more time. EndTime is
+compared with the controller's clock, so the clocks of the nodes need not be right. Without an answer SIGTERM counts as
+above, and SIGKILL follows a warning (SIGUSR1, SIGUSR2) after `launch.signal_delay_s`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from trainer.attempt.signal_cause import USER_SIGNALS, Ending, comes_back, judge
 from trainer.attempt.state import AttemptState
 from trainer.config.launch import Launch
 from trainer.say import say
+from trainer.world.process import start_thread
 from trainer.world.signals import SIGNALLED, Signals
 from trainer.world.slurm import (
     DEFAULT_KILL_WAIT_S,
@@ -94,7 +96,8 @@ class LimitWarning:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="limit", daemon=True)
         if world.rank == 0 and world.launcher == "submitit-slurm":
-            self._thread.start()
+            with contextlib.suppress(RuntimeError):  # no thread: Slurm's own warning will do
+                start_thread(self._thread)
 
     def close(self) -> None:
         """The attempt is over."""
@@ -135,6 +138,7 @@ class GracePeriod:
         self._state = state
         self._outlook: Outlook | None = None
         self._since = 0.0  # since when the deadline is the one that it is
+        self._learned_at = 0.0  # when it was confirmed last
         self._limits: KillLimits | None = None
         self._ran_at: float | None = None  # when Slurm said last that the job has not ended
         self._ended_at: float | None = None  # when Slurm ended it
@@ -172,8 +176,10 @@ class GracePeriod:
     def follow(self) -> None:
         """A stop signal was received: begin to ask Slurm, or rank 0. Call as often as you like."""
         if self._thread is None and self._state.world.on_slurm and not self._closed.is_set():
-            self._thread = threading.Thread(target=self._follow, name="grace", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._follow, name="grace", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread: the next call tries again
+                start_thread(thread)
+                self._thread = thread
 
     def close(self) -> None:
         """The attempt is over."""
@@ -183,9 +189,14 @@ class GracePeriod:
 
     def _period(self) -> tuple[float, float]:
         """Since when the deadline is known, and the deadline, as time.monotonic()."""
-        if self._outlook is not None:
-            return self._since, self._outlook.kill_at
-        usual = [(at + self._usual_s(number), at) for number, at in self._received()]
+        known = self._outlook
+        usual = [
+            (at + self._usual_s(number), at)
+            for number, at in self._received()
+            if known is None or (number == signal.SIGTERM and at > self._learned_at)
+        ]
+        if known is not None:
+            usual.append((known.kill_at, self._since))
         kill_at, since = min(usual, default=(NEVER, 0.0))
         return since, kill_at
 
@@ -212,27 +223,31 @@ class GracePeriod:
     def _follow(self) -> None:
         state, heard, ask_at = self._state, 0, 0.0
         store: dist.Store | SealedStore | None = None
-        try:
-            while not self._closed.is_set():
-                if store is None and state.group is not None and state.group.world.size > 1:
-                    store = state.group.store.clone()  # a client serves one caller at a time
-                if state.world.rank == 0:
-                    count = len(self._received())
-                    if count != heard or time.monotonic() >= ask_at:
-                        self._ask()
-                        heard, ask_at = count, time.monotonic() + ASK_S
-                    if store is not None and self._outlook is not None and not self._closed.is_set():
-                        self._round += 1
-                        left_s = self._outlook.kill_at - time.monotonic()
-                        store.set(KEY, json.dumps([self._round, left_s, self._outlook.cause]))
-                elif store is not None and store.check([KEY]):
-                    number, left_s, cause = json.loads(store.get(KEY))
-                    if number > self._round:
-                        self._round = number
-                        self._learn(Outlook(time.monotonic() + left_s, Ending(*cause)))
-                self._closed.wait(POLL_S)
-        except Exception:  # the store is gone, and with it rank 0: what is known stays
-            return
+        while not self._closed.is_set():
+            if state.world.rank == 0 and (len(self._received()) != heard or time.monotonic() >= ask_at):
+                heard = len(self._received())
+                self._ask()
+                ask_at = time.monotonic() + ASK_S
+            if state.group is not None and state.group.world.size > 1 and not self._closed.is_set():
+                try:
+                    store = store or state.group.store.clone()  # a client serves one caller at a time
+                    self._exchange(store)
+                except Exception:  # the store is gone, and with it rank 0: what is known stays
+                    return
+            self._closed.wait(POLL_S)
+
+    def _exchange(self, store: dist.Store | SealedStore) -> None:
+        """Tell the other ranks what is known, or learn it from rank 0."""
+        if self._state.world.rank == 0:
+            if self._outlook is not None:
+                self._round += 1
+                left_s = self._period()[1] - time.monotonic()
+                store.set(KEY, json.dumps([self._round, left_s, self._outlook.cause]))
+        elif store.check([KEY]):
+            number, left_s, cause = json.loads(store.get(KEY))
+            if number > self._round:
+                self._round = number
+                self._learn(Outlook(time.monotonic() + left_s, Ending(*cause)))
 
     def _ask(self) -> None:
         """Ask Slurm why this attempt stops, and how long it lives."""
@@ -269,4 +284,4 @@ class GracePeriod:
             self._since = self._state.signalled_at or time.monotonic()
         elif outlook.kill_at < known.kill_at - SAME_S:
             self._since = time.monotonic()
-        self._outlook = outlook
+        self._outlook, self._learned_at = outlook, time.monotonic()

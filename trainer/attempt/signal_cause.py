@@ -36,7 +36,7 @@ import time
 from typing import Literal, NamedTuple
 
 from trainer.world.process import SUPERVISED, children, identity
-from trainer.world.slurm import NEVER, REPLACED, UNENDED, Job, show_job, unix_time
+from trainer.world.slurm import NEVER, REPLACED, UNENDED, Job, kill_limits, show_job, unix_time
 from trainer.world.world import World
 
 # Slurm checks time limits only now and then, so `--signal=USR2@S` may be sent up to 60 s early (man sbatch).
@@ -60,7 +60,8 @@ def ending(number: signal.Signals, world: World, signal_delay_s: int) -> Ending:
     job = show_job(world.job_id) if world.on_slurm else None
     if job is None:
         return usual_ending(number, world)
-    return judge(number, job, world.restart, signal_delay_s, time.time())
+    ahead_s = kill_limits().clock_ahead_s if number in USER_SIGNALS else 0.0  # else nothing depends on it
+    return judge(number, job, world.restart, signal_delay_s, time.time() + ahead_s)
 
 
 def usual_ending(number: signal.Signals, world: World) -> Ending:
@@ -87,7 +88,8 @@ def _orphaned(world: World) -> Ending | None:
 
 
 def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, now: float) -> Ending:
-    """`ending` for a given output of `scontrol show job`: the table above, as code. `now` is in seconds since 1970."""
+    """`ending` for a given output of `scontrol show job`: the table above, as code. `now` is in seconds since 1970, by
+    the controller's clock."""
     if job.get("JobState") == REPLACED:
         return Ending("failed", requeue=False, error="Slurm has forgotten this job, and given its id to another one")
     if number == signal.SIGINT:  # `cancel`, or Ctrl-C in the terminal of srun; whatever Slurm has done meanwhile

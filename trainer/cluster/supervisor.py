@@ -48,6 +48,7 @@ from trainer.attempt import compiler
 from trainer.attempt.finished import finish_of
 from trainer.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
 from trainer.attempt.rescue_files import exit_status, exiting_file, gone_file, has_begun, is_ending, silent_file
+from trainer.attempt.signal_cause import SHELL_KILLED, ending
 from trainer.cluster import run_config
 from trainer.cluster.after_ranks import after_ranks, starts_again_here
 from trainer.cluster.unanswered import complete_in_job
@@ -293,11 +294,14 @@ class Supervisor:
         return bool(self._until(answer, ENDING_S + ANSWER_S, self._run.path, self._folder))
 
     def _give_up(self) -> None:
-        """The supervisor ends, and so does srun. But after a hang srun may never end, because it cannot reach a node:
-        then the lowest rank whose supervisor lives requeues the job."""
+        """The supervisor ends, and so does srun. But after a hang srun may never end, because it cannot reach a node;
+        and the batch shell, which would go on from there, may have been killed. Then the lowest rank whose supervisor
+        lives requeues the job."""
         lower = range(self._world.rank)
         look_anew(self._folder)
-        if self._world.on_slurm and self._hung and not any(gone_file(self._folder, rank).exists() for rank in lower):
+        if not self._world.on_slurm or any(gone_file(self._folder, rank).exists() for rank in lower):
+            return
+        if self._hung or (self._ends and ending(signal.SIGTERM, self._world, 0).error == SHELL_KILLED):
             job = replace(self._world, step_id=None)
             after_ranks(self._run, job, self._config.launch, status=1, restarts=restarts_in_place(os.environ) or 0)
 
