@@ -30,6 +30,7 @@ from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.group import Group
 from trainer.world.peer_loss import PeerLost
+from trainer.world.run_time import run_time
 from trainer.world.shard_place import ShardPlace
 from trainer.world.watchdog import Watchdog
 
@@ -131,8 +132,8 @@ class CheckpointManager:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the save in progress, if any, for at most `timeout_s`. Raises like `start_save`."""
         began = time.perf_counter()
-        until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while self.saving is not None and not self._has_ended(0.5) and time.monotonic() < until:
+        until = float("inf") if timeout_s is None else run_time() + timeout_s
+        while self.saving is not None and not self._has_ended(0.5) and run_time() < until:
             self._check_alive(self._writer.missing_ranks)
         self.stalled_s += time.perf_counter() - began
         self.poll()
