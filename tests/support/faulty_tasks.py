@@ -87,8 +87,9 @@ class Faulty(Classification):
 
     LASTSTEP_TEST_FAULT is "kill step 5 rank 1,2", or "kill-both" (its supervisor too), "halt" (SIGSTOP), "sleep" (stuck
     in user code), "spin" (stuck with the interpreter's lock held), "raise" (an error of its own), "worker" (its loader
-    worker is killed), "halt-worker" (it is stopped), "wait" (rank 0 waits for the file LASTSTEP_TEST_GO, the others for rank 0), "gpu-memory" (the
-    error of a GPU that has none left), "memory" (a limit on its own), "crash" (a bad address in C).
+    worker is killed), "halt-worker" (it is stopped), "wait" (rank 0 waits for the file LASTSTEP_TEST_GO, the others for
+    rank 0), "gpu-memory" (the error of a GPU that has none left), "memory" (a limit on its own), "crash" (a bad address
+    in C).
     """
 
     def __init__(self, config: Config) -> None:
