@@ -156,6 +156,17 @@ def test_stuck(root: Path, fault: str, request: pytest.FixtureRequest) -> None:
     goes_on(root, name, 2)
 
 
+def test_a_loader_worker_hangs(root: Path) -> None:
+    """A disk that went away, for one rank: the batch never comes. The loader has no timeout of its own, which would
+    count time in which the job was suspended; so the watchdog must end the attempt, and name the rank."""
+    attempt, codes = befall(root, "halted-worker", 2, "halt-worker step 3 rank 1", "data.workers=1")
+    assert codes == [1, 1], attempt.output()
+    record = only(attempt)
+    assert (record["reason"], record["lost_steps"]) == ("hung", 0)
+    assert "rank 1 on " in record["error"] and "rank 0 on " not in record["error"], record["error"]
+    goes_on(root, "halted-worker", 2, "data.workers=1")
+
+
 def short_meeting() -> None:
     """Have all that lasts as long as ranks wait for each other last as long as launch.hang_timeout_s."""
     group.MEETING_S = 0.0

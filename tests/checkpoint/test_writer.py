@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -406,6 +407,19 @@ def test_each_stripe_has_one_writer(ranks: int, megabytes: int) -> None:
     bounds = [stripe.bounds(count) for _, stripe in owned]
     assert bounds[0][0] == 0 and bounds[-1][1] == count
     assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(bounds))
+
+
+def test_an_error_of_any_kind_in_the_commit(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone commits. Of an error that it did not expect the other ranks heard nothing: they waited for the
+    result until the watchdog ended the attempt. Training continues, and the next save is tried."""
+    with writers(store, 2) as ranks:
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "commit", Mock(side_effect=RecursionError("of some library")))
+            save(ranks, 1)
+            assert all("RecursionError: of some library" in str(writer.error) for writer in ranks)
+        save(ranks, 2)
+        assert [writer.error for writer in ranks] == [None, None]
+    assert_only_whole(store, 2)
 
 
 def test_reports_in_one_round_trip(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:

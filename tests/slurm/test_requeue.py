@@ -5,7 +5,9 @@ Each test interrupts a run on two nodes in its second epoch.
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,25 @@ def hit_and_compare(user: User, name: str, fault: tuple[str, ...], *more: str) -
 def test_scontrol_requeue(plain: User) -> None:
     """An administrator's requeue sends SIGTERM, which submitit ignores: its plain job would start from nothing."""
     hit_and_compare(plain, "requeue", ("scontrol", "requeue", "{job}"))
+
+
+def test_suspended(plain: User) -> None:
+    """As PreemptMode=SUSPEND and gang scheduling do, for longer than any timeout of the run: it trains on, as if
+    nothing had been. It used to die as it woke, without a rescue."""
+    words = ("--name", "suspended", "--follow", *TWO_RANKS, *UNHURRIED, "launch.hang_timeout_s=6")
+    following = plain.begins(*words)
+    plain.waits_for("suspended", IN_EPOCH_2)
+    job = plain.job_of("suspended")
+    plain.cluster.run("scontrol", "suspend", job)
+    time.sleep(15)  # what a clock would count, more than twice the timeout
+    (shown,) = json.loads(plain.types("status", "suspended", "--json"))
+    plain.cluster.run("scontrol", "resume", job)
+    said, _ = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 0, said
+    assert shown["state"] == "running", "its ranks are there, and keep their nodes"
+    ends = [(end["reason"], end["lost_steps"]) for end in plain.attempts("suspended")]
+    assert ends == [("finished", 0)], said
+    assert fingerprint(plain.run("suspended")) == undisturbed(2, *UNHURRIED)
 
 
 def test_user_signal(user: User) -> None:

@@ -87,8 +87,9 @@ class Faulty(Classification):
 
     LASTSTEP_TEST_FAULT is "kill step 5 rank 1,2", or "kill-both" (its supervisor too), "halt" (SIGSTOP), "sleep" (stuck
     in user code), "spin" (stuck with the interpreter's lock held), "raise" (an error of its own), "worker" (its loader
-    worker is killed), "wait" (rank 0 waits for the file LASTSTEP_TEST_GO, the others for rank 0), "gpu-memory" (the
-    error of a GPU that has none left), "memory" (a limit on its own), "crash" (a bad address in C).
+    worker is killed), "halt-worker" (it is stopped), "wait" (rank 0 waits for the file LASTSTEP_TEST_GO, the others for
+    rank 0), "gpu-memory" (the error of a GPU that has none left), "memory" (a limit on its own), "crash" (a bad address
+    in C).
     """
 
     def __init__(self, config: Config) -> None:
@@ -121,9 +122,9 @@ class Faulty(Classification):
             threading.Event().wait(600)
         elif self.kind == "spin":
             re.match(r"(a+)+$", "a" * 60 + "b")  # takes longer than the age of the universe
-        elif self.kind == "worker":
+        elif self.kind in ("worker", "halt-worker"):
             for child in multiprocessing.active_children():
-                os.kill(child.pid or 0, signal.SIGKILL)
+                os.kill(child.pid or 0, signal.SIGKILL if self.kind == "worker" else signal.SIGSTOP)
         elif self.kind == "raise":
             raise ValueError("a bad sample")
         elif self.kind == "gpu-memory":

@@ -17,6 +17,7 @@ T = TypeVar("T")
 SLOW = (
     "attempt/test_attempt",
     "attempt/test_compiler",
+    "attempt/test_deadlines.py::test_training_in_a_notebook",
     "attempt/test_deterministic",
     "attempt/test_finished",
     "attempt/test_network_disk",
@@ -91,6 +92,7 @@ SLOW = (
     "test_gpu_check.py::test_ctrl_c",
     "test_packaging",
     "test_parts",
+    "world/test_interpreter_watch",
     "world/test_meeting",
     "world/test_network",
     "world/test_seal.py::test_an_outsider",

@@ -21,7 +21,7 @@ from trainer.world.interpreter_watch import InterpreterWatch
 faulthandler.enable()
 watch = InterpreterWatch({TIMEOUT_S})
 watch.sign(True)
-print("watched by", watch._process.pid, flush=True)
+print("watched by", watch._process, flush=True)
 signs = threading.Event()
 def sign():
     while not signs.wait(0.1):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from trainer.records.metrics import MetricsFile
 from trainer.rundir import RunDir
 from trainer.world.group import Group
 from trainer.world.peer_loss import PeerLost
+from trainer.world.run_time import run_time
 from trainer.world.shard_place import ShardPlace
 from trainer.world.watchdog import Watchdog
 
@@ -72,6 +74,9 @@ class CheckpointManager:
             self._auto = AutoInterval(ends, len(set(group.world.hosts)), progress.say)
         elif settings.every_minutes is not None:
             self._every_s = 60 * settings.every_minutes
+        # The thread that trains and the rescue's both take note of a save's result: one of them must, and only once.
+        self._lock = threading.Lock()
+        self._started = threading.Event()  # whether the writer has begun with the save in progress
         self._began = time.monotonic()  # the last save, or this attempt
         self._failed = 0  # saves in a row
 
@@ -108,9 +113,16 @@ class CheckpointManager:
         if not self.saved.same_place(position):
             self._began, writing = time.monotonic(), time.perf_counter()
             opaque = self._opaque.save(self._writer.next_folder(info.step)) if self._opaque else None
+            self._started.clear()
             self.saving = copy.copy(position)
             keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
-            self._writer.start(info, state, self._metrics.sync, keep_last, keep_best, self._ranking, opaque)
+            try:
+                self._writer.start(info, state, self._metrics.sync, keep_last, keep_best, self._ranking, opaque)
+            except BaseException:
+                self.saving = None
+                raise
+            finally:
+                self._started.set()
             self.stalled_s += time.perf_counter() - writing
             if not self._settings.asynchronous:
                 self.wait()
@@ -120,8 +132,8 @@ class CheckpointManager:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the save in progress, if any, for at most `timeout_s`. Raises like `start_save`."""
         began = time.perf_counter()
-        until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while self.saving is not None and not self._writer.wait(0.5) and time.monotonic() < until:
+        until = float("inf") if timeout_s is None else run_time() + timeout_s
+        while self.saving is not None and not self._has_ended(0.5) and run_time() < until:
             self._check_alive(self._writer.missing_ranks)
         self.stalled_s += time.perf_counter() - began
         self.poll()
@@ -134,23 +146,32 @@ class CheckpointManager:
     def poll(self) -> None:
         """Take note of the result of the save in progress, if it has ended. Raises CheckpointError after too many
         failures."""
-        if self._auto:
-            self._auto.add_steps(*self._progress.since_restart(), saving=self.saving is not None)
-        if self.saving is None or not self._writer.wait(0):
-            return
-        saving, self.saving = self.saving, None
-        if self._writer.error is None:
-            self._failed = 0
-            self.saved = saving
+        with self._lock:
+            if self._auto:
+                self._auto.add_steps(*self._progress.since_restart(), saving=self.saving is not None)
+            if self.saving is None or not self._has_ended(0):
+                return
+            saving, error = self.saving, self._writer.error
+            if error is None:
+                self._failed = 0
+                self.saved = saving
+            else:
+                self._failed += 1
+            self.saving = None  # after `saved`: a thread that finds no save in progress looks there
+        if error is None:
             self._metrics.mark_checkpointed(saving.records)
             self._progress.say(f"saved step {saving.step}")
             return
-        self._failed += 1
-        self._progress.say(f"WARNING: {self._writer.error}; training continues, the save will be retried")
+        self._progress.say(f"WARNING: {error}; training continues, the save will be retried")
         if (
             self._failed >= MAX_FAILED and not self._stopping()
         ):  # at a stop it is retried for as long as the grace lasts
-            raise CheckpointError(f"{self._failed} saves in a row failed, the last with: {self._writer.error}")
+            raise CheckpointError(f"{self._failed} saves in a row failed, the last with: {error}")
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        """Whether the save in progress has ended. While the thread that trains still copies the state for it, the
+        writer says only how the one before has ended."""
+        return self._started.wait(timeout_s) and self._writer.wait(timeout_s)
 
     def would_be_best(self, metrics: Mapping[str, float | None]) -> bool:
         """Whether a checkpoint with these metrics would be one of the best. Reads the manifests of the others."""
@@ -173,7 +194,7 @@ class CheckpointManager:
         every_s = RETRY_S if self._failed else self._auto.seconds if self._auto else self._every_s
         # Training would stand still until a save in progress is written, so that save gets another interval. It gets no
         # more: if the disk hangs, training must not continue without checkpoints.
-        intervals = 1 if self.saving is None or self._writer.wait(0) else 2
+        intervals = 1 if self.saving is None or self._has_ended(0) else 2
         return intervals * every_s - (time.monotonic() - self._began)
 
     def close(self) -> None:

@@ -216,7 +216,7 @@ class CheckpointWriter:
             tag = f"{self._token}-{job.number}"
             self._write_part(job, tag)
             if self._rank == 0:
-                self._keys.set(f"{job.number}/result", self._commit(job, tag))
+                self._keys.set(f"{job.number}/result", self._try_to_commit(job, tag))
             result = self._await_key(f"{job.number}/result")
             error = CheckpointError(result) if result else None
         except Exception as cause:  # such as a dist.DistError: the key-value store dies with rank 0
@@ -242,6 +242,16 @@ class CheckpointWriter:
         self._keys.set(f"{job.number}/{self._rank}", json.dumps(report))
         # This rank has read the result of the previous save, so rank 0 no longer needs its report on that one.
         self._keys.delete_key(f"{job.number - 1}/{self._rank}")
+
+    def _try_to_commit(self, job: _SaveJob, tag: str) -> str:
+        """The same as `_commit`, but any error is a result: the other ranks wait for one."""
+        try:
+            return self._commit(job, tag)
+        except _WriterClosed:  # theirs are closed, too
+            raise
+        except Exception as cause:
+            self._store.discard(self._store.writing_folder(job.info.step, tag))
+            return str(self._store.write_error(job.info.step, reason_of(cause)))
 
     def _commit(self, job: _SaveJob, tag: str) -> str:
         """On rank 0: wait for all ranks, then commit what they wrote. Returns the error, or an empty string."""

@@ -34,7 +34,7 @@ MEETING_S = 60.0
 SLOW_MEETING_S = 30.0  # after this a rank logs which ranks it is waiting for
 # How long a collective may take. The watchdog, which knows where each rank is stuck, acts long before. torch measures
 # by a clock: ranks that were suspended while they waited for each other would find that their collective timed out.
-COLLECTIVE = timedelta(days=365)
+COLLECTIVE = timedelta(days=20)  # less than 32 bits of milliseconds
 # How long the ranks wait for each other in `Group.close`, when all the work is done.
 CLOSE_S = 10.0
 

@@ -17,7 +17,6 @@ import os
 import resource
 import select
 import signal
-import subprocess
 import sys
 import time
 
@@ -28,37 +27,44 @@ TIMED, UNTIMED = b"t", b"u"  # the signs: whether another one must follow
 
 
 class InterpreterWatch:
-    """Ends this process when `sign(True)` is not followed by another sign within `timeout_s`."""
+    """Ends this process when `sign(True)` is not followed by another sign within `timeout_s`. Raises OSError."""
 
     def __init__(self, timeout_s: float) -> None:
-        command = [sys.executable, "-IS", __file__, str(os.getpid()), str(timeout_s)]
-        # The signals that ask for a stop often go to all processes of a job; this one stays until its rank ends.
-        stops = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+        words = [sys.executable, "-IS", __file__, str(os.getpid()), str(timeout_s)]
+        reader, self._signs = os.pipe()
+        os.set_blocking(self._signs, False)
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+            self._process = os.posix_spawn(
+                sys.executable,
+                words,
+                os.environ,
+                file_actions=[(os.POSIX_SPAWN_DUP2, reader, 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
+                # They ask for a stop, and often go to all processes of a job; this one stays until its rank ends.
+                setsigmask=[signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT],
+            )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        assert self._process.stdin is not None
-        self._signs = self._process.stdin
-        os.set_blocking(self._signs.fileno(), False)
+            os.close(reader)
 
     def sign(self, timed: bool) -> None:
         """A Python thread runs. `timed`: another sign must follow in time."""
-        with contextlib.suppress(OSError, ValueError):  # the process has ended, or been closed
-            self._signs.write(TIMED if timed else UNTIMED)
+        with contextlib.suppress(OSError):  # the process has ended, or been closed
+            os.write(self._signs, TIMED if timed else UNTIMED)
 
     def close(self) -> None:
         """Watch no more."""
-        self._signs.close()
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:  # it is stopped
-            self._process.kill()
+        signs, self._signs = self._signs, -1
+        os.close(signs)
+        with contextlib.suppress(ChildProcessError):  # this program lets the system reap its children
+            until = time.monotonic() + CLOSE_S
+            while not os.waitpid(self._process, os.WNOHANG)[0]:
+                if time.monotonic() > until:  # it is stopped
+                    os.kill(self._process, signal.SIGKILL)
+                time.sleep(0.005)
 
 
 def watch(process: int, timeout_s: float) -> None:
     """What the process beside does: read the signs of its parent `process` until that ends, or end it."""
+    os.closerange(3, 1 << 16)  # whatever the rank had open
     silent_s, timed = 0.0, False
     while os.getppid() == process:
         if select.select([0], [], [], ROUND_S)[0]:

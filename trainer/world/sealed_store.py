@@ -56,7 +56,7 @@ class SealedStore:
         deadline, names = run_time() + timeout.total_seconds(), [self._prefix + key for key in keys]
         while True:
             try:
-                self._store.wait(names, timedelta(seconds=max(deadline - run_time(), SLACK_S)))
+                self._store.wait(names, timedelta(seconds=max(0.0, deadline - run_time())))
                 break
             except dist.DistStoreError:
                 if run_time() > deadline - SLACK_S:
