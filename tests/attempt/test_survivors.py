@@ -532,8 +532,7 @@ def test_a_folder_that_the_disk_refuses_at_first(tmp_path: Path) -> None:
     rescue = Rescue(folder, 0, 1, lambda: False, SEAL)
     with refusing(folder, errno.EIO, times=1, call="mkdir") as refused:
         rescue.sign_in(None, began_step=True)
-        assert refused and not folder.exists()
-        rescue.round()
+        assert refused
         rescue.round()
     assert (folder / "rank_0.json").exists()
     gone = Rescue(tmp_path / "deleted" / "rescue" / "job", 0, 1, lambda: False, SEAL)
