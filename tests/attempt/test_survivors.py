@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.disk import refusing
 from tests.support.frozen import frozen_state
 from trainer.attempt import rescue as rescue_module
 from trainer.attempt.rescue import Rescue, Superseded, read_fields
@@ -521,3 +522,19 @@ def test_operations_at_many_ranks(stage: Callable[[int], Stage], monkeypatch: py
 def test_alone_has_time_within_the_grace() -> None:
     """Slurm's usual KillWait is 30 s. A rank with nothing that waits for the others must leave them time to write."""
     assert SILENT_S + ALONE_S < 25 and GATHER_S < 2
+
+
+def test_a_folder_that_the_disk_refuses_at_first(tmp_path: Path) -> None:
+    """A survivor whose disk fails for a moment, as it signs in, takes part once the disk is back. It once waited for a
+    folder that nobody made, and all steps since the last checkpoint were lost. But the folder of a run that was deleted
+    does not come back."""
+    folder = tmp_path / "rescue" / "job"
+    rescue = Rescue(folder, 0, 1, lambda: False, SEAL)
+    with refusing(folder, errno.EIO, times=1, call="mkdir") as refused:
+        rescue.sign_in(None, began_step=True)
+        assert refused
+        rescue.round()
+    assert (folder / "rank_0.json").exists()
+    gone = Rescue(tmp_path / "deleted" / "rescue" / "job", 0, 1, lambda: False, SEAL)
+    gone.round()
+    assert not (tmp_path / "deleted").exists()

@@ -19,10 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.disk import refusing
 from tests.support.records import add_metrics
 from tests.support.waiting import DEADLINE_S, wait_until
 from trainer.records import append_only
 from trainer.records.metrics import MetricsFile, first_step_since, newest_step, read_lines
+from trainer.world.patience import Patience
 
 
 def steps(path: Path) -> list[int]:
@@ -90,6 +92,25 @@ def test_a_new_run_begins_with_an_empty_file(tmp_path: Path) -> None:
     metrics.sync()
     metrics.rewind(0)
     assert read_lines(metrics.path) == []
+
+
+def test_a_file_that_this_host_believes_absent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A client of a network file system may remember that there was no such name. The lines before the checkpoint are
+    kept all the same. Where the file is really gone, the run continues and says so."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    resumed = MetricsFile(path, writes=True)
+    with refusing(path, errno.ENOENT, times=1) as refused:
+        resumed.begin(2, Patience(DEADLINE_S, lambda text: None))
+    resumed.close()
+    assert refused and [line["step"] for line in read_lines(path)] == [1, 2]
+    path.unlink()
+    again = MetricsFile(path, writes=True)
+    again.begin(2)
+    again.append([{"step": 3}])
+    again.close()
+    assert [line["step"] for line in read_lines(path)] == [3] and again.count == 3
+    assert "is gone, with the lines of 2 records" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("written", range(5))

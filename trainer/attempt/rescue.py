@@ -169,6 +169,10 @@ class Rescue:
             write_fields(survivor_file(self._folder, me.rank), asdict(me), self._seal)
             self._refused = 0
         except OSError as error:
+            if isinstance(error, FileNotFoundError):  # the disk refused the folder when this rank signed in
+                with contextlib.suppress(OSError):
+                    self._folder.parent.mkdir(exist_ok=True)
+                    self._folder.mkdir(exist_ok=True)
             self._refused += 1
             if self._refused * self.round_s >= ALONE_S and not self.is_over:
                 say(f"WARNING: this rank cannot take part in the rescue: {error}")

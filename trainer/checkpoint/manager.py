@@ -37,6 +37,7 @@ from trainer.world.watchdog import Watchdog
 MAX_FAILED = 3  # saves in a row, before the attempt fails
 RETRY_S = 60.0
 RETRY_LAST_S = 2.0  # at a stop or at the end of the run, when there is nothing else to do
+INSIST_LAST_S = 60.0  # at least, at the end of the run
 
 
 class CheckpointManager:
@@ -79,6 +80,7 @@ class CheckpointManager:
         self._started = threading.Event()  # whether the writer has begun with the save in progress
         self._began = time.monotonic()  # the last save, or this attempt
         self._failed = 0  # saves in a row
+        self._failing_since = 0.0  # the first of them
 
     def add_opaque(self, write: Callable[[Path], object]) -> None:
         """From now on have a framework write into the folder of each checkpoint, see `OpaqueFiles`."""
@@ -163,9 +165,11 @@ class CheckpointManager:
             self._progress.say(f"saved step {saving.step}")
             return
         self._progress.say(f"WARNING: {error}; training continues, the save will be retried")
-        if (
-            self._failed >= MAX_FAILED and not self._stopping()
-        ):  # at a stop it is retried for as long as the grace lasts
+        if self._failed == 1:
+            self._failing_since = time.monotonic()
+        # At a stop it is retried for as long as the grace lasts. At the end of the run three retries take no time.
+        too_soon = self.last and time.monotonic() < self._failing_since + INSIST_LAST_S
+        if self._failed >= MAX_FAILED and not self._stopping() and not too_soon:
             raise CheckpointError(f"{self._failed} saves in a row failed, the last with: {error}")
 
     def _has_ended(self, timeout_s: float) -> bool:

@@ -63,12 +63,13 @@ def replace(path: Path, count: int, tail: bytes) -> int:
     """Replace a file by one with its first `count` lines and `tail`; returns a descriptor for `write`. Raises OSError.
 
     The new file takes the old one's place by a rename, after which a power cut cannot undo it. A process that has the
-    old file open, such as a rank that hangs in a write to it, can no longer change what readers see.
+    old file open, such as a rank that hangs in a write to it, can no longer change what readers see. A file that must
+    have lines and is not there raises FileNotFoundError: this host may only believe so.
     """
     temporary = aside(path)
     file = os.open(temporary, _TO_APPEND | os.O_TRUNC, 0o666)
     try:
-        if path.exists():
+        if count or path.exists():
             _copy(path, _length(path, count), file)
         write(file, tail)
         os.fsync(file)

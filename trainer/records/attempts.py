@@ -30,6 +30,7 @@ from trainer.records.retry import Next, decide
 from trainer.records.step_restart import count_in_steps
 from trainer.records.submissions import read_submissions
 from trainer.rundir import RunDir, aside
+from trainer.world.fresh_view import look_anew
 from trainer.world.patience import NO_PATIENCE, Patience
 from trainer.world.slurm_environment import job_start
 from trainer.world.watchdog import Retry
@@ -45,6 +46,9 @@ def begin_attempt(run: RunDir, world: World, start_step: int, patience: Patience
     patience.insist(lambda: record_abandoned_attempts(run, lambda: start_step, continued_job=world.job_id))
     # Not the count of the records: a damaged one is skipped, and a number must not be used twice.
     before = patience.insist(lambda: read_attempts(run.attempts))
+    if not before and start_step:  # this host may only believe that there is no such file
+        look_anew(run.path)
+        before = patience.insist(lambda: read_attempts(run.attempts))
     number = 1 + max((record["attempt"] for record in before), default=-1)
     record: OpenAttempt = {
         "attempt": number,
@@ -316,10 +320,11 @@ def _lost_seconds(run: RunDir, start: float, kept_step: int) -> float:
 
 
 def _add_record(run: RunDir, record: EndedAttempt) -> None:
-    """Add a record to attempts.jsonl, unless it is there already, by replacing the whole file."""
+    """Add a record to attempts.jsonl, unless it is there already, by replacing the whole file. Raises OSError, also if
+    there must be earlier records and this host does not see the file."""
     if record["attempt"] in {other["attempt"] for other in read_attempts(run.attempts)}:
         return
-    before = run.attempts.read_text(errors="replace") if run.attempts.exists() else ""
+    before = run.attempts.read_text(errors="replace") if record["attempt"] or run.attempts.exists() else ""
     end_of_line = "" if before.endswith("\n") or not before else "\n"
     _replace_attempts(run, before + end_of_line + json.dumps(record))
 

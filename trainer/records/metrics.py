@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TypedDict, TypeGuard
 
 from trainer.records import append_only
+from trainer.say import say
 from trainer.world.patience import NO_PATIENCE, Patience
 
 TAIL = 4096  # bytes at the end of a file that hold its newest lines
@@ -70,8 +71,15 @@ class MetricsFile:
 
     def begin(self, count: int, patience: Patience = NO_PATIENCE) -> None:
         """`rewind`, and write in the background from now on. Call it in the process that trains: a fork has no copy of
-        the thread. Raises OSError when the disk refuses for longer than the `patience`."""
-        patience.insist(lambda: self.rewind(count))
+        the thread. Raises OSError when the disk refuses for longer than the `patience`. A file that is gone by then is
+        begun anew."""
+        try:
+            patience.insist(lambda: self.rewind(count))
+        except FileNotFoundError:
+            say(f"WARNING: {self.path} is gone, with the lines of {count} records: it begins with the next step")
+            self._file = append_only.replace(self.path, 0, b"")
+            self.count = self._checkpointed = self._written = count
+            self._lines_since = []
         if self._writes:
             self._thread.start()
 

@@ -18,7 +18,6 @@ import os
 import secrets
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -71,16 +70,24 @@ class Seal:
     def load(cls, file: Path, fingerprint: str, timeout: timedelta, ranks: int = 1) -> Seal | None:
         """The seal that another rank has saved, as soon as this host sees it; None if it does not in time.
 
-        A file with another fingerprint was left by a killed attempt. `ranks`: how many may wait for the file.
+        A file with another fingerprint was left by a killed attempt. `ranks`: how many may wait for the file. Raises
+        OSError if the disk still refuses then.
         """
         deadline, view = run_time() + timeout.total_seconds(), FreshView(ranks, file.parent)
         while True:
             view.refresh()
-            with suppress(OSError):  # it is not there yet, or the disk does not show it right now
+            failure: OSError | None = None
+            try:
                 found = cls(file.read_bytes())
                 if found.fingerprint == fingerprint:
                     return found
+            except FileNotFoundError:
+                pass
+            except OSError as error:  # which may pass
+                failure = error
             if run_time() > deadline:
+                if failure is not None:
+                    raise failure
                 return None
             time.sleep(POLL_S)
 
