@@ -9,7 +9,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - a cluster's own python3 may be o
 
 if __name__ == "__main__":
     try:
-        from trainer.commands.main import main
+        from laststep.commands.main import main
 
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # while Python still imports what would catch it

@@ -19,9 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster import run_folders
-from trainer.config.config import Config
-from trainer.rundir import RunDir
+from laststep.cluster import run_folders
+from laststep.config.config import Config
+from laststep.rundir import RunDir
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -145,7 +145,7 @@ class Ranks:
         self.processes = []
         for rank, log in enumerate(self.logs):
             identity = {**place, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
-            self.processes.append(start([sys.executable, "-u", "-m", "trainer", str(run.path)], identity, log))
+            self.processes.append(start([sys.executable, "-u", "-m", "laststep", str(run.path)], identity, log))
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for the condition; `what` names its failure. Raises TimeoutError, or RuntimeError if rank 0 exits first,

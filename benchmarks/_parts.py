@@ -23,23 +23,23 @@ FREEZE_S = 0.5  # a longer time is that of a freeze, and belongs to no part
 NAMES_AT = 200  # the step at which all threads of a rank have started
 # The functions that make up each part. Time belongs to the innermost; what is in none of them is the rest.
 PARTS = {
-    "loading the batch": ("benchmarks.overhead:_batches", "trainer.data.memory_batches:MemoryBatches.__iter__"),
-    "forward": ("benchmarks.overhead:loss_of", "trainer.loops.learner:Learner._forward"),
-    "backward, with the all-reduce": ("torch:Tensor.backward", "trainer.loops.learner:Learner._backward"),
+    "loading the batch": ("benchmarks.overhead:_batches", "laststep.data.memory_batches:MemoryBatches.__iter__"),
+    "forward": ("benchmarks.overhead:loss_of", "laststep.loops.learner:Learner._forward"),
+    "backward, with the all-reduce": ("torch:Tensor.backward", "laststep.loops.learner:Learner._backward"),
     "update": (
         *("torch.optim:SGD.step", "torch.optim:SGD.zero_grad"),
-        *("trainer.optim.fast_step:FastStep.__call__", "trainer.loops.learner:clear_gradients"),
+        *("laststep.optim.fast_step:FastStep.__call__", "laststep.loops.learner:clear_gradients"),
     ),
-    "whether the gradient is finite": ("trainer.loops.replicated:Replicated.measure",),
-    "readback and metrics lines": ("trainer.loops.loop:Loop._step_done",),
-    "saves": ("trainer.loops.loop:Loop.save",),
+    "whether the gradient is finite": ("laststep.loops.replicated:Replicated.measure",),
+    "readback and metrics lines": ("laststep.loops.loop:Loop._step_done",),
+    "saves": ("laststep.loops.loop:Loop.save",),
     "ring": tuple(
-        f"trainer.loops.ring:Ring.{name}" for name in ("begin_work", "end_work", "begin_update", "end_update")
+        f"laststep.loops.ring:Ring.{name}" for name in ("begin_work", "end_work", "begin_update", "end_update")
     ),
-    "order": ("trainer.data.loader:TrainBatchKeys.counts", "trainer.data.order:Order.count"),
-    "random seeds": ("trainer.data.generators:Generators.seed", "trainer.data.generators:Generators.check"),
-    "learning rate": ("trainer.loops.rates:LearningRates.at",),
-    "model's buffers": ("trainer.loops.buffers:Buffers.broadcast", "trainer.loops.buffers:Buffers.commit"),
+    "order": ("laststep.data.loader:TrainBatchKeys.counts", "laststep.data.order:Order.count"),
+    "random seeds": ("laststep.data.generators:Generators.seed", "laststep.data.generators:Generators.check"),
+    "learning rate": ("laststep.loops.rates:LearningRates.at",),
+    "model's buffers": ("laststep.loops.buffers:Buffers.broadcast", "laststep.loops.buffers:Buffers.commit"),
 }
 REST = "everything else"
 ALL = (*PARTS, REST)
@@ -54,7 +54,7 @@ def measure_parts(ours: bool, note: Callable[[], None]) -> Callable[[], None]:
     switch = new_switch(mapped(path))
     for number, functions in enumerate(PARTS.values()):
         for function in functions:
-            if function.startswith("trainer.") == ours:
+            if function.startswith("laststep.") == ours:
                 replace(function, number, switch)
     left = NAMES_AT
 

@@ -45,14 +45,14 @@ from torchvision.transforms import (
 )
 
 from benchmarks._measure import Check, conclude, spread
-from trainer.config.config import Config
-from trainer.data.catalog import DATASETS, MNIST_5K
-from trainer.data.image_files import AREA, ASPECT
-from trainer.data.loader import LoaderFactory, TrainBatchKeys
-from trainer.data.order import Order
-from trainer.tasks.classification import Classification
-from trainer.world.group import Group
-from trainer.world.launchers import detect_world
+from laststep.config.config import Config
+from laststep.data.catalog import DATASETS, MNIST_5K
+from laststep.data.image_files import AREA, ASPECT
+from laststep.data.loader import LoaderFactory, TrainBatchKeys
+from laststep.data.order import Order
+from laststep.tasks.classification import Classification
+from laststep.world.group import Group
+from laststep.world.launchers import detect_world
 
 LIMIT = 1.3  # Laststep's throughput to the reference's
 OURS, REFERENCE = "laststep", "reference"

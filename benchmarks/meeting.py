@@ -47,7 +47,7 @@ def main(words: list[str] | None = None) -> int:
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without a name server, torch warns about each connection
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.loops.loop"])
+    context.set_forkserver_preload(["laststep.loops.loop"])
     meet(context, 2)  # a warm-up, which starts the fork server and imports torch there
     measured: dict[int, list[Moments]] = {size: [] for size in SIZES}
     for _ in range(repeats):  # sizes alternate, so that other load on this machine affects all of them alike
@@ -107,10 +107,10 @@ def _rank(
     """The body of a rank's process."""
     import torch
 
-    from trainer.world.join import register_rank
-    from trainer.world.signals import Signals
-    from trainer.world.stop import Stop
-    from trainer.world.world import World
+    from laststep.world.join import register_rank
+    from laststep.world.signals import Signals
+    from laststep.world.stop import Stop
+    from laststep.world.world import World
 
     torch.set_num_threads(1)
     signals = Signals.catch()

@@ -41,9 +41,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks._measure import PROJECT, Check, conclude
-from trainer.checkpoint.store import CheckpointStore
-from trainer.rundir import RunDir
-from trainer.task import Task
+from laststep.checkpoint.store import CheckpointStore
+from laststep.rundir import RunDir
+from laststep.task import Task
 
 WORKLOAD, FOLDER = "LASTSTEP_MEMORY_WORKLOAD", "LASTSTEP_MEMORY_FOLDER"  # in the environment of every rank
 RANKS = (1, 2)
@@ -175,7 +175,7 @@ def laststep(workload: str, ranks: int, folder: str) -> list[str]:
     """The command-line words that train the workload as a user would."""
     load = WORKLOADS[workload]
     return [
-        *("trainer", "--name=memory", f"launch.root={folder}", "task=benchmarks.memory.Perceptron", "data.name=fake"),
+        *("laststep", "--name=memory", f"launch.root={folder}", "task=benchmarks.memory.Perceptron", "data.name=fake"),
         *("optim.name=adamw", "optim.schedule=constant", f"train.batch_size={BATCH_SIZE * ranks}"),
         *(f"train.epochs={load.epochs}", f"checkpoint.every_steps={load.steps}"),
     ]
@@ -329,7 +329,7 @@ def _held() -> dict[str, Any]:
 
 def _is_ours(item: object) -> bool:
     with contextlib.suppress(Exception):
-        return type(item).__module__.startswith("trainer.")
+        return type(item).__module__.startswith("laststep.")
     return False
 
 

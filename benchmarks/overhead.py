@@ -42,14 +42,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from benchmarks import _parts, _turns
 from benchmarks._measure import MISSED, PROJECT, Check, conclude, spread
 from benchmarks._turns import Comparison, Training
-from trainer import Run
-from trainer.observe.tensorboard import EVERY_S
-from trainer.task import Task
+from laststep import Run
+from laststep.observe.tensorboard import EVERY_S
+from laststep.task import Task
 
 # In the environment of every rank.
 PROFILE = "LASTSTEP_OVERHEAD_PROFILE"  # the file to which rank 0 writes its profile, if one is wanted
 WORKLOAD, FOLDER = "LASTSTEP_OVERHEAD_WORKLOAD", "LASTSTEP_OVERHEAD_FOLDER"
-OURS = (str(PROJECT / "trainer"), str(PROJECT / "benchmarks"))
+OURS = (str(PROJECT / "laststep"), str(PROJECT / "benchmarks"))
 TURN_S = EVERY_S / 2
 PROFILE_S = 8.0
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
@@ -173,7 +173,7 @@ def start(name: str, workload: str, ranks: int, more: dict[str, str], folder: Pa
     """Start to train, with `more` in the environment."""
     words = ["benchmarks.overhead", "--contender", name]
     if name.startswith("laststep"):
-        words = ["trainer", "--name=overhead", f"launch.root={folder}", f"checkpoint.every_minutes={EVERY_S / 60}"]
+        words = ["laststep", "--name=overhead", f"launch.root={folder}", f"checkpoint.every_minutes={EVERY_S / 60}"]
         words += ["task=benchmarks.overhead.custom_loop"] if "custom" in name else _task_words(workload, ranks)
     return Training(words, ranks, {WORKLOAD: workload, FOLDER: str(folder), **more}, folder)
 
@@ -383,7 +383,7 @@ def custom_loop(run: Run) -> None:
 
 
 def laststep() -> None:
-    """Does nothing: `start` starts it with `python -m trainer`."""
+    """Does nothing: `start` starts it with `python -m laststep`."""
 
 
 CONTENDERS: dict[str, Callable[[], None]] = {

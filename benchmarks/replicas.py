@@ -22,16 +22,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks._measure import DEADLINE_S, write_results
-from trainer.checkpoint.buffers import HostMemory
-from trainer.checkpoint.position import Position
-from trainer.checkpoint.writer import CheckpointInfo
-from trainer.loops.copies import Copies
-from trainer.world.exported import free_port
-from trainer.world.replica_link import ReplicaLink
-from trainer.world.seal import Seal
-from trainer.world.sealed_store import SealedStore
-from trainer.world.shard_place import ShardPlace
-from trainer.world.world import World
+from laststep.checkpoint.buffers import HostMemory
+from laststep.checkpoint.position import Position
+from laststep.checkpoint.writer import CheckpointInfo
+from laststep.loops.copies import Copies
+from laststep.world.exported import free_port
+from laststep.world.replica_link import ReplicaLink
+from laststep.world.seal import Seal
+from laststep.world.sealed_store import SealedStore
+from laststep.world.shard_place import ShardPlace
+from laststep.world.world import World
 
 EVERY = (None, 10, 1)  # steps between copies
 ROW = 1024  # floats

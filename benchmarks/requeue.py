@@ -25,9 +25,9 @@ import time
 from pathlib import Path
 
 from benchmarks._measure import Check, Ranks, conclude, ended, new_run, spread, start
-from trainer.data.catalog import MNIST_5K
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
+from laststep.data.catalog import MNIST_5K
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 
 LIMIT = 1.2  # times the floor
 FLOOR = """\

@@ -27,14 +27,14 @@ import torch.distributed as dist
 
 from benchmarks._measure import DEADLINE_S, Check, conclude
 from benchmarks.save import file_system
-from trainer.attempt.rescue import Rescue
-from trainer.attempt.rescue_records import Holding, Part
-from trainer.checkpoint.frozen import FrozenState
-from trainer.checkpoint.store import CheckpointStore, FileEntry
-from trainer.checkpoint.stripes import Stripe, own_stripe
-from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo
-from trainer.world.seal import Seal
-from trainer.world.watchdog import Fault
+from laststep.attempt.rescue import Rescue
+from laststep.attempt.rescue_records import Holding, Part
+from laststep.checkpoint.frozen import FrozenState
+from laststep.checkpoint.store import CheckpointStore, FileEntry
+from laststep.checkpoint.stripes import Stripe, own_stripe
+from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
+from laststep.world.seal import Seal
+from laststep.world.watchdog import Fault
 
 LIMIT = 1.5
 STEP = 1000

@@ -29,11 +29,11 @@ from pathlib import Path
 
 from benchmarks._measure import PROJECT, Check, conclude
 from benchmarks.requeue import FLOOR, SAID, by_phase
+from laststep.data.catalog import MNIST_5K
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import parent, processes
-from trainer.data.catalog import MNIST_5K
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 LIMIT_S, LIMIT = 3.0, 1.2  # times the floor's median
 HANG_TIMEOUT_S = 3

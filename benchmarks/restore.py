@@ -4,7 +4,7 @@
 the disk (the files are dropped from the page cache where the system allows it). Each trial runs in separate processes,
 with fresh memory.
 
-First 1, 2, 4 and 8 ranks, connected by gloo, resume from eight shards as an attempt does (`trainer.checkpoint.restore`)
+First 1, 2, 4 and 8 ranks, connected by gloo, resume from eight shards as an attempt does (`laststep.checkpoint.restore`)
 into tensors that they hold already. By rank: the bytes that it has read (rchar of /proc/self/io, and read_bytes, those
 that the disk served), and its peak memory (VmHWM) beyond what it held before. Together the ranks may read the
 checkpoint's bytes only once, and the memory of each is at most its share, two pieces, and EXTRA_MB.
@@ -41,13 +41,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._measure import Check, conclude, spread
-from trainer.checkpoint.files import READ_BYTES
-from trainer.checkpoint.pack import load, map_tensors
-from trainer.checkpoint.restore import PIECE_BYTES, read_newest
-from trainer.checkpoint.store import STRUCTURE, CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from trainer.world.join import register_rank
-from trainer.world.world import World
+from laststep.checkpoint.files import READ_BYTES
+from laststep.checkpoint.pack import load, map_tensors
+from laststep.checkpoint.restore import PIECE_BYTES, read_newest
+from laststep.checkpoint.store import STRUCTURE, CheckpointStore
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from laststep.world.join import register_rank
+from laststep.world.world import World
 
 LIMIT = 1.2  # times `read`
 TENSORS = 250

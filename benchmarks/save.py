@@ -39,9 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 
 from benchmarks._measure import Check, conclude
-from trainer.checkpoint.pack import Packed
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from laststep.checkpoint.pack import Packed
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
 RANKS = 2
 QUIET_STEPS = 8  # steps before each save, while nothing is written

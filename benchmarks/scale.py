@@ -34,19 +34,19 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._measure import DEADLINE_S, write_results
-from trainer.attempt.rescue import Rescue, write_fields
-from trainer.attempt.rescue_records import Holding, Survivor
-from trainer.checkpoint.pack import load
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from trainer.cluster.merged_logs import MergedLogs
-from trainer.rundir import RunDir
-from trainer.world.join import register_rank
-from trainer.world.seal import Seal
-from trainer.world.signals import Signals
-from trainer.world.stop import Stop
-from trainer.world.watchdog import Beat, Probes, Watchdog
-from trainer.world.world import World
+from laststep.attempt.rescue import Rescue, write_fields
+from laststep.attempt.rescue_records import Holding, Survivor
+from laststep.checkpoint.pack import load
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from laststep.cluster.merged_logs import MergedLogs
+from laststep.rundir import RunDir
+from laststep.world.join import register_rank
+from laststep.world.seal import Seal
+from laststep.world.signals import Signals
+from laststep.world.stop import Stop
+from laststep.world.watchdog import Beat, Probes, Watchdog
+from laststep.world.world import World
 
 SIZES = (2, 8, 32, 128, 512, 1024)
 REAL = (2, 4, 8)  # numbers of real ranks, for the count of open files
@@ -113,7 +113,7 @@ def measure(store: int, clients: list[dist.Store], size: int, folder: Path, numb
 
 
 def _meeting(stores: list[dist.Store], size: int) -> float:
-    """Every rank writes its card, waits for all cards, and reads them, as in `trainer.world.group`."""
+    """Every rank writes its card, waits for all cards, and reads them, as in `laststep.world.group`."""
     keys = [f"met/{rank}" for rank in range(size)]
 
     def one(rank: int) -> None:

@@ -41,13 +41,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks._measure import Check, conclude
 from benchmarks.restore import cache, io_so_far, status_of
-from trainer.checkpoint.restore import PIECE_BYTES, read_newest
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from trainer.world.group import Group
-from trainer.world.join import register_rank
-from trainer.world.shard_place import ShardPlace, shard_rows
-from trainer.world.world import World
+from laststep.checkpoint.restore import PIECE_BYTES, read_newest
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from laststep.world.group import Group
+from laststep.world.join import register_rank
+from laststep.world.shard_place import ShardPlace, shard_rows
+from laststep.world.world import World
 
 SIZES = (1, 2, 4, 8)
 TENSORS = 100

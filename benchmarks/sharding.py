@@ -39,10 +39,10 @@ from benchmarks import _turns
 from benchmarks._measure import Check, conclude, spread
 from benchmarks._turns import Training
 from benchmarks.restore import status_of
-from trainer.attempt.compiler import SWITCH
-from trainer.task import Task
-from trainer.tasks.decoder import Decoder
-from trainer.tasks.sizes import Size, size_of
+from laststep.attempt.compiler import SWITCH
+from laststep.task import Task
+from laststep.tasks.decoder import Decoder
+from laststep.tasks.sizes import Size, size_of
 
 # In the environment of every rank.
 RESULT = "LASTSTEP_SHARDING_RESULT"  # the folder to which each rank writes its peak, if memory is measured
@@ -147,7 +147,7 @@ def _train(way: str, workload: str, ranks: int, folder: Path, env: dict[str, str
     words = ["benchmarks.sharding", "--bare"]
     if way == OURS:
         words = [
-            "trainer", "--name=sharding", f"launch.root={folder}", "task=benchmarks.sharding.Windows", "device=cpu",
+            "laststep", "--name=sharding", f"launch.root={folder}", "task=benchmarks.sharding.Windows", "device=cpu",
             "data.name=fake", f"train.sharding={'full' if ranks > 1 else 'none'}", "optim.name=adamw",
             f"optim.lr={LEARNING_RATE}", "optim.schedule=constant", f"train.batch_size={load.per_rank * ranks}",
             f"train.max_steps={load.steps}",

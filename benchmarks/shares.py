@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks import _turns
 from benchmarks._measure import Check, conclude, spread
 from benchmarks._turns import Training
-from trainer.tasks.classification import Classification
+from laststep.tasks.classification import Classification
 
 PER_SHARE = 8  # images
 STEPS = 400  # more than any machine does in all turns
@@ -88,7 +88,7 @@ def start(ranks: int, option: str, folder: Path) -> Training:
     """Start to train on this many ranks."""
     shares = _shares(ranks, option)
     words = [
-        "trainer", "--name=shares", f"launch.root={folder}", "device=cpu", "task=benchmarks.shares.Timed",
+        "laststep", "--name=shares", f"launch.root={folder}", "device=cpu", "task=benchmarks.shares.Timed",
         "data.name=fake", "data.args.image_size=64", "data.args.classes=1000",
         f"data.args.samples={PER_SHARE * shares * STEPS}", "model.name=resnet50",
         f"train.batch_size={PER_SHARE * shares}", "train.epochs=1", "train.log_every=1",

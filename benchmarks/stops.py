@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._measure import Check, Ranks, conclude, ended, new_run, spread
-from trainer.checkpoint.store import CheckpointStore
-from trainer.config.config import Config
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
+from laststep.checkpoint.store import CheckpointStore
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 
 ALLOWANCE_S = 1.0  # in addition to one step and the write
 WRITES = 20

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from trainer.data.catalog import MNIST_5K
+from laststep.data.catalog import MNIST_5K
 
 EPOCHS, BATCH_SIZE = 5, 64
 

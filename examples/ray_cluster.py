@@ -4,12 +4,12 @@ import sys
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-from trainer.frameworks.ray import TorchTrainer
+from laststep.frameworks.ray import TorchTrainer
 
 
 def main() -> None:
     trainer = TorchTrainer(
-        sys.argv[1:],  # as for python -m trainer
+        sys.argv[1:],  # as for python -m laststep
         scaling_config=ScalingConfig(num_workers=2, use_gpu=False),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=10)),
     )

@@ -9,4 +9,4 @@ options=(--nodes=2 --ntasks-per-node=1 --cpus-per-task=$cpus --signal=USR2@90)
 # module load cuda/12.4; source ~/venv/bin/activate
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus} SRUN_CPUS_PER_TASK=$cpus
 
-salloc "${options[@]}" srun --kill-on-bad-exit=1 python -m trainer --name first "$@"
+salloc "${options[@]}" srun --kill-on-bad-exit=1 python -m laststep --name first "$@"

@@ -3,4 +3,4 @@
 # Ctrl-C or SIGTERM stops it without losing a step; run this again to continue. After the death of a rank, torchrun
 # restarts all ranks.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90
-exec torchrun --standalone --nproc-per-node=2 --max-restarts=3 -m trainer --name first "$@"
+exec torchrun --standalone --nproc-per-node=2 --max-restarts=3 -m laststep --name first "$@"

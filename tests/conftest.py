@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from laststep.attempt.compiler import defer_import
 from tests.support.commands import FAKE_SBATCH, NO_SLURM, fake_squeue
 from tests.support.project import SILENT, SILENT_PATH
 from tests.support.running_order import arrange
 from tests.support.shared import make_shared_folder, remove_shared_folder
-from trainer.attempt.compiler import defer_import
 
 # Hundreds of processes import the project: each would compile it anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

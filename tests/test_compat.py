@@ -31,6 +31,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from laststep import compat
+from laststep.cluster.sbatch import run_executor
+from laststep.compat import autograd, cuda_driver, optimizers
+from laststep.compat import compiler as compat_compiler
+from laststep.compat import fsdp as compat_fsdp
+from laststep.compat import generators as compat_generators
+from laststep.compat.cuda_driver import RELAXED, CudaDriver
+from laststep.config.config import Config
+from laststep.rundir import RunDir
+from laststep.world.shard_place import ShardPlace, shard_rows
 from tests.support.editable import install_finder
 from tests.support.needs import require_package
 from tests.support.project import PROJECT
@@ -38,22 +48,12 @@ from tests.support.sharded import pretended_rank, sharded
 from tests.support.stub_driver import StubDriver
 from tests.support.torch_settings import torch_setting
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer import compat
-from trainer.cluster.sbatch import run_executor
-from trainer.compat import autograd, cuda_driver, optimizers
-from trainer.compat import compiler as compat_compiler
-from trainer.compat import fsdp as compat_fsdp
-from trainer.compat import generators as compat_generators
-from trainer.compat.cuda_driver import RELAXED, CudaDriver
-from trainer.config.config import Config
-from trainer.rundir import RunDir
-from trainer.world.shard_place import ShardPlace, shard_rows
 
 
 def test_it_imports_nothing() -> None:
     """The command answers at once only as long as torch stays away."""
     heavy = ("torch", "submitit", "tensorboard", "ray")
-    code = f"import sys, trainer.compat; print([n for n in {heavy} if n in sys.modules])"
+    code = f"import sys, laststep.compat; print([n for n in {heavy} if n in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT, check=True).stdout
     assert said == "[]\n"
 
@@ -63,8 +63,8 @@ def test_no_private_name_elsewhere() -> None:
     private = re.compile(
         r"\btorch(\.\w+)*\._(?!_)|tensorboard\.compat|JobEnvironment\._|\._(orig_mod|shutdown_w|option_s|schema|cdata)"
     )
-    sources = {*(PROJECT / "trainer").rglob("*.py")} - {*(PROJECT / "trainer" / "compat").rglob("*.py")}
-    sources.discard(PROJECT / "trainer" / "attempt" / "compiler.py")
+    sources = {*(PROJECT / "laststep").rglob("*.py")} - {*(PROJECT / "laststep" / "compat").rglob("*.py")}
+    sources.discard(PROJECT / "laststep" / "attempt" / "compiler.py")
     found = [(path.name, use[0]) for path in sources for use in private.finditer(path.read_text())]
     assert not found
 

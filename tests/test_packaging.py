@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torchvision.datasets import MNIST
 
-import trainer
+import laststep
+from laststep.data.catalog import MNIST_5K
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
-from trainer.data.catalog import MNIST_5K
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 pytestmark = pytest.mark.xdist_group("packaging")  # all in one process: they share what is built
 
@@ -38,7 +38,7 @@ TASK = """
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from trainer import Task
+from laststep import Task
 
 
 class Line(Task):
@@ -130,7 +130,7 @@ def test_what_is_packed(built: Built) -> None:
     """Every file of the package and the licences must be in both: whoever lacks one notices only when it is used."""
     package = {
         str(Path(folder, name).relative_to(PROJECT))
-        for folder, _, names in os.walk(PROJECT / "trainer", followlinks=True)  # configs/ is a link
+        for folder, _, names in os.walk(PROJECT / "laststep", followlinks=True)  # configs/ is a link
         for name in names
         if "__pycache__" not in folder
     }
@@ -146,10 +146,10 @@ def test_what_is_packed(built: Built) -> None:
 
 def test_command(user: User) -> None:
     """The command calls itself by the name under which it is installed, and runs what was installed, not this clone."""
-    show = "import trainer; print(trainer.__file__)"
+    show = "import laststep; print(laststep.__file__)"
     where = run(user.python, "-c", show, cwd=user.python.parent, env=user.env)
     assert Path(where.strip()).is_relative_to(user.python.parent.parent)
-    assert user.types("--version") == f"laststep {trainer.__version__}\n"
+    assert user.types("--version") == f"laststep {laststep.__version__}\n"
     help = user.types("--help")
     assert help.startswith("usage: laststep [submit] ") and "launch.py" not in help
     assert user.types("status") == "no run in runs/ yet\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer import say
-from trainer.observe.progress import duration
+from laststep import say
+from laststep.observe.progress import duration
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from trainer.observe.progress import duration
         ("../my code/launch.py", "python '../my code/launch.py'", "launch.py"),
         ("{bin}/laststep", "laststep", "laststep"),
         ("env/bin/laststep", "env/bin/laststep", "laststep"),  # the environment is not activated
-        ("trainer/__main__.py", "python launch.py", "launch.py"),  # python -m trainer, in a clone
+        ("laststep/__main__.py", "python launch.py", "launch.py"),  # python -m laststep, in a clone
     ],
 )
 def test_as_it_was_started(

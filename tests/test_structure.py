@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torchvision import models
 
+from laststep.tasks.models import model_names
 from tests.support.project import PROJECT
-from trainer.tasks.models import model_names
 
 # Lower to higher: a part may import what stands in a line before its own, and parts of its own package.
 LAYERS = [
@@ -33,18 +33,18 @@ LAYERS = [
     {"__main__", "__init__", "launch", "laststep"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
-SOURCES = [PROJECT / "launch.py", PROJECT / "laststep.py", *sorted((PROJECT / "trainer").rglob("*.py"))]
+SOURCES = [PROJECT / "launch.py", PROJECT / "laststep.py", *sorted((PROJECT / "laststep").rglob("*.py"))]
 
 
 def module_of(path: Path) -> str:
-    """trainer/world/group.py -> trainer.world.group"""
+    """laststep/world/group.py -> laststep.world.group"""
     return ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def part_of(module: str) -> str:
-    """The part of the picture that a module belongs to: trainer.world.group -> world."""
+    """The part of the picture that a module belongs to: laststep.world.group -> world."""
     names = module.split(".")
-    if module.startswith("trainer.commands.project."):
+    if module.startswith("laststep.commands.project."):
         return "__init__"  # what init copies: like any user's file, it may import the public names
     return names[1] if len(names) > 1 else {"trainer": "__init__"}.get(module, module)
 
@@ -82,7 +82,7 @@ def test_frameworks_are_imported_by_name_only() -> None:
     for path in SOURCES:
         if part_of(module_of(path)) not in ("frameworks", "compat"):
             assert not packages.search(path.read_text()), path
-            assert not any(name.startswith("trainer.frameworks.") for name in imports_of(path)), path
+            assert not any(name.startswith("laststep.frameworks.") for name in imports_of(path)), path
 
 
 def test_no_cycles() -> None:
@@ -99,12 +99,12 @@ def test_files_say_what_they_are_for(path: Path) -> None:
 
 def test_few_modules_at_the_top() -> None:
     """A newcomer who opens trainer/ must see subjects, not a list of modules."""
-    assert len(list((PROJECT / "trainer").glob("*.py"))) <= 9
+    assert len(list((PROJECT / "laststep").glob("*.py"))) <= 9
 
 
 def test_each_folder_says_what_belongs_there() -> None:
     """And what does not, with the place where that is."""
-    for package in (PROJECT / "trainer").glob("*/__init__.py"):
+    for package in (PROJECT / "laststep").glob("*/__init__.py"):
         words = (ast.get_docstring(ast.parse(package.read_text())) or "").split()
         assert "Not here:" in " ".join(words), package
 

@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks._measure import MISSED, NOISE
 from benchmarks.overhead import WORKLOADS
 from benchmarks.sharding import BARE, OURS
+from laststep.say import counted
 from tools import step_profile
 from tools.scale import RESULTS, result, table
-from trainer.say import counted
 
 MEASURED = (
     *("agreement", "goodput", "loading", "meeting", "memory", "overhead", "requeue"),

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
-from trainer.commands import hello, rank
-from trainer.commands.verbs import VERBS
+from laststep.commands import hello, rank
+from laststep.commands.verbs import VERBS
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEAD = """\
@@ -32,7 +32,7 @@ nearest valid name); 130 stopped by Ctrl-C, 143 by SIGTERM.
 `python -m tools.commands` writes this page from the commands' help.
 """
 RANKS = """\
-## python -m trainer
+## python -m laststep
 
 Under any launcher: see [Other launchers](launchers.md).
 """

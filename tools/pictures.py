@@ -19,7 +19,7 @@ NARROW, MIDDLE, WIDE, ROWS = 80, 100, 140, 24  # of terminals
 SUBMIT = "python launch.py"
 LONG = "--time 30 train.epochs=200 checkpoint.every_epochs=50"
 TASK = """\
-from trainer.tasks.classification import Classification
+from laststep.tasks.classification import Classification
 
 
 class Digits(Classification):

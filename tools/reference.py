@@ -1,6 +1,6 @@
 """Writes docs/configuration.md, which lists every key of the configuration, from the schema.
 
-Run `python -m tools.reference` after changing the schema in trainer/config; tests/test_docs.py fails until you do.
+Run `python -m tools.reference` after changing the schema in laststep/config; tests/test_docs.py fails until you do.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.config.keys import fields_of, kind_of
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.config.keys import fields_of, kind_of
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """\
@@ -27,7 +27,7 @@ A run's configuration has four layers; a later layer overrides an earlier one:
 `python launch.py --dry-run ...` prints the result. `null` means "none". The run folder keeps the resolved configuration
 as `config.yaml`, and a resumed run reads that file.
 
-`python -m tools.reference` writes this page from the schema in `trainer/config`.
+`python -m tools.reference` writes this page from the schema in `laststep/config`.
 """
 
 

@@ -11,20 +11,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from laststep.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
+from laststep.attempt.rescue_roll import GATHER_S, SETTLE_S, SILENT_S
+from laststep.checkpoint.files import READ_BYTES
+from laststep.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
+from laststep.checkpoint.interval import best_interval
+from laststep.checkpoint.restore import PIECE_BYTES
+from laststep.checkpoint.stripes import STRIPE_BYTES, stripe_count
+from laststep.config.launch import Launch
+from laststep.config.schema import Checkpoint
+from laststep.world.address import POLL_S
+from laststep.world.slurm import DEFAULT_KILL_WAIT_S
+from laststep.world.stop import ANSWER_S
+from laststep.world.watchdog import BEAT_S
 from tools.scale_goodput import HEAD, Size, rows, summary
-from trainer.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
-from trainer.attempt.rescue_roll import GATHER_S, SETTLE_S, SILENT_S
-from trainer.checkpoint.files import READ_BYTES
-from trainer.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
-from trainer.checkpoint.interval import best_interval
-from trainer.checkpoint.restore import PIECE_BYTES
-from trainer.checkpoint.stripes import STRIPE_BYTES, stripe_count
-from trainer.config.launch import Launch
-from trainer.config.schema import Checkpoint
-from trainer.world.address import POLL_S
-from trainer.world.slurm import DEFAULT_KILL_WAIT_S
-from trainer.world.stop import ANSWER_S
-from trainer.world.watchdog import BEAT_S
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 RESULTS = TARGET.parent.parent / "benchmarks" / "results"
@@ -57,7 +57,7 @@ and from two assumptions: a shared disk that reads or writes {disk} GB/s for all
 ## How often to save
 
 With `checkpoint.every_minutes=auto` the interval follows from what a save costs the training and how often the run
-fails (`trainer/checkpoint/interval.py`), by Daly's formula; `trainer/checkpoint/goodput.py` has the model. An end with
+fails (`laststep/checkpoint/interval.py`), by Daly's formula; `laststep/checkpoint/goodput.py` has the model. An end with
 a grace period (a preemption, a time limit), or that one rank survives, loses no step and is no reason to save. The
 steps since the last save are lost only when all ranks die at once.
 
@@ -133,7 +133,7 @@ write the rest.
 
 {limits}
 
-Restoring a checkpoint, calculated. The ranks read it together (`trainer/checkpoint/restore.py`): each byte is read by
+Restoring a checkpoint, calculated. The ranks read it together (`laststep/checkpoint/restore.py`): each byte is read by
 one rank, which hashes it, at the measured {hash} GB/s (`benchmarks.restore`), and sends it to all others, in pieces of
 at most {piece} MB. Assumed: one file per rank, a network that brings each node {network} GB/s, and {hop} µs for a piece
 from one rank to the next. So the disk serves the checkpoint once; if each node read all of it, {nodes} times. A rank

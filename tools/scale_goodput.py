@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput, lost_s
-from trainer.checkpoint.interval import best_interval
+from laststep.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput, lost_s
+from laststep.checkpoint.interval import best_interval
 
 REQUEUE_DELAY_S = 121.0  # Slurm's default before a requeued job may start again: cred_expire, and a second
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.records.metrics import read_lines
+from laststep.records.metrics import read_lines
 
 PROJECT = Path(__file__).resolve().parents[1]
 TARGET = PROJECT / "docs" / "shares.svg"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from laststep.say import counted
 from tools.scale import table
-from trainer.say import counted
 
 SECTION = """
 ## Where the time of a small step goes

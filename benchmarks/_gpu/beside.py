@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from benchmarks._gpu.contenders import DEVICE, GPU
-from trainer.checkpoint.pack import Packed
-from trainer.checkpoint.writer import WRITE_BYTES
-from trainer.world.device_queue import open_queue
+from laststep.checkpoint.pack import Packed
+from laststep.checkpoint.writer import WRITE_BYTES
+from laststep.world.device_queue import open_queue
 
 TENSOR = 64 << 20  # bytes per tensor
 TURNS = 3

@@ -16,9 +16,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from benchmarks._gpu.turns import PIPE, Turns
-from trainer.data.catalog import DATASETS
-from trainer.tasks.classification import Classification
-from trainer.tasks.models import build_model
+from laststep.data.catalog import DATASETS
+from laststep.tasks.classification import Classification
+from laststep.tasks.models import build_model
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from benchmarks._gpu.contenders import DEVICE, GPU
 from benchmarks._gpu.throughput import finish
 from benchmarks.save import file_system
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
 TENSOR = 64 << 20  # bytes per tensor
 SAVES, ENOUGH_S = 4, 60.0  # saves of each size; fewer, but at least two, if they take longer than ENOUGH_S

@@ -34,7 +34,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def start(folder: Path) -> dict[str, Any]:
     """Start or resume the run up to its first step, then stop it; returns the seconds in total and by phase."""
-    command = [sys.executable, "-um", "trainer", "--name=starts", *words(LOAD, 1000, folder)]
+    command = [sys.executable, "-um", "laststep", "--name=starts", *words(LOAD, 1000, folder)]
     command += ["train.compile=true", "train.log_every=1"]
     env = {
         name: value for name, value in os.environ.items() if name not in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")

@@ -21,7 +21,7 @@ from benchmarks._gpu.contenders import DEVICE, GPU, LEARNING_RATE, WORKLOAD, Wor
 from benchmarks._gpu.turns import take_turns
 from benchmarks._measure import spread
 from benchmarks.loading import QUALITY, photo
-from trainer.tasks.models import build_model
+from laststep.tasks.models import build_model
 
 RESNET = Workload("resnet50", 256, 224, lead=2, steps=40) if GPU else Workload("resnet18", 8, 32, lead=1, steps=4)
 VIT = Workload("vit_b_16", 256, 224, lead=2, steps=30) if GPU else Workload("vit_b_16", 2, 32, lead=1, steps=2)
@@ -68,7 +68,7 @@ def in_turns(
     commands = {"bare": bare, **{f"bare-{mode}": [*bare, mode] for mode in modes}}
     for name, more in {"laststep": [], **variants}.items():
         steps = (turns + 1) * (load.lead + load.steps)
-        commands[name] = [sys.executable, "-m", "trainer", f"--name={name}", *words(load, steps, folder), *more]
+        commands[name] = [sys.executable, "-m", "laststep", f"--name={name}", *words(load, steps, folder), *more]
     env = {"OMP_NUM_THREADS": "1", WORKLOAD: json.dumps(load), **KEPT}
     starts, taken = take_turns(commands, env, turns, folder)
     images = load.steps * load.batch_size

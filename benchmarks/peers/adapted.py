@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from benchmarks.peers import workload
-from trainer import Run
+from laststep import Run
 
 
 def lightning(run: Run) -> None:
     """autorequeue.py, adapted."""
     from benchmarks.peers.autorequeue import Digits
-    from trainer.frameworks.lightning import Trainer
+    from laststep.frameworks.lightning import Trainer
 
     digits = Digits()
     trainer = Trainer(run, max_epochs=workload.EPOCHS, accelerator="cpu", logger=False)
@@ -20,7 +20,7 @@ def lightning(run: Run) -> None:
 def transformers(run: Run) -> None:
     """huggingface.py, adapted."""
     from benchmarks.peers.huggingface import make_trainer
-    from trainer.frameworks.transformers import train
+    from laststep.frameworks.transformers import train
 
     trainer = make_trainer(run.folder, run.size)
     workload.record_steps(trainer.model, run.rank)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks._measure import PROJECT
 from benchmarks.peers.workload import BATCH_SIZE, EPOCHS, LEARNING_RATE, MOMENTUM, RECORD, STEPS_PER_EPOCH
+from laststep.commands.verify import inspect
+from laststep.rundir import RunDir
 from tests.slurm.cluster import Cluster
-from trainer.commands.verify import inspect
-from trainer.rundir import RunDir
 
 STRIKE_AT = STEPS_PER_EPOCH + STEPS_PER_EPOCH // 2  # in the middle of the second epoch
 TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH

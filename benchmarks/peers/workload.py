@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from torchvision.datasets import MNIST
 from torchvision.transforms import v2
 
-from trainer.data.catalog import MNIST_5K
-from trainer.tasks.models import build_model
+from laststep.data.catalog import MNIST_5K
+from laststep.tasks.models import build_model
 
 EPOCHS = 6
 BATCH_SIZE = 32  # over both ranks

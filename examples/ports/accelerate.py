@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from examples.ports.data import digits
-from trainer import Run
+from laststep import Run
 
 EPOCHS, BATCH_SIZE = 5, 32
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 from torchvision import datasets
 
-from trainer.data.catalog import MNIST_5K
+from laststep.data.catalog import MNIST_5K
 
 
 def digits(train: bool) -> TensorDataset:

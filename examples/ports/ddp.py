@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from examples.ports.data import digits
-from trainer import Run
+from laststep import Run
 
 EPOCHS, BATCH_SIZE = 5, 32
 

@@ -5,8 +5,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from examples.ports.data import digits
-from trainer import Run
-from trainer.frameworks.fabric import Fabric
+from laststep import Run
+from laststep.frameworks.fabric import Fabric
 
 EPOCHS, BATCH_SIZE = 5, 32
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from examples.ports.data import text
-from trainer import Run
+from laststep import Run
 
 ITERATIONS, WARM_UP, EVAL_EVERY = 300, 20, 50
 BATCH_SIZE, MICRO_STEPS, BLOCK, WIDTH, RATE = 8, 2, 64, 64, 1e-3

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from examples.ports.data import digits
-from trainer import Run
-from trainer.frameworks.lightning import Trainer
+from laststep import Run
+from laststep.frameworks.lightning import Trainer
 
 EPOCHS, BATCH_SIZE = 5, 32
 

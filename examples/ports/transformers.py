@@ -4,8 +4,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from examples.ports.data import text
-from trainer import Run
-from trainer.frameworks.transformers import train
+from laststep import Run
+from laststep.frameworks.transformers import train
 
 EPOCHS, BATCH_SIZE, BLOCK = 1, 8, 64
 

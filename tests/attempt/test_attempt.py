@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission
 
+from laststep.checkpoint.store import CheckpointStore
+from laststep.commands.verify import inspect
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from laststep.trainer import Trainer
 from tests.support.disk import acting_at
 from tests.support.forked import forked_python
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config
 from tests.support.tasks import read_one_step_late
-from trainer.checkpoint.store import CheckpointStore
-from trainer.commands.verify import inspect
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
-from trainer.trainer import Trainer
 
 
 def test_data_is_prepared_by_one_rank_of_each_node_in_turn(tmp_path: Path) -> None:

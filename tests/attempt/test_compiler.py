@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from laststep.attempt import compiler
 from tests.support.waiting import DEADLINE_S
-from trainer.attempt import compiler
 
 # What a run does with torch before and between its steps. Prints what the stand-in does not have. torchvision is
 # imported before the ranks meet, as a task may do: torch asks for more then.
 IMPORTS = """
 import atexit
 import sys
-from trainer.attempt import compiler
+from laststep.attempt import compiler
 imports = compiler._import_compiler
 def noted(asked_for):
     print("the stand-in was asked for", asked_for)
@@ -76,7 +76,7 @@ def test_it_is_not_imported() -> None:
     """Otherwise each start takes a second longer, and many seconds on a cold network file system. If torch asks the
     stand-in for something new, this fails and names it. Nor is sympy, by the backward pass of several ranks."""
     learn = "autograd.backward(parallel(torch.ones(3, 4)).sum(), nn.Parameter(torch.zeros(())), torch.ones(()))"
-    code = f"{TRAIN}\nfrom trainer.compat import autograd\n{learn}\nprint({NOT_IMPORTED}, 'sympy' not in sys.modules)"
+    code = f"{TRAIN}\nfrom laststep.compat import autograd\n{learn}\nprint({NOT_IMPORTED}, 'sympy' not in sys.modules)"
     assert run(code) == "True True"
 
 
@@ -100,7 +100,7 @@ def test_it_can_be_switched_off(value: str | None, in_place: bool, monkeypatch: 
 # Compares the stand-in with the compiler itself.
 CONTRACT = """
 import importlib
-from trainer.attempt import compiler
+from laststep.attempt import compiler
 for module, names in compiler.STAND_INS.items():
     for name in names:
         assert callable(getattr(importlib.import_module(module), name)), f"{module}.{name}"
@@ -163,6 +163,6 @@ def test_compiled_code_where_locks_do_not_work(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.delenv(CACHE, raising=False)
-    monkeypatch.setattr("trainer.attempt.compiler.fcntl.flock", flock)
+    monkeypatch.setattr("laststep.attempt.compiler.fcntl.flock", flock)
     compiler.cache_in(tmp_path / "compiled")
     assert CACHE not in os.environ

@@ -21,28 +21,28 @@ from unittest.mock import Mock
 
 import pytest
 
+from laststep.attempt import attempt as attempt_module
+from laststep.attempt import end_by_fault
+from laststep.attempt.attempt import Attempt, Stopped
+from laststep.attempt.deadline import print_stacks
+from laststep.attempt.end_by_fault import EndByFault
+from laststep.attempt.grace import GracePeriod
+from laststep.attempt.rescue_files import gone_file
+from laststep.records.attempts import begin_attempt
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from laststep.say import flush_output
+from laststep.world import run_lock
+from laststep.world.neighbour import Neighbour
+from laststep.world.shard_place import ShardPlace
+from laststep.world.signals import Signals
+from laststep.world.watchdog import Fault
+from laststep.world.world import World
 from tests.support.project import PROJECT
 from tests.support.ranks import reasons, train
 from tests.support.runs import config
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
-from trainer.attempt import attempt as attempt_module
-from trainer.attempt import end_by_fault
-from trainer.attempt.attempt import Attempt, Stopped
-from trainer.attempt.deadline import print_stacks
-from trainer.attempt.end_by_fault import EndByFault
-from trainer.attempt.grace import GracePeriod
-from trainer.attempt.rescue_files import gone_file
-from trainer.records.attempts import begin_attempt
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
-from trainer.say import flush_output
-from trainer.world import run_lock
-from trainer.world.neighbour import Neighbour
-from trainer.world.shard_place import ShardPlace
-from trainer.world.signals import Signals
-from trainer.world.watchdog import Fault
-from trainer.world.world import World
 
 
 def python(script: str) -> subprocess.CompletedProcess[str]:
@@ -53,7 +53,7 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
 
 HANGS_AT_EXIT = """
     import atexit, sys, time
-    from trainer.attempt.deadline import LastExit, run_for
+    from laststep.attempt.deadline import LastExit, run_for
     last = LastExit()
     atexit.register(print, "the user's own handler ran")
     class Connection:
@@ -84,7 +84,7 @@ def test_an_end_that_hangs_anywhere() -> None:
     done = python(
         """
         import time
-        from trainer.attempt.deadline import Deadline
+        from laststep.attempt.deadline import Deadline
         Deadline(0.2, status=1).status = 143
         time.sleep(1000)
         """

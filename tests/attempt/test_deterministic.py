@@ -11,17 +11,17 @@ from unittest import mock
 import pytest
 import torch
 
+from laststep.attempt import start, user_error
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.rundir import RunDir
+from laststep.world import nccl
 from tests.support.deterministic import LOOP, SCATTERS, like_on_a_gpu
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
 from tests.support.runs import config, only
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
-from trainer.attempt import start, user_error
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.rundir import RunDir
-from trainer.world import nccl
 
 
 @pytest.mark.parametrize(("task", "ranks"), [(SCATTERS, 1), (LOOP, 1), (LOOP, 3)], ids=["task", "loop", "rehearsal"])
@@ -57,7 +57,7 @@ def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
         "import runpy, sys\n"
         "from tests.support.deterministic import like_on_a_gpu\n"
         "like_on_a_gpu()\n"
-        "runpy.run_module('trainer', run_name='__main__', alter_sys=True)\n"
+        "runpy.run_module('laststep', run_name='__main__', alter_sys=True)\n"
     )
     words = [SCATTERS, "device=cpu", "data.name=fake", "data.args.samples=16", f"launch.root={tmp_path}"]
     done = subprocess.run(
@@ -97,7 +97,7 @@ def test_what_the_ranks_do_before_they_connect(
         settings = config(tmp_path, "any", 2, (f"train.deterministic={str(deterministic).lower()}",))
         settings.launch.preflight = False
         state = mock.Mock(config=settings, run_dir=RunDir(tmp_path), world=a_world(rank, 2))
-        with mock.patch("trainer.attempt.start.join", return_value=group), mock.patch.dict(os.environ):
+        with mock.patch("laststep.attempt.start.join", return_value=group), mock.patch.dict(os.environ):
             start.join_ranks(state, mock.Mock())
             assert {name: os.environ.get(name) for name in nccl.PINNED} == dict.fromkeys(nccl.PINNED) | (
                 nccl.PINNED if pins else {}
@@ -127,11 +127,11 @@ def test_the_operator_is_named_wherever_it_ran(text: str, name: str) -> None:
 A_RANK = """
 import os, sys
 from unittest import mock
-from trainer.attempt import compiler
+from laststep.attempt import compiler
 compiler.defer_import()
-from trainer.attempt import start
-from trainer.config.config import Config
-from trainer.world.device import set_up_device
+from laststep.attempt import start
+from laststep.config.config import Config
+from laststep.world.device import set_up_device
 import torch
 from tests.support.worlds import a_world
 mock.patch("torch.cuda.device_count", lambda: 1).start()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from laststep.rundir import RunDir
 from tests.support.ranks import Attempt, starts
 from tests.support.runs import config
 from tests.support.waiting import DEADLINE_S
-from trainer.rundir import RunDir
 
 
 def files(run: RunDir) -> dict[str, bytes]:

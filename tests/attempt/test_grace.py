@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import pytest
 
+from laststep.attempt import grace
+from laststep.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod, LimitWarning, seconds_left
+from laststep.attempt.state import AttemptState
+from laststep.config.launch import Launch
+from laststep.world.signals import SIGNALLED, Signals
+from laststep.world.slurm import NEVER, Job, KillLimits
+from laststep.world.world import World
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.attempt import grace
-from trainer.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod, LimitWarning, seconds_left
-from trainer.attempt.state import AttemptState
-from trainer.config.launch import Launch
-from trainer.world.signals import SIGNALLED, Signals
-from trainer.world.slurm import NEVER, Job, KillLimits
-from trainer.world.world import World
 
 NOW = 1_800_000_000.0
 LIMITS = KillLimits(kill_wait_s=30, over_s=120)

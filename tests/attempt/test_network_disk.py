@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.clients import Client, Clients, OnItsNode, missing
 from tests.support.needs import require
 from tests.support.ranks import Attempt, fingerprint
 from tests.support.runs import FAULTY, KILLED, config, undisturbed
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 REMEMBERED_S = 3600.0
 

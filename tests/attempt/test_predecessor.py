@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
+from laststep.attempt import predecessor
+from laststep.attempt.predecessor import Predecessor
+from laststep.attempt.rescue_files import leader_file
+from laststep.config.launch import Launch
+from laststep.records.attempts import begin_attempt, end_attempt
+from laststep.rundir import RunDir
+from laststep.world import run_lock
+from laststep.world.world import World
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.attempt import predecessor
-from trainer.attempt.predecessor import Predecessor
-from trainer.attempt.rescue_files import leader_file
-from trainer.config.launch import Launch
-from trainer.records.attempts import begin_attempt, end_attempt
-from trainer.rundir import RunDir
-from trainer.world import run_lock
-from trainer.world.world import World
 
 FIRST, SECOND = a_world(size=2, job_id="local-1"), a_world(size=2, job_id="local-2", attempt="8-0")
 ON_SLURM = a_world(size=2, launcher="submitit-slurm")

@@ -17,20 +17,20 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from laststep.attempt import preflight as preflight_module
+from laststep.attempt.attempt import Attempt
+from laststep.attempt.preflight import Preflight, check_device, checks_of
+from laststep.config.config import Config
+from laststep.records.attempt_record import read_ended_attempts
+from laststep.rundir import RunDir
+from laststep.world import gpu_checks, node_checks
+from laststep.world.bad_node import BadNode
+from laststep.world.node_checks import GB, MB, Finding, check_host, skewed_clocks
+from laststep.world.signals import Signals
+from laststep.world.world import hostname
 from tests.support.project import PROJECT
 from tests.support.runs import config
 from tests.support.worlds import a_world
-from trainer.attempt import preflight as preflight_module
-from trainer.attempt.attempt import Attempt
-from trainer.attempt.preflight import Preflight, check_device, checks_of
-from trainer.config.config import Config
-from trainer.records.attempt_record import read_ended_attempts
-from trainer.rundir import RunDir
-from trainer.world import gpu_checks, node_checks
-from trainer.world.bad_node import BadNode
-from trainer.world.node_checks import GB, MB, Finding, check_host, skewed_clocks
-from trainer.world.signals import Signals
-from trainer.world.world import hostname
 
 
 class NVMLError(Exception):
@@ -292,5 +292,5 @@ def test_without_a_gpu_it_takes_no_time() -> None:
 def test_torch_is_imported_late() -> None:
     """Else there would be no import for the preflight to run beside, nor for a signal to arrive in, and rank 0 would
     take the run's folder seconds later."""
-    code = "import sys, trainer.attempt.attempt; sys.exit('torch' in sys.modules)"
+    code = "import sys, laststep.attempt.attempt; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT).returncode == 0

@@ -22,31 +22,31 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
+from laststep.attempt import rescuer
+from laststep.attempt.end_by_fault import EndByFault
+from laststep.attempt.grace import GracePeriod
+from laststep.attempt.rescue import Rescue, write_fields
+from laststep.attempt.rescue_cause import blamed_hosts
+from laststep.attempt.rescue_records import Holding, Plan, Survivor
+from laststep.attempt.rescuer import Rescuer
+from laststep.attempt.signal_cause import SHELL_KILLED, Ending
+from laststep.attempt.state import AttemptState
+from laststep.checkpoint import stripes
+from laststep.checkpoint.store import CheckpointStore
+from laststep.commands.verify import inspect
+from laststep.records.attempts import begin_attempt
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from laststep.world import group
+from laststep.world.peer_loss import is_peer_loss
+from laststep.world.seal import Seal
+from laststep.world.signals import Signals
+from laststep.world.watchdog import Fault
 from tests.support.disk import eager, without_locks
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, FAULTY, KILLED, befall, config, only, undisturbed
 from tests.support.tasks import read_one_step_late
 from tests.support.worlds import a_world
-from trainer.attempt import rescuer
-from trainer.attempt.end_by_fault import EndByFault
-from trainer.attempt.grace import GracePeriod
-from trainer.attempt.rescue import Rescue, write_fields
-from trainer.attempt.rescue_cause import blamed_hosts
-from trainer.attempt.rescue_records import Holding, Plan, Survivor
-from trainer.attempt.rescuer import Rescuer
-from trainer.attempt.signal_cause import SHELL_KILLED, Ending
-from trainer.attempt.state import AttemptState
-from trainer.checkpoint import stripes
-from trainer.checkpoint.store import CheckpointStore
-from trainer.commands.verify import inspect
-from trainer.records.attempts import begin_attempt
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
-from trainer.world import group
-from trainer.world.peer_loss import is_peer_loss
-from trainer.world.seal import Seal
-from trainer.world.signals import Signals
-from trainer.world.watchdog import Fault
 
 
 def tree(pid: int) -> list[int]:

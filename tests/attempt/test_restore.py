@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from laststep.checkpoint import newest, stripes
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config, undisturbed
 from tests.support.waiting import DEADLINE_S
-from trainer.checkpoint import newest, stripes
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 OPTIONS = ("task=tests.support.tasks.Signalled", "checkpoint.every_steps=2")
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
 from tests.support.apart import fall_apart
 from tests.support.ranks import Attempt, fingerprint
 from tests.support.runs import FAULTY, KILLED, only
 from tests.support.runs import config as a_config
-from trainer.config.config import Config
-from trainer.records.metrics import read_lines
 
 SHARDED = (
     "task=tests.support.tasks.Faulty",

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.attempt import rescue as rescue_module
-from trainer.attempt.rescue import Rescue, Superseded
-from trainer.attempt.rescue_records import Holding, Part, Place, Plan
-from trainer.attempt.rescue_roll import ALONE_S, GATHER_S, SILENT_S, STUCK_S
-from trainer.checkpoint import stripes
-from trainer.world.seal import Seal
-from trainer.world.shard_place import Gathered
-from trainer.world.watchdog import Fault
+from laststep.attempt import rescue as rescue_module
+from laststep.attempt.rescue import Rescue, Superseded
+from laststep.attempt.rescue_records import Holding, Part, Place, Plan
+from laststep.attempt.rescue_roll import ALONE_S, GATHER_S, SILENT_S, STUCK_S
+from laststep.checkpoint import stripes
+from laststep.world.seal import Seal
+from laststep.world.shard_place import Gathered
+from laststep.world.watchdog import Fault
 
 BYTES = 4096
 SEAL = Seal()

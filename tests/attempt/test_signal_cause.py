@@ -1,4 +1,4 @@
-"""Why a signal was sent: the table in trainer/attempt/signal_cause.py, row by row.
+"""Why a signal was sent: the table in laststep/attempt/signal_cause.py, row by row.
 
 If the judgement is wrong, a job that would restart by itself is requeued twice, a cancelled job restarts, or a run that
 reached its time limit never continues.
@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from laststep.attempt.signal_cause import EARLY_S, Ending, ending, judge
+from laststep.world.slurm import cluster_settings, kill_limits, kill_wait_s
+from laststep.world.world import World
 from tests.support.worlds import a_world
-from trainer.attempt.signal_cause import EARLY_S, Ending, ending, judge
-from trainer.world.slurm import cluster_settings, kill_limits, kill_wait_s
-from trainer.world.world import World
 
 NOW = 1_800_000_000.0
 DELAY_S = 90

@@ -17,30 +17,30 @@ from unittest.mock import Mock
 
 import pytest
 
+from laststep.attempt import end_by_fault
+from laststep.attempt.end_by_fault import EndByFault
+from laststep.attempt.grace import GracePeriod
+from laststep.attempt.rescue_records import Part, Plan
+from laststep.attempt.rescuer import Rescuer
+from laststep.attempt.state import AttemptState
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.stripes import Stripe
+from laststep.config.config import Config
+from laststep.loops.loop import Loop
+from laststep.loops.rescued import HeldCopy
+from laststep.records.attempts import begin_attempt
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from laststep.world import device_thread, run_lock
+from laststep.world.device_thread import DeviceSilent
+from laststep.world.shard_place import ShardPlace
+from laststep.world.signals import Signals
+from laststep.world.watchdog import Fault
 from tests.loops.test_behind_a_device import Disturbed
 from tests.support.frozen import save_frozen
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run
 from tests.support.waiting import wait_until
 from tests.support.worlds import a_world
-from trainer.attempt import end_by_fault
-from trainer.attempt.end_by_fault import EndByFault
-from trainer.attempt.grace import GracePeriod
-from trainer.attempt.rescue_records import Part, Plan
-from trainer.attempt.rescuer import Rescuer
-from trainer.attempt.state import AttemptState
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.stripes import Stripe
-from trainer.config.config import Config
-from trainer.loops.loop import Loop
-from trainer.loops.rescued import HeldCopy
-from trainer.records.attempts import begin_attempt
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
-from trainer.world import device_thread, run_lock
-from trainer.world.device_thread import DeviceSilent
-from trainer.world.shard_place import ShardPlace
-from trainer.world.signals import Signals
-from trainer.world.watchdog import Fault
 
 STEP = 4  # in whose collective the device hangs
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from laststep.attempt.grace import LAST_MOMENT_S
+from laststep.records.metrics import read_lines
+from laststep.world.launchers import RESTARTS
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config, only, undisturbed
-from trainer.attempt.grace import LAST_MOMENT_S
-from trainer.records.metrics import read_lines
-from trainer.world.launchers import RESTARTS
 
 STOPPED = [128 + signal.SIGTERM] * 2
 OPTIONS = ("task=tests.support.tasks.SignalledElsewhere", "checkpoint.every_steps=2", "data.workers=1")

@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import torch
 
+from laststep.attempt import rescue as rescue_module
+from laststep.attempt.rescue import Rescue, Superseded, read_fields
+from laststep.attempt.rescue_records import Holding, Part, Plan
+from laststep.attempt.rescue_roll import ALONE_S, GATHER_S, SILENT_S, STUCK_S
+from laststep.checkpoint import stripes
+from laststep.checkpoint.frozen import FrozenState
+from laststep.checkpoint.pack import load
+from laststep.checkpoint.store import CheckpointError, CheckpointStore
+from laststep.checkpoint.writer import CheckpointInfo
+from laststep.world.seal import Seal
+from laststep.world.watchdog import Fault
 from tests.support.disk import refusing
 from tests.support.frozen import frozen_state
-from trainer.attempt import rescue as rescue_module
-from trainer.attempt.rescue import Rescue, Superseded, read_fields
-from trainer.attempt.rescue_records import Holding, Part, Plan
-from trainer.attempt.rescue_roll import ALONE_S, GATHER_S, SILENT_S, STUCK_S
-from trainer.checkpoint import stripes
-from trainer.checkpoint.frozen import FrozenState
-from trainer.checkpoint.pack import load
-from trainer.checkpoint.store import CheckpointError, CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo
-from trainer.world.seal import Seal
-from trainer.world.watchdog import Fault
 
 WORDS = 4096  # 8 bytes each
 

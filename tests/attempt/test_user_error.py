@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from laststep.attempt import user_error
+from laststep.loops.registered import __file__ as ours
 from tests.support.project import PROJECT
-from trainer.attempt import user_error
-from trainer.loops.registered import __file__ as ours
 
 FRAMES = """
 import sys
-from trainer.attempt import user_error
+from laststep.attempt import user_error
 def train(): raise ValueError("no luck")
 try:
     train()

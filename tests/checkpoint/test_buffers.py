@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.checkpoint.buffers import PORTABLE, reusable_buffer, whole_pages
+from laststep.checkpoint.buffers import PORTABLE, reusable_buffer, whole_pages
 
 CUDA = torch.device("cuda")
 

@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.optim.swa_utils import AveragedModel
 
+from laststep import compat
+from laststep.checkpoint import export_files
+from laststep.checkpoint.export import read_file, read_run, read_source
+from laststep.checkpoint.export_files import check_target, write, write_folder
+from laststep.checkpoint.pack import load
+from laststep.checkpoint.store import CheckpointStore, Manifest
+from laststep.checkpoint.weights import weights_sha256
+from laststep.checkpoint.writer import CheckpointInfo
+from laststep.config.errors import ConfigError
+from laststep.rundir import RunDir
 from tests.support.frozen import save_alone
 from tests.support.waiting import DEADLINE_S
-from trainer import compat
-from trainer.checkpoint import export_files
-from trainer.checkpoint.export import read_file, read_run, read_source
-from trainer.checkpoint.export_files import check_target, write, write_folder
-from trainer.checkpoint.pack import load
-from trainer.checkpoint.store import CheckpointStore, Manifest
-from trainer.checkpoint.weights import weights_sha256
-from trainer.checkpoint.writer import CheckpointInfo
-from trainer.config.errors import ConfigError
-from trainer.rundir import RunDir
 
 
 class Tied(nn.Module):

@@ -8,8 +8,8 @@ import statistics
 
 import pytest
 
+from laststep.checkpoint.goodput import NODE_MTBF_S, Conditions, daly, goodput, lost_s, young
 from tools.scale_goodput import Size, rows
-from trainer.checkpoint.goodput import NODE_MTBF_S, Conditions, daly, goodput, lost_s, young
 
 HOUR = 3600.0
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
+from laststep.checkpoint import interval
+from laststep.checkpoint.goodput import NODE_MTBF_S, daly
+from laststep.checkpoint.interval import LEAST_S, MOST_S, AutoInterval
+from laststep.commands.verify import inspect
+from laststep.records.attempt_record import EndedAttempt
+from laststep.tasks.classification import Classification
 from tests.support.ranks import Attempt
 from tests.support.records import ended_attempt
 from tests.support.runs import config
-from trainer.checkpoint import interval
-from trainer.checkpoint.goodput import NODE_MTBF_S, daly
-from trainer.checkpoint.interval import LEAST_S, MOST_S, AutoInterval
-from trainer.commands.verify import inspect
-from trainer.records.attempt_record import EndedAttempt
-from trainer.tasks.classification import Classification
 
 HOUR = 3600.0
 

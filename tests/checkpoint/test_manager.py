@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from laststep.checkpoint.manager import CheckpointManager
+from laststep.checkpoint.position import Position
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.writer import CheckpointInfo
+from laststep.config.schema import Checkpoint
+from laststep.world.group import Group
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
-from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.position import Position
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo
-from trainer.config.schema import Checkpoint
-from trainer.world.group import Group
 
 EVERY_S = 600.0
 

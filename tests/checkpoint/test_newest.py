@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from laststep.checkpoint import newest
+from laststep.checkpoint.newest import newest_step, recover
+from laststep.checkpoint.store import CheckpointStore
+from laststep.config.errors import DiskError
+from laststep.config.launch import Launch
+from laststep.records.attempts import begin_attempt, end_attempt
+from laststep.rundir import RunDir
 from tests.checkpoint.test_store import truncate, write
 from tests.support.disk import refusing
 from tests.support.worlds import a_world
-from trainer.checkpoint import newest
-from trainer.checkpoint.newest import newest_step, recover
-from trainer.checkpoint.store import CheckpointStore
-from trainer.config.errors import DiskError
-from trainer.config.launch import Launch
-from trainer.records.attempts import begin_attempt, end_attempt
-from trainer.rundir import RunDir
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n2"), local_size=1, nodes=2)
 

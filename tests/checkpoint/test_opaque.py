@@ -18,21 +18,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from laststep.checkpoint import files, opaque
+from laststep.checkpoint.manager import CheckpointManager
+from laststep.checkpoint.opaque import OpaqueFiles, Share, reporting_growth
+from laststep.checkpoint.position import Position
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from laststep.config.errors import ConfigError
+from laststep.config.schema import Checkpoint
+from laststep.world.group import Group
+from laststep.world.peer_loss import PeerLost
+from laststep.world.seal import Seal
+from laststep.world.world import World
 from tests.checkpoint.test_restore import flip, together
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.checkpoint import files, opaque
-from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.opaque import OpaqueFiles, Share, reporting_growth
-from trainer.checkpoint.position import Position
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from trainer.config.errors import ConfigError
-from trainer.config.schema import Checkpoint
-from trainer.world.group import Group
-from trainer.world.peer_loss import PeerLost
-from trainer.world.seal import Seal
-from trainer.world.world import World
 
 CPU = torch.device("cpu")
 Write = Callable[[int, Path], object]  # what the framework does on a rank
@@ -175,7 +175,7 @@ def test_a_node_that_cannot_read_a_file(store: CheckpointStore, monkeypatch: pyt
 
     monkeypatch.setattr(files, "_hash", fails_once)
     monkeypatch.setattr(
-        "trainer.checkpoint.restore.shares", lambda manifest, size: {n: int("/" in n) for n in manifest.files}
+        "laststep.checkpoint.restore.shares", lambda manifest, size: {n: int("/" in n) for n in manifest.files}
     )
     checkpoints = together(2, lambda rank: (rank.read(store), rank.warnings))
     assert [checkpoint.manifest.step for checkpoint, _ in checkpoints] == [3, 3]

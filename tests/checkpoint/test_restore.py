@@ -18,19 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laststep.checkpoint import files, restore, stripes
+from laststep.checkpoint.buffers import HostMemory
+from laststep.checkpoint.pack import load
+from laststep.checkpoint.restore import SharedCheckpoint, read_newest, shares
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.writer import CheckpointWriter
+from laststep.config.errors import DiskError
+from laststep.world.group import Group
+from laststep.world.seal import Seal
 from tests.checkpoint.test_writer import info_of, nothing, same
 from tests.support.disk import refusing
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.checkpoint import files, restore, stripes
-from trainer.checkpoint.buffers import HostMemory
-from trainer.checkpoint.pack import load
-from trainer.checkpoint.restore import SharedCheckpoint, read_newest, shares
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.writer import CheckpointWriter
-from trainer.config.errors import DiskError
-from trainer.world.group import Group
-from trainer.world.seal import Seal
 
 CPU = torch.device("cpu")
 

@@ -19,21 +19,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from laststep.checkpoint import restore, stripes
+from laststep.checkpoint.frozen import FrozenState
+from laststep.checkpoint.pack import Packed, aligned, load, map_tensors, tensors_of
+from laststep.checkpoint.restore import shares
+from laststep.checkpoint.shards import Like, shard_count
+from laststep.checkpoint.store import CheckpointError, CheckpointStore
+from laststep.checkpoint.stripes import Stripe
+from laststep.checkpoint.weights import weights_of, weights_sha256
+from laststep.checkpoint.writer import CheckpointWriter
+from laststep.loops.custom_sharding import live_state
+from laststep.world.shard_place import ShardPlace, shard_rows
 from tests.checkpoint.test_restore import Rank, ThreadGroup, flip, together
 from tests.checkpoint.test_writer import info_of, nothing, same
 from tests.support.sharded import is_cut, local, places, pretended_rank, sharded, sharded_state
 from tests.support.waiting import DEADLINE_S
-from trainer.checkpoint import restore, stripes
-from trainer.checkpoint.frozen import FrozenState
-from trainer.checkpoint.pack import Packed, aligned, load, map_tensors, tensors_of
-from trainer.checkpoint.restore import shares
-from trainer.checkpoint.shards import Like, shard_count
-from trainer.checkpoint.store import CheckpointError, CheckpointStore
-from trainer.checkpoint.stripes import Stripe
-from trainer.checkpoint.weights import weights_of, weights_sha256
-from trainer.checkpoint.writer import CheckpointWriter
-from trainer.loops.custom_sharding import live_state
-from trainer.world.shard_place import ShardPlace, shard_rows
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]

@@ -17,19 +17,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from laststep.checkpoint.export import read_store
+from laststep.checkpoint.export_files import write_folder
+from laststep.checkpoint.pack import load, tensors_of
+from laststep.checkpoint.restore import read_newest
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.weights import weights_of, weights_sha256
+from laststep.loops.custom_sharding import live_state
+from laststep.world.group import Group
+from laststep.world.seal import Seal
+from laststep.world.shard_place import ShardPlace
 from tests.checkpoint.test_writer import Rank, Ranks, end, info_of, nothing
 from tests.support.sharded import local
 from tests.support.worlds import a_world
-from trainer.checkpoint.export import read_store
-from trainer.checkpoint.export_files import write_folder
-from trainer.checkpoint.pack import load, tensors_of
-from trainer.checkpoint.restore import read_newest
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.weights import weights_of, weights_sha256
-from trainer.loops.custom_sharding import live_state
-from trainer.world.group import Group
-from trainer.world.seal import Seal
-from trainer.world.shard_place import ShardPlace
 
 SIZE = 2
 

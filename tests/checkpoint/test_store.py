@@ -21,11 +21,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laststep.checkpoint.patience import Patience
+from laststep.checkpoint.store import CheckpointError, CheckpointGone, CheckpointStore, FileEntry, Manifest, fsync
+from laststep.config.errors import DiskError
 from tests.support.disk import acting_at, failing_at, refusing
 from tests.support.waiting import DEADLINE_S
-from trainer.checkpoint.patience import Patience
-from trainer.checkpoint.store import CheckpointError, CheckpointGone, CheckpointStore, FileEntry, Manifest, fsync
-from trainer.config.errors import DiskError
 
 STATE = bytes(range(256)) * 20
 FIRST, SECOND = "shard_0000-of-0002.bin", "shard_0001-of-0002.bin"

@@ -28,16 +28,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from laststep.checkpoint import store as store_module
+from laststep.checkpoint import stripes
+from laststep.checkpoint.pack import Packed, load
+from laststep.checkpoint.patience import NO_PATIENCE, Patience
+from laststep.checkpoint.store import LUSTRE, MANIFEST, CheckpointError, CheckpointStore, Manifest, shard_name
+from laststep.checkpoint.weights import weights_sha256
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from tests.support.disk import failing_at
 from tests.support.frozen import save_alone
 from tests.support.waiting import DEADLINE_S
-from trainer.checkpoint import store as store_module
-from trainer.checkpoint import stripes
-from trainer.checkpoint.pack import Packed, load
-from trainer.checkpoint.patience import NO_PATIENCE, Patience
-from trainer.checkpoint.store import LUSTRE, MANIFEST, CheckpointError, CheckpointStore, Manifest, shard_name
-from trainer.checkpoint.weights import weights_sha256
-from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
 
 CPU = torch.device("cpu")
 SMALL_STRIPE = 1 << 14  # so that the ranks of these tests share their small states, like those of a large model
@@ -673,7 +673,7 @@ class Buffers:
         self.made: list[tuple[str, int]] = []
         self.began, self.may = threading.Event(), threading.Event()
         self.error: Exception | None = None
-        monkeypatch.setattr("trainer.checkpoint.part.reusable_buffer", self.make)
+        monkeypatch.setattr("laststep.checkpoint.part.reusable_buffer", self.make)
 
     def make(self, count: int, device: torch.device) -> Tensor:
         self.made.append((threading.current_thread().name, count))

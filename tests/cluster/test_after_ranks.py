@@ -18,27 +18,27 @@ from unittest.mock import Mock
 
 import pytest
 
+from laststep.attempt.attempt import Attempt
+from laststep.checkpoint import newest
+from laststep.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
+from laststep.cluster.after_ranks import after_ranks, main
+from laststep.config.errors import ConfigError
+from laststep.config.launch import Launch
+from laststep.records.attempt_record import Reason, read_ended_attempts
+from laststep.records.attempts import begin_attempt, end_attempt, lower_start_step, never_began
+from laststep.records.metrics import MetricsFile
+from laststep.rundir import RunDir
+from laststep.world import run_lock
+from laststep.world.launchers import RESTARTS as RESTARTS_VARIABLE
+from laststep.world.launchers import UNDECIDED
+from laststep.world.signals import Signals
+from laststep.world.slurm import TAG_VARIABLE
+from laststep.world.watchdog import Retry
+from laststep.world.world import World
 from tests.support.disk import flock_fails, refusing
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import config
 from tests.support.worlds import a_world
-from trainer.attempt.attempt import Attempt
-from trainer.checkpoint import newest
-from trainer.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
-from trainer.cluster.after_ranks import after_ranks, main
-from trainer.config.errors import ConfigError
-from trainer.config.launch import Launch
-from trainer.records.attempt_record import Reason, read_ended_attempts
-from trainer.records.attempts import begin_attempt, end_attempt, lower_start_step, never_began
-from trainer.records.metrics import MetricsFile
-from trainer.rundir import RunDir
-from trainer.world import run_lock
-from trainer.world.launchers import RESTARTS as RESTARTS_VARIABLE
-from trainer.world.launchers import UNDECIDED
-from trainer.world.signals import Signals
-from trainer.world.slurm import TAG_VARIABLE
-from trainer.world.watchdog import Retry
-from trainer.world.world import World
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n2"), local_size=1, nodes=2)
 LAUNCH = Launch(max_failures=1, max_restarts=0)
@@ -228,7 +228,7 @@ def test_requeued_before_checkpoints_are_read(run: RunDir, slurm: FakeSlurm, mon
     """To hash a checkpoint of a terabyte takes longer than the batch shell lives, and longer than KillWait after the
     requeue: a shell that read it first would be killed, and the run would never continue."""
     world = lost_with_two_checkpoints(run)
-    monkeypatch.setattr("trainer.checkpoint.store.verify_files", lambda *_: pytest.fail("a checkpoint was read"))
+    monkeypatch.setattr("laststep.checkpoint.store.verify_files", lambda *_: pytest.fail("a checkpoint was read"))
     after_ranks(run, world, LAUNCH, KILLED)
     assert slurm.requeues == 1 and ends(run) == [("lost", True)]
     restarted = replace(world, restart=1)
@@ -247,7 +247,7 @@ def test_not_requeued_and_slow_to_read(run: RunDir, slurm: FakeSlurm, monkeypatc
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.checkpoint.store.verify_files", killed)
+    monkeypatch.setattr("laststep.checkpoint.store.verify_files", killed)
     with pytest.raises(KeyboardInterrupt):
         after_ranks(run, world, LAUNCH, KILLED)
     assert ends(run) == [("lost", False)] and not run.attempt_now.exists()
@@ -486,7 +486,7 @@ def test_the_disk_is_full(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureF
 
 def test_the_end_cannot_be_recorded(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is decided what follows, and that is done: a run that has used up its budget ends, any other one goes on."""
-    monkeypatch.setattr("trainer.cluster.after_ranks.COUNT_S", 0.0)
+    monkeypatch.setattr("laststep.cluster.after_ranks.COUNT_S", 0.0)
     begin(run)
     with full(run):
         after_ranks(run, WORLD, LAUNCH, KILLED)
@@ -517,9 +517,9 @@ def test_the_disk_fails_where_nothing_is_to_be_requeued(
     slurm.job = {"Restarts": 0, **job}
     if reason:
         end_attempt(run, begin(run), LAUNCH, reason, 1, 1)
-    monkeypatch.setattr("trainer.cluster.after_ranks.newest_step", lambda *_: pytest.fail("it is not asked"))
+    monkeypatch.setattr("laststep.cluster.after_ranks.newest_step", lambda *_: pytest.fail("it is not asked"))
     monkeypatch.setattr(
-        "trainer.cluster.after_ranks.look_anew", Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+        "laststep.cluster.after_ranks.look_anew", Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     )
     with run.lock.open("w") as file:
         if held:
@@ -573,7 +573,7 @@ def full(run: RunDir) -> Iterator[None]:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.records.attempts._write_temporary", refuse)
+        patch.setattr("laststep.records.attempts._write_temporary", refuse)
         yield
 
 

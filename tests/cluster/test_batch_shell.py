@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster import batch_shell
+from laststep.config.checks import nodes_for
+from laststep.config.launch import Launch
+from laststep.rundir import RunDir
+from laststep.world.slurm import TAG_VARIABLE
 from tests.support.clients import Clients, missing
 from tests.support.needs import require
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer.cluster import batch_shell
-from trainer.config.checks import nodes_for
-from trainer.config.launch import Launch
-from trainer.rundir import RunDir
-from trainer.world.slurm import TAG_VARIABLE
 
 SHARE = batch_shell.SHARE
 SPARE = Launch(nodes=2, spare_nodes=1, tasks_per_node=4)

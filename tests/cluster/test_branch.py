@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster import branch, run_folders
+from laststep.commands.main import main
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.commands import refusal
 from tests.support.ranks import fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, config
 from tests.support.undisturbed import undisturbed_run
-from trainer.cluster import branch, run_folders
-from trainer.commands.main import main
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 OPTIONS = (*EVERYTHING, "optim.schedule=constant")
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster import code_copy, code_origin, run_folders
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.rundir import RunDir
 from tests.support.editable import install_finder
-from trainer.cluster import code_copy, code_origin, run_folders
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.rundir import RunDir
 
 TASK = "class Mine:\n    pass\n"
 GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@example.org")
@@ -61,7 +61,7 @@ def test_a_folder_without_git(run: RunDir, here: Path) -> None:
     """All files are copied, except what is never code: caches, environments, hidden folders."""
     assert copied(run) == {"my_task.py", "parts", "data.bin"}
     assert (run.code / "parts" / "model.py").read_text() == TASK
-    assert (run.code / "launch.py").exists() and (run.code / "trainer" / "data" / "mnist-5k").is_dir()
+    assert (run.code / "launch.py").exists() and (run.code / "laststep" / "data" / "mnist-5k").is_dir()
     assert not list(run.code.rglob("*.pyc"))
 
 
@@ -140,7 +140,7 @@ def test_each_file_is_exact(run: RunDir, here: Path, monkeypatch: pytest.MonkeyP
         found = (run.code / name).stat()
         assert (run.code / name).read_bytes() == (here / name).read_bytes()
         assert (stat.S_IMODE(found.st_mode), found.st_mtime) == (mode & ~0o022, 1e9)
-    for module in (run_folders.PROJECT / "trainer").rglob("*.py"):
+    for module in (run_folders.PROJECT / "laststep").rglob("*.py"):
         assert (run.code / module.relative_to(run_folders.PROJECT)).read_bytes() == module.read_bytes()
 
 
@@ -214,10 +214,10 @@ def test_the_copy_wins_over_an_editable_install(
     code = (
         f"import sys; sys.path += {[str(monorepo / place) for place in ('models/src', 'tools/src', '.')]}\n"
         "import mymodels, mytools, flat, trainer\n"
-        "print(mymodels.day, mytools.day, flat.day, mymodels._version.day, trainer.__file__)"
+        "print(mymodels.day, mytools.day, flat.day, mymodels._version.day, laststep.__file__)"
     )
     said = subprocess.check_output([sys.executable, "-c", code], env={"PYTHONPATH": path}, text=True)
-    assert said.split() == [*["monday"] * 4, str(run.code / "trainer" / "__init__.py")]
+    assert said.split() == [*["monday"] * 4, str(run.code / "laststep" / "__init__.py")]
 
 
 def test_the_commit_is_the_users(run: RunDir, here: Path) -> None:

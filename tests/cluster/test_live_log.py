@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cluster.live_log import LiveLog, ProgressFilter
-from trainer.rundir import RunDir
+from laststep.cluster.live_log import LiveLog, ProgressFilter
+from laststep.rundir import RunDir
 
 
 def step(number: int) -> bytes:

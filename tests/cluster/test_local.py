@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from laststep.data.catalog import MNIST_5K
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.commands import begin, end
 from tests.support.forked import forked_python
 from tests.support.photos import make_folder
@@ -21,9 +24,6 @@ from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint, reasons
 from tests.support.terminal import LONG, Terminal, children, ranks_of
 from tests.support.waiting import DEADLINE_S, read_until, wait_until
-from trainer.data.catalog import MNIST_5K
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 TINY = ("data.name=fake", "data.args.samples=64", "data.args.image_size=8", "train.batch_size=16", "train.epochs=1")
 
@@ -223,7 +223,7 @@ def test_a_killed_rank_ends_the_run(plain: Terminal) -> None:
 def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None:
     """A configuration that a rank refuses is reported like any other wrong input: one line, status 2."""
     (tmp_path / "empty_task.py").write_text(
-        "import trainer\nclass Empty(trainer.Task):\n    def datasets(self):\n        return [], []\n"
+        "import laststep\nclass Empty(laststep.Task):\n    def datasets(self):\n        return [], []\n"
     )
     here = Terminal(tmp_path / "runs", PYTHONPATH=str(tmp_path))
     said = here.types("--local", "--name", "empty", "task=empty_task.Empty", status=2)
@@ -243,9 +243,9 @@ def test_a_users_error_is_shown_once(terminal: Terminal) -> None:
 def test_a_users_error_is_shown_once_by_one_process(tmp_path: Path) -> None:
     """Its log is on the terminal, and Python would print the error there again."""
     (tmp_path / "wrong.py").write_text(
-        "import trainer\nclass Wrong(trainer.Task):\n    def datasets(self):\n        raise ValueError('no luck')\n"
+        "import laststep\nclass Wrong(laststep.Task):\n    def datasets(self):\n        raise ValueError('no luck')\n"
     )
-    words = ["-m", "trainer", "--name", "wrong", "task=wrong.Wrong", f"launch.root={tmp_path / 'runs'}"]
+    words = ["-m", "laststep", "--name", "wrong", "task=wrong.Wrong", f"launch.root={tmp_path / 'runs'}"]
     process = begin(tmp_path, [forked_python(), *words], {"PYTHONPATH": f"{PROJECT}:{tmp_path}"})
     said = "".join(end(process, 1))
     assert said.count("ValueError: no luck") == 1 and said.count("Traceback") == 1, said

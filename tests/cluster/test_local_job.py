@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from laststep import Config, submit
+from laststep.config.errors import ConfigError
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.needs import require_program
 from tests.support.project import PROJECT
 from tests.support.ranks import reasons
 from tests.support.terminal import LONG
 from tests.support.waiting import wait_until
-from trainer import Config, submit
-from trainer.config.errors import ConfigError
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 TINY = ("data.name=fake", "data.args.samples=64", "data.args.image_size=8", "train.max_steps=3", "device=cpu")
 TASK = """
-from trainer.tasks.classification import Classification
+from laststep.tasks.classification import Classification
 
 class Mine(Classification):
     def datasets(self):
@@ -44,7 +44,7 @@ def test_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "numbers.txt").write_text("1 2 3")
     words = [*TINY, "launch.name=cell", "launch.tasks_per_node=2", "task=my_task.Mine"]
     cell = nbformat.v4.new_code_cell(
-        "from trainer import Config, submit\n"
+        "from laststep import Config, submit\n"
         f"job = submit(Config.load('mnist', {words!r}), local=True)\n"
         "print('its result is of step', job.result()['step'])\n"
     )

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster.loop_keys import check_keys
+from laststep.commands.main import main
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.rundir import RunDir
 from tests.support.commands import refusal
-from trainer.cluster.loop_keys import check_keys
-from trainer.commands.main import main
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.rundir import RunDir
 
 ARGS = "@dataclass\nclass Args:\n    width: int\n    lr: float = 0.1\n"
 

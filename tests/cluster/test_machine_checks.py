@@ -12,16 +12,16 @@ from unittest import mock
 import pytest
 import torch
 
+from laststep.cluster import machine_checks
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.data.catalog import DATASETS
+from laststep.world import device as device_module
+from laststep.world import nccl
+from laststep.world.device import changed_numerics, describe_numerics, set_up_device
+from laststep.world.world import World
 from tests.support.torch_settings import torch_setting
 from tests.support.worlds import a_world
-from trainer.cluster import machine_checks
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.data.catalog import DATASETS
-from trainer.world import device as device_module
-from trainer.world import nccl
-from trainer.world.device import changed_numerics, describe_numerics, set_up_device
-from trainer.world.world import World
 
 WORLD = a_world()
 
@@ -125,7 +125,7 @@ def test_task_is_found_however_it_is_named(source: str, tmp_path: Path, monkeypa
         ("def Mine(run, *, epochs): ...", "must take the run"),
         ("class Mine: ...", r"is not a subclass of trainer\.Task: class Mine\(Task\)"),
         ("class Base(Task): ...\nMine = Base(config)", r"is an instance; name its class: task=wrong_task\.Base"),
-        ("Mine = 3", "is neither a subclass of trainer.Task nor a function"),
+        ("Mine = 3", "is neither a subclass of laststep.Task nor a function"),
     ],
 )
 def test_what_cannot_be_trained(source: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

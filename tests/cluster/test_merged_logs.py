@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster.merged_logs import MergedLogs
+from laststep.cluster.run_folders import PROJECT
+from laststep.commands.main import main
+from laststep.rundir import RunDir
 from tests.support.records import ended_attempt
 from tests.support.terminal import Screen
-from trainer.cluster.merged_logs import MergedLogs
-from trainer.cluster.run_folders import PROJECT
-from trainer.commands.main import main
-from trainer.rundir import RunDir
 
 HEAD = "[laststep {at}] attempt begins on 2026-11-21: rank {rank} of 2 on n1 (slurm, job 7, restart {restart})"
 

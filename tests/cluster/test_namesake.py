@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster.namesake import OURS
+from laststep.commands.main import main
 from tests.support.commands import refusal
-from trainer.cluster.namesake import OURS
-from trainer.commands.main import main
 
 SUBCLASS = "class Mine(Task):\n    pass\n"
 
@@ -17,9 +17,9 @@ SUBCLASS = "class Mine(Task):\n    pass\n"
 @pytest.mark.parametrize(
     ("task", "source", "needed"),
     [
-        ("mine.Mine", "from trainer import Loop, Task\n" + SUBCLASS, "trainer.Loop"),
-        ("mine.Mine", "from trainer.loop import Loop, Task\n" + SUBCLASS, "trainer.loop.Loop"),
-        ("mine.Mine", "import trainer.loop\nTask = trainer.loop.Task\n" + SUBCLASS, "trainer.loop"),
+        ("mine.Mine", "from laststep import Loop, Task\n" + SUBCLASS, "trainer.Loop"),
+        ("mine.Mine", "from laststep.loop import Loop, Task\n" + SUBCLASS, "trainer.loop.Loop"),
+        ("mine.Mine", "import laststep.loop\nTask = trainer.loop.Task\n" + SUBCLASS, "trainer.loop"),
         ("trainer.Mine", "", "trainer.Mine"),
     ],
 )
@@ -39,7 +39,7 @@ def test_needed(
 
 def test_not_needed(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many repositories have a trainer.py. As long as the task does not import it, it does no harm."""
-    imports = "from trainer import Task\nfrom trainer.config.config import Config\n"
+    imports = "from laststep import Task\nfrom laststep.config.config import Config\n"
     write(here, "trainer.py", imports + SUBCLASS, monkeypatch)
     assert main(["--dry-run", "task=mine.Mine"]) == 0
     capfd.readouterr()

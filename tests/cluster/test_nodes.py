@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster import nodes
+from laststep.cluster.after_ranks import after_ranks
+from laststep.cluster.sbatch import run_executor
+from laststep.config.config import Config
+from laststep.config.launch import Launch
+from laststep.records.attempt_record import read_ended_attempts
+from laststep.records.attempts import begin_attempt, end_attempt
+from laststep.rundir import RunDir
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.worlds import a_world
-from trainer.cluster import nodes
-from trainer.cluster.after_ranks import after_ranks
-from trainer.cluster.sbatch import run_executor
-from trainer.config.config import Config
-from trainer.config.launch import Launch
-from trainer.records.attempt_record import read_ended_attempts
-from trainer.records.attempts import begin_attempt, end_attempt
-from trainer.rundir import RunDir
 
 FOUR = ("n1", "n2", "n3", "n4")
 KILLED = 137

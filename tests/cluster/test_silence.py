@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
+from laststep.world.group import MEETING_S
 from tests.support.project import SILENT_PATH
 from tests.support.ranks import fingerprint, pause, reasons
 from tests.support.terminal import SLOW_STEPS, Terminal, ranks_of
 from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer.config.config import Config
-from trainer.records.metrics import read_lines
-from trainer.world.group import MEETING_S
 
 WORDS = (*SLOW_STEPS, "train.max_steps=100", "checkpoint.every_epochs=null", "launch.tasks_per_node=2")
 WITHIN_S = 3.0

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster import local
+from laststep.commands.main import main
+from laststep.rundir import RunDir
 from tests.support.commands import begin, fake_squeue, refusal
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
-from trainer.cluster import local
-from trainer.commands.main import main
-from trainer.rundir import RunDir
 
 SILENT = "#!/bin/sh\nexec sleep 600\n"
 
@@ -119,6 +119,6 @@ def test_an_interrupted_resume(run: RunDir, slurm: Path, monkeypatch: pytest.Mon
         assert run.config.read_text() != before
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.cluster.submission.submit_jobs", interrupted)
+    monkeypatch.setattr("laststep.cluster.submission.submit_jobs", interrupted)
     assert main(["resume", "mine", "--nodes", "2"]) == 130
     assert run.config.read_text() == before

@@ -1,4 +1,4 @@
-"""`python -m trainer --spawn N`: the process that waits for the ranks, and the signals that it forwards to them."""
+"""`python -m laststep --spawn N`: the process that waits for the ranks, and the signals that it forwards to them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from laststep.rundir import RunDir
 from tests.support.project import PROJECT
 from tests.support.ranks import reasons
 from tests.support.terminal import LONG, children
 from tests.support.waiting import DEADLINE_S
-from trainer.rundir import RunDir
 
 
 def test_a_stop_while_ranks_start(tmp_path: Path) -> None:
     """A rank needs seconds to start, and a preemption does not wait for that: it would kill the rank, and the attempt
     with it, where a stop was asked for. multiprocessing's own helper process lets SIGTERM through when it starts."""
-    command = [sys.executable, "-m", "trainer", "--spawn", "2", "--name", "early", f"launch.root={tmp_path}", *LONG]
+    command = [sys.executable, "-m", "laststep", "--spawn", "2", "--name", "early", f"launch.root={tmp_path}", *LONG]
     spawner = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + DEADLINE_S
     while len(children(spawner.pid)) < 3:  # the helper, and two ranks
@@ -35,8 +35,8 @@ def test_a_stop_while_ranks_start(tmp_path: Path) -> None:
 
 REFUSING = """
 import os, time
-from trainer.cluster import spawn
-from trainer.config.errors import ConfigError
+from laststep.cluster import spawn
+from laststep.config.errors import ConfigError
 
 def work():
     if os.environ["LASTSTEP_RANK"] == "0":

@@ -14,28 +14,28 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission, JobPaths
 
+from laststep.attempt.rescue_files import gone_file, silent_file
+from laststep.cluster import run_folders
+from laststep.cluster.supervisor import GONE_S
+from laststep.config.config import Config
+from laststep.records.attempt_record import Reason
+from laststep.records.attempts import begin_attempt, end_attempt
+from laststep.records.step_restart import read_answer
+from laststep.rundir import RunDir
+from laststep.trainer import Trainer
+from laststep.world.world import World
 from tests.support.clients import Client, Clients, missing
 from tests.support.forked import forked_python
 from tests.support.needs import require
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.attempt.rescue_files import gone_file, silent_file
-from trainer.cluster import run_folders
-from trainer.cluster.supervisor import GONE_S
-from trainer.config.config import Config
-from trainer.records.attempt_record import Reason
-from trainer.records.attempts import begin_attempt, end_attempt
-from trainer.records.step_restart import read_answer
-from trainer.rundir import RunDir
-from trainer.trainer import Trainer
-from trainer.world.world import World
 
 WORLD = a_world(
     size=2, job_id="7", launcher="submitit-slurm", on_slurm=True, hosts=("n1", "n1"), step_id=0, step_restarts=0
 )
 REMEMBERED_S = 3600.0  # longer than any test: what the hosts do not look for they never see
-SUPERVISOR = "trainer.cluster.supervisor"
+SUPERVISOR = "laststep.cluster.supervisor"
 TROUBLED = "tests.support.troubled_supervisor"
 SCONTROL = """\
 #!/bin/bash
@@ -164,7 +164,7 @@ def step(tmp_path: Path) -> Iterator[Step]:
 
 @pytest.fixture(params=["one host", "two hosts"])
 def anywhere(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Step]:
-    """Also on two hosts that see what the other has done only when they look for it, see `trainer.world.fresh_view`."""
+    """Also on two hosts that see what the other has done only when they look for it, see `laststep.world.fresh_view`."""
     if request.param == "two hosts":
         require(missing())
         with Clients(disk_of(tmp_path), 2, REMEMBERED_S) as hosts:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster.sweep import combinations, name_of
+from laststep.commands.main import main
+from laststep.config.config import Config, variants
+from laststep.config.errors import ConfigError
+from laststep.records.metrics import read_lines
+from laststep.records.submissions import read_submissions
+from laststep.rundir import RunDir
 from tests.support.commands import fake_squeue, refusal
 from tests.support.records import ended_attempt
-from trainer.cluster.sweep import combinations, name_of
-from trainer.commands.main import main
-from trainer.config.config import Config, variants
-from trainer.config.errors import ConfigError
-from trainer.records.metrics import read_lines
-from trainer.records.submissions import read_submissions
-from trainer.rundir import RunDir
 
 
 def test_combinations() -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission, JobPaths
 
+from laststep.cluster import after_ranks, batch_shell, code_copy, run_folders, trust
+from laststep.commands.main import main
+from laststep.config.errors import ConfigError
+from laststep.config.launch import Launch
+from laststep.rundir import RunDir
+from laststep.trainer import Trainer
 from tests.support.needs import require
 from tests.support.runs import config
 from tests.support.worlds import a_world
-from trainer.cluster import after_ranks, batch_shell, code_copy, run_folders, trust
-from trainer.commands.main import main
-from trainer.config.errors import ConfigError
-from trainer.config.launch import Launch
-from trainer.rundir import RunDir
-from trainer.trainer import Trainer
 
 SOMEBODY = 12345
 

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission, JobPaths
 
+from laststep.cluster import submission, unanswered
+from laststep.cluster.queue import Queue
+from laststep.cluster.run_status import status_of
+from laststep.commands.main import main
+from laststep.records import append_only
+from laststep.records.metrics import read_lines
+from laststep.records.submissions import UNCLEAR_S, open_intents, read_submissions
+from laststep.rundir import RunDir
+from laststep.trainer import Trainer
 from tests.support.commands import begin
 from tests.support.project import PROJECT
-from trainer.cluster import submission, unanswered
-from trainer.cluster.queue import Queue
-from trainer.cluster.run_status import status_of
-from trainer.commands.main import main
-from trainer.records import append_only
-from trainer.records.metrics import read_lines
-from trainer.records.submissions import UNCLEAR_S, open_intents, read_submissions
-from trainer.rundir import RunDir
-from trainer.trainer import Trainer
 
 ACCEPTS = """#!/bin/sh
 here=$(dirname "$0")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from laststep.cluster import watch as module
+from laststep.cluster.queue import Job, Queue
+from laststep.cluster.watch import watch
+from laststep.config.errors import ConfigError
+from laststep.rundir import RunDir
 from tests.cluster.test_run_status import attempt, write
-from trainer.cluster import watch as module
-from trainer.cluster.queue import Job, Queue
-from trainer.cluster.watch import watch
-from trainer.config.errors import ConfigError
-from trainer.rundir import RunDir
 
 
 class Cluster:

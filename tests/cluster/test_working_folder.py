@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from laststep import trainer as trainer_module
+from laststep.attempt import start
+from laststep.commands.main import main
+from laststep.config.config import Config
+from laststep.records.submissions import read_submissions
+from laststep.rundir import RunDir
+from laststep.world.launchers import WORKING_FOLDER
 from tests.support.commands import refusal
-from trainer import trainer as trainer_module
-from trainer.attempt import start
-from trainer.commands.main import main
-from trainer.config.config import Config
-from trainer.records.submissions import read_submissions
-from trainer.rundir import RunDir
-from trainer.world.launchers import WORKING_FOLDER
 
-TASK = "from trainer import Task\nclass Mine(Task): ...\n"
+TASK = "from laststep import Task\nclass Mine(Task): ...\n"
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_submission_is_recorded(mine: Path, slurm: Path) -> None:
     """Which Laststep, which commit, from where: what a paper's appendix and a bug report ask for."""
     assert main(["--name", "first", "task=own_task.Mine"]) == 0
     (line,) = read_submissions(mine / "runs" / "first" / "submissions.jsonl")
-    assert (line["folder"], line["commit"], line["version"]) == (str(mine), None, sys.modules["trainer"].__version__)
+    assert (line["folder"], line["commit"], line["version"]) == (str(mine), None, sys.modules["laststep"].__version__)
 
 
 def test_a_place_for_data_that_is_no_folder(mine: Path, slurm: Path) -> None:
@@ -114,7 +114,7 @@ def test_code_that_is_not_in_the_copy(
     assert f"task=live_task.Mine is imported from {tmp_path}/live_task.py, which is not in the copy" in line
 
 
-MODULE = "from trainer import Task\nclass Lines(Task): ...\ndef main(run): ...\ndef helper(a, b): ...\n"
+MODULE = "from laststep import Task\nclass Lines(Task): ...\ndef main(run): ...\ndef helper(a, b): ...\n"
 
 
 @pytest.mark.parametrize(

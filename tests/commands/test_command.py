@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission
 
+from laststep.commands.main import main
+from laststep.commands.verbs import DEFAULT, VERBS, Verb
+from laststep.config.config import Config
+from laststep.rundir import RunDir
+from laststep.trainer import Trainer
 from tests.support.commands import REFUSING_SBATCH, fake_squeue, files, launch, refusal
 from tests.support.needs import OPTIONAL
 from tests.support.project import PROJECT
-from trainer.commands.main import main
-from trainer.commands.verbs import DEFAULT, VERBS, Verb
-from trainer.config.config import Config
-from trainer.rundir import RunDir
-from trainer.trainer import Trainer
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 # Wrong input that can be recognized from the words and this machine.
@@ -47,7 +47,7 @@ WRONG = [
     (["optim.schedule=cosin"], "optim.schedule=cosin: did you mean cosine?"),
     (["task=clasification"], "task=clasification: did you mean classification? or give package.module.Name"),
     (["task=nowhere.Mine"], "task=nowhere.Mine: no module nowhere on the Python path"),
-    (["task=trainer.task.Tusk"], "task=trainer.task.Tusk: trainer.task has no Tusk; did you mean Task?"),
+    (["task=laststep.task.Tusk"], "task=laststep.task.Tusk: trainer.task has no Tusk; did you mean Task?"),
     (["train.batch_size=65", "--nodes", "2"], "train.batch_size=65: not divisible by 2 ranks x train.accumulate=1"),
     (["launch.slurm.nodes=3"], "launch.slurm.nodes: Laststep sets this itself; use launch.nodes"),
     (["--nodes", "0"], "launch.nodes=0: must be at least 1"),
@@ -387,7 +387,7 @@ def test_parsers_are_cheap() -> None:
     """--help and the Tab key wait for a verb's module: what takes long to import must wait until the verb runs."""
     code = (
         "import sys\n"
-        "from trainer.commands.verbs import VERBS\n"
+        "from laststep.commands.verbs import VERBS\n"
         "VERBS['submit'].parser()\n"
         "assert 'omegaconf' not in sys.modules\n"
         "for verb in VERBS.values(): verb.parser()\n"
@@ -417,7 +417,7 @@ def test_torch_stays_away(words: list[str], slurm: Path, here: Path) -> None:
         (slurm / "squeue").write_text("#!/bin/sh\n")
     code = (
         "import sys\n"
-        "from trainer.commands.main import main\n"
+        "from laststep.commands.main import main\n"
         "try: status = main(sys.argv[1:])\n"
         "except SystemExit as end: status = end.code\n"
         f"heavy = {{name.split('.')[0] for name in sys.modules}} & { {'torch', 'torchvision', 'numpy', *OPTIONAL} }\n"
@@ -440,7 +440,7 @@ def test_without_torch(
     for name in ("torch", "torchvision"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["--name", "mine", "model.name=resnet18", "launch.python=apptainer exec torch.sif python"]) == 0
-    ranks = " apptainer exec torch.sif python -u -m trainer.cluster.supervisor -u -m submitit"
+    ranks = " apptainer exec torch.sif python -u -m laststep.cluster.supervisor -u -m submitit"
     assert ranks in (slurm / "submitted.sh").read_text()
     capfd.readouterr()
     assert "doctor needs torch" in refusal(["doctor"], capfd, here)
@@ -449,7 +449,7 @@ def test_without_torch(
 def test_debug_opens_the_debugger(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--debug stops where the error was raised, with its variables at hand, and ends as a failed run."""
     (here / "mine.py").write_text(
-        "from trainer import Task\n"
+        "from laststep import Task\n"
         "class Broken(Task):\n"
         "    def datasets(self):\n"
         "        answer = 6 * 7\n"
@@ -478,7 +478,7 @@ def test_interrupted(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     def interrupted(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("trainer.commands.submit.run", interrupted)
+    monkeypatch.setattr("laststep.commands.submit.run", interrupted)
     assert main(["--local"]) == 130
     assert capfd.readouterr().err == ""
 

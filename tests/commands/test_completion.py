@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster.run_folders import PROJECT
 from tests.support.needs import require_program
 from tests.support.waiting import DEADLINE_S
-from trainer.cluster.run_folders import PROJECT
 
 ALL, SHOW, CLEAR = "\x0f", "\x14", "\x15"  # Ctrl-O inserts all candidates, Ctrl-T writes the line to a file
 KEYS = {
@@ -216,7 +216,7 @@ def test_answers_at_once(home: Path) -> None:
     """Each Tab starts the command: importing torch or submitit would freeze the shell."""
     code = (
         "import sys\n"
-        "from trainer.commands.main import main\n"
+        "from laststep.commands.main import main\n"
         "main(['__complete', ' logs '])\n"
         "main(['__complete', ' model.name=resnet18'])\n"
         "print({name.split('.')[0] for name in sys.modules} & {'torch', 'torchvision', 'submitit', 'rich'})\n"

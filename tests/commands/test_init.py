@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster import run_folders
+from laststep.commands.init import FILES, TEMPLATE
+from laststep.commands.main import main
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
 from tests.support.commands import files, refusal
 from tests.support.ranks import reasons, train
-from trainer.cluster import run_folders
-from trainer.commands.init import FILES, TEMPLATE
-from trainer.commands.main import main
-from trainer.config.config import Config
-from trainer.records.metrics import read_lines
 
 
 @pytest.mark.parametrize(
@@ -113,5 +113,5 @@ def test_wrong_folder(folder: str, says: str, here: Path, capfd: pytest.CaptureF
 def test_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """A project that could not be written whole leaves no file: the same command works once there is room."""
     (here / "demo" / "configs" / "site").mkdir(parents=True)
-    monkeypatch.setattr("trainer.commands.init.FILES", (*FILES, "no such file"))
+    monkeypatch.setattr("laststep.commands.init.FILES", (*FILES, "no such file"))
     assert "demo: cannot be written: No such file" in refusal(["init", "demo"], capfd, here)

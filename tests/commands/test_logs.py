@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cluster.run_status import still_prints
+from laststep.commands import logs
+from laststep.commands.main import main
+from laststep.rundir import RunDir
 from tests.support.commands import fake_squeue
 from tests.support.records import ended_attempt
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer.cluster.run_status import still_prints
-from trainer.commands import logs
-from trainer.commands.main import main
-from trainer.rundir import RunDir
 
 HEAD = "[laststep 10:00:00] attempt begins on 2026-11-21: rank 0 of 1 on n1 (slurm, job 4711, restart 0)"
 LOG = [

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from rich.text import Text
 
+from laststep.commands.fitted_table import Column, FittedTable
+from laststep.commands.main import main
+from laststep.observe.progress import duration
+from laststep.rundir import RunDir
 from tests.support.commands import fake_squeue, refusal
 from tests.support.project import PROJECT
 from tests.support.records import ended_attempt
 from tests.support.terminal import Screen, plain
-from trainer.commands.fitted_table import Column, FittedTable
-from trainer.commands.main import main
-from trainer.observe.progress import duration
-from trainer.rundir import RunDir
 
 LOSS = "ValueError: the loss of step 700 is not finite; lower optim.lr, or skip such steps with train.skip_bad_steps=3"
 

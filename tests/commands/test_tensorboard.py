@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from laststep.observe.tensorboard import TensorBoard
+from laststep.rundir import RunDir
 from tests.support.commands import begin, end, refusal
 from tests.support.project import PROJECT
 from tests.support.waiting import read_until, wait_until
-from trainer.observe.tensorboard import TensorBoard
-from trainer.rundir import RunDir
 
 STEP = {"step": 1, "epoch": 1, "loss": 0.5, "lr": 0.1, "samples_per_s": 50.0, "time": 1e9}
 

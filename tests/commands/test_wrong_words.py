@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from laststep.commands import rank
+from laststep.commands.main import main
+from laststep.config.errors import ConfigError
 from tests.support.commands import files, refusal
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
-from trainer.commands import rank
-from trainer.commands.main import main
-from trainer.config.errors import ConfigError
 
 WRONG = [
     (["submit", "status"], "submit status: two verbs; type one of them"),
@@ -58,7 +58,7 @@ def test_largest_number(slurm: Path, here: Path) -> None:
 
 
 def test_rank_of_no_run(here: Path) -> None:
-    """`python -m trainer` takes the folder of a run, or hello."""
+    """`python -m laststep` takes the folder of a run, or hello."""
     with pytest.raises(ConfigError, match=re.escape("helo: no such folder of a run; did you mean hello?")):
         rank.main(["helo"])
     (here / "runs" / "first").mkdir(parents=True)
@@ -125,7 +125,7 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.parametrize(
-    "module", ["trainer", "trainer.commands.main", "argparse", "trainer.commands.submit", "omegaconf", "yaml"]
+    "module", ["trainer", "laststep.commands.main", "argparse", "laststep.commands.submit", "omegaconf", "yaml"]
 )
 def test_ctrl_c_at_once(module: str, here: Path, tmp_path: Path) -> None:
     """Someone who notices a typing error presses Ctrl-C before the command has imported anything: no traceback."""

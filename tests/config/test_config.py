@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config.checks import check_batch
-from trainer.config.config import PACKAGED, Config, config_names, find_config
-from trainer.config.errors import ConfigError, nearest
-from trainer.config.keys import fields_of
+from laststep.config.checks import check_batch
+from laststep.config.config import PACKAGED, Config, config_names, find_config
+from laststep.config.errors import ConfigError, nearest
+from laststep.config.keys import fields_of
 
 FIELDS = [pytest.param(key, field, value, id=key) for key, field, value in fields_of(Config)]
 

@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 
-from trainer.compat import generators as compat
-from trainer.config.errors import ConfigError
-from trainer.data.generators import Generators
-from trainer.data.order import seed_generators
+from laststep.compat import generators as compat
+from laststep.config.errors import ConfigError
+from laststep.data.generators import Generators
+from laststep.data.order import seed_generators
 
 CPU = torch.device("cpu")
 DRAWS: dict[str, Callable[[], object]] = {

@@ -27,19 +27,19 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torchvision.transforms.v2 import functional as transforms
 
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.data import datasets, decoded_cache, memory_batches
+from laststep.data import loader as loader_module
+from laststep.data.image_files import ImageFiles, read_image
+from laststep.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys
+from laststep.data.order import Order, seed_generators
+from laststep.data.pixels import Augmentation, Images, normalized
+from laststep.tasks.classification import Classification
+from laststep.world.group import Group
+from laststep.world.signals import set_up_worker
 from tests.support.photos import make_folder, photo
 from tests.support.worlds import a_world
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.data import datasets, decoded_cache, memory_batches
-from trainer.data import loader as loader_module
-from trainer.data.image_files import ImageFiles, read_image
-from trainer.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys
-from trainer.data.order import Order, seed_generators
-from trainer.data.pixels import Augmentation, Images, normalized
-from trainer.tasks.classification import Classification
-from trainer.world.group import Group
-from trainer.world.signals import set_up_worker
 
 CPU = torch.device("cpu")
 KINDS = (

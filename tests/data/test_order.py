@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from trainer.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
-from trainer.data.memory_batches import BatchKey
-from trainer.data.order import Order, seed_generators, seed_of
+from laststep.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
+from laststep.data.memory_batches import BatchKey
+from laststep.data.order import Order, seed_generators, seed_of
 
 ORDERS = st.builds(Order, st.integers(1, 200), st.integers(1, 64), st.integers(0, 2**40))
 SIZES = st.integers(1, 12)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from trainer.config.errors import ConfigError
-from trainer.data.order import Order
-from trainer.data.sampled_order import order_of
+from laststep.config.errors import ConfigError
+from laststep.data.order import Order
+from laststep.data.sampled_order import order_of
 
 DATA: Any = torch.arange(10)
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.data import windows
+from laststep.data.corpus import Corpus, Mixture
+from laststep.data.tokens import TRAIN, VALIDATION
+from laststep.data.windows import Windows, open_windows
 from tests.support.language_tasks import make_texts
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.data import windows
-from trainer.data.corpus import Corpus, Mixture
-from trainer.data.tokens import TRAIN, VALIDATION
-from trainer.data.windows import Windows, open_windows
 
 SOURCES = "data.args.sources={web: 0.7, books: 0.3}"
 

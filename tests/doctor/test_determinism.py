@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.commands import doctor
-from trainer.doctor import determinism
+from laststep.commands import doctor
+from laststep.doctor import determinism
 
 CPU = torch.device("cpu")
 

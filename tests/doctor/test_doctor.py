@@ -17,23 +17,23 @@ from unittest.mock import Mock
 
 import pytest
 
+from laststep.commands.main import main
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.config.launch import Launch
+from laststep.doctor import file_system, hello, roll_call
+from laststep.doctor.bad_nodes import check_bad_nodes
+from laststep.doctor.file_system import RunRoot, check_run_root, mount_of
+from laststep.doctor.gpus import check_gpus
+from laststep.doctor.hello import Greeting
+from laststep.doctor.roll_call import RollCall
+from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding, check_slurm, parse_config
+from laststep.rundir import RunDir
+from laststep.world.slurm import parse_records
 from tests.support.commands import REFUSING_SBATCH, files, refusal
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.records import ended_attempt
-from trainer.commands.main import main
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.config.launch import Launch
-from trainer.doctor import file_system, hello, roll_call
-from trainer.doctor.bad_nodes import check_bad_nodes
-from trainer.doctor.file_system import RunRoot, check_run_root, mount_of
-from trainer.doctor.gpus import check_gpus
-from trainer.doctor.hello import Greeting
-from trainer.doctor.roll_call import RollCall
-from trainer.doctor.slurm_settings import SlurmSettings, check_gpu_binding, check_slurm, parse_config
-from trainer.rundir import RunDir
-from trainer.world.slurm import parse_records
 
 # From Slurm 22.05.8, shortened.
 CONFIG = """\
@@ -269,8 +269,8 @@ def test_nodes_that_runs_blame(tmp_path: Path) -> None:
 SAY_HELLO = """
 import sys
 from pathlib import Path
-from trainer.config.config import Config
-from trainer.doctor import hello
+from laststep.config.config import Config
+from laststep.doctor import hello
 hello.SIZES = hello.SIZES[:2]
 hello.EDGE = 64
 greeting = hello.Hello(Config.load(), Path(sys.argv[1]))()

@@ -9,11 +9,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from laststep.say import counted
 from tests.faults.plan import Loss
 from tests.support.curves import expected, on_disk
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
-from trainer.say import counted
 
 CLOCKS = ("time", "samples_per_s")
 NO_STEP = -1  # of an attempt that never began

@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from laststep.config.config import Config
 from tests.faults.run import CONFIG
 from tests.faults.task import Blobs, Traced
-from trainer.config.config import Config
 
 
 def main(folder: Path, epochs: int) -> None:

@@ -16,6 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from laststep.config.config import Config
+from laststep.records.metrics import WRITE_EVERY_S, read_lines
+from laststep.rundir import RunDir
 from tests.faults import checks
 from tests.faults.aim import END_STEPS, QUICK_POLL_S
 from tests.faults.checks import Attempt, Seen, Undisturbed
@@ -26,9 +29,6 @@ from tests.faults.site import BATCH, Site
 from tests.faults.task import ASIDE
 from tests.faults.victim import Missed, NeverCame, Process, Victim
 from tests.support.project import PROJECT
-from trainer.config.config import Config
-from trainer.records.metrics import WRITE_EVERY_S, read_lines
-from trainer.rundir import RunDir
 
 CONFIG = Path(__file__).with_name("run.yaml")
 WORDS = ("train.epochs=3", "launch.max_failures=20", "data.workers=1", "--tasks-per-node", "2")

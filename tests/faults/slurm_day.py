@@ -26,6 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from laststep.say import counted
 from tests.faults import checks
 from tests.faults.checks import Attempt
 from tests.faults.report import commit, machine_lines, minutes
@@ -35,9 +38,6 @@ from tests.slurm.processes import parent, processes
 from tests.slurm.user import User
 from tests.support.forked import forked_python, process_of
 from tests.support.shared import make_shared_folder, remove_shared_folder
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
-from trainer.say import counted
 
 T = TypeVar("T")
 PROGRAMS = ("squeue", "scontrol", "sacct", "sbatch", "srun", "scancel")

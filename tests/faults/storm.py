@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from laststep.records.metrics import is_step, newest_step, read_lines
 from tests.faults import checks
 from tests.faults.checks import Attempt
 from tests.faults.plan import RunPlan, Setting
@@ -28,7 +29,6 @@ from tests.faults.report import machine_lines, minutes
 from tests.faults.run import BACK_DEADLINE_S, Run
 from tests.faults.site import BATCH, SPARE, Site
 from tests.support.project import PROJECT
-from trainer.records.metrics import is_step, newest_step, read_lines
 
 PACE_MS = 100  # of a batch
 EPOCH_STEPS = 50

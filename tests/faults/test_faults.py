@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from laststep.observe.tensorboard import TensorBoard
+from laststep.rundir import RunDir
 from tests.faults.checks import Attempt, Seen, Undisturbed, check_curves, check_loss, check_run, lost_steps
 from tests.faults.faults import FAULTS, PROCESSES
 from tests.faults.local import KINDS as KINDS_HERE
@@ -25,8 +27,6 @@ from tests.faults.site import compile_library
 from tests.slurm.cluster import missing
 from tests.support.needs import require, require_program
 from tests.support.project import PROJECT
-from trainer.observe.tensorboard import TensorBoard
-from trainer.rundir import RunDir
 
 HARNESS_DEADLINE_S = 600.0
 # A kind of each family.

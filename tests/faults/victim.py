@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from laststep.records.metrics import read_lines
+from laststep.records.step_restart import read_answer
+from laststep.rundir import RunDir
 from tests.faults.checks import Attempt
 from tests.faults.plan import Setting, Shape
 from tests.faults.site import NODES, Job, Site
 from tests.faults.task import ASIDE, TRAINED, VALIDATED
-from trainer.records.metrics import read_lines
-from trainer.records.step_restart import read_answer
-from trainer.rundir import RunDir
 
 T = TypeVar("T")
 POLL_S = 0.05

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
 from tests.support import framework_loops
 from tests.support.needs import require_package
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.undisturbed import undisturbed_run
-from trainer.config.config import Config
-from trainer.records.metrics import read_lines
 
 STOPPED, KILLED = 128 + signal.SIGTERM, -signal.SIGKILL
 

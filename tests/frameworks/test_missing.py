@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from laststep import frameworks
+from laststep.cluster.task_check import check_task
+from laststep.config.errors import ConfigError
 from tests.support.forked import forked_python
 from tests.support.needs import OPTIONAL
 from tests.support.project import PROJECT
 from tests.support.runs import SMALL
 from tests.support.waiting import DEADLINE_S
-from trainer import frameworks
-from trainer.cluster.task_check import check_task
-from trainer.config.errors import ConfigError
 
 LOOPS = "tests.support.custom_loops"
 
@@ -25,19 +25,19 @@ LOOPS = "tests.support.custom_loops"
 @pytest.mark.parametrize("adapter", ["fabric", "lightning", "ray", "transformers"])
 def test_an_adapter_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, adapter: str) -> None:
     """In a rank, which may have another environment than the command."""
-    name = f"trainer.frameworks.{adapter}"
+    name = f"laststep.frameworks.{adapter}"
     package = frameworks.PACKAGES[name]
     monkeypatch.setitem(sys.modules, package, None)
     for each in frameworks.PACKAGES:  # one may import another
         monkeypatch.delitem(sys.modules, each, raising=False)
-    with pytest.raises(ConfigError, match=rf"trainer.frameworks.\w+ needs {package}: pip install '{package}.*>=\d"):
+    with pytest.raises(ConfigError, match=rf"laststep.frameworks.\w+ needs {package}: pip install '{package}.*>=\d"):
         importlib.import_module(name)
 
 
 def test_the_command_says_so_before_it_submits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without importing the script: a job that fails after hours in the queue would be worse."""
-    (tmp_path / "mine.py").write_text("from trainer.frameworks.lightning import Trainer\ndef main(run): ...\n")
-    monkeypatch.setitem(frameworks.PACKAGES, "trainer.frameworks.lightning", "not_installed")
+    (tmp_path / "mine.py").write_text("from laststep.frameworks.lightning import Trainer\ndef main(run): ...\n")
+    monkeypatch.setitem(frameworks.PACKAGES, "laststep.frameworks.lightning", "not_installed")
     monkeypatch.setitem(frameworks.VERSIONS, "not_installed", "not_installed>=1")
     with pytest.raises(ConfigError, match=r"task=mine.main: .*needs not_installed: pip install 'not_installed>=1'"):
         check_task("mine.main", [tmp_path])
@@ -47,7 +47,7 @@ def test_a_rank_imports_no_framework_by_itself(tmp_path: Path) -> None:
     """Each would add seconds to every start of every rank, of those too who use none."""
     code = (
         "import runpy, sys\n"
-        "try: runpy.run_module('trainer', run_name='__main__')\n"
+        "try: runpy.run_module('laststep', run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end\n"
         f"print('imported', sorted({{name.split('.')[0] for name in sys.modules}} & {set(OPTIONAL)}))\n"
     )

@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 
+from laststep import compat
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.frameworks import ray_keeper
+from laststep.records.metrics import read_lines
+from laststep.world.launchers import detect_world
 from tests.support.forked import forked_python
 from tests.support.needs import require_package
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint, train
 from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer import compat
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.frameworks import ray_keeper
-from trainer.records.metrics import read_lines
-from trainer.world.launchers import detect_world
 
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_METRICS_ENABLED": "0"}
 SOON = {f"RAY_TRAIN_{what}_INTERVAL_S": "0.5" for what in ("HEALTH_CHECK", "PREEMPTION_POLL")}
@@ -135,9 +135,9 @@ class Workers:
             module = ModuleType(name)
             vars(module).update(content)
             monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.delitem(sys.modules, "trainer.frameworks.ray", raising=False)
+        monkeypatch.delitem(sys.modules, "laststep.frameworks.ray", raising=False)
         monkeypatch.setattr(compat, "ray_drains_a_node", lambda: False)
-        self.adapter = importlib.import_module("trainer.frameworks.ray")
+        self.adapter = importlib.import_module("laststep.frameworks.ray")
 
     def work(self, *of_rank_0: int) -> int:
         """Do what a worker does."""
@@ -161,7 +161,7 @@ class Fitting:
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
     yield Workers(monkeypatch)
-    sys.modules.pop("trainer.frameworks.ray", None)
+    sys.modules.pop("laststep.frameworks.ray", None)
 
 
 @pytest.mark.parametrize(

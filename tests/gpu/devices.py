@@ -13,10 +13,10 @@ import pytest
 import torch
 import torchvision
 
+from laststep.world import device as devices
+from laststep.world.launchers import detect_world
 from tests.gpu.machine import lack_of_compilers
 from tests.support.runs import FAULTY
-from trainer.world import device as devices
-from trainer.world.launchers import detect_world
 
 VARIABLE = "LASTSTEP_GPU_CHECK"
 CHOSEN = os.environ.get(VARIABLE)

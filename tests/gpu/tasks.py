@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laststep.config.config import Config
+from laststep.tasks.classification import Classification
+from laststep.world.launchers import detect_world
 from tests.support.faulty_tasks import Faulty
-from trainer.config.config import Config
-from trainer.tasks.classification import Classification
-from trainer.world.launchers import detect_world
 
 LONG = 200_000_000_000  # clock cycles of a GPU: more than a minute
 MORE_THAN_FIT = 5_000  # kernels; a GPU's queue takes about a thousand

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.gpu.devices import (
     FAULTY_ON_GPU,
     GPU_OR_STAND_IN,
@@ -22,8 +24,6 @@ from tests.gpu.devices import (
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.runs import EVERYTHING, KILLED, config, only, undisturbed
 from tests.support.supervised_ranks import train_supervised
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 FULL_QUEUE = {"LASTSTEP_TEST_KERNELS": "1"}
 

@@ -13,27 +13,27 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
+from laststep.checkpoint.buffers import reusable_buffer
+from laststep.checkpoint.pack import load
+from laststep.checkpoint.restore import read_newest
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from laststep.config.config import Config
+from laststep.data.image_files import ImageFiles, decode_batch
+from laststep.data.loader import LoaderFactory
+from laststep.data.pixels import Augmentation, Images, normalized
+from laststep.doctor.hello import measure
+from laststep.loops.learner import Learner
+from laststep.world.device import set_up_device
+from laststep.world.device_queue import open_queue
+from laststep.world.group import Group
+from laststep.world.world import World
 from tests.gpu.devices import DEVICES, EXACT, needs_gpu, place, skip_without, skip_without_nvjpeg
 from tests.support.images import IMAGES, LABELS, resnet
 from tests.support.images import Images as Classified
 from tests.support.photos import make_folder
 from tests.support.project import PROJECT
 from tests.support.worlds import a_world
-from trainer.checkpoint.buffers import reusable_buffer
-from trainer.checkpoint.pack import load
-from trainer.checkpoint.restore import read_newest
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from trainer.config.config import Config
-from trainer.data.image_files import ImageFiles, decode_batch
-from trainer.data.loader import LoaderFactory
-from trainer.data.pixels import Augmentation, Images, normalized
-from trainer.doctor.hello import measure
-from trainer.loops.learner import Learner
-from trainer.world.device import set_up_device
-from trainer.world.device_queue import open_queue
-from trainer.world.group import Group
-from trainer.world.world import World
 
 
 def learner(device: str, world: World) -> Learner:

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from laststep.checkpoint.pack import Packed
+from laststep.loops.custom_steps import Phase
+from laststep.loops.loop import Loop
+from laststep.loops.ring import Ring
+from laststep.rundir import RunDir
+from laststep.world.device_queue import open_queue
+from laststep.world.device_thread import ANSWER_S, DeviceSilent
 from tests.gpu.devices import DEVICES, needs_gpu, place
 from tests.support.frozen import save_frozen
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer.checkpoint.pack import Packed
-from trainer.loops.custom_steps import Phase
-from trainer.loops.loop import Loop
-from trainer.loops.ring import Ring
-from trainer.rundir import RunDir
-from trainer.world.device_queue import open_queue
-from trainer.world.device_thread import ANSWER_S, DeviceSilent
 
 ON_GPU = ("device=cuda", "train.deterministic=true")
 HANGS = 20_000_000_000  # clock cycles of a GPU: more than eight seconds

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from laststep.checkpoint.store import CheckpointStore
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.gpu.devices import (
     DEVICES,
     EXACT,
@@ -23,9 +26,6 @@ from tests.gpu.devices import (
 from tests.support.photos import make_folder
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, config, stop_and_resume, undisturbed
-from trainer.checkpoint.store import CheckpointStore
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 GRAPHS = ("train.compile=true", "train.cuda_graphs=true", "train.epochs=3")  # 7 steps each
 NO_DROPOUT = "model.args.dropout=0"  # a GPU draws different random numbers than a CPU

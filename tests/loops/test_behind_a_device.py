@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
+from laststep.checkpoint.pack import map_tensors
+from laststep.checkpoint.store import CheckpointStore
+from laststep.loops.custom_steps import Phase
+from laststep.loops.loop import Loop
+from laststep.rundir import RunDir
 from tests.support.frozen import save_frozen
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run
 from tests.support.scripted import RewoundQueue, ScriptedEvent
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer.checkpoint.pack import map_tensors
-from trainer.checkpoint.store import CheckpointStore
-from trainer.loops.custom_steps import Phase
-from trainer.loops.loop import Loop
-from trainer.rundir import RunDir
 
 
 @pytest.fixture(scope="module", params=["task", "custom"])
@@ -39,8 +39,8 @@ class Disturbed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capacity: int | None = None) -> None:
         self.queue = RewoundQueue(capacity)
-        monkeypatch.setattr("trainer.loops.rescued.open_queue", lambda device: self.queue)
-        monkeypatch.setattr("trainer.loops.readback.start_copy_to_host", self.start_copy_to_host)
+        monkeypatch.setattr("laststep.loops.rescued.open_queue", lambda device: self.queue)
+        monkeypatch.setattr("laststep.loops.readback.start_copy_to_host", self.start_copy_to_host)
 
     def start_copy_to_host(self, scalars: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
         copied, event = [float(scalar) for scalar in scalars], self.queue.event()

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torchvision import models
 
-from trainer.loops.blocks import repeated_blocks
-from trainer.tasks.decoder import Decoder
-from trainer.tasks.sizes import size_of
+from laststep.loops.blocks import repeated_blocks
+from laststep.tasks.decoder import Decoder
+from laststep.tasks.sizes import size_of
 
 
 def encoder() -> nn.Module:

@@ -17,26 +17,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from laststep.checkpoint.files import StateChanged
+from laststep.checkpoint.frozen import FrozenState
+from laststep.checkpoint.pack import load
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.stripes import Stripe
+from laststep.checkpoint.writer import CheckpointInfo
+from laststep.config.errors import ConfigError
+from laststep.loops.copies import Copies, open_link
+from laststep.loops.held import HeldState
+from laststep.loops.late_update import LateUpdate
+from laststep.loops.readback import Measured, Readback
+from laststep.loops.rescued import HeldCopy, Rescued
+from laststep.records.metrics import MetricsFile
+from laststep.world.group import Group
+from laststep.world.seal import Seal
+from laststep.world.sealed_store import SealedStore
+from laststep.world.shard_place import Gathered, ShardPlace
 from tests.support.sharded import places, pretended_rank, sharded_state
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
-from trainer.checkpoint.files import StateChanged
-from trainer.checkpoint.frozen import FrozenState
-from trainer.checkpoint.pack import load
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.stripes import Stripe
-from trainer.checkpoint.writer import CheckpointInfo
-from trainer.config.errors import ConfigError
-from trainer.loops.copies import Copies, open_link
-from trainer.loops.held import HeldState
-from trainer.loops.late_update import LateUpdate
-from trainer.loops.readback import Measured, Readback
-from trainer.loops.rescued import HeldCopy, Rescued
-from trainer.records.metrics import MetricsFile
-from trainer.world.group import Group
-from trainer.world.seal import Seal
-from trainer.world.sealed_store import SealedStore
-from trainer.world.shard_place import Gathered, ShardPlace
 
 
 def full_state(step: int) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.undisturbed import undisturbed_run
-from trainer.config.config import Config
-from trainer.records.metrics import read_lines
 
 KILLED = -signal.SIGKILL
 

@@ -19,20 +19,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from laststep import Run
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.loops.custom_sharding import place_of
+from laststep.loops.registered import Registered
+from laststep.records.metrics import read_lines
+from laststep.world.group import Group
+from laststep.world.shard_place import ShardPlace
 from tests.support.loops import run_function
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.sharded import pretended_rank
 from tests.support.sharded_loops import data, named, network
 from tests.support.undisturbed import undisturbed_run
 from tests.support.worlds import a_world
-from trainer import Run
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.loops.custom_sharding import place_of
-from trainer.loops.registered import Registered
-from trainer.records.metrics import read_lines
-from trainer.world.group import Group
-from trainer.world.shard_place import ShardPlace
 
 KILLED = -signal.SIGKILL
 

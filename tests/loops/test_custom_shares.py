@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
+from laststep import Run
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.data.loader import StepLoader
+from laststep.frameworks.steps import FrameworkSteps
+from laststep.records.metrics import read_lines
 from tests.support.loops import run_function
 from tests.support.ranks import Attempt, fingerprint, reasons, train
-from trainer import Run
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.data.loader import StepLoader
-from trainer.frameworks.steps import FrameworkSteps
-from trainer.records.metrics import read_lines
 
 
 def config(root: Path, name: str, ranks: int, task: str, *options: str) -> Config:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
+from laststep.loops.deferred_init import CannotDefer, Ref, Tape
+from laststep.tasks.decoder import Decoder
+from laststep.tasks.sizes import size_of
 from tests.loops.test_blocks import encoder
 from tests.loops.test_learner import blocks, convnet
-from trainer.loops.deferred_init import CannotDefer, Ref, Tape
-from trainer.tasks.decoder import Decoder
-from trainer.tasks.sizes import size_of
 
 
 def decoder(tied: bool) -> nn.Module:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from laststep.records.metrics import read_lines
 from tests.support.photos import make_folder
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, config, stop_and_resume, undisturbed
 from tests.support.tasks import note_decoding, share_nothing
-from trainer.records.metrics import read_lines
 
 STOP_AT_2 = "SIGTERM step 2 rank 1"
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from laststep.config.config import Config
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.runs import config
 from tests.support.undisturbed import undisturbed_folder, undisturbed_run
-from trainer.config.config import Config
 
 CONSTANT = ("optim.schedule=constant",)
 

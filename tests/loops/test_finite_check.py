@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import compat
-from trainer.loops.finite_check import FiniteCheck, buckets_of
+from laststep import compat
+from laststep.loops.finite_check import FiniteCheck, buckets_of
 
 POISONS = (math.nan, math.inf, -math.inf)
 

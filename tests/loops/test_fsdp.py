@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.loops.fsdp import shard
+from laststep.loops.learner import Learner
+from laststep.loops.model_setup import prepare_model
+from laststep.world.group import Group
+from laststep.world.shard_place import ShardPlace
 from tests.support.images import Images
 from tests.support.sharded import local, pretended_rank
 from tests.support.worlds import a_world
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.loops.fsdp import shard
-from trainer.loops.learner import Learner
-from trainer.loops.model_setup import prepare_model
-from trainer.world.group import Group
-from trainer.world.shard_place import ShardPlace
 
 FULL, HYBRID = ShardPlace(0, 2, 0, 1), ShardPlace(0, 2, 0, 2)
 Cut = Callable[[Any, DeviceMesh], None]

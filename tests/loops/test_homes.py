@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laststep.config.errors import ConfigError
+from laststep.loops.buffers import Buffers
+from laststep.world.group import Group
 from tests.support.worlds import a_world
-from trainer.config.errors import ConfigError
-from trainer.loops.buffers import Buffers
-from trainer.world.group import Group
 
 
 class Mean(nn.Module):

@@ -21,21 +21,21 @@ import torch.distributed as dist
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
+from laststep.attempt.deadline import exit_now
+from laststep.checkpoint.files import StateChanged
+from laststep.checkpoint.pack import map_tensors
+from laststep.checkpoint.shards import local_of
+from laststep.loops.task_loop import TaskLoop
+from laststep.rundir import RunDir
+from laststep.world.group import Group
+from laststep.world.seal import Seal
+from laststep.world.shard_place import Gathered
 from tests.loops.test_behind_a_device import Disturbed
 from tests.support.loops import Doubling, a_loop, lines
 from tests.support.ranks import forked
 from tests.support.runs import config
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.attempt.deadline import exit_now
-from trainer.checkpoint.files import StateChanged
-from trainer.checkpoint.pack import map_tensors
-from trainer.checkpoint.shards import local_of
-from trainer.loops.task_loop import TaskLoop
-from trainer.rundir import RunDir
-from trainer.world.group import Group
-from trainer.world.seal import Seal
-from trainer.world.shard_place import Gathered
 
 SETTINGS = (
     "train.sharding=hybrid", "train.batch_size=16", "optim.clip_norm=0.01", "optim.warmup_steps=9",

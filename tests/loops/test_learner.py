@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.config.schema import Optim
+from laststep.data.order import Order
+from laststep.loops import replicated
+from laststep.loops.learner import Learner
+from laststep.optim.schedule import scheduled
+from laststep.tasks.models import build_model
+from laststep.world.group import Group
 from tests.support.images import IMAGES, LABELS, Images, resnet
 from tests.support.worlds import a_world
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.config.schema import Optim
-from trainer.data.order import Order
-from trainer.loops import replicated
-from trainer.loops.learner import Learner
-from trainer.optim.schedule import scheduled
-from trainer.tasks.models import build_model
-from trainer.world.group import Group
 
 PLAIN = ["optim.lr=1", "optim.momentum=0", "optim.schedule=constant"]  # a step is the negative gradient
 

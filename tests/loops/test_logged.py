@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.loops.logged import LoggedValues
+from laststep.loops.logged import LoggedValues
 
 
 class Wire:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
+from laststep import Run
+from laststep.checkpoint.position import Position
+from laststep.loops.modes import OTHER_FROZEN, OTHER_MODE, Modes
 from tests.support.loops import run_function
-from trainer import Run
-from trainer.checkpoint.position import Position
-from trainer.loops.modes import OTHER_FROZEN, OTHER_MODE, Modes
 
 DATA = TensorDataset(torch.arange(40.0).view(20, 2) / 40)
 
@@ -26,7 +26,7 @@ class Crash(Exception):
 def warnings(kind: str, crash_after: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a run says that ends after so many steps, and then resumes, with epochs of 5 steps."""
     said: list[str] = []
-    monkeypatch.setattr("trainer.observe.progress.say", said.append)
+    monkeypatch.setattr("laststep.observe.progress.say", said.append)
     crashes = [crash_after]
 
     def main(run: Run) -> None:

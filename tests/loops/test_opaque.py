@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from laststep.checkpoint.store import CheckpointStore
+from laststep.cluster.branch import copy_state
+from laststep.commands.main import main
+from laststep.commands.verify import inspect
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.undisturbed import undisturbed_folder, undisturbed_run
-from trainer.checkpoint.store import CheckpointStore
-from trainer.cluster.branch import copy_state
-from trainer.commands.main import main
-from trainer.commands.verify import inspect
-from trainer.config.config import Config
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 KILLED = -signal.SIGKILL
 

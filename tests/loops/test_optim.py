@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from laststep.checkpoint.pack import load
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.writer import CheckpointInfo
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.loops.learner import Learner
+from laststep.optim.build import SORTED, check_order, load_optimizer
+from laststep.optim.names import optimizer_names
+from laststep.task import Task
+from laststep.world.group import Group
 from tests.support.frozen import save_alone
 from tests.support.worlds import a_world
-from trainer.checkpoint.pack import load
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.writer import CheckpointInfo
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.loops.learner import Learner
-from trainer.optim.build import SORTED, check_order, load_optimizer
-from trainer.optim.names import optimizer_names
-from trainer.task import Task
-from trainer.world.group import Group
 
 X, Y = torch.randn(12, 8, generator=torch.Generator().manual_seed(3)), torch.arange(12) % 5
 TOTAL = 6

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from laststep.loops import ring as module
+from laststep.loops.ring import Ring
+from laststep.world import device_thread
+from laststep.world.device_queue import DeviceQueue
+from laststep.world.device_thread import DeviceSilent
 from tests.support.scripted import ScriptedQueue
 from tests.support.waiting import wait_until
-from trainer.loops import ring as module
-from trainer.loops.ring import Ring
-from trainer.world import device_thread
-from trainer.world.device_queue import DeviceQueue
-from trainer.world.device_thread import DeviceSilent
 
 STEPS = 5
 PER_STEP = 5  # pieces of work in the device's queue: the step's collective, the mark, two halves, the mark

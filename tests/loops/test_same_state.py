@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from laststep.loops.same_state import difference_between_ranks
+from laststep.world.group import Group
+from laststep.world.seal import Seal
 from tests.support.sharded import places, pretended_rank, sharded
 from tests.support.worlds import a_world
-from trainer.loops.same_state import difference_between_ranks
-from trainer.world.group import Group
-from trainer.world.seal import Seal
 
 STATE: dict[str, Any] = {
     "model": {"weight": torch.randn(3, 4), "count": torch.tensor(3), "mask": torch.tensor([True, False])},

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
 from tests.support.ranks import Attempt
-from trainer.config.config import Config
-from trainer.records.metrics import read_lines
 
 
 def attempt(root: Path, loop: str, ranks: int = 2, *options: str) -> Attempt:

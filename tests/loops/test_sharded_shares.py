@@ -15,21 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.config.schema import Train
+from laststep.loops.exact_square import ExactSquare, row_squares
+from laststep.loops.shares import in_order, shares_of, team_of
+from laststep.loops.turn_sums import BlockSum
+from laststep.records.metrics import read_lines
+from laststep.world.shard_place import shard_rows
+from laststep.world.tree_sum import tree_sum
 from tests.loops.test_learner import blocks
 from tests.support.forked_learners import Result, learn
 from tests.support.layers import transformer
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.runs import SMALL
 from tests.support.worlds import a_world
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.config.schema import Train
-from trainer.loops.exact_square import ExactSquare, row_squares
-from trainer.loops.shares import in_order, shares_of, team_of
-from trainer.loops.turn_sums import BlockSum
-from trainer.records.metrics import read_lines
-from trainer.world.shard_place import shard_rows
-from trainer.world.tree_sum import tree_sum
 
 EVERYTHING = (
     *("train.ema_decay=0.9", "train.activation_checkpointing=true", "optim.clip_norm=0.5", "optim.name=adamw"),

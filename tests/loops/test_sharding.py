@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from laststep.config.checks import check_no_sharding, check_shards
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.config.schema import Train
+from laststep.data.order import Order
+from laststep.records.metrics import read_lines
 from tests.loops.test_learner import blocks, convnet
 from tests.support.forked_learners import Result, learn
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.runs import config
 from tests.support.samples import check_samples
-from trainer.config.checks import check_no_sharding, check_shards
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.config.schema import Train
-from trainer.data.order import Order
-from trainer.records.metrics import read_lines
 
 EVERYTHING = ("train.ema_decay=0.9", "train.accumulate=2", "optim.clip_norm=0.5", "train.activation_checkpointing=true")
 

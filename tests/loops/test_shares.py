@@ -17,25 +17,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from laststep.cluster.batch_shell import rank_count
+from laststep.cluster.loop_keys import check_keys
+from laststep.commands.main import main
+from laststep.config.checks import nodes_for
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.data.order import Order
+from laststep.loops import replicated
+from laststep.loops.learner import Learner
+from laststep.loops.shares import ShareSum
+from laststep.records.metrics import read_lines
+from laststep.world.device import set_up_device
+from laststep.world.group import Group
+from laststep.world.tree_sum import tree_sum
 from tests.loops.test_learner import blocks, learner
 from tests.support.images import IMAGES, LABELS
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, KILLED, SMALL
 from tests.support.worlds import a_world
-from trainer.cluster.batch_shell import rank_count
-from trainer.cluster.loop_keys import check_keys
-from trainer.commands.main import main
-from trainer.config.checks import nodes_for
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.data.order import Order
-from trainer.loops import replicated
-from trainer.loops.learner import Learner
-from trainer.loops.shares import ShareSum
-from trainer.records.metrics import read_lines
-from trainer.world.device import set_up_device
-from trainer.world.group import Group
-from trainer.world.tree_sum import tree_sum
 
 TWELVE = torch.randn(12, 1000, generator=torch.Generator().manual_seed(3))  # gradients of twelve shares
 

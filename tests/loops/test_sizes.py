@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from laststep.config.config import Config
+from laststep.data.order import Order
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.ranks import Attempt, reasons, train
 from tests.support.samples import check_samples
-from trainer.config.config import Config
-from trainer.data.order import Order
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 # 110 samples in batches of 24: 5 steps an epoch, the last of 14 samples, which 8 micro-batches share unevenly.
 SAMPLES, BATCH, EPOCHS = 110, 24, 4

@@ -9,11 +9,11 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel
 
+from laststep.loops.buffers import Buffers
+from laststep.loops.held import HeldOptimizer
+from laststep.loops.registered import FingerprintedState
+from laststep.world.group import Group
 from tests.support.worlds import a_world
-from trainer.loops.buffers import Buffers
-from trainer.loops.held import HeldOptimizer
-from trainer.loops.registered import FingerprintedState
-from trainer.world.group import Group
 
 
 def test_a_fingerprint() -> None:

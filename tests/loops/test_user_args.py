@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.loops.user_args import user_args
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.loops.user_args import user_args
 
 if TYPE_CHECKING:
-    from trainer import Run
+    from laststep import Run
 
 
 @dataclass(frozen=True)

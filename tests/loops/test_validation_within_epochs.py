@@ -12,15 +12,15 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
+from laststep import Run
+from laststep.checkpoint.export import read_run
+from laststep.checkpoint.store import CheckpointStore
+from laststep.config.errors import ConfigError
+from laststep.config.ranking import Ranking
+from laststep.observe.report.curves import read_curves
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.loops import run_function
-from trainer import Run
-from trainer.checkpoint.export import read_run
-from trainer.checkpoint.store import CheckpointStore
-from trainer.config.errors import ConfigError
-from trainer.config.ranking import Ranking
-from trainer.observe.report.curves import read_curves
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 SAVES = ("checkpoint.every_epochs=null", "checkpoint.asynchronous=false", "checkpoint.keep_last=1")
 

@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torchvision import models
 
+from laststep import load_weights
+from laststep.checkpoint.export import read_run
+from laststep.checkpoint.export_files import write
+from laststep.checkpoint.weights import weights_sha256
+from laststep.commands.main import main
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.loops.initial_weights import fit, read_initial_weights
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from laststep.tasks.models import build_model, model_names, pretrained_weights, weights_names
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.runs import EVERYTHING, config
 from tests.support.undisturbed import undisturbed_folder, undisturbed_run
-from trainer import load_weights
-from trainer.checkpoint.export import read_run
-from trainer.checkpoint.export_files import write
-from trainer.checkpoint.weights import weights_sha256
-from trainer.commands.main import main
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.loops.initial_weights import fit, read_initial_weights
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
-from trainer.tasks.models import build_model, model_names, pretrained_weights, weights_names
 
 UNCHANGED = ("optim.lr=1e-30", "optim.momentum=0")  # no step changes a weight
 
@@ -110,7 +110,7 @@ def test_a_custom_loop_evaluates_itself(capfd: pytest.CaptureFixture[str]) -> No
     words = ["task=tests.support.custom_loops.careless", "device=cpu", "launch.tasks_per_node=2"]
     run = undisturbed_folder(Config.load(None, words))
     assert main(["evaluate", str(run.path)]) == 2
-    says = f"validates in its own code; load the weights there, by trainer.load_weights('{run.path}')"
+    says = f"validates in its own code; load the weights there, by laststep.load_weights('{run.path}')"
     assert says in capfd.readouterr().err
     nn.Linear(2, 1).load_state_dict(load_weights(run.path))
 

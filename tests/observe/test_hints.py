@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from laststep.config.config import Config
+from laststep.observe.hints import likely_cause
 from tests.support.worlds import a_world
-from trainer.config.config import Config
-from trainer.observe.hints import likely_cause
 
 GONE = (
     "rank 1 on n2: gone (killed, out of memory, or its node died)\nrank 0 on n1 lost contact: Connection closed by peer"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from trainer.observe import progress
+from laststep.observe import progress
 
 
 @pytest.mark.parametrize("terminal", [True, False])

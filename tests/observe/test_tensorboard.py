@@ -27,19 +27,19 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
-import trainer.observe
+import laststep.observe
+from laststep.checkpoint.store import CheckpointStore
+from laststep.observe import hparams, tensorboard
+from laststep.observe.tensorboard import TensorBoard
+from laststep.records import append_only
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support import curves
 from tests.support.curves import files, loaded, loader, on_disk
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt, reasons, train
 from tests.support.runs import FAULTY, config
 from tests.support.waiting import wait_until
-from trainer.checkpoint.store import CheckpointStore
-from trainer.observe import hparams, tensorboard
-from trainer.observe.tensorboard import TensorBoard
-from trainer.records import append_only
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 LOG_EVERY = 3
 
@@ -283,7 +283,7 @@ def test_the_last_copy_insists(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> 
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         append(path, data)
 
-    monkeypatch.setattr("trainer.observe.tensorboard.append", append_later)
+    monkeypatch.setattr("laststep.observe.tensorboard.append", append_later)
     attempt(run, metrics(21))
     assert on_disk(run) == loaded(loader(run)) == expected(run)
 
@@ -331,8 +331,8 @@ def test_a_stop_of_a_young_attempt(run: RunDir) -> None:
 
 def test_without_tensorboard(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment made by hand may lack tensorboard; training works without it."""
-    monkeypatch.delitem(sys.modules, "trainer.observe.events", raising=False)
-    monkeypatch.delattr(trainer.observe, "events", raising=False)
+    monkeypatch.delitem(sys.modules, "laststep.observe.events", raising=False)
+    monkeypatch.delattr(laststep.observe, "events", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     said: list[str] = []
     monkeypatch.setattr(tensorboard, "say", said.append)
@@ -347,8 +347,8 @@ def test_tensorflow_stays_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(metrics(10))
     code = """
         import sys
-        from trainer.observe.tensorboard import TensorBoard
-        from trainer.rundir import RunDir
+        from laststep.observe.tensorboard import TensorBoard
+        from laststep.rundir import RunDir
         assert "tensorboard" not in sys.modules
         TensorBoard(RunDir(sys.argv[1]), 3, writes=True).complete()
         assert "tensorboard" in sys.modules and "tensorflow" not in sys.modules
@@ -370,9 +370,9 @@ def test_a_worker_that_is_forked_while_tensorboard_is_imported(tmp_path: Path) -
     code = """
         import multiprocessing, time
         from pathlib import Path
-        from trainer.observe.tensorboard import TensorBoard
-        from trainer.rundir import RunDir
-        import trainer.observe.tensorboard as module
+        from laststep.observe.tensorboard import TensorBoard
+        from laststep.rundir import RunDir
+        import laststep.observe.tensorboard as module
 
         def work():
             import tensorboard

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from laststep.commands.verbs import VERBS
+from laststep.config.config import Config
+from laststep.config.keys import fields_of
 from tests.support.commands import begin, end
 from tests.support.deterministic import SCATTERS, like_on_a_gpu
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
 from tests.support.runs import FAULTY, befall, config
-from trainer.commands.verbs import VERBS
-from trainer.config.config import Config
-from trainer.config.keys import fields_of
 
 PAGE = PROJECT / "docs" / "troubleshooting.md"
 
@@ -61,10 +61,10 @@ def attempt(*options: str, signals: tuple[int, ...] = (), **env: str) -> Callabl
 def alone(rank: int) -> Callable[[Path], str]:
     """A rank whose only peer is never started, with shorter timeouts than in a run."""
     short = (
-        "from trainer.world import group\ngroup.MEETING_S, group.SLOW_MEETING_S = 3.0, 1.0\n"
-        "from trainer.trainer import Trainer\n"
+        "from laststep.world import group\ngroup.MEETING_S, group.SLOW_MEETING_S = 3.0, 1.0\n"
+        "from laststep.trainer import Trainer\n"
     )
-    train = "from trainer.config.config import Config\nTrainer(Config.load(None, sys.argv[1:]))()"
+    train = "from laststep.config.config import Config\nTrainer(Config.load(None, sys.argv[1:]))()"
 
     def run(root: Path) -> str:
         words = [f"launch.root={root}", "launch.name=a", "launch.hang_timeout_s=3", "launch.tasks_per_node=2"]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.config.errors import ConfigError
-from trainer.loops.rows import Rows
-from trainer.optim.by_rows import needs_other_rows
+from laststep.config.errors import ConfigError
+from laststep.loops.rows import Rows
+from laststep.optim.by_rows import needs_other_rows
 
 
 class Own(Optimizer):

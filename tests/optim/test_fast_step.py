@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from trainer.optim.fast_step import FastStep
+from laststep.optim.fast_step import FastStep
 
 STEPS = 6
 

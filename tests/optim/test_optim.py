@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from laststep.cluster import machine_checks
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.config.schema import Optim
+from laststep.optim.build import clear_gradients, make_optimizer
+from laststep.optim.names import UNSUPPORTED, check_optimizer, class_name, optimizer_names
 from tests.support.project import PROJECT
-from trainer.cluster import machine_checks
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.config.schema import Optim
-from trainer.optim.build import clear_gradients, make_optimizer
-from trainer.optim.names import UNSUPPORTED, check_optimizer, class_name, optimizer_names
 
 CLASSES = {
     name.lower(): kind
@@ -41,7 +41,7 @@ def test_names_are_those_of_torch() -> None:
 def test_checks_import_no_torch() -> None:
     """A submission answers at once."""
     code = (
-        "import sys; from trainer.config.schema import Optim; from trainer.optim.names import check_optimizer\n"
+        "import sys; from laststep.config.schema import Optim; from laststep.optim.names import check_optimizer\n"
         "check_optimizer(Optim(name='NAdam', args={'betas': [0.9, 0.95]})); print('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code]
@@ -115,7 +115,7 @@ def test_no_weight_decay_on_norms_and_biases() -> None:
     ("source", "checked"),
     [
         ("class Mine(Task): ...", True),
-        ("class Mine(trainer.Task): ...", True),
+        ("class Mine(laststep.Task): ...", True),
         ("class Mine(Task):\n    def optimizer(self, model): ...", False),
         ("class Mine(Base): ...", False),
         ("def Mine(run): ...", False),

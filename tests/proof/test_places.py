@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trainer.proof.compare import differs_by_rank, first_difference, unsteady_metrics
-from trainer.proof.places import AT_AN_END, KILL, STOP, choose_places, missing_kinds
-from trainer.proof.rules import rule_of
-from trainer.records.probes import Probed, ProbedStep, ProbePlan, Strike
+from laststep.proof.compare import differs_by_rank, first_difference, unsteady_metrics
+from laststep.proof.places import AT_AN_END, KILL, STOP, choose_places, missing_kinds
+from laststep.proof.rules import rule_of
+from laststep.records.probes import Probed, ProbedStep, ProbePlan, Strike
 
 EPOCH = 10
 

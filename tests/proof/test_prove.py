@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from laststep.commands import prove
+from laststep.commands.main import main
+from laststep.config.config import Config
+from laststep.rundir import RunDir
 from tests.support.commands import begin, end, launch, refusal
 from tests.support.needs import require_package
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
 from tests.support.runs import SMALL
 from tests.support.waiting import wait_until
-from trainer.commands import prove
-from trainer.commands.main import main
-from trainer.config.config import Config
-from trainer.rundir import RunDir
 
 HERE = ["device=cpu", "launch.hang_timeout_s=60"]
 LOOPS = "tests.support.broken_loops."

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.records import add_metrics
-from tests.support.worlds import a_world
-from trainer.config.launch import Launch
-from trainer.records import attempts
-from trainer.records.attempt_record import EndedAttempt, Reason, read_attempts, read_ended_attempts
-from trainer.records.attempts import (
+from laststep.config.launch import Launch
+from laststep.records import attempts
+from laststep.records.attempt_record import EndedAttempt, Reason, read_attempts, read_ended_attempts
+from laststep.records.attempts import (
     begin_attempt,
     end_attempt,
     find_record,
@@ -24,10 +22,12 @@ from trainer.records.attempts import (
     raise_kept_step,
     recorded_step,
 )
-from trainer.records.retry import FAILURES, SAME_FAILURE, Decision, Next, decide, why_not_requeued
-from trainer.records.submissions import SubmissionRecord
-from trainer.rundir import RunDir
-from trainer.world.world import World
+from laststep.records.retry import FAILURES, SAME_FAILURE, Decision, Next, decide, why_not_requeued
+from laststep.records.submissions import SubmissionRecord
+from laststep.rundir import RunDir
+from laststep.world.world import World
+from tests.support.records import add_metrics
+from tests.support.worlds import a_world
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n1"))
 LAUNCH = Launch(max_timeouts=1, max_failures=1, max_restarts=0)

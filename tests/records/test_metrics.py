@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laststep.records import append_only
+from laststep.records.metrics import MetricsFile, first_step_since, newest_step, read_lines
+from laststep.world.patience import Patience
 from tests.support.disk import refusing
 from tests.support.records import add_metrics
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer.records import append_only
-from trainer.records.metrics import MetricsFile, first_step_since, newest_step, read_lines
-from trainer.world.patience import Patience
 
 
 def steps(path: Path) -> list[int]:

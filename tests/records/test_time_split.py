@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from laststep.records.attempt_record import AttemptRecord, read_attempts
+from laststep.records.metrics import steps_from
+from laststep.records.submissions import SubmissionRecord
+from laststep.records.time_split import TimeSplit, Waiting, split_time
 from tests.support.records import add_metrics, ended_attempt
-from trainer.records.attempt_record import AttemptRecord, read_attempts
-from trainer.records.metrics import steps_from
-from trainer.records.submissions import SubmissionRecord
-from trainer.records.time_split import TimeSplit, Waiting, split_time
 
 T0 = 1_000_000.0  # the first submission
 

@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import processes
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 CELL = """\
-from trainer import Config, submit
+from laststep import Config, submit
 job = submit(Config.load("mnist", {words}))
 print("its result is of step", job.result()["step"])
 """

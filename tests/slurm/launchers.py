@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from laststep.config.config import Config
 from tests.support.undisturbed import undisturbed_run
-from trainer.config.config import Config
 
 # 7 steps an epoch. tests.support.tasks.AwaitsStop can be stopped in the eighth step of each attempt, so once in two
 # epochs.
@@ -21,14 +21,14 @@ UNHURRIED = (
     "data.args.classes=3", "data.args.image_size=8", "train.batch_size=8", "train.max_steps=120", "optim.lr=0.02",
 )  # fmt: skip
 IN_EPOCH_2 = "step 50/120"
-TRAIN = ("python", "-m", "trainer", "--name={run}")
+TRAIN = ("python", "-m", "laststep", "--name={run}")
 ONE_CPU = ("--cpus-per-task=1",)  # a thread per rank, as all ranks that are forked have
 AGENT = ("torchrun", "--nnodes=2", "--nproc-per-node=1", "--master-addr=localhost", "--master-port={port}")
 RANK = ("env", "WORLD_SIZE=2", "MASTER_ADDR=localhost", "MASTER_PORT={port}")
 # One of submitit's executors, in a user's own program.
 PROGRAM = """\
 import submitit, sys
-from trainer import Config, Trainer
+from laststep import Config, Trainer
 executor = submitit.{executor}("runs/{{run}}/logs")
 executor.update_parameters({parameters})
 job = executor.submit(Trainer(Config.load("mnist", [*sys.argv[1:], "launch.name={{run}}"])))
@@ -61,7 +61,7 @@ LAUNCHERS = (
         "python",
         (TRAIN,),
         ("INT",),
-        shown="python -m trainer",
+        shown="python -m laststep",
         size=1,
         mistake=("sbatch", "--ntasks=4", "--output={run}.out", "--wrap", " ".join(TRAIN)),
         refusal="this is a single process, but Slurm says SLURM_NTASKS=4: start it with srun, torchrun or mpirun, or "
@@ -71,7 +71,7 @@ LAUNCHERS = (
         "--spawn",
         ((*TRAIN, "--spawn=2"),),
         ("TERM",),
-        shown="python -m trainer --spawn 2",
+        shown="python -m laststep --spawn 2",
         refusal="starts its own ranks, whatever launcher it runs in",
     ),
     Launcher(
@@ -121,7 +121,7 @@ LAUNCHERS = (
         "mpirun",
         (("mpirun", "-np", "2", *TRAIN),),
         ("USR2",),
-        shown="mpirun -np 2 python -m trainer",
+        shown="mpirun -np 2 python -m laststep",
         mistake=("env", "WORLD_SIZE=4", "mpirun", "-np", "2", *TRAIN),
         refusal="mpirun says OMPI_COMM_WORLD_SIZE=2, but env says WORLD_SIZE=4: make them agree",
     ),
@@ -142,7 +142,7 @@ LAUNCHERS = (
         "torch's own variables",
         ((*RANK, "RANK=0", *TRAIN), (*RANK, "RANK=1", *TRAIN)),
         ("TERM",),
-        shown="RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m trainer, and RANK=1",
+        shown="RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m laststep, and RANK=1",
         mistake=("salloc", "--ntasks=4", "env", "RANK=0", "WORLD_SIZE=2", *TRAIN),
         refusal="env says WORLD_SIZE=2, but Slurm says SLURM_NTASKS=4: make them agree",
     ),

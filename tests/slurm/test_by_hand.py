@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from laststep.checkpoint.store import CheckpointStore
 from tests.slurm.desk import Desk
 from tests.slurm.launchers import ONE_CPU, SMALL, undisturbed
 from tests.slurm.processes import parent, processes
 from tests.support.ranks import fingerprint
 from tests.support.waiting import DEADLINE_S
-from trainer.checkpoint.store import CheckpointStore
 
 LAUNCH = ("python", "{project}/launch.py")
-TRAIN = ("python", "-m", "trainer", "--name={run}")
+TRAIN = ("python", "-m", "laststep", "--name={run}")
 SRUN = ("sbatch", *ONE_CPU, "--job-name={run}", "{examples}/srun.sbatch")
 TORCHRUN = ("bash", "{examples}/torchrun.sh", "--name={run}")
 HELD = (*SMALL, "task=tests.support.tasks.AwaitsStop")
@@ -62,7 +62,7 @@ def test_torchrun_starts_a_killed_rank_again(plain_desk: Desk) -> None:
 
 def test_torchrun_starts_again_within_a_job(desk: Desk) -> None:
     """When torchrun restarts the ranks, the job must not be requeued too: that would end the new ranks."""
-    script = " ".join(("torchrun --standalone --nproc-per-node=2 --max-restarts=1 -m trainer --name={run}", *KILLED))
+    script = " ".join(("torchrun --standalone --nproc-per-node=2 --max-restarts=1 -m laststep --name={run}", *KILLED))
     desk.types("within", ("sbatch", "--output={run}.out", "--wrap", script))
     first, second = finishes(desk, "within", attempts=2)
     assert (first["reason"], first["end_step"], first["lost_steps"]) == ("failed", 4, 0)
@@ -158,7 +158,7 @@ def test_ranks_that_have_no_scontrol(desk: Desk, tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nexec {desk.python} "$@"\n')
     python.chmod(0o755)
     train = " ".join((*TRAIN, *TWO_EPOCHS))
-    script = f"srun env PATH={tmp_path} {train} || python -m trainer.cluster.after_ranks runs/{{run}} $?"
+    script = f"srun env PATH={tmp_path} {train} || python -m laststep.cluster.after_ranks runs/{{run}} $?"
     options = ("--nodes=2", "--ntasks-per-node=1", "--open-mode=append", "--output={run}.out")
     desk.types("bare", ("sbatch", *options, "--wrap", script))
     desk.waits_for("bare", "holds in its step 8", times=2)

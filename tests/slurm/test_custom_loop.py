@@ -17,7 +17,7 @@ def test_preempted_and_requeued(user: User) -> None:
     """The same job is requeued, and ends with the weights and metrics of an undisturbed run."""
     words = [CALM, "launch.nodes=2", "launch.name=own-calm", f"launch.root={user.root}"]
     program = (
-        "from trainer import Config, submit\n"
+        "from laststep import Config, submit\n"
         f"job = submit(Config.load(None, {words!r}, {user.site!r}))\n"
         "print('val_accuracy', job.result()['val_accuracy'])\n"
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from laststep.config.config import Config
 from tests.slurm.cluster import Cluster
 from tests.slurm.user import User
 from tests.support.forked import forked_python
 from tests.support.needs import require_package
 from tests.support.ranks import fingerprint
 from tests.support.undisturbed import undisturbed_run
-from trainer.config.config import Config
 
 LOOPS = "tests.support.framework_loops"
 

@@ -1,4 +1,4 @@
-"""`python -m trainer hello` as a step of a real Slurm."""
+"""`python -m laststep hello` as a step of a real Slurm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_srun_over_two_nodes(user: User) -> None:
     before = set(user.root.iterdir())
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1"]
     done = subprocess.run(
-        [*srun, user.python, "-m", "trainer", "hello", f"launch.root={user.root}"],
+        [*srun, user.python, "-m", "laststep", "hello", f"launch.root={user.root}"],
         cwd=PROJECT,
         env=user.env,
         capture_output=True,

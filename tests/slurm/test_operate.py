@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
+from laststep.records.metrics import newest_step
 from tests.slurm.cluster import Cluster
 from tests.slurm.user import User
 from tests.support.project import PROJECT
 from tests.support.terminal import LONG, SLOW_STEPS
 from tests.support.waiting import DEADLINE_S
-from trainer.records.metrics import newest_step
 
 TWO_RANKS = ("--tasks-per-node", "2")
 QUEUED = 25
 SUBMIT_MANY = """
 import sys
-from trainer import Config, submit
+from laststep import Config, submit
 for number in range(int(sys.argv[2])):
     words = [f"launch.root={sys.argv[1]}", f"launch.name=held-{number:02}", "launch.slurm.hold=true"]
     submit(Config.load("mnist", words))
@@ -164,7 +164,7 @@ def test_later_edits_do_not_leak_in(user: User, tmp_path: Path) -> None:
     said = user.types("cancel", "edited") and user.types("logs", "edited")
     assert said.count("the code of monday") == 2 and "tuesday" not in said
     run = user.run("edited")
-    assert (run.code / "mine.py").exists() and (run.code / "trainer" / "trainer.py").exists()
+    assert (run.code / "mine.py").exists() and (run.code / "laststep" / "trainer.py").exists()
     assert not (run.code / ".git").exists()
     assert "torch==" in run.packages.read_text()
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from laststep.checkpoint.weights import weights_sha256
+from laststep.config.config import Config
+from laststep.records.submissions import read_submissions
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.user import User
 from tests.support.ranks import fingerprint
 from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S
-from trainer.checkpoint.weights import weights_sha256
-from trainer.config.config import Config
-from trainer.records.submissions import read_submissions
 
 TASK = """
 from tests.support.tasks import Unhurried

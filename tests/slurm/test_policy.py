@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
 from tests.slurm.cluster import Cluster
 from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
 from tests.slurm.user import User
@@ -25,8 +27,6 @@ from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
 from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer.config.config import Config
-from trainer.records.metrics import read_lines
 
 TWO_RANKS = ("--nodes", "2", *UNHURRIED)
 
@@ -101,7 +101,7 @@ def test_a_rank_fails_once(user: User) -> None:
     small = (*SMALL, "train.epochs=2")
     words = [*small, "launch.nodes=2", "launch.name=fails", "task=tests.support.tasks.FailsOnce"]
     program = (
-        "from trainer import Config, submit\n"
+        "from laststep import Config, submit\n"
         f"job = submit(Config.load('mnist', {[*words, f'launch.root={user.root}']!r}, {user.site!r}))\n"
         "print(job.result()['step'])\n"
     )

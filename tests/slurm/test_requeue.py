@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
+from laststep.world.slurm import can_expedite
 from tests.faults.slurm_day import Day, Target
 from tests.slurm.cluster import SLURM_CONF, Cluster, missing
 from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
@@ -21,9 +24,6 @@ from tests.support.needs import require
 from tests.support.ranks import fingerprint
 from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S
-from trainer.config.config import Config
-from trainer.records.metrics import read_lines
-from trainer.world.slurm import can_expedite
 
 TWO_RANKS = ("--nodes", "2")
 FOUR_RANKS = ("--nodes", "2", "--tasks-per-node", "2")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from laststep.config.config import Config
 from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
 from tests.slurm.user import User
 from tests.support.ranks import fingerprint
 from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S
-from trainer.config.config import Config
 
 # 14 steps. A fault may strike in a given step of each attempt, see tests.support.faulty_tasks.Faulty.
 FAULTY = (*SMALL, "train.epochs=2", "task=tests.support.tasks.Faulty")

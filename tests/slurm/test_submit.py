@@ -32,7 +32,7 @@ def test_submit_from_python_gives_the_result(user: User, tmp_path: Path) -> None
     program = tmp_path / "mine.py"
     words = [*TINY, "launch.name=from-python", "launch.tasks_per_node=2", f"launch.root={user.root}"]
     program.write_text(
-        "from trainer import Config, submit\n"
+        "from laststep import Config, submit\n"
         f"job = submit(Config.load('mnist', {words!r}))\n"
         "print(job.result()['val_accuracy'])\n"
     )

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import cut_power, parent, processes
 from tests.support.forked import forked_python, process_of
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 T = TypeVar("T")
 

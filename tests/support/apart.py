@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from laststep.loops.learner import Learner
+from laststep.loops.rescued import Rescued
+from laststep.loops.sharded import Sharded
+from laststep.world.launchers import detect_world
 from tests.support.waiting import wait_until
-from trainer.loops.learner import Learner
-from trainer.loops.rescued import Rescued
-from trainer.loops.sharded import Sharded
-from trainer.world.launchers import detect_world
 
 
 def fall_apart() -> None:

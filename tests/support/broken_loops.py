@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer import Config, Run, Task
+from laststep import Config, Run, Task
 
 EPOCHS = 3
 

@@ -37,8 +37,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from laststep.world.signals import die_with_parent
 from tests.support.fuse import Mount, Op, Request, attributes, entry, names_from
-from trainer.world.signals import die_with_parent
 
 ROOT = 1  # the kernel's number of the topmost folder
 POLL_S = 0.02

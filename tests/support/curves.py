@@ -9,8 +9,8 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 
 Curves = dict[str, list[tuple[float, int, float | None]]]  # by tag: Unix seconds, step, value (None: not a number)
 

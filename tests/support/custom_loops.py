@@ -24,8 +24,8 @@ from torch.utils.data import (
 from torchvision import datasets
 
 from examples import custom_loop
+from laststep import Run
 from tests.support.tasks import await_agreement, in_any_order
-from trainer import Run
 
 
 class Struck:

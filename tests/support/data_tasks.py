@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from trainer.config.config import Config
-from trainer.observe import progress
-from trainer.tasks.classification import Classification
-from trainer.world import watchdog
-from trainer.world.launchers import detect_world
+from laststep.config.config import Config
+from laststep.observe import progress
+from laststep.tasks.classification import Classification
+from laststep.world import watchdog
+from laststep.world.launchers import detect_world
 
 
 class Slow(Classification):

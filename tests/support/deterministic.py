@@ -7,14 +7,14 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from laststep import Run
+from laststep.tasks.classification import Classification
 from tests.support.layers import scatter
-from trainer import Run
-from trainer.tasks.classification import Classification
 
 SCATTERS = "task=tests.support.deterministic.Scatters"
 LOOP = "task=tests.support.deterministic.scatters_in_a_loop"
 # Where an attempt looks the answer up.
-ASKED = ("trainer.world.device.is_deterministic", "trainer.attempt.start.is_deterministic")
+ASKED = ("laststep.world.device.is_deterministic", "laststep.attempt.start.is_deterministic")
 
 
 class Scatters(Classification):

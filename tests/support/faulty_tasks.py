@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from laststep.checkpoint.store import CheckpointStore
+from laststep.config.config import Config
+from laststep.loops.loop import Loop
+from laststep.rundir import RunDir
+from laststep.tasks.classification import Classification
+from laststep.world.launchers import detect_world
 from tests.support.waiting import wait_until
-from trainer.checkpoint.store import CheckpointStore
-from trainer.config.config import Config
-from trainer.loops.loop import Loop
-from trainer.rundir import RunDir
-from trainer.tasks.classification import Classification
-from trainer.world.launchers import detect_world
 
 
 def shares_per_rank(config: Config) -> int:

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laststep.config.config import Config
+from laststep.loops.learner import Learner
+from laststep.world.group import Group
 from tests.support.images import IMAGES, LABELS, Images
 from tests.support.ranks import forked
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
-from trainer.config.config import Config
-from trainer.loops.learner import Learner
-from trainer.world.group import Group
 
 TIMEOUT = timedelta(seconds=DEADLINE_S)
 Result = dict[str, Any]

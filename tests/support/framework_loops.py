@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from examples.ports import data
+from laststep import Run
+from laststep.config.errors import ConfigError
+from laststep.loops.digests import digest
+from laststep.world.exported import VARIABLES
 from tests.support.custom_loops import Struck
-from trainer import Run
-from trainer.config.errors import ConfigError
-from trainer.loops.digests import digest
-from trainer.world.exported import VARIABLES
 
 SIZES = {"EPOCHS": 2, "BATCH_SIZE": 4, "BLOCK": 16, "ITERATIONS": 14, "EVAL_EVERY": 5}
 
@@ -91,7 +91,7 @@ def refused(run: Run) -> None:
     """Prints what each adapter says of settings with which a run would not resume exactly."""
     from transformers import Trainer, TrainingArguments
 
-    from trainer.frameworks import lightning, transformers
+    from laststep.frameworks import lightning, transformers
 
     for name, value in LIGHTNING_REFUSES.items():
         try:

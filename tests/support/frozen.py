@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.files import StateChanged
-from trainer.checkpoint.frozen import FrozenState
-from trainer.checkpoint.store import CheckpointStore, shard_name
-from trainer.checkpoint.stripes import Stripe
-from trainer.checkpoint.writer import WRITE_BYTES, CheckpointInfo, reason_of
-from trainer.loops.rescued import Rescued
+from laststep.checkpoint.files import StateChanged
+from laststep.checkpoint.frozen import FrozenState
+from laststep.checkpoint.store import CheckpointStore, shard_name
+from laststep.checkpoint.stripes import Stripe
+from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, reason_of
+from laststep.loops.rescued import Rescued
 
 
 def frozen_state(

@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from torchvision import models
 
-from trainer.config.config import Config
-from trainer.task import Task
+from laststep.config.config import Config
+from laststep.task import Task
 
 IMAGES = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 LABELS = torch.randint(5, (12,), generator=torch.Generator().manual_seed(2))

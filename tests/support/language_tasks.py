@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from laststep.config.config import Config
+from laststep.data.token_writer import prepare
+from laststep.data.tokenizer import Bytes
+from laststep.data.tokens import TokenFolder
+from laststep.tasks.language import Language
+from laststep.world.launchers import detect_world
 from tests.support.tasks import await_agreement
-from trainer.config.config import Config
-from trainer.data.token_writer import prepare
-from trainer.data.tokenizer import Bytes
-from trainer.data.tokens import TokenFolder
-from trainer.tasks.language import Language
-from trainer.world.launchers import detect_world
 
 TINY = ("model.name=tiny-1m", "model.args={layers: 2, width: 32, heads: 4, kv_heads: 2, ffn: 48}", "device=cpu")
 

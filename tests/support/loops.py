@@ -15,24 +15,24 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
+from laststep import Run
+from laststep.checkpoint.pack import load, map_tensors
+from laststep.checkpoint.restore import read_newest
+from laststep.checkpoint.store import CheckpointStore
+from laststep.config.config import Config
+from laststep.loops.loop import AttemptContext, Loop
+from laststep.loops.run import make_custom_loop
+from laststep.loops.task_loop import TaskLoop
+from laststep.observe.startup import StartupTimer
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from laststep.task import Task
+from laststep.world.device import set_up_device
+from laststep.world.group import Group
+from laststep.world.stop import Stop
+from laststep.world.watchdog import Probes, Watchdog
 from tests.support.runs import config
 from tests.support.worlds import a_world
-from trainer import Run
-from trainer.checkpoint.pack import load, map_tensors
-from trainer.checkpoint.restore import read_newest
-from trainer.checkpoint.store import CheckpointStore
-from trainer.config.config import Config
-from trainer.loops.loop import AttemptContext, Loop
-from trainer.loops.run import make_custom_loop
-from trainer.loops.task_loop import TaskLoop
-from trainer.observe.startup import StartupTimer
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
-from trainer.task import Task
-from trainer.world.device import set_up_device
-from trainer.world.group import Group
-from trainer.world.stop import Stop
-from trainer.world.watchdog import Probes, Watchdog
 
 
 class Doubling(Task):

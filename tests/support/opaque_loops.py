@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from laststep import Run
 from tests.support.custom_loops import Struck
-from trainer import Run
 
 SIZE = 64  # weights
 

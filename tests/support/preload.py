@@ -3,18 +3,18 @@
 import gc
 import importlib.util
 
-from trainer.attempt.compiler import defer_import
+from laststep.attempt.compiler import defer_import
 
 defer_import()
 for name in (
     "tensorboard.plugins.hparams.plugin_data_pb2",
     "tensorboard.summary.writer.record_writer",
     "tests.support.tasks",
-    "trainer.attempt.attempt",
-    "trainer.loops.custom_loop",
-    "trainer.loops.fsdp",
-    "trainer.loops.sharded",
-    "trainer.loops.task_loop",
+    "laststep.attempt.attempt",
+    "laststep.loops.custom_loop",
+    "laststep.loops.fsdp",
+    "laststep.loops.sharded",
+    "laststep.loops.task_loop",
 ):
     if name.partition(".")[0] != "tensorboard" or importlib.util.find_spec("tensorboard"):  # it is not in every image
         importlib.import_module(name)

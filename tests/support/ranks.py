@@ -22,13 +22,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from laststep.commands.verify import inspect
+from laststep.config.config import Config
+from laststep.records.metrics import CLOCK, read_lines
+from laststep.rundir import RunDir
 from tests.support.preloaded import PreloadedProcess, PreloadedServer
 from tests.support.project import SILENT
 from tests.support.waiting import DEADLINE_S
-from trainer.commands.verify import inspect
-from trainer.config.config import Config
-from trainer.records.metrics import CLOCK, read_lines
-from trainer.rundir import RunDir
 
 PRINT_STACKS = signal.SIGRTMIN
 # What the ranks of a module's tasks import besides, if that takes seconds.
@@ -133,7 +133,7 @@ def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
 
 
 def starts(words: Sequence[str], env: Mapping[str, str], log: Path) -> BaseProcess:
-    """Start `python -m trainer WORDS`, in which ranks wait for each other no longer than launch.hang_timeout_s."""
+    """Start `python -m laststep WORDS`, in which ranks wait for each other no longer than launch.hang_timeout_s."""
     process = _context().Process(target=_command, args=(list(words), dict(env), str(log)))
     process.start()
     return process
@@ -174,11 +174,11 @@ def _command(words: list[str], env: dict[str, str], log: str) -> None:
     """The body of a process that `starts` makes."""
     _write_into(log)
     os.environ.update(env)
-    from trainer.world import group
+    from laststep.world import group
 
     group.MEETING_S = 0.0
     sys.argv[1:] = words
-    runpy.run_module("trainer", run_name="__main__")
+    runpy.run_module("laststep", run_name="__main__")
 
 
 def _write_into(log: str) -> None:
@@ -203,7 +203,7 @@ def _rank(config: Config, env: dict[str, str], log: str, before: Callable[[], No
         silent_backend.register()
     if before is not None:
         before()
-    from trainer.trainer import Trainer
+    from laststep.trainer import Trainer
 
     try:
         print("result", json.dumps(Trainer(config)()), flush=True)

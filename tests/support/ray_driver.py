@@ -18,9 +18,9 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
 
+from laststep.frameworks import ray as on_ray
 from tests.support import ray_loop
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer.frameworks import ray as on_ray
 
 PREEMPTION = 2  # DRAIN_NODE_REASON_PREEMPTION in ray/core/generated/autoscaler_pb2.py
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+from laststep import Run
 from tests.support.tasks import await_agreement
-from trainer import Run
 
 HELD = (3, 5)  # the steps in which it waits, the first time that it does them
 

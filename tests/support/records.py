@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from trainer.records.attempt_record import EndedAttempt
-from trainer.records.metrics import MetricsFile
+from laststep.records.attempt_record import EndedAttempt
+from laststep.records.metrics import MetricsFile
 
 
 def add_metrics(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -6,10 +6,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.undisturbed import undisturbed_run
-from trainer.config.config import Config
-from trainer.records.metrics import read_lines
 
 # 52 samples in batches of 8: 7 steps an epoch, the last of them short. The network has dropout, batch norm and 5 MB of
 # weights, so more than one of DDP's gradient buckets (the first holds 1 MiB).

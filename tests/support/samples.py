@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from trainer.data.order import Order, seed_generators, seed_of
-from trainer.records.metrics import read_lines
+from laststep.data.order import Order, seed_generators, seed_of
+from laststep.records.metrics import read_lines
 
 
 def check_samples(notes: Path, order: Order, total_steps: int) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from trainer import Run
+from laststep import Run
 
 RANK, SIZE = int(os.environ.get("RANK", -1)), int(os.environ.get("WORLD_SIZE", -1))
 

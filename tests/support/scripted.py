@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from laststep.world.device_queue import DeviceQueue
+from laststep.world.device_thread import DeviceThread
 from tests.support.waiting import DEADLINE_S
-from trainer.world.device_queue import DeviceQueue
-from trainer.world.device_thread import DeviceThread
 
 T = TypeVar("T")
 NOTHING: Callable[[], None] = lambda: None  # noqa: E731

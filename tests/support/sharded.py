@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer.checkpoint.pack import map_tensors
-from trainer.world.shard_place import ShardPlace, shard_rows
+from laststep.checkpoint.pack import map_tensors
+from laststep.world.shard_place import ShardPlace, shard_rows
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from laststep import Run
 from tests.support.custom_loops import Struck
-from trainer import Run
 
 
 def network(mesh: str, seed: int = 0) -> nn.Module:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+from laststep import Run
 from tests.support.custom_loops import Struck
-from trainer import Run
 
 
 def data() -> TensorDataset:

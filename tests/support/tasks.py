@@ -19,6 +19,16 @@ from torch import Tensor, nn
 from torch.optim import NAdam, Optimizer
 from torch.utils.data import Dataset
 
+from laststep.checkpoint.store import CheckpointStore
+from laststep.config.config import Config
+from laststep.data import image_files
+from laststep.loops.learner import Learner
+from laststep.loops.loop import Loop
+from laststep.observe import tensorboard
+from laststep.records.metrics import MetricsFile, read_lines
+from laststep.tasks.classification import Classification
+from laststep.trainer import Trainer
+from laststep.world.launchers import detect_world
 from tests.support.data_tasks import Delayed, Linear, Prepared, Slow, SlowData, Unhurried
 from tests.support.faulty_tasks import (
     Broken,
@@ -34,16 +44,6 @@ from tests.support.faulty_tasks import (
 )
 from tests.support.layers import transformer
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer.checkpoint.store import CheckpointStore
-from trainer.config.config import Config
-from trainer.data import image_files
-from trainer.loops.learner import Learner
-from trainer.loops.loop import Loop
-from trainer.observe import tensorboard
-from trainer.records.metrics import MetricsFile, read_lines
-from trainer.tasks.classification import Classification
-from trainer.trainer import Trainer
-from trainer.world.launchers import detect_world
 
 __all__ = [
     "AwaitsStop",
@@ -336,7 +336,7 @@ class Drawn(Faulty):
 
     def await_curves(self) -> None:
         """Wait until metrics.jsonl has every line, and the newest event file ends with the newest point."""
-        from trainer.observe.events import Points
+        from laststep.observe.events import Points
 
         run = Trainer(self.config).run
         wait_until(lambda: len(read_lines(run.metrics)) == self.metrics.count, "metrics.jsonl was not written")

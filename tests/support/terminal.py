@@ -13,11 +13,11 @@ from fcntl import ioctl
 from pathlib import Path
 from termios import TIOCSWINSZ
 
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 # Steps of 80 ms that take hardly any CPU time: each of their samples is read from a slow disk.
 SLOW_STEPS = (

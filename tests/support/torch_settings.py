@@ -19,4 +19,4 @@ def torch_setting(config: Any, name: str, value: object) -> Iterator[None]:
         try:
             yield
         finally:
-            entry.default = default  # trainer.compat.compiler changes it, for all threads
+            entry.default = default  # laststep.compat.compiler changes it, for all threads

@@ -7,11 +7,11 @@ import hashlib
 import json
 from typing import Any
 
+from laststep.config.config import Config
+from laststep.config.launch import Launch
+from laststep.rundir import RunDir
 from tests.support.ranks import fingerprint, train
 from tests.support.shared import shared_folder, shared_lock
-from trainer.config.config import Config
-from trainer.config.launch import Launch
-from trainer.rundir import RunDir
 
 
 def undisturbed_run(config: Config) -> dict[str, Any]:

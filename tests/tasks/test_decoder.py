@@ -11,11 +11,11 @@ from itertools import islice
 import pytest
 import torch
 
-from trainer.config.errors import ConfigError
-from trainer.tasks.decoder import Decoder
-from trainer.tasks.generation import generate
-from trainer.tasks.peak_flops import peak_flops
-from trainer.tasks.sizes import SIZES, Size, size_of
+from laststep.config.errors import ConfigError
+from laststep.tasks.decoder import Decoder
+from laststep.tasks.generation import generate
+from laststep.tasks.peak_flops import peak_flops
+from laststep.tasks.sizes import SIZES, Size, size_of
 
 SMALL = Size(layers=2, width=32, heads=4, kv_heads=2, ffn=48, vocabulary=50)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from laststep.commands.main import main
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.records.metrics import read_lines
+from laststep.tasks.language import Language
 from tests.support.language_tasks import TINY, make_texts
 from tests.support.ranks import Attempt, fingerprint, reasons, train
-from trainer.commands.main import main
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.records.metrics import read_lines
-from trainer.tasks.language import Language
 
 CLASSICS = ("task=language", "data.name=classics", "data.args.window=32", *TINY)
 

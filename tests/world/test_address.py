@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from laststep.world import address
 from tests.support.worlds import a_world
-from trainer.world import address
 
 ETH, DOCKER = ("eth0", "10.0.0.1"), ("docker0", "172.17.0.1")
 TWO_NODES: dict[str, Any] = {"nodes": 2, "hosts": ("h1", "h2"), "local_size": 1}

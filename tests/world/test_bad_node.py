@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.world.bad_node import BadNode, blamed_host
+from laststep.world.bad_node import BadNode, blamed_host
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.world.device import gpu_uuid
+from laststep.world.device import gpu_uuid
 
 CARD, OTHER = "0e5b1f00-1111-2222-3333-444444444444", "0e5b1f00-5555-6666-7777-888888888888"
 

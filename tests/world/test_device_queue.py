@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from laststep.compat.cuda_driver import RELAXED, CudaDriver
+from laststep.world.device_queue import CudaEvent, CudaQueue, ReadThrough, is_due_to_capture
 from tests.support.stub_driver import StubDriver
-from trainer.compat.cuda_driver import RELAXED, CudaDriver
-from trainer.world.device_queue import CudaEvent, CudaQueue, ReadThrough, is_due_to_capture
 
 
 class Waits:
@@ -109,7 +109,7 @@ def test_an_event_is_asked_without_torch(
 
 
 def test_an_error_has_torchs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They say whether the node is at fault, see trainer/world/bad_node.py."""
+    """They say whether the node is at fault, see laststep/world/bad_node.py."""
     stub, runtime = StubDriver(tmp_path), Runtime(1)
     stub.set("status", 214)  # uncorrectable ECC
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: runtime)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from laststep.world import device_thread as module
+from laststep.world.device_thread import DeviceSilent, DeviceThread
 from tests.support.waiting import DEADLINE_S, wait_until
-from trainer.world import device_thread as module
-from trainer.world.device_thread import DeviceSilent, DeviceThread
 
 SHORT_S = 0.2
 

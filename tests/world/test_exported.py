@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
+from laststep.world.exported import EXPORTED, VARIABLES, export_world, forget_exported, free_port
+from laststep.world.launchers import detect_world
 from tests.support.worlds import a_world
-from trainer.world.exported import EXPORTED, VARIABLES, export_world, forget_exported, free_port
-from trainer.world.launchers import detect_world
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from laststep.world import fresh_view
+from laststep.world.fresh_view import FreshView, look_anew
+from laststep.world.world import hostname
 from tests.support.clients import Clients, missing
 from tests.support.needs import require
-from trainer.world import fresh_view
-from trainer.world.fresh_view import FreshView, look_anew
-from trainer.world.world import hostname
 
 REMEMBERED_S = 3600.0
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from laststep.world.process import identity
 from tests.support.waiting import DEADLINE_S, read_until, wait_until
-from trainer.world.process import identity
 
 TIMEOUT_S = 1.4
 RANK = f"""
 import ctypes, faulthandler, os, sys, threading
-from trainer.world.interpreter_watch import InterpreterWatch
+from laststep.world.interpreter_watch import InterpreterWatch
 faulthandler.enable()
 watch = InterpreterWatch({TIMEOUT_S})
 watch.sign(True)

@@ -7,10 +7,10 @@ import socket
 
 import pytest
 
-from trainer.config.errors import ConfigError
-from trainer.world import run_lock
-from trainer.world.launchers import detect_world
-from trainer.world.world import World
+from laststep.config.errors import ConfigError
+from laststep.world import run_lock
+from laststep.world.launchers import detect_world
+from laststep.world.world import World
 
 # As recorded in a rank, without the variables that do not concern ranks.
 SRUN = """\

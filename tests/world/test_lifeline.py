@@ -17,12 +17,12 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from laststep.world.lifeline import KEY, Lifeline, Lifelines
+from laststep.world.seal import Seal
+from laststep.world.sealed_store import SealedStore
 from tests.support.ranks import forked
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.world.lifeline import KEY, Lifeline, Lifelines
-from trainer.world.seal import Seal
-from trainer.world.sealed_store import SealedStore
 
 SECRET = b"s" * 32
 WORLD = a_world(size=3, hosts=("here", "here", "here"))

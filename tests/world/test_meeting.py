@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.rundir import RunDir
+from laststep.world import address
+from laststep.world.world import hostname
 from tests.support.ranks import reasons, starts
 from tests.support.runs import config
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
-from trainer.config.config import Config
-from trainer.config.errors import ConfigError
-from trainer.rundir import RunDir
-from trainer.world import address
-from trainer.world.world import hostname
 
 HERE = hostname()
 # A rank waits 4 s for the others; by default each of these tests would take a minute.
@@ -54,7 +54,7 @@ class Starter:
         self.ranks: list[Rank] = []
 
     def rank(self, rank: int, size: int, *words: str, name: str = "run", env: Mapping[str, str] | None = None) -> Rank:
-        """Start `python -m trainer` under --spawn (see trainer.cluster.spawn), which knows its hosts, or under the
+        """Start `python -m laststep` under --spawn (see laststep.cluster.spawn), which knows its hosts, or under the
         launcher whose variables are in `env`."""
         written, log = self.root / f"{name}.yaml", self.root / f"{len(self.ranks)}.log"
         if not written.exists():

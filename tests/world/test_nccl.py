@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.world import nccl
+from laststep.world import nccl
 
 SETTINGS = (*nccl.ERROR_HANDLING, *nccl.BLOCKING_WAIT, *nccl.DESYNC_DEBUG, "TORCH_DISTRIBUTED_DEBUG")
 MORE = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_NCCL_RETHROW_CUDA_ERRORS")

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from laststep.world import nccl_graph
+from laststep.world.device import NCCL_GRAPH, changed_numerics, describe_numerics
+from laststep.world.group import Group
+from laststep.world.nccl_graph import combined, from_tensor, noted, summary, to_tensor
 from tests.support.worlds import a_world
-from trainer.world import nccl_graph
-from trainer.world.device import NCCL_GRAPH, changed_numerics, describe_numerics
-from trainer.world.group import Group
-from trainer.world.nccl_graph import combined, from_tensor, noted, summary, to_tensor
 
 FORMS = (
     "Pattern %d, crossNic %d, nChannels %d, bw %f/%f, type %s/%s, sameChannels %d",
@@ -204,7 +204,7 @@ def connected(rank: int, logs: Sequence[str | None]) -> Group:
         assert torch.equal(others[rank], tensor), "what this rank has read"
         return others
 
-    with mock.patch("trainer.world.group.dist.init_process_group", init), mock.patch.object(group, "gather", gather):
+    with mock.patch("laststep.world.group.dist.init_process_group", init), mock.patch.object(group, "gather", gather):
         group._init_nccl(timedelta(seconds=1))
     return group
 

@@ -7,10 +7,10 @@ from itertools import chain, repeat
 
 import pytest
 
+from laststep.world import neighbour
+from laststep.world.neighbour import Neighbour, host_answers
 from tests.support.waiting import wait_until
 from tests.support.worlds import a_world
-from trainer.world import neighbour
-from trainer.world.neighbour import Neighbour, host_answers
 
 ROUNDS = 12  # of silence, after which a host is dead
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.forked import forked_python
 from tests.support.hosts import Hosts, missing
 from tests.support.needs import require
 from tests.support.ranks import fingerprint, reasons
 from tests.support.runs import config, undisturbed
 from tests.support.waiting import DEADLINE_S
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 PORT = "29500"
 HELD = ("task=tests.support.tasks.Held", "launch.hang_timeout_s=6")
@@ -65,7 +65,7 @@ class Ranks:
         self.processes = []
         for rank, log in enumerate(self.logs):
             place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host}
-            command = [forked_python(), "-u", "-m", "trainer", "--config", str(written), *words[rank:][:1]]
+            command = [forked_python(), "-u", "-m", "laststep", "--config", str(written), *words[rank:][:1]]
             variables = {**(env or {}), **{key: str(value) for key, value in place.items()}}
             self.processes.append(hosts[rank // per_host].starts(command, variables, log))
 
@@ -263,7 +263,7 @@ def test_torchrun_over_two_hosts(hosts: Hosts, root: Path) -> None:
     agents = []
     for node, (host, log) in enumerate(zip(hosts, logs)):
         torchrun = (sys.executable, "-m", "torch.distributed.run", *nodes, "--node-rank", str(node))
-        agents.append(host.starts((*torchrun, "-m", "trainer", "--config", str(written)), {}, log))
+        agents.append(host.starts((*torchrun, "-m", "laststep", "--config", str(written)), {}, log))
     codes = [agent.wait(DEADLINE_S) for agent in agents]
     assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
     run = RunDir(root / "torchrun")

@@ -17,11 +17,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from laststep.world.replica_link import _HEADER, Copy, Place, ReplicaLink
+from laststep.world.seal import Seal
+from laststep.world.sealed_store import SealedStore
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.world.replica_link import _HEADER, Copy, Place, ReplicaLink
-from trainer.world.seal import Seal
-from trainer.world.sealed_store import SealedStore
 
 BYTES = 200_000
 

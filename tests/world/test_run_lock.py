@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from laststep.config.errors import ConfigError, DiskError
+from laststep.world import run_lock
+from laststep.world.process import identity
+from laststep.world.run_lock import Before
 from tests.support.clients import Clients, missing
 from tests.support.disk import flock_fails
 from tests.support.needs import require
 from tests.support.worlds import a_world
-from trainer.config.errors import ConfigError, DiskError
-from trainer.world import run_lock
-from trainer.world.process import identity
-from trainer.world.run_lock import Before
 
 REMEMBERED_S = 3600.0
 OURS, OTHER = a_world(size=2), a_world(size=2, job_id="8")

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from laststep.world.join import _load_seal
+from laststep.world.seal import Seal
+from laststep.world.sealed_store import SealedStore, with_prefix
+from laststep.world.signals import Signals
+from laststep.world.stop import Stop
+from laststep.world.watchdog import Beat, Fault, Probes, Watchdog
+from laststep.world.world import MeetingError
 from tests.support.ranks import Attempt, fingerprint, reasons
 from tests.support.runs import config, undisturbed
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.world.join import _load_seal
-from trainer.world.seal import Seal
-from trainer.world.sealed_store import SealedStore, with_prefix
-from trainer.world.signals import Signals
-from trainer.world.stop import Stop
-from trainer.world.watchdog import Beat, Fault, Probes, Watchdog
-from trainer.world.world import MeetingError
 
 SECOND = timedelta(seconds=1)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from laststep.attempt.signal_cause import Ending, ending
+from laststep.cluster.nodes import _answers
+from laststep.commands.main import main
+from laststep.world.slurm import command, show_job, show_partitions
 from tests.support.commands import fake_squeue
 from tests.support.project import PROJECT
 from tests.support.worlds import a_world
-from trainer.attempt.signal_cause import Ending, ending
-from trainer.cluster.nodes import _answers
-from trainer.commands.main import main
-from trainer.world.slurm import command, show_job, show_partitions
 
 PROGRAMS = {"squeue", "scontrol", "scancel", "sacct", "sinfo", "srun"}
 STARTS = {f"subprocess.{name}" for name in ("run", "Popen", "call", "check_call", "check_output", "getoutput")}
@@ -50,7 +50,7 @@ def test_no_job_is_hidden(
     """A job that squeue does not show counts as gone: `status` would say that the run was cancelled, and `resume`
     would submit a second job beside the first."""
     assert main(["--name", "mine"]) == 0
-    monkeypatch.setattr("trainer.cluster.run_status.JUST_SUBMITTED_S", -1.0)
+    monkeypatch.setattr("laststep.cluster.run_status.JUST_SUBMITTED_S", -1.0)
     program(slurm, "squeue", HIDING_SQUEUE.format(shows=fake_squeue("4711").partition("\n")[2]))
     if value is not None:
         monkeypatch.setenv(variable, value)
@@ -108,9 +108,9 @@ def test_what_a_command_inherits(slurm: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_one_place_starts_the_commands() -> None:
     """A command that is started elsewhere would obey the user's variables again."""
-    for path in (PROJECT / "trainer").rglob("*.py"):
+    for path in (PROJECT / "laststep").rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         starts = any(isinstance(n, ast.Attribute) and ast.unparse(n) in STARTS for n in nodes)
         words = {n.value for n in nodes if isinstance(n, ast.Constant)} & PROGRAMS
         if path.name != "slurm.py":
-            assert not (starts and words), f"{path}: start {words} by trainer.world.slurm"
+            assert not (starts and words), f"{path}: start {words} by laststep.world.slurm"

@@ -11,12 +11,12 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from laststep.world.seal import Seal
+from laststep.world.sealed_store import SealedStore
+from laststep.world.signals import Signals
+from laststep.world.stop import Stop
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.world.seal import Seal
-from trainer.world.sealed_store import SealedStore
-from trainer.world.signals import Signals
-from trainer.world.stop import Stop
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -37,7 +37,7 @@ def test_it_does_not_wait_for_a_dead_rank_once_it_is_closed(sealed: bool) -> Non
 
 HOST = """
 import asyncio, os, signal, threading
-from trainer.world.signals import Signals
+from laststep.world.signals import Signals
 
 async def main():
     arrived = asyncio.Event()

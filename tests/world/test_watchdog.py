@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from laststep.world import process, watchdog
+from laststep.world.seal import Seal
+from laststep.world.sealed_store import SealedStore
+from laststep.world.watchdog import Beat, Fault, Probes, Watchdog, name_stuck, straggler
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
-from trainer.world import process, watchdog
-from trainer.world.seal import Seal
-from trainer.world.sealed_store import SealedStore
-from trainer.world.watchdog import Beat, Fault, Probes, Watchdog, name_stuck, straggler
 
 WAITS = "_engine_run_backward (/env/lib/torch/autograd/graph.py:829)"
 LOADS = "__getitem__ (/home/me/my_data.py:12)"

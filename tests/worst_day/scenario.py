@@ -2,7 +2,7 @@
 
 Two scenarios. `local`: two ranks under `--local`; rank 1 dies, rank 0 saves the step, the ranks start again in place,
 rank 0 is sent SIGTERM, the run stops, `resume` continues it to its end. `job`: a job of one rank, with a stand-in for
-Slurm; the rank dies, trainer.cluster.after_ranks has it started again, a SIGTERM stops and requeues it, and the next
+Slurm; the rank dies, laststep.cluster.after_ranks has it started again, a SIGTERM stops and requeues it, and the next
 start of the job ends the run.
 """
 
@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
 from tests.worst_day.disk import FOLDER, ROLE, ROLES, Disk, Fault, library
 from tests.worst_day.task import ASIDE
-from trainer.records.metrics import read_lines
-from trainer.rundir import RunDir
 
 NAME = "victim"
 SETTINGS = (
@@ -161,7 +161,7 @@ class Victim:
                 "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n1",
                 ROLE: str(ROLES.index("rank 0")),
             }  # fmt: skip
-            words = ("-m", "trainer", "--name", NAME, *SETTINGS, f"launch.root={self.root}")
+            words = ("-m", "laststep", "--name", NAME, *SETTINGS, f"launch.root={self.root}")
             status = self._types(*words, env={**job, **step})
             if status == 0:
                 break
@@ -169,7 +169,7 @@ class Victim:
                 return self._ended_for_good("the job starts without end")
             after = (
                 "-m",
-                "trainer.cluster.after_ranks",
+                "laststep.cluster.after_ranks",
                 str(self.run.path),
                 str(128 - status if status < 0 else status),
             )

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.config.config import Config
-from trainer.tasks.classification import Classification
-from trainer.world.launchers import detect_world
+from laststep.config.config import Config
+from laststep.tasks.classification import Classification
+from laststep.world.launchers import detect_world
 
 ASIDE = "LASTSTEP_WORST_DAY_ASIDE"  # a folder on a disk that never fails
 DEATH, STOP = 4, 4  # the step of its attempt in which the last rank dies once, and rank 0 is stopped once after that

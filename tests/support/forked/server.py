@@ -47,7 +47,7 @@ PRELOAD = (
     "torch.utils.data",
     "torchvision.transforms.v2",
 )
-COMPILER = Path(__file__).resolve().parents[3] / "trainer/attempt/compiler.py"
+COMPILER = Path(__file__).resolve().parents[3] / "laststep/attempt/compiler.py"
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
 SPACES = {"net": CLONE_NEWNET, "uts": CLONE_NEWUTS, "mnt": CLONE_NEWNS}
 PR_SET_PDEATHSIG = 1

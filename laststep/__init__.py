@@ -1,0 +1,33 @@
+"""Laststep: PyTorch training on Slurm that always resumes at its last step."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from laststep.cluster.submission import submit
+    from laststep.cluster.weights_source import load_weights
+    from laststep.config.config import Config
+    from laststep.loops.run import Run
+    from laststep.task import Task
+    from laststep.trainer import Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Config", "Run", "Task", "Trainer", "load_weights", "submit"]
+
+_HOMES = {
+    "Config": "config.config",
+    "Run": "loops.run",
+    "Task": "task",
+    "Trainer": "trainer",
+    "load_weights": "cluster.weights_source",
+    "submit": "cluster.submission",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: the command starts quickly only if it does not import torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'laststep' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"laststep.{_HOMES[name]}"), name)

@@ -1,0 +1,287 @@
+"""The grace period: how long a rank lives after a stop signal, and what there is still time for.
+
+Only a signal that is followed by SIGKILL sets a deadline:
+
+    in a Slurm job, SIGTERM            KillWait after it
+    the first one of a GraceTime       KillWait after the end of the GraceTime, which is the job's EndTime then
+    any signal                         KillWait after the time limit: after EndTime, and OverTimeLimit
+    under torchrun, any signal         launch.grace_s after it, 30 s by default
+    mpirun: SIGTERM, SIGINT            the same
+    other clusters: SIGTERM            the same
+    --local, or none of these          none; SIGTERM has one if launch.grace_s is set, but not under --local
+
+Rank 0 asks Slurm and tells the others through the store how many seconds are left. It asks again after each further
+signal, and every ASK_S: a job that stops for its time limit may be preempted meanwhile, or get more time. EndTime is
+compared with the controller's clock, so the clocks of the nodes need not be right. Without an answer SIGTERM counts as
+above, and SIGKILL follows a warning (SIGUSR1, SIGUSR2) after `launch.signal_delay_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from laststep.attempt.signal_cause import USER_SIGNALS, Ending, comes_back, judge, usual_ending
+from laststep.attempt.state import AttemptState
+from laststep.config.launch import Launch
+from laststep.say import say
+from laststep.world.process import start_thread
+from laststep.world.signals import SIGNALLED, Signals
+from laststep.world.slurm import (
+    DEFAULT_KILL_WAIT_S,
+    NEVER,
+    UNENDED,
+    Job,
+    KillLimits,
+    kill_limits,
+    show_job,
+    unix_time,
+)
+from laststep.world.world import World
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from laststep.world.sealed_store import SealedStore
+
+# This close to SIGKILL the attempt stops waiting for anything, and uses the time left to record how it ended.
+LAST_MOMENT_S = 3.0
+# An end by fault in which nothing is saved is over within this time.
+UNSAVED_END_S = 10.0
+ASK_S = 10.0
+ASK_AGAIN_S = 60.0  # where Slurm has not answered, and nothing depends on it yet
+POLL_S = 0.5
+KEY = "grace/outlook"
+# A deadline that comes nearer by less is the same deadline: Slurm's times are whole seconds.
+SAME_S = 2.0
+# Launchers outside Slurm that kill, or are killed, some time after a SIGTERM.
+KILLED_ELSEWHERE = ("torchrun", "mpirun", "env", "ray")
+
+
+class Outlook(NamedTuple):
+    """What rank 0 knows of a stop."""
+
+    kill_at: float  # time.monotonic() of SIGKILL; NEVER: none follows
+    cause: Ending
+
+
+def seconds_left(job: Job, restart: int, limits: KillLimits, now: float, since_term_s: float | None) -> float:
+    """Seconds until SIGKILL, from the output of `scontrol show job` at `now`, by the controller's clock.
+
+    `since_term_s`: since the SIGTERM with which Slurm has ended the job, or may have; None if there was none.
+    """
+    if comes_back(job, restart) or job.get("JobState") not in UNENDED:
+        return limits.kill_wait_s - (since_term_s or 0.0)
+    preempted = unix_time(job.get("PreemptTime", "")) < NEVER
+    left_s = unix_time(job.get("EndTime", "")) + (0.0 if preempted else limits.over_s) + limits.kill_wait_s - now
+    if since_term_s is not None and not preempted:  # srun may have sent it, which kills what does not end
+        return min(left_s, limits.kill_wait_s - since_term_s)
+    return left_s
+
+
+class LimitWarning:
+    """The warning before the time limit, if nobody has received it: rank 0 then sends it to itself.
+
+    Slurm sends it once, to the ranks. Where the batch shell is about to start them again there are none, or the new
+    ones have not begun to catch signals. Only in a job that launch.py has submitted: it has asked for that warning.
+    """
+
+    def __init__(self, world: World, launch: Launch, signals: Signals) -> None:
+        self._job_id, self._delay_s, self._signals = world.job_id, launch.signal_delay_s, signals
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="limit", daemon=True)
+        if world.rank == 0 and world.launcher == "submitit-slurm":
+            with contextlib.suppress(RuntimeError):  # no thread: Slurm's own warning will do
+                start_thread(self._thread)
+
+    def close(self) -> None:
+        """The attempt is over."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        if SIGNALLED in os.environ:
+            return self._warn("the batch shell received a signal before it started the ranks")
+        while not self._closed.is_set() and self._signals.first is None:
+            left_s = self._left_s()
+            if left_s is None:
+                self._closed.wait(ASK_AGAIN_S)
+            elif left_s > self._delay_s:
+                # Slurm's own warning comes before that. The limit may have been raised, or the job suspended.
+                if left_s == NEVER or self._closed.wait(left_s - self._delay_s):
+                    return
+            elif self._signals.first is None:
+                return self._warn(f"{left_s:.0f} s are left before the time limit, and no warning of Slurm has come")
+
+    def _left_s(self) -> float | None:
+        """Seconds until the job's time limit; None if Slurm does not answer."""
+        if (job := show_job(self._job_id)) is None:
+            return None
+        return unix_time(job.get("EndTime", "")) - time.time() - kill_limits().clock_ahead_s
+
+    def _warn(self, why: str) -> None:
+        say(f"{why}: stopping")
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+
+class GracePeriod:
+    """The time from a stop signal to SIGKILL on this rank, and its two deadlines."""
+
+    def __init__(self, state: AttemptState) -> None:
+        # From SIGTERM to SIGKILL. None until the cluster was asked: launch.py asks at submission, other launchers do
+        # not.
+        self.kill_wait_s: float | None = state.config.launch.grace_s
+        self._state = state
+        self._outlook: Outlook | None = None
+        self._since = 0.0  # since when the deadline is the one that it is
+        self._learned_at = 0.0  # when it was confirmed last
+        self._limits: KillLimits | None = None
+        self._ran_at: float | None = None  # when Slurm said last that the job has not ended
+        self._ended_at: float | None = None  # when Slurm ended it
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._round = 0  # of what rank 0 has said: an older one is a replay
+
+    # --- what there is time for
+
+    def seconds(self) -> float:
+        """From the signal that set the deadline to SIGKILL; NEVER if none follows, or none was received."""
+        since, kill_at = self._period()
+        return kill_at - since
+
+    def gives_up_step(self, saves: bool = True) -> bool:
+        """Whether a step still running must be given up now, to leave time for saving the one before. Where nothing
+        can be saved then, it has more time: only the end is to be recorded."""
+        since, kill_at = self._period()
+        half_s = (kill_at - since) / 2
+        given_s = half_s if saves else max(half_s, kill_at - since - UNSAVED_END_S)
+        return time.monotonic() - since > given_s
+
+    def is_over(self) -> bool:
+        """Whether it is too late to save anything."""
+        return time.monotonic() > self._period()[1] - LAST_MOMENT_S
+
+    @property
+    def cause(self) -> Ending:
+        """Why the signal came, as far as this rank knows; Slurm is not asked now."""
+        number = self._state.cause_signal or signal.SIGTERM
+        return self._outlook.cause if self._outlook else usual_ending(number, self._state.world)
+
+    # --- what is known
+
+    def follow(self) -> None:
+        """A stop signal was received: begin to ask Slurm, or rank 0. Call as often as you like."""
+        if self._thread is None and self._state.world.on_slurm and not self._closed.is_set():
+            thread = threading.Thread(target=self._follow, name="grace", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread: the next call tries again
+                start_thread(thread)
+                self._thread = thread
+
+    def close(self) -> None:
+        """The attempt is over."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def _period(self) -> tuple[float, float]:
+        """Since when the deadline is known, and the deadline, as time.monotonic()."""
+        known = self._outlook
+        usual = [
+            (at + self._usual_s(number), at)
+            for number, at in self._received()
+            if known is None or (number == signal.SIGTERM and at > self._learned_at)
+        ]
+        if known is not None:
+            usual.append((known.kill_at, self._since))
+        kill_at, since = min(usual, default=(NEVER, 0.0))
+        return since, kill_at
+
+    def _received(self) -> list[tuple[signal.Signals, float]]:
+        """The signals of this attempt that this rank knows of."""
+        state = self._state
+        agreed = [(state.signal, state.signalled_at)] if state.signal and state.signalled_at is not None else []
+        return [*agreed, *state.signals.received]
+
+    def _usual_s(self, number: signal.Signals) -> float:
+        """From this signal to SIGKILL if Slurm does not say."""
+        world, grace_s = self._state.world, self.kill_wait_s
+        if world.launcher == "torchrun" or (world.launcher == "mpirun" and number == signal.SIGINT):
+            return grace_s or DEFAULT_KILL_WAIT_S
+        if number == signal.SIGINT:
+            return NEVER
+        if number in USER_SIGNALS:
+            with_limit = world.on_slurm or (world.launcher == "submitit-local" and not world.supervised)
+            return self._state.config.launch.signal_delay_s if with_limit else NEVER
+        if world.on_slurm or world.launcher in KILLED_ELSEWHERE:
+            return grace_s or DEFAULT_KILL_WAIT_S
+        return NEVER if world.supervised else grace_s or NEVER
+
+    def _follow(self) -> None:
+        state, heard, ask_at = self._state, 0, 0.0
+        store: dist.Store | SealedStore | None = None
+        while not self._closed.is_set():
+            if state.world.rank == 0 and (len(self._received()) != heard or time.monotonic() >= ask_at):
+                heard = len(self._received())
+                self._ask()
+                ask_at = time.monotonic() + ASK_S
+            if state.group is not None and state.group.world.size > 1 and not self._closed.is_set():
+                try:
+                    store = store or state.group.store.clone()  # a client serves one caller at a time
+                    self._exchange(store)
+                except Exception:  # the store is gone, and with it rank 0: what is known stays
+                    return
+            self._closed.wait(POLL_S)
+
+    def _exchange(self, store: dist.Store | SealedStore) -> None:
+        """Tell the other ranks what is known, or learn it from rank 0."""
+        if self._state.world.rank == 0:
+            if self._outlook is not None:
+                self._round += 1
+                left_s = self._period()[1] - time.monotonic()
+                store.set(KEY, json.dumps([self._round, left_s, self._outlook.cause]))
+        elif store.check([KEY]):
+            number, left_s, cause = json.loads(store.get(KEY))
+            if number > self._round:
+                self._round = number
+                self._learn(Outlook(time.monotonic() + left_s, Ending(*cause)))
+
+    def _ask(self) -> None:
+        """Ask Slurm why this attempt stops, and how long it lives."""
+        state, launch = self._state, self._state.config.launch
+        job = show_job(state.world.job_id)
+        if job is None or state.signal is None:
+            return
+        if self._limits is None:
+            self._limits = kill_limits(job.get("Partition", ""))
+            if self.kill_wait_s is not None:
+                self._limits = self._limits._replace(kill_wait_s=self.kill_wait_s)
+        asked_at, now = time.monotonic(), time.time() + self._limits.clock_ahead_s
+        term_at = [at for number, at in self._received() if number == signal.SIGTERM]
+        if job.get("JobState") in UNENDED and not comes_back(job, state.world.restart):
+            self._ran_at = asked_at
+            since_term_s = asked_at - term_at[0] if term_at else None
+        else:
+            if self._ended_at is None:  # by the newest SIGTERM, unless that was one to a job that ran on
+                self._ended_at = max([*term_at[-1:], *([self._ran_at] if self._ran_at else [])], default=asked_at)
+            since_term_s = asked_at - self._ended_at
+        left_s = seconds_left(job, state.world.restart, self._limits, now, since_term_s)
+        own = [at + self._usual_s(number) for number, at in self._received() if self._kills_itself]
+        cause = judge(state.cause_signal or state.signal, job, state.world.restart, launch.signal_delay_s, now)
+        self._learn(Outlook(min([asked_at + left_s, *own]), cause))
+
+    @property
+    def _kills_itself(self) -> bool:
+        """Whether the launcher kills its ranks, too."""
+        return self._state.world.launcher in ("torchrun", "mpirun")
+
+    def _learn(self, outlook: Outlook) -> None:
+        known = self._outlook
+        if known is None:
+            self._since = self._state.signalled_at or time.monotonic()
+        elif outlook.kill_at < known.kill_at - SAME_S:
+            self._since = time.monotonic()
+        self._outlook, self._learned_at = outlook, time.monotonic()

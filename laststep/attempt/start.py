@@ -1,0 +1,133 @@
+"""The part of an attempt's start that needs torch: join the other ranks, prepare the agreed stop, create the loop.
+
+attempt.py imports this module late, since it imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from laststep.attempt.preflight import check_device
+from laststep.attempt.state import AttemptState
+from laststep.checkpoint.newest import START_S
+from laststep.checkpoint.restore import SharedCheckpoint, read_newest
+from laststep.checkpoint.store import Manifest
+from laststep.compat.compiler import compile_each_shape
+from laststep.loops.loop import AttemptContext, Loop
+from laststep.loops.run import make_custom_loop
+from laststep.loops.task_loop import TaskLoop
+from laststep.observe.startup import StartupTimer
+from laststep.records.attempts import lower_start_step, raise_kept_step
+from laststep.records.probes import ProbePlan
+from laststep.rundir import RunDir
+from laststep.say import say
+from laststep.task import find_task
+from laststep.world import nccl
+from laststep.world.device import is_deterministic
+from laststep.world.exported import export_world, free_port
+from laststep.world.group import Group
+from laststep.world.join import join
+from laststep.world.launchers import WORKING_FOLDER
+from laststep.world.lent_group import lend_group
+from laststep.world.patience import Patience
+from laststep.world.stop import Stop
+from laststep.world.watchdog import Fault, Watchdog
+
+NOT_DETERMINISTIC = (
+    "train.deterministic=false: kernels and NCCL may add in another order each time, so after a resume the last bits "
+    "of weights and metrics may differ from those of an undisturbed run"
+)
+
+
+def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
+    """Meet the other ranks and set up collectives; the watchdog runs meanwhile. Raises MeetingError."""
+    config, run_dir, world = state.config, state.run_dir, state.world
+    timeout_s = config.launch.hang_timeout_s
+    nccl.set_defaults(run_dir.collectives(world.attempt))
+    group = state.group = join(config, world, run_dir.meeting(world.attempt), timeout_s)
+    if is_deterministic(config, group.device):
+        nccl.pin_algorithms()
+    elif group.device.type == "cuda" and world.rank == 0:
+        say(NOT_DETERMINISTIC)
+    if group.backend == "nccl" and world.rank == 0:
+        for line in nccl.harmful_settings():
+            say(line)
+    # Before the collectives: the others would wait in C for a rank whose connections fail.
+    watchdog.join(group.store, group.host, group.seal)
+    if config.launch.preflight and group.device.type == "cuda":
+        check_device(group.device, watchdog)
+    group.connect(timeout_s)
+    if config.launch.preflight:
+        for skew in group.skewed_clocks:
+            say(f"WARNING: {skew}")
+    state.set_number(group.broadcast_int("attempt", world.number))
+    return group
+
+
+def prepare_stop(state: AttemptState, group: Group, watchdog: Watchdog) -> Stop:
+    """Have the ranks agree on a last step once one of them is signalled."""
+
+    def on_failure(why: str) -> None:
+        watchdog.report(Fault("failed", why, cause=False))
+
+    state.stop = Stop(group.world, group.store, state.signals, on_failure)
+    return state.stop
+
+
+def read_checkpoint(
+    state: AttemptState, group: Group, candidates: Iterator[Manifest], watchdog: Watchdog
+) -> SharedCheckpoint | None:
+    """The newest intact checkpoint, read by all ranks together. Rank 0's `candidates` count."""
+    watchdog.enter("reading checkpoint")
+    checkpoint = read_newest(state.store, group, candidates, say, watchdog.advance)
+    step = checkpoint.manifest.step if checkpoint else 0
+    patience = Patience(START_S, say)
+    if step < state.start_step:  # on rank 0: a candidate was damaged
+        patience.insist(lambda: lower_start_step(state.run_dir, group.world, step))
+    elif group.world.rank == 0:
+        patience.insist(lambda: raise_kept_step(state.run_dir, step))
+    state.start_step = step
+    watchdog.enter("starting")
+    return checkpoint
+
+
+def create_loop(
+    state: AttemptState,
+    group: Group,
+    stop: Stop,
+    watchdog: Watchdog,
+    phases: StartupTimer,
+    closing: contextlib.ExitStack,
+) -> Loop:
+    """The loop around the configured Task or function."""
+    if state.config.train.compile:  # else the compiler's stand-in sees to it
+        compile_each_shape(say)
+    context = AttemptContext(state.config, state.run_dir, state.store, group, stop, watchdog, phases, closing)
+    # Before the user's module is imported: it may read the variables, or import the functions, at its top.
+    port = group.broadcast_int("free port", free_port() if group.world.rank == 0 else None)
+    closing.callback(export_world(group.world, group.host, port or 0))
+    closing.callback(lend_group(group))
+    task = find_task(state.config)
+    if group.world.rank == 0 and group.world.launcher == "submitit-slurm":
+        check_origin(state.config.task, state.config.task.rpartition(".")[0] or task.__module__, state.run_dir)
+    if plan := ProbePlan.of(os.environ):
+        from laststep.loops.probed import make_probed_loop
+
+        state.loop = make_probed_loop(task, context, plan)
+        return state.loop
+    state.loop = TaskLoop(task, context) if isinstance(task, type) else make_custom_loop(task, context)
+    return state.loop
+
+
+def check_origin(task: str, module: str, run: RunDir) -> None:
+    """Warn if a job does not import its task's module from the copy of the code."""
+    file = getattr(sys.modules.get(module), "__file__", None) or module
+    if WORKING_FOLDER in os.environ and not Path(file).resolve().is_relative_to(run.code.resolve()):
+        say(
+            f"WARNING: task={task} is imported from {file}, which is not in the copy of the code: this run will follow "
+            "later edits of it"
+        )

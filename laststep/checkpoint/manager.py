@@ -1,0 +1,207 @@
+"""CheckpointManager: decides when a run saves, and follows each save to its end.
+
+Training continues while a save is written. If the disk refuses a save, training continues too: the failure costs a
+warning, and the save is retried after a minute. All ranks call these methods together. A framework that writes files of
+its own (`laststep.checkpoint.opaque`) does so while training waits; the rest of the save is as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from laststep.checkpoint.interval import AutoInterval
+from laststep.checkpoint.opaque import OpaqueFiles
+from laststep.checkpoint.position import Position
+from laststep.checkpoint.store import CheckpointError, CheckpointStore, ranked
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from laststep.config.errors import DiskError
+from laststep.config.ranking import Ranking
+from laststep.config.schema import Checkpoint
+from laststep.observe.progress import Progress
+from laststep.records.attempt_record import read_ended_attempts
+from laststep.records.metrics import MetricsFile
+from laststep.rundir import RunDir
+from laststep.world.group import Group
+from laststep.world.peer_loss import PeerLost
+from laststep.world.run_time import run_time
+from laststep.world.shard_place import ShardPlace
+from laststep.world.watchdog import Watchdog
+
+MAX_FAILED = 3  # saves in a row, before the attempt fails
+RETRY_S = 60.0
+RETRY_LAST_S = 2.0  # at a stop or at the end of the run, when there is nothing else to do
+INSIST_LAST_S = 60.0  # at least, at the end of the run
+
+
+class CheckpointManager:
+    """The saves of one attempt: what is saved, what is being saved, and when the next save is due."""
+
+    def __init__(
+        self,
+        settings: Checkpoint,
+        run: RunDir,
+        store: CheckpointStore,
+        group: Group,
+        metrics: MetricsFile,
+        progress: Progress,
+        watch: Watchdog,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self.saved = Position()  # the position in the newest checkpoint
+        self.saving: Position | None = None  # the position that the save in progress will have committed
+        self.due = False  # whether to save after the current step
+        self.stalled_s = 0.0  # how long the loop has stood still for saves
+        self.last = False  # whether saving is all that is left for this attempt to do
+        self._settings, self._group = settings, group
+        self._ranking = Ranking.parse(settings.best_by)
+        self._store = store
+        self._opaque: OpaqueFiles | None = None
+        self._writer = CheckpointWriter(store, group.store, group.world.rank, group.world.size, group.device)
+        self._metrics = metrics
+        self._progress = progress
+        self._watch = watch
+        self._stopping = stopping
+        self._every_s, self._auto = math.inf, None
+        if isinstance(settings.every_minutes, str):
+            # Only rank 0's interval counts, and it has completed the records of earlier attempts.
+            ends = read_ended_attempts(run.attempts) if group.world.rank == 0 else []
+            self._auto = AutoInterval(ends, len(set(group.world.hosts)), progress.say)
+        elif settings.every_minutes is not None:
+            self._every_s = 60 * settings.every_minutes
+        # The thread that trains and the rescue's both take note of a save's result: one of them must, and only once.
+        self._lock = threading.Lock()
+        self._started = threading.Event()  # whether the writer has begun with the save in progress
+        self._began = time.monotonic()  # the last save, or this attempt
+        self._failed = 0  # saves in a row
+        self._failing_since = 0.0  # the first of them
+
+    def add_opaque(self, write: Callable[[Path], object]) -> None:
+        """From now on have a framework write into the folder of each checkpoint, see `OpaqueFiles`."""
+
+        def note_activity() -> None:
+            self._watch.activity += 1
+
+        self._opaque = OpaqueFiles(write, self._group, self._check_alive, note_activity)
+
+    def hold(self, place: ShardPlace) -> None:
+        """From now on this rank holds that shard of the state; before, and by default, all of it."""
+        self._writer.hold(place)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """How much host memory this rank keeps for its saves."""
+        return self._writer.buffer_bytes
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Make what a save of such a state needs, in the background."""
+        self._writer.prepare(state)
+
+    def start_save(self, position: Position, info: CheckpointInfo, state: dict[str, Any]) -> None:
+        """Start to save `state` in the background, unless there is a checkpoint of this position already.
+
+        Waits for the previous save first. Raises CheckpointError when `MAX_FAILED` saves in a row have failed, PeerLost
+        when a rank died during the previous one, and what `OpaqueFiles.save` raises.
+        """
+        self.due = False
+        began = time.perf_counter()
+        self.wait()
+        if not self.saved.same_place(position):
+            self._began, writing = time.monotonic(), time.perf_counter()
+            opaque = self._opaque.save(self._writer.next_folder(info.step)) if self._opaque else None
+            self._started.clear()
+            self.saving = copy.copy(position)
+            keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
+            try:
+                self._writer.start(info, state, self._metrics.sync, keep_last, keep_best, self._ranking, opaque)
+            except BaseException:
+                self.saving = None
+                raise
+            finally:
+                self._started.set()
+            self.stalled_s += time.perf_counter() - writing
+            if not self._settings.asynchronous:
+                self.wait()
+            if self._auto:
+                self._auto.add_stall(time.perf_counter() - began)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the save in progress, if any, for at most `timeout_s`. Raises like `start_save`."""
+        began = time.perf_counter()
+        until = float("inf") if timeout_s is None else run_time() + timeout_s
+        while self.saving is not None and not self._has_ended(0.5) and run_time() < until:
+            self._check_alive(self._writer.missing_ranks)
+        self.stalled_s += time.perf_counter() - began
+        self.poll()
+
+    def _check_alive(self, missing: list[int]) -> None:
+        """Raise PeerLost if one of the ranks that a save waits for is dead."""
+        if dead := [rank for rank in missing if self._watch.is_dead(rank, in_a_hurry=self._stopping())]:
+            raise PeerLost(f"rank {', '.join(map(str, dead))} gave no sign of life during a save")
+
+    def poll(self) -> None:
+        """Take note of the result of the save in progress, if it has ended. Raises CheckpointError after too many
+        failures."""
+        with self._lock:
+            if self._auto:
+                self._auto.add_steps(*self._progress.since_restart(), saving=self.saving is not None)
+            if self.saving is None or not self._has_ended(0):
+                return
+            saving, error = self.saving, self._writer.error
+            if error is None:
+                self._failed = 0
+                self.saved = saving
+            else:
+                self._failed += 1
+            self.saving = None  # after `saved`: a thread that finds no save in progress looks there
+        if error is None:
+            self._metrics.mark_checkpointed(saving.records)
+            self._progress.say(f"saved step {saving.step}")
+            return
+        self._progress.say(f"WARNING: {error}; training continues, the save will be retried")
+        if self._failed == 1:
+            self._failing_since = time.monotonic()
+        # At a stop it is retried for as long as the grace lasts. At the end of the run three retries take no time.
+        too_soon = self.last and time.monotonic() < self._failing_since + INSIST_LAST_S
+        if self._failed >= MAX_FAILED and not self._stopping() and not too_soon:
+            raise CheckpointError(f"{self._failed} saves in a row failed, the last with: {error}")
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        """Whether the save in progress has ended. While the thread that trains still copies the state for it, the
+        writer says only how the one before has ended."""
+        return self._started.wait(timeout_s) and self._writer.wait(timeout_s)
+
+    def would_be_best(self, metrics: Mapping[str, float | None]) -> bool:
+        """Whether a checkpoint with these metrics would be one of the best. Reads the manifests of the others."""
+        badness = self._ranking.badness(metrics)
+        if math.isnan(badness):
+            return False
+        kept = {}
+        try:
+            for step in set(self._store.steps()) - self._store.damaged:
+                with contextlib.suppress(CheckpointError):
+                    kept[step] = self._store.manifest(step)
+        except DiskError:  # of a disk that passes: one save too many costs little
+            return True
+        better = [step for step in ranked(kept, self._ranking) if self._ranking.badness(kept[step].metrics) <= badness]
+        return len(better) < self._settings.keep_best
+
+    def due_in_s(self) -> float:
+        """Seconds until the next save, or the retry of a failed one, is due by the clock. Each rank has its own clock,
+        so the answers differ."""
+        every_s = RETRY_S if self._failed else self._auto.seconds if self._auto else self._every_s
+        # Training would stand still until a save in progress is written, so that save gets another interval. It gets no
+        # more: if the disk hangs, training must not continue without checkpoints.
+        intervals = 1 if self.saving is None or self._has_ended(0) else 2
+        return intervals * every_s - (time.monotonic() - self._began)
+
+    def close(self) -> None:
+        """End the writer and the metrics, which it syncs; no save can be started any more."""
+        self._writer.close()
+        self._metrics.close()

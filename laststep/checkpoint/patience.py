@@ -1,0 +1,17 @@
+"""Patience with a disk that does not show a checkpoint, see laststep.world.patience."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from laststep.checkpoint.files import CheckpointUnreadable
+from laststep.world import patience
+
+
+class Patience(patience.Patience):
+    """Waits for a file of a checkpoint that cannot be read, too."""
+
+    passing: ClassVar[tuple[type[Exception], ...]] = (OSError, CheckpointUnreadable)
+
+
+NO_PATIENCE = Patience(0.0, lambda text: None)

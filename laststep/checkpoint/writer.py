@@ -1,0 +1,363 @@
+"""CheckpointWriter: writes this rank's stripe of a checkpoint in the background while training continues.
+
+The ranks that hold the same shard of the state write one stripe of it each; of a small one only some do, see
+`laststep.checkpoint.stripes`. A state that is not sharded has one shard, which all ranks hold. One save goes like this:
+
+    1. In the training loop of every rank, `start` waits for the previous save, then copies this rank's stripe into a
+       buffer that is used again by every save. Training waits for nothing else. The thread of step 2 has made the
+       buffer, see `prepare`.
+    2. A thread in every rank writes the stripe into its shard file, hashes it on the way, fsyncs it, and reports the
+       file's size and SHA-256, or an error.
+       Files that a framework has written into the folder are hashed likewise (`laststep.checkpoint.opaque`).
+    3. Rank 0's thread waits for all reports and reads them in one round trip. If no rank failed it writes the manifest
+       and commits (`laststep.checkpoint.store`), otherwise it discards what was written.
+    4. Rank 0's thread publishes the result and every rank's thread reads it, so all ranks agree whether the save
+       succeeded. A failed save leaves no files behind.
+
+If a rank dies before its report, the save is never committed: `wait` keeps returning False, and `close` still lets the
+process end.
+
+The threads communicate through the ranks' key-value store, with these keys under "save/":
+
+    token           set once by rank 0: part of the folder's name, so that it is never shared with a writer that hangs
+                    from an earlier attempt
+    <n>/<rank>      the report of a rank on its part of the n-th save: a `_PartReport` as JSON
+    <n>/result      empty if rank 0 committed the n-th save, else the error
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+
+from laststep.checkpoint.manifest import FORMAT, SHARDED_FORMAT
+from laststep.checkpoint.opaque import Share
+from laststep.checkpoint.pack import serialized_structure
+from laststep.checkpoint.part import Part, PartCopier
+from laststep.checkpoint.store import (
+    BY_LOSS,
+    STRUCTURE,
+    CheckpointError,
+    CheckpointStore,
+    FileEntry,
+    Manifest,
+    fsync,
+    syncs_names,
+)
+from laststep.config.ranking import Ranking
+from laststep.world.sealed_store import with_prefix
+from laststep.world.shard_place import ShardPlace
+
+# Bytes hashed and written at a time. `close` can interrupt a write after each of them, and a `FrozenState` needs a
+# buffer of this size instead of one as large as the state.
+WRITE_BYTES = 16 << 20
+LONGEST_POLL_S = 0.1  # between two looks at the key-value store
+MISSING_S = 1.0  # after this rank 0 looks which reports are missing, with one round trip per rank, and again each time
+CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What the manifest says about a checkpoint; see `Manifest` for the fields."""
+
+    step: int
+    epoch: int
+    samples: int
+    metrics: Mapping[str, float]
+    numerics: Mapping[str, str | int] = field(default_factory=dict)
+    config: str = ""
+
+
+class _PartReport(TypedDict):
+    """What one rank reports about its part of a save: the files that it wrote, or the reason why it could not."""
+
+    files: dict[str, FileEntry]
+    error: str | None
+
+
+@dataclass(frozen=True)
+class _SaveJob:
+    """One save, as `start` hands it to the thread."""
+
+    number: int  # of the save within this attempt, from 1; the same on all ranks
+    info: CheckpointInfo
+    part: Part  # of the state, that this rank writes
+    opaque: Share | None  # of the files that a framework has written
+    before_commit: Callable[[], None]
+    keep_last: int
+    keep_best: int
+    ranking: Ranking
+
+
+class CheckpointWriter:
+    """Saves in the background. The training loop pays only for copying its rank's stripe into a reusable buffer."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        keys: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        place: ShardPlace | None = None,
+    ) -> None:
+        """`place` says which shard of the state this rank holds; by default it holds all of the state."""
+        self.error: CheckpointError | None = None  # why the last save that ended was not committed
+        self.missing_ranks: list[int] = []  # on rank 0, while it waits: the ranks that have not reported yet
+        self._store, self._rank, self._size = store, rank, size
+        self._copier = PartCopier(place or ShardPlace(0, 1, rank, size), device)
+        # A TCPStore client serves one caller at a time, so the thread needs its own connection.
+        self._keys = with_prefix("save", keys.clone())
+        if rank == 0:
+            self._keys.set("token", secrets.token_hex(4))
+        self._token = ""
+        self._number = 0
+        self._jobs: SimpleQueue[_SaveJob | int | None] = SimpleQueue()
+        self._idle, self._closed = threading.Event(), threading.Event()
+        self._idle.set()
+        # One thread for all saves: on a busy machine a new thread takes long to start, and `start` would wait for it.
+        self._thread = threading.Thread(target=self._serve, name="saver", daemon=True)
+        self._thread.start()
+
+    # In the training loop's thread
+
+    def hold(self, place: ShardPlace) -> None:
+        """From now on this rank holds that shard of the state."""
+        self._copier.place = place
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The size of the buffer that stripes are copied into."""
+        return self._copier.buffer_bytes
+
+    def prepare(self, state: Any) -> None:
+        """Have the thread make the buffer for this rank's stripe of `state`, or of another state of that size, so that
+        the first save need not. A save that comes earlier waits for it."""
+        if self._idle.is_set() and (count := self._copier.part_bytes(state)):
+            self._idle.clear()
+            self._jobs.put(count)
+
+    def next_folder(self, step: int) -> Path:
+        """The folder of the checkpoint of `step` that the next `start` will begin to write: another may write there
+        first. Waits for the previous save. Raises OSError."""
+        self._idle.wait()  # from here on the thread does not use the keys
+        self._token = self._token or self._await_key("token")
+        return self._store.create_writing_folder(step, f"{self._token}-{self._number + 1}")
+
+    def start(
+        self,
+        info: CheckpointInfo,
+        state: Any,
+        before_commit: Callable[[], None],
+        keep_last: int,
+        keep_best: int,
+        ranking: Ranking = BY_LOSS,
+        opaque: Share | None = None,
+    ) -> None:
+        """Start to save `state`, which may change as soon as this returns. Waits for the previous save first.
+
+        All ranks call this at the same step with the same state, or each with its shard of it. `before_commit` runs on
+        rank 0, in the writer's thread; if it raises, the save fails. After the commit older checkpoints are pruned, see
+        `CheckpointStore.prune`. `opaque` is this rank's share of the files in `next_folder`.
+        """
+        self._idle.wait()
+        # In a separate method, so that no tensor used for copying remains here, to be freed once the writer's thread
+        # has work: freeing it would give that thread Python's lock for a long time.
+        part = self._copier.copy(state)
+        self._number += 1
+        info = replace(info, metrics=dict(info.metrics))
+        job = _SaveJob(self._number, info, part, opaque, before_commit, keep_last, keep_best, ranking)
+        self._idle.clear()
+        self._jobs.put(job)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the last save has ended, successfully or not (see `error`). False if it has not within
+        `timeout_s`: a peer may be dead."""
+        return self._idle.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the thread and abandon a save in progress."""
+        self._closed.set()
+        self._jobs.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    # In the writer's thread
+
+    def _serve(self) -> None:
+        """The thread's main loop."""
+        while job := self._jobs.get():
+            try:
+                if isinstance(job, int):
+                    with suppress(Exception):  # then the first save tries it, and reports the error
+                        self._copier.reserve(job)
+                else:
+                    self._save(job)
+            finally:
+                self._idle.set()
+
+    def _save(self, job: _SaveJob) -> None:
+        """One save, from this rank's shard to the result that holds for all ranks."""
+        error: CheckpointError | None
+        try:
+            self._token = self._token or self._await_key("token")
+            tag = f"{self._token}-{job.number}"
+            self._write_part(job, tag)
+            if self._rank == 0:
+                self._keys.set(f"{job.number}/result", self._try_to_commit(job, tag))
+            result = self._await_key(f"{job.number}/result")
+            error = CheckpointError(result) if result else None
+        except Exception as cause:  # such as a dist.DistError: the key-value store dies with rank 0
+            error = self._store.write_error(job.info.step, reason_of(cause))
+        self.error = error
+
+    def _write_part(self, job: _SaveJob, tag: str) -> None:
+        """Write this rank's files, and report them or the error to rank 0."""
+        report: _PartReport = {"files": {}, "error": None}
+        try:
+            writing = self._store.writing_folder(job.info.step, tag)
+            if self._rank == 0 or job.part.file is not None:
+                self._store.create_writing_folder(job.info.step, tag)
+            if self._rank == 0:
+                job.before_commit()
+                report["files"][STRUCTURE] = write_file(writing / STRUCTURE, [serialized_structure(job.part.structure)])
+            if (name := job.part.file) is not None:
+                report["files"][name] = write_file(writing / name, self._chunks(job.part.data))
+            if job.opaque is not None:
+                report["files"] |= job.opaque.entries(writing, self._check_open)
+        except Exception as error:  # of any kind: rank 0 waits for this report
+            report = {"files": {}, "error": reason_of(error)}
+        self._keys.set(f"{job.number}/{self._rank}", json.dumps(report))
+        # This rank has read the result of the previous save, so rank 0 no longer needs its report on that one.
+        self._keys.delete_key(f"{job.number - 1}/{self._rank}")
+
+    def _try_to_commit(self, job: _SaveJob, tag: str) -> str:
+        """The same as `_commit`, but any error is a result: the other ranks wait for one."""
+        try:
+            return self._commit(job, tag)
+        except _WriterClosed:  # theirs are closed, too
+            raise
+        except Exception as cause:
+            self._store.discard(self._store.writing_folder(job.info.step, tag))
+            return str(self._store.write_error(job.info.step, reason_of(cause)))
+
+    def _commit(self, job: _SaveJob, tag: str) -> str:
+        """On rank 0: wait for all ranks, then commit what they wrote. Returns the error, or an empty string."""
+        step, writing = job.info.step, self._store.writing_folder(job.info.step, tag)
+        try:
+            reports = self._await_reports(job.number)
+        except _WriterClosed:
+            self._store.discard(writing)
+            raise
+        # Every rank has reported on this save, so it has read the result of the previous one.
+        self._keys.delete_key(f"{job.number - 1}/result")
+        errors = [report["error"] for report in reports if report["error"] is not None]
+        if errors:
+            self._store.discard(writing)
+            return str(self._store.write_error(step, errors[0]))
+        files = {name: entry for report in reports for name, entry in report["files"].items()}
+        try:
+            self._store.commit(writing, make_manifest(job.info, self._size, files, job.part.sharding))
+        except CheckpointError as error:
+            return str(error)
+        with suppress(OSError):  # what could not be deleted now is deleted after the next save
+            self._store.prune(step, job.keep_last, job.keep_best, job.ranking)
+        return ""
+
+    def _await_reports(self, number: int) -> list[_PartReport]:
+        """The reports of all ranks on a save, in rank order. When this returns no rank is writing any more."""
+        keys = [f"{number}/{rank}" for rank in range(self._size)]
+        next_look = time.monotonic() + MISSING_S
+
+        def all_reported() -> bool:
+            nonlocal next_look
+            if self._keys.check(keys):
+                return True
+            if time.monotonic() > next_look:
+                self.missing_ranks = [rank for rank, key in enumerate(keys) if not self._keys.check([key])]
+                next_look = time.monotonic() + MISSING_S
+            return False
+
+        try:
+            self._poll_until(all_reported)
+        finally:
+            self.missing_ranks = []
+        return [json.loads(report) for report in self._keys.multi_get(keys)]
+
+    def _await_key(self, key: str) -> str:
+        """The value of a key, as soon as it has one."""
+        self._poll_until(lambda: self._keys.check([key]))
+        return self._keys.get(key).decode()
+
+    def _poll_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, polling less often the longer it takes. Raises _WriterClosed.
+
+        The key-value store's own `wait` sleeps in C, where only a timeout can end it, about which torch prints
+        warnings; and a thread that wakes up there while Python shuts down aborts the process.
+        """
+        began = time.monotonic()
+        while not condition():
+            if self._closed.wait(min(LONGEST_POLL_S, 0.002 + (time.monotonic() - began) / 5)):
+                raise _WriterClosed("the attempt is ending")
+
+    def _chunks(self, stripe: memoryview) -> Iterator[memoryview]:
+        for start in range(0, len(stripe), WRITE_BYTES):
+            self._check_open()
+            yield stripe[start : start + WRITE_BYTES]
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise _WriterClosed("the attempt is ending")
+
+
+class _WriterClosed(OSError):
+    """The CheckpointWriter was closed while its thread waited or wrote."""
+
+
+def make_manifest(info: CheckpointInfo, world_size: int, files: dict[str, FileEntry], sharding: list[int]) -> Manifest:
+    """The manifest of a checkpoint with these files, which this many ranks trained."""
+    metrics, numerics = dict(info.metrics), dict(info.numerics)
+    return Manifest(
+        *(info.step, info.epoch, info.samples, world_size, metrics, files, numerics, info.config),
+        format=SHARDED_FORMAT if sharding else FORMAT,
+        sharding=sharding,
+    )
+
+
+def write_file(path: Path, chunks: Iterable[memoryview], sync_bytes: int | None = None) -> FileEntry:
+    """Write a new file so that it survives a power cut; returns its entry in the manifest.
+
+    With `sync_bytes` it is synced each time that about so much is written, so that no sync takes long.
+    """
+    digest, size, synced = hashlib.sha256(), 0, 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+            if sync_bytes is not None and size - synced >= sync_bytes:
+                file.flush()
+                os.fsync(file.fileno())
+                synced = size
+        file.flush()
+        os.fsync(file.fileno())
+    if not syncs_names(path):
+        fsync(path.parent)  # its name too: on a shared disk this node may be the only one that knows of it yet
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def reason_of(error: Exception) -> str:
+    """The error in one line, for the message that a checkpoint could not be written."""
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

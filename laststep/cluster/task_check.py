@@ -1,0 +1,180 @@
+"""Checks that `task` names a Task class or a function. Its module is parsed, not imported: it may import torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from laststep.cluster.namesake import check_namesake, imported
+from laststep.config.errors import ConfigError, nearest
+from laststep.config.schema import READY_MADE
+from laststep.frameworks import PACKAGES, missing
+
+MOST_CANDIDATES = 5
+Definition = ast.ClassDef | ast.FunctionDef
+HOOKS = {"datasets", "model", "step"}  # methods by which a class shows that it is a Task
+
+
+def check_task(path: str, search: Sequence[Path] = ()) -> None:
+    """Check that the module of a user's Task or function exists and defines it; Python looks in `search` first.
+
+    Raises ConfigError.
+    """
+    module, _, name = path.rpartition(".")
+    if module == "__main__":
+        raise ConfigError(
+            f"task={path}: the ranks cannot import a script or a notebook; move {name} to a module, e.g. my_task.py, "
+            f"and use task=my_task.{name}"
+        )
+    if not module:
+        _refuse_module(path, _find(path, path, search))
+        raise ConfigError(f"task={path}: {nearest(path, list(READY_MADE))} or give package.module.Name")
+    check_namesake(path, [path])
+    spec = _find(path, module, search)
+    if spec is None:
+        first = search[0] if search else Path.cwd()
+        raise ConfigError(f"task={path}: no module {module} on the Python path ({first}, ...)")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return  # a package without source, or a compiled module: the rank finds out
+    tree = _parse(path, spec)
+    names_used = list(imported(tree))
+    check_namesake(path, names_used)
+    _check_frameworks(path, names_used, search)
+    names = _check_definition(path, name, tree)
+    if name not in names and "*" not in names:
+        if spec.submodule_search_locations is not None:
+            _refuse_module(path, PathFinder.find_spec(path, spec.submodule_search_locations))
+        raise ConfigError(f"task={path}: {module} has no {name}; {nearest(name, sorted(names))}")
+
+
+def definition(path: str, search: Sequence[Path] = ()) -> tuple[ast.Module | None, Definition | None]:
+    """The parsed module of a user's task, and the class or function there; None for what its source does not show."""
+    module, _, name = path.rpartition(".")
+    spec = _find(path, module, search) if module else None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None, None
+    tree = _parse(path, spec)
+    found = (node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name)
+    return tree, next(found, None)
+
+
+def may_make_optimizer(path: str, search: Sequence[Path] = ()) -> bool:
+    """Whether a user's task may have an optimiser of its own: then `optim` is for the task to read. False for a class
+    that its source shows to be a plain Task without the method."""
+    _, node = definition(path, search)
+    if not isinstance(node, ast.ClassDef):
+        return True
+    plain = all(ast.unparse(base).rpartition(".")[2] in ("Task", "Classification") for base in node.bases)
+    return not plain or any(getattr(part, "name", None) == "optimizer" for part in node.body)
+
+
+def find_spec(module: str, search: Sequence[Path]) -> ModuleSpec | None:
+    """Where Python finds a module, as a rank would: in these folders first. None where there is no such module."""
+    before = list(sys.path)
+    sys.path[:0] = map(str, search)
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    finally:
+        sys.path[:] = before
+
+
+def _find(path: str, module: str, search: Sequence[Path]) -> ModuleSpec | None:
+    try:
+        return find_spec(module, search)
+    except Exception as error:  # to find a.b.C, Python runs a/__init__.py, which may raise anything
+        raise ConfigError(f"task={path}: {module} cannot be imported: {type(error).__name__}: {error}") from None
+
+
+def _parse(path: str, spec: ModuleSpec) -> ast.Module:
+    try:
+        return ast.parse(Path(str(spec.origin)).read_bytes())
+    except SyntaxError as error:
+        raise ConfigError(f"task={path}: {spec.origin}, line {error.lineno}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"task={path}: {spec.origin} cannot be read: {error}") from None
+
+
+def _check_frameworks(path: str, names: Sequence[str], search: Sequence[Path]) -> None:
+    """Raise ConfigError if the module imports the adapter of a framework that is not installed."""
+    for name in names:
+        adapter = ".".join(name.split(".")[:3])
+        package = PACKAGES.get(adapter)
+        if package is not None and find_spec(package, search) is None:
+            raise missing(f"task={path}", adapter, package)
+
+
+def _check_definition(path: str, name: str, tree: ast.Module) -> set[str]:
+    """Raise ConfigError if the module defines this name as what cannot be trained; returns the names it defines."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            assigned = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            names.update(assigned)
+            if name in assigned:
+                _check_value(path, node.value, tree)
+        if isinstance(node, ast.FunctionDef) and node.name == name and not _takes_run(node):
+            raise ConfigError(f"task={path}: must take the run, and perhaps args: def {name}(run)")
+        if isinstance(node, ast.ClassDef) and node.name == name and not _may_be_task(node):
+            raise ConfigError(f"task={path}: is not a subclass of laststep.Task: class {name}(Task)")
+    return names
+
+
+def _check_value(path: str, value: ast.expr, tree: ast.Module) -> None:
+    """Raise ConfigError for a value that is certainly no Task class and no function."""
+    if isinstance(value, ast.Constant):
+        raise ConfigError(f"task={path}: is neither a subclass of laststep.Task nor a function")
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:
+        class_path = f"{path.rpartition('.')[0]}.{value.func.id}"
+        raise ConfigError(f"task={path}: is an instance; name its class: task={class_path}")
+
+
+def _refuse_module(path: str, spec: ModuleSpec | None) -> None:
+    """Raise ConfigError if this is a module, named where its Task class or function is meant."""
+    if spec is None or spec.origin is None:
+        return
+    found = _candidates(_parse(path, spec)) if spec.origin.endswith(".py") else []
+    example = f", e.g. {' or '.join(f'{path}.{name}' for name in found)}" if found else ""
+    raise ConfigError(f"task={path}: is a module: name its Task class or function{example}")
+
+
+def _candidates(tree: ast.Module) -> list[str]:
+    """The names that the user may have meant: subclasses of a Task, and functions of a run."""
+    tasks: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+            methods = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            if methods & HOOKS or any(base.endswith("Task") or base in tasks for base in bases):
+                tasks.append(node.name)
+        elif isinstance(node, ast.FunctionDef) and _takes_run(node) and node.args.args:
+            first = node.args.args[0]
+            if first.arg == "run" or (first.annotation and ast.unparse(first.annotation).strip("'\"").endswith("Run")):
+                tasks.append(node.name)
+    return tasks[:MOST_CANDIDATES]
+
+
+def _may_be_task(node: ast.ClassDef) -> bool:
+    """Whether a class may be a subclass of Task: it has a base, or something that may give it one."""
+    return bool(node.bases or node.keywords or node.decorator_list)
+
+
+def _takes_run(function: ast.FunctionDef) -> bool:
+    """Whether a function can be called with the run, and with its settings if its second parameter is named args. A
+    decorated one passes: the decorator may change that."""
+    arguments = function.args
+    positional = len(arguments.posonlyargs) + len(arguments.args)
+    takes_any = positional >= 1 or arguments.vararg is not None
+    given = 1 + [each.arg for each in arguments.args[:2]][1:].count("args")
+    needs_more = positional - len(arguments.defaults) > given or None in arguments.kw_defaults
+    return (takes_any and not needs_more) or bool(function.decorator_list)

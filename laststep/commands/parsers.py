@@ -1,0 +1,139 @@
+"""Shared by the verbs' parsers: the parser class, options that set a configuration key, the RUN argument."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from laststep import compat
+from laststep.config.errors import ConfigError, nearest
+
+# Options that set a configuration key: option -> (key, placeholder in --help, help).
+KeyOptions = Mapping[str, tuple[str, str, str]]
+JOB_OPTIONS: KeyOptions = {
+    "--nodes": (
+        "launch.nodes",
+        "N|MIN-MAX",
+        "number of nodes, or a range such as 1-4: each start takes as many as are free",
+    ),
+    "--gpus-per-node": ("launch.gpus_per_node", "G", "GPUs per node, one rank each"),
+    "--tasks-per-node": ("launch.tasks_per_node", "T", "ranks per node, on CPU nodes"),
+    "--partition": ("launch.partition", "P", "Slurm partition"),
+    "--time": ("launch.time_min", "TIME", "time limit of one attempt: minutes, H:M:S, D-H or D-H:M:S"),
+}
+NEW_RUN_OPTIONS: KeyOptions = {**JOB_OPTIONS, "--name": ("launch.name", "RUN", "name of the run and of its folder")}
+
+# key=value words, as --help shows them and as the completion recognizes them.
+ANY_KEY, LAUNCH_KEY, ROOT_KEY = "key=value", "launch.KEY=value", "launch.root=FOLDER"
+OWN_CONFIG = "configs/default.yaml"  # in the folder where the command is typed; `laststep init` writes one
+NO_RUN = "name the run, or its folder"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one line for what is wrong."""
+
+    passes_on = False  # whether the words after `--` are options of another program
+
+    def __init__(self, prog: str, description: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def options(self) -> dict[str, argparse.Action]:
+        """Each option as it is typed."""
+        return compat.options_of(self)
+
+    def positionals(self) -> list[argparse.Action]:
+        """The arguments that are not options, in order."""
+        return compat.positionals_of(self)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if len(unknown) < len(message.split()) and not unknown[0].startswith("-"):
+            message = f"{unknown[0]}: one word too many; see --help"
+        elif len(unknown) < len(message.split()):
+            message = f"{unknown[0]}: no such option; {nearest(unknown[0].split('=')[0], list(self.options()))}"
+        if message.startswith("the following arguments are required: RUN"):
+            message = NO_RUN  # argparse would ask for the optional key=value words too
+        raise ConfigError(message)
+
+
+def add_config(parser: Parser) -> None:
+    """The options that name the YAML files of a configuration."""
+    parser.add_argument(
+        "--config",
+        default=OWN_CONFIG if os.path.isfile(OWN_CONFIG) else "mnist",
+        metavar="NAME|PATH",
+        help=f"a name in configs/, or a YAML file (default: {OWN_CONFIG} if there is one here, else mnist)",
+    )
+    parser.add_argument(
+        "--site",
+        metavar="NAME|PATH",
+        help="settings of this cluster: a name in configs/site/, or a YAML file (default: $LASTSTEP_SITE)",
+    )
+
+
+def add_key_options(parser: Parser, options: KeyOptions) -> None:
+    """Options that set a configuration key; `overrides_of` reads them."""
+    for option, (key, metavar, help) in options.items():
+        parser.add_argument(option, metavar=metavar, help=f"{help} ({key})")
+
+
+def add_ways(parser: Parser) -> None:
+    """The options that say where the ranks run; `Way.of` reads them."""
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--follow", action="store_true", help="stay, and print rank 0's log until the run ends")
+    ways.add_argument(
+        "--local", action="store_true", help="run all ranks on this machine; Ctrl-C stops them and keeps every step"
+    )
+    ways.add_argument("--debug", action="store_true", help="run one rank in this process; an error opens the debugger")
+    ways.add_argument(
+        "--dry-run", action="store_true", help="print the configuration and the sbatch script; submit nothing"
+    )
+
+
+def add_overrides(parser: Parser, help: str = "set a configuration key") -> None:
+    """Any number of key=value words."""
+    parser.add_argument("overrides", nargs="*", metavar=ANY_KEY, help=help)
+
+
+def add_run(parser: Parser) -> None:
+    """The run that a verb is about, and where to find it."""
+    parser.add_argument("run", metavar="RUN", help="name or folder of the run")
+    parser.add_argument("overrides", nargs="*", metavar=ROOT_KEY, help="the folder that holds all runs")
+
+
+def add_checkpoint(parser: Parser) -> None:
+    """Which of a run's checkpoints a verb is about, and which of its weights."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    which.add_argument("--best", action="store_true", help="the best checkpoint, see checkpoint.best_by")
+    parser.add_argument("--raw", action="store_true", help="the weights as trained, not averaged")
+
+
+def add_runs(parser: Parser, nargs: str) -> None:
+    """Several runs, and where to find them; `split` separates the two."""
+    parser.add_argument("words", nargs=nargs, metavar="RUN", help="name or folder of a run")
+
+
+def add_sweep(parser: Parser, help: str) -> None:
+    """The runs of a sweep, instead of naming each."""
+    parser.add_argument("--sweep", metavar="NAME", help=help)
+
+
+def overrides_of(args: argparse.Namespace, options: KeyOptions) -> list[str]:
+    """All key=value words; those of the options come last, so an option wins over a word."""
+    values = {key: getattr(args, option[2:].replace("-", "_")) for option, (key, _, _) in options.items()}
+    return [*args.overrides, *(f"{key}={value}" for key, value in values.items() if value is not None)]
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names of runs, and key=value words."""
+    return [word for word in words if "=" not in word], [word for word in words if "=" in word]

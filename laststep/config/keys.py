@@ -1,0 +1,120 @@
+"""Dotted keys of a configuration, such as optim.lr: listing them, setting one, parsing `key=value`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from laststep.config.errors import ConfigError, first_line, nearest
+from laststep.config.scalars import as_written, value_of
+from laststep.config.schema import Settings
+
+INT_OR_RANGE, FLOAT_OR_AUTO = "int or MIN-MAX", "float or auto"
+UNITS = {"s": "seconds", "min": "minutes", "minutes": "minutes", "gb": "GB"}  # by the end of a key
+
+
+def parse_override(word: str) -> dict[str, Any]:
+    """The value for each dotted key that a `key=value` word sets (several for `optim={...}`). Raises ConfigError."""
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{word}: not a verb, an option or key=value; see --help")
+    try:
+        tree, written = OmegaConf.to_container(OmegaConf.from_dotlist([word])), as_written(text)
+    except Exception as error:  # YAML and OmegaConf raise many types; the word is wrong in each case
+        raise ConfigError(f"{word}: cannot be read as key=value: {first_line(error)}") from None
+    return values_of(tree, {key: written})
+
+
+def values_of(tree: Any, written: Any) -> dict[str, Any]:
+    """The value for each dotted key of a tree that OmegaConf has read; `written` is the same with every scalar as text.
+
+    Raises ConfigError for a time limit that cannot be read.
+    """
+    texts = dict(leaves(written)) if isinstance(written, dict) else {}  # `just words` is a key without a value
+    return {key: value_of(key, _type_of(key), value, texts.get(key)) for key, value in leaves(tree)}
+
+
+def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Each key of a Config as (dotted key, field, value), in the schema's order; of its class, with the defaults."""
+    value_of = schema() if isinstance(schema, type) else schema
+    for f in dataclasses.fields(value_of):
+        value = getattr(value_of, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, f, value
+
+
+def kind_of(f: dataclasses.Field[Any]) -> str:
+    """The type of a key as messages and the documentation show it, such as `int or MIN-MAX`."""
+    return str(f.type).replace("float | int | str", FLOAT_OR_AUTO).replace("int | str", INT_OR_RANGE)
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Flatten nested dictionaries into dotted keys and values. An empty dictionary counts as a value."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def assign(tree: Any, key: str, value: Any) -> None:
+    """Set a dotted key of an OmegaConf tree. Raises ConfigError for a key or a value that does not fit the schema."""
+    known = {k: f for k, f, _ in fields_of(Settings)}
+    given = f"{key}={'null' if value is None else value}"
+    open_key = next((k for k, f in known.items() if f.type.startswith("dict") and key.startswith(k + ".")), None)
+    if key not in known and open_key is None:
+        sections = [k for k in known if k.startswith(key + ".")]
+        if len(key) > 100:
+            raise ConfigError(f"{key[:60]!r}...: no such key")  # from a file that is not a configuration
+        if sections:
+            raise ConfigError(f"{given}: {key} is a section; set one of {', '.join(sections)}")
+        raise ConfigError(
+            f"{key}: no such key; {nearest(key, list(known)) if '.' in key else _nearest_leaf(key, known)}"
+        )
+    if value == {} and key in known:
+        return  # an empty dictionary in a file changes nothing
+    try:
+        OmegaConf.update(tree, key, value)
+    except OmegaConfBaseException:
+        kind = kind_of(known[open_key or key]).replace(" | None", " or null")
+        unit = UNITS.get(key.rpartition("_")[2])
+        raise ConfigError(f"{given}: must be of type {kind}{(unit and f', in {unit}') or ''}") from None
+
+
+def replaced(tree: Any, names: Sequence[str], value: Any) -> Any:
+    """A copy of nested dataclasses and dictionaries in which the value at the path `names` is replaced."""
+    if not names:
+        return value
+    name, *rest = names
+    if isinstance(tree, dict):
+        return {**tree, name: replaced(tree.get(name, {}), rest, value)}
+    return dataclasses.replace(tree, **{name: replaced(getattr(tree, name), rest, value)})
+
+
+def escaped(value: Any) -> Any:
+    """Escape each `${`, so that OmegaConf writes and reads the value as it is and does not interpolate it again."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: escaped(item) for key, item in value.items()}
+    return [escaped(item) for item in value] if isinstance(value, list) else value
+
+
+def _type_of(key: str) -> str | None:
+    """The type of a key, or of the dictionary that it is in; None for a key that does not exist."""
+    types = {name: field.type for name, field, _ in fields_of(Settings)}
+    found = next((types[name] for name in types if key == name or key.startswith(f"{name}.")), None)
+    return None if found is None else str(found)
+
+
+def _nearest_leaf(name: str, known: dict[str, Any]) -> str:
+    """A hint for a key without its section (`lr=1`): the full keys that end in it, else the most similar key."""
+    full = [k for k in known if k.rpartition(".")[2] == name]
+    return f"did you mean {' or '.join(full)}?" if full else nearest(name, list(known))

@@ -1,0 +1,327 @@
+"""Loads one rank's batches onto its device, starting at any step.
+
+A batch is requested by its key, (epoch, sample indices), and a sample depends only on the seed and on its epoch and
+index. So the batches are the same for any number of workers and ranks, and from wherever an attempt starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from laststep import compat
+from laststep.config.errors import ConfigError
+from laststep.data.memory_batches import BatchKey, MemoryBatches
+from laststep.data.order import Order, seed_generators, seed_of
+from laststep.data.pixels import Images
+from laststep.world.signals import held_back, set_up_worker
+
+VALIDATION = -1  # takes the place of the epoch: a validation sample is the same in every epoch
+# A data set in memory is copied to the GPU as a whole if it is no larger than this; batches are then indexed there.
+ON_GPU_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class LoaderFactory:
+    """Makes loaders that share their settings.
+
+    `workers` processes load the samples, 0 means the rank itself; `collate` makes a batch of them, None means torch's
+    default. A batch may take any time: the watchdog ends an attempt whose worker hangs, and counts no time in which the
+    ranks were suspended.
+    """
+
+    collate: Callable[[list[Any]], Any] | None
+    workers: int
+    device: torch.device
+    pin_memory: bool = True
+    persistent_workers: bool = True  # keep them from epoch to epoch
+
+    def loader(self, dataset: Dataset[Any], seed: int, keys: Iterable[BatchKey]) -> DeviceLoader:
+        """A loader of the batches with these keys."""
+        return DeviceLoader(self._batches(dataset, seed, keys, self.device), self.device)
+
+    def warm_up_batch(self, dataset: Dataset[Any], seed: int, count: int) -> Any:
+        """A batch of `count` samples, for a warm-up step whose result is discarded.
+
+        It is taken from memory on the CPU: just before memory is fullest, the GPU does not hold the data set twice.
+        """
+        keys = [(0, numpy.arange(count) % len(dataset))]  # type: ignore[arg-type]
+        batches = replace(self, workers=0)._batches(dataset, seed, keys, torch.device("cpu"))
+        return next(iter(DeviceLoader(batches, self.device)))
+
+    def _batches(
+        self, dataset: Dataset[Any], seed: int, keys: Iterable[BatchKey], indexed_on: torch.device
+    ) -> Iterable[Any]:
+        """The batches with these keys; those of a data set in memory are on the device `indexed_on`."""
+        if self.collate is None and type(dataset) in (TensorDataset, Images):
+            tensors: tuple[Tensor, ...] = dataset.tensors  # type: ignore[attr-defined]
+            if indexed_on.type == "cpu" or sum(tensor.nbytes for tensor in tensors) <= ON_GPU_BYTES:
+                return MemoryBatches(dataset, seed, keys, indexed_on)
+        return self._sample_loader(dataset, seed, keys)
+
+    def _sample_loader(self, dataset: Dataset[Any], seed: int, keys: Iterable[BatchKey]) -> DataLoader[Any]:
+        return DataLoader(
+            _BatchDataset(dataset, seed, self.collate or default_collate),
+            sampler=keys,
+            batch_size=None,  # an item is a whole batch
+            collate_fn=_identity,
+            num_workers=self.workers,
+            pin_memory=self.pin_memory and self.device.type == "cuda",
+            worker_init_fn=set_up_worker,
+            # Not the global generator: the loader draws a seed for its workers, which would shift the model's draws.
+            generator=torch.Generator().manual_seed(seed_of("loader", seed)),
+            persistent_workers=self.persistent_workers and self.workers > 0,
+            multiprocessing_context="fork" if self.workers else None,
+        )
+
+
+class DeviceLoader:
+    """Iterates over batches and copies each to the device. Every iteration starts from the first batch."""
+
+    def __init__(self, batches: Iterable[Any], device: torch.device) -> None:
+        self.batches = batches
+        self.device = device
+        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __iter__(self) -> Iterator[Any]:
+        with held_back():  # torch lets SIGTERM kill a worker until it calls `set_up_worker`
+            batches = iter(self.batches)
+        try:
+            for batch in batches:
+                if isinstance(batch, ConfigError):
+                    raise batch
+                yield batch if self._copying is None else self._to_device(batch, self._copying)
+        finally:
+            if compat.kept_iterator(self.batches) is None:
+                end_workers(batches)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        end_workers(compat.kept_iterator(self.batches))  # a DataLoader keeps it if it has workers
+
+    def _to_device(self, batch: Any, copying: torch.cuda.Stream) -> Any:
+        """Copy a batch to the GPU on the stream `copying`, so that the copy need not wait for the current step."""
+        with torch.cuda.stream(copying):
+            batch = for_each_tensor(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        computing = torch.cuda.current_stream(self.device)
+        computing.wait_stream(copying)
+
+        def mark_as_used(tensor: Tensor) -> Tensor:
+            """Keep the allocator from reusing this memory for a later copy before the computation has read it."""
+            tensor.record_stream(computing)
+            return tensor
+
+        return for_each_tensor(mark_as_used, batch)
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of an iteration over a DataLoader now. At the interpreter's exit they would get a SIGTERM, which
+    they ignore, and the exit would wait for them without end."""
+    workers = compat.worker_processes(iterator)
+    if workers:
+        compat.shut_down_workers(iterator)
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+
+
+def set_up_workers(loader: DataLoader[Any]) -> None:
+    """Let the workers of a DataLoader that the user has made ignore stop signals, which are for the rank."""
+    if loader.num_workers:
+        loader.worker_init_fn = _WorkerSetup(loader.worker_init_fn)
+
+
+@dataclass(frozen=True)
+class _WorkerSetup:
+    """Sets up a worker, then calls the user's own worker_init_fn. A class, since a closure cannot be pickled."""
+
+    then: Callable[[int], None] | None
+
+    def __call__(self, number: int) -> None:
+        set_up_worker()
+        if self.then is not None:
+            self.then(number)
+
+
+def for_each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """A nested batch in which `function(tensor)` replaces each tensor."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {key: for_each_tensor(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a NamedTuple
+        return type(batch)(*(for_each_tensor(function, value) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(for_each_tensor(function, value) for value in batch)
+    return batch
+
+
+class _BatchDataset(Dataset[Any]):
+    """A data set whose items are whole batches, by key. Each sample's random draws depend only on (seed, epoch, index).
+
+    So it does not matter which worker loads a sample, how many workers there are, or what was loaded before.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.collate = collate
+
+    def __getitem__(self, key: BatchKey) -> Any:
+        epoch, indices = key
+        samples = []
+        try:
+            for index in numpy.asarray(indices).tolist():  # a data set may expect Python's integers
+                seed_generators(seed_of("sample", self.seed, epoch, index))
+                samples.append(self.dataset[index])
+        except ConfigError as error:
+            return error  # the rank raises it: an exception raised here would reach the rank as the text of a traceback
+        return self.collate(samples)
+
+
+def is_ours(dataset: Any) -> bool:
+    """Whether this is the data set of a DataLoader that a LoaderFactory has made."""
+    return isinstance(dataset, _BatchDataset)
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+@dataclass
+class TrainBatchKeys:
+    """The keys of the micro-batches that a rank has in `steps`, which may span epochs: `micro_batches` of each of its
+    `shares`, of which there are `total`.
+
+    A micro-batch that is empty for this rank, as in a short last batch, is replaced by two samples, since a model may
+    not accept fewer. Its count is 0.
+    """
+
+    order: Order
+    steps: range
+    shares: Sequence[int]
+    total: int
+    micro_batches: int
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        for step in self.steps:
+            epoch = self.order.epoch(step)
+            for share in self.shares:
+                for indices in self.order.micro_batches(step, share, self.total, self.micro_batches):
+                    yield epoch, indices if len(indices) else self.order.batch(step)[:2]
+
+    def counts(self, step: int) -> list[int]:
+        """How many samples of each micro-batch of `step` count."""
+        order = self.order
+        sizes = [order.micro_batch_sizes(step, share, self.total, self.micro_batches) for share in self.shares]
+        return sizes[0] if len(sizes) == 1 else [size for of_share in sizes for size in of_share]
+
+
+class StepLoader:
+    """Loads this rank's batches of a training set for a custom training loop, starting at any step: one per step, or
+    one for each of its shares (train.shares)."""
+
+    def __init__(
+        self, factory: LoaderFactory, dataset: Dataset[Any], order: Order, rank: int, size: int, shares: int = 1
+    ) -> None:
+        self.order = order
+        self._parts = factory, dataset, rank, size, shares
+        self._keys = TrainBatchKeys(order, range(0), [rank], size, shares)
+
+    @cached_property
+    def _loader(self) -> DeviceLoader:
+        factory, dataset, *_ = self._parts
+        return factory.loader(dataset, self.order.seed, self._keys)
+
+    def reseeded(self, seed: int) -> StepLoader:
+        """A loader of the same samples in another order."""
+        factory, dataset, *place = self._parts
+        return StepLoader(factory, dataset, replace(self.order, seed=seed), *place)
+
+    def __len__(self) -> int:
+        """Steps per epoch."""
+        return self.order.steps_per_epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per step over all ranks; a short last batch has fewer."""
+        return self.order.batch_size
+
+    def samples(self, step: int) -> int:
+        """The samples of `step` over all ranks."""
+        return self.order.count(step)
+
+    def weights(self, step: int) -> list[float]:
+        """The part of the samples of `step` that each of this rank's batches has."""
+        samples = self.order.count(step)
+        return [count / samples for count in self._keys.counts(step)]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises ConfigError: only run.steps(...) knows which batch is next."""
+        raise ConfigError(
+            "a loader that run.loader(...) gave is not iterated itself: write `for batch in run.steps(loader)`, or for "
+            "a second loader `more = run.batches(loader)` before that loop and `next(more)` in it"
+        )
+
+    def batches(self, first: int, steps: int) -> Iterator[Any]:
+        """The batches of `steps` steps, the first of which is step `first`."""
+        self._keys.steps = range(first, first + steps)
+        return iter(self._loader)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if "_loader" in vars(self):
+            self._loader.close()
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """In place of a StepLoader, for a loop that draws its own batches: an epoch of `count` steps, by their numbers."""
+
+    count: int
+    batch_size: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def samples(self, step: int) -> int:
+        """The samples of `step` over all ranks."""
+        return self.batch_size
+
+    def batches(self, first: int, steps: int) -> Iterator[int]:
+        """The numbers of `steps` steps, the first of which is step `first`."""
+        return iter(range(first, first + steps))
+
+
+@dataclass(frozen=True)
+class ValidationBatchKeys:
+    """The keys of a rank's `shares` of each validation batch, of which there are `total`. All ranks have the same
+    number of batches."""
+
+    samples: int
+    batch_size: int
+    shares: Sequence[int]
+    total: int
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size) * len(self.shares)
+
+    def indices(self, batch: int, number: int = 0) -> range:
+        """The sample indices of this rank's share `number` of `batch`, which may be empty."""
+        start = batch * self.batch_size
+        count = min(self.batch_size, self.samples - start)
+        share = self.shares[number]
+        return range(start + count * share // self.total, start + count * (share + 1) // self.total)
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        for position in range(len(self)):
+            indices = self.indices(*divmod(position, len(self.shares)))
+            indices = indices or range(1)  # empty: one sample that does not count
+            yield VALIDATION, numpy.arange(indices.start, indices.stop)

@@ -1,0 +1,235 @@
+"""Lightning's Trainer, resumed exactly: `from laststep.frameworks.lightning import Trainer`, and `Trainer(run, ...)`.
+
+Lightning keeps its own loop. It asks for a batch only when the step before is done: its fetcher takes none in advance
+from a loader that has a length. A resumed run starts Lightning's loop as if it were new. At the first batch it sets
+all of Lightning's counters to what they were when the step before that batch was done; Lightning's own restart is not
+used. An epoch whose steps were over when the attempt began has only its validation left: `at_resumed_end` starts it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from laststep import compat
+from laststep.config.errors import ConfigError
+from laststep.frameworks import unusable
+from laststep.frameworks.fabric import ddp_options
+from laststep.frameworks.steps import FrameworkSteps, FrameworkValidation
+from laststep.loops.custom_loop import LeaveFunction
+from laststep.loops.rehearsal import rehearse_without_forward
+from laststep.loops.run import Run, loop_of
+
+try:
+    from lightning import pytorch
+    from lightning.pytorch.callbacks import Callback, Checkpoint
+    from lightning.pytorch.strategies import DDPStrategy
+except ImportError as error:
+    raise unusable(__name__, error) from error
+
+DDP = {"auto": None, "ddp": None, "ddp_find_unused_parameters_false": False, "ddp_find_unused_parameters_true": True}
+
+
+class Trainer(pytorch.Trainer):
+    """Lightning's Trainer for a run: `Trainer(run, max_epochs=5)` in the function that `task` names.
+
+    `fit` takes what `run.loader(dataset, batch_size)` gave as its training loader. All other arguments are Lightning's.
+    Raises ConfigError for those that would keep a run from resuming exactly.
+    """
+
+    def __init__(self, run: Run, **arguments: Any) -> None:
+        _refuse(arguments)
+        unused = DDP[arguments.pop("strategy", "auto")]
+        options = ddp_options(run) | ({} if unused is None else {"find_unused_parameters": unused})
+        arguments.update(strategy=_Strategy(run, **options), num_nodes=loop_of(run).group.world.nodes, devices="auto")
+        arguments.setdefault("enable_progress_bar", sys.stdout.isatty())
+        callbacks = arguments.pop("callbacks", None) or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        if any(isinstance(callback, Checkpoint) for callback in callbacks):
+            raise ConfigError("Trainer(callbacks=...): remove ModelCheckpoint; `checkpoint` in the configuration saves")
+        self._follower = _Follower(run)
+        super().__init__(callbacks=[self._follower, *callbacks], enable_checkpointing=False, **arguments)
+        compat.leave_signals_alone(self)
+
+    def fit(self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, **others: Any) -> None:
+        """Train, from where the run was."""
+        for name, value in others.items():
+            if value is not None:
+                raise ConfigError(f"Trainer.fit({name}=...): {INSTEAD.get(name, 'remove it')}")
+        self._follower.follow(self, train_dataloaders)
+        super().fit(model, self._follower.steps, val_dataloaders)
+
+
+INSTEAD = {
+    "datamodule": "pass its data: train_dataloaders=run.loader(data.train_set, batch_size), "
+    "val_dataloaders=data.val_dataloader()",
+    "ckpt_path": "remove it; a run resumes by itself",
+}
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments with which a run would not resume exactly."""
+    strategy = arguments.get("strategy", "auto")
+    if not isinstance(strategy, str) or strategy not in DDP:
+        raise ConfigError(f"Trainer(strategy={strategy!r}): choose one of {', '.join(DDP)}")
+    if arguments.get("accumulate_grad_batches", 1) != 1:
+        raise ConfigError(
+            "Trainer(accumulate_grad_batches=...): a step is one batch; use 1, and a larger run.loader(batch_size=...)"
+        )
+    if arguments.get("max_time") is not None:
+        raise ConfigError("Trainer(max_time=...): a run that ends by the clock cannot be repeated; use max_steps")
+    if arguments.get("enable_checkpointing"):
+        raise ConfigError("Trainer(enable_checkpointing=True): remove it; `checkpoint` in the configuration saves")
+    if arguments.get("max_epochs") == -1 and arguments.get("max_steps", -1) == -1:
+        raise ConfigError("Trainer(max_epochs=-1): a run needs an end; give max_epochs or max_steps")
+
+
+class _Strategy(DDPStrategy):
+    """Lightning's DDP, whose validations can be stopped."""
+
+    def __init__(self, run: Run, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._of_run = run
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self._of_run.size, "rank": self._of_run.rank}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return dataloader if isinstance(dataloader, FrameworkSteps) else FrameworkValidation(self._of_run, dataloader)
+
+
+class _Follower(Callback):
+    """Follows Lightning's loop: registers what it trains, and marks where each step and each epoch ends."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._metrics: dict[str, Any] = {}  # before a validation
+        self._validated: dict[str, float] = {}  # what validations have found, by rank 0
+
+    def follow(self, trainer: Any, loader: Any) -> None:
+        """Follow the loop of this trainer over what `run.loader` gave. Raises ConfigError."""
+        self.steps = FrameworkSteps(self._run, loader, lambda: _plan(trainer))
+        loop = trainer.fit_loop.epoch_loop
+        advance_end = loop.on_advance_end  # a validation, if one is due
+
+        def on_advance_end(fetcher: Any) -> None:
+            if self.steps.last_of_epoch:
+                self.steps.end_epoch()
+            advance_end(fetcher)
+            if not loop.done:
+                self.steps.end_step()  # now, since Lightning waits for the other ranks before it asks for a batch
+
+        loop.on_advance_end = on_advance_end
+        self.steps.at_resumed_end = lambda: advance_end(compat.lightning_fetcher(trainer))
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        _warn_of_own_state(self._run, trainer, pl_module)
+        objects = {"model": trainer.strategy.model, "lightning": _Progress(trainer, self._validated)}
+        optimizers, configs = trainer.optimizers, trainer.lr_scheduler_configs
+        objects |= {_numbered("optimizer", n, optimizers): optimizer for n, optimizer in enumerate(optimizers)}
+        for number, config in enumerate(configs):
+            if isinstance(config.scheduler, ReduceLROnPlateau) and config.interval == "step":
+                raise ConfigError("configure_optimizers(): ReduceLROnPlateau needs interval='epoch'")
+            objects[_numbered("scheduler", number, configs)] = config.scheduler
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            objects["scaler"] = scaler
+        rehearse_without_forward(trainer.strategy.model)
+        loop_of(self._run).register(objects, rehearses=False)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self._run.log(loss=loss)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._metrics = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        found = trainer.callback_metrics.items()
+        new = {name: value for name, value in found if value is not self._metrics.get(name)}
+        self._run.log(**new)
+        values = torch.tensor([float(new[name]) for name in sorted(new)], device=self._run.device, dtype=torch.float64)
+        loop_of(self._run).group.broadcast([values])
+        self._validated.update(zip(sorted(new), values.tolist()))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.steps.end_epoch()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if not isinstance(exception, LeaveFunction):
+            raise exception  # Lightning would move the model and the optimiser, which a rescue is about to read
+
+
+class _Progress:
+    """Where Lightning's loop is, the state of its callbacks, and the validations' metrics, which these may ask for."""
+
+    def __init__(self, trainer: Any, validated: dict[str, float]) -> None:
+        self._trainer, self._validated = trainer, validated
+
+    def _counters(self) -> dict[str, Any]:
+        fit, steps = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        return {
+            "epochs": fit.epoch_progress,
+            "batches": steps.batch_progress,
+            "schedulers": steps.scheduler_progress,
+            "optimizers": steps.automatic_optimization.optim_progress,
+            "manual": steps.manual_optimization.optim_step_progress,
+            "validation": steps.val_loop.batch_progress,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {name: counter.state_dict() for name, counter in self._counters().items()}
+        callbacks = {each.state_key: each.state_dict() for each in self._trainer.callbacks}
+        state["callbacks"] = {name: kept for name, kept in callbacks.items() if kept}
+        state["validated"] = dict(self._validated)
+        return {**state, "stepped": compat.get_lightning_steps(self._trainer)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, counter in self._counters().items():
+            counter.load_state_dict(state[name])
+        compat.set_lightning_steps(self._trainer, state["stepped"])
+        for callback in self._trainer.callbacks:
+            if callback.state_key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][callback.state_key])
+        self._validated.update(state["validated"])
+        device = self._trainer.strategy.root_device
+        metrics = {name: torch.tensor(value, device=device) for name, value in self._validated.items()}
+        self._trainer.callback_metrics.update(metrics)
+        fetcher = compat.lightning_fetcher(self._trainer)
+        if fetcher is None:  # Lightning's loop has not begun: let it begin the epoch
+            epochs = self._trainer.fit_loop.epoch_progress
+            for count in (epochs.total, epochs.current):
+                count.ready = count.started = count.processed
+        else:
+            fetcher.fetched = state["batches"]["current"]["ready"]
+
+
+def _plan(trainer: Any) -> tuple[int, int | None]:
+    """The number of epochs, and the number of steps or None, as they are known when Lightning's loop has begun."""
+    epochs, steps = trainer.fit_loop.max_epochs, trainer.max_steps
+    if steps == -1 or not trainer.lightning_module.automatic_optimization:
+        return epochs, None
+    needed = math.ceil(steps / trainer.num_training_batches)
+    return needed if epochs == -1 else min(epochs, needed), steps
+
+
+def _numbered(name: str, number: int, among: list[Any]) -> str:
+    return name if len(among) == 1 else f"{name}{number}"
+
+
+def _warn_of_own_state(run: Run, trainer: Any, module: Any) -> None:
+    """Say what keeps a state that only a checkpoint of Lightning's own would hold."""
+    for each, plain in [(module, pytorch.LightningModule), *((callback, Callback) for callback in trainer.callbacks)]:
+        if type(each).on_save_checkpoint is not plain.on_save_checkpoint:
+            loop_of(run).progress.say(
+                f"WARNING: {type(each).__name__}.on_save_checkpoint() is not called; keep that state in buffers, or in "
+                "a callback's state_dict()"
+            )

@@ -1,0 +1,149 @@
+"""The values that a training function logs: a step's are scalars on the device, an epoch's are numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laststep.config.errors import ConfigError
+from laststep.loops.loop import finite
+from laststep.world.group import Group
+from laststep.world.tree_sum import tree_sum
+
+MAX_NAMES = 32  # of a step's values: ranks broadcast a row with a place for each name, whether it is in use or not
+
+
+class LoggedValues:
+    """Values by name. Rank 0's count.
+
+    A step's values stay on the device, so that logging them waits for nothing. The other ranks receive those logged
+    before the step's update with that update, and the rest before metrics.jsonl is written.
+    """
+
+    def __init__(self, group: Group, best_by: str) -> None:
+        self._group = group
+        self.row = torch.zeros(MAX_NAMES, dtype=torch.float64, device=group.device)  # of the step under way
+        self._places = {"lr": 0}
+        self._names: list[str] = []  # that this step has logged
+        self._shares: list[tuple[Tensor, list[str]]] = []  # a row and its names for each share of this step
+        self._rows: list[Tensor] = []  # of finished steps, not synced yet
+        self._best_by = best_by
+        self._validation: dict[str, Any] | None = None  # of a validation within this step, which begins with its step
+        self._epoch: dict[str, Any] = {}
+        self._ended_epoch: dict[str, Any] = {}  # of the epoch that has just ended
+
+    def log_step(self, values: Mapping[str, Any]) -> None:
+        """Log values of this step or of its share, numbers or tensors of one element. Raises ConfigError."""
+        row, names = self._shares[-1] if self._shares else (self.row, self._names)
+        for name, value in values.items():
+            if self._validation is not None and (name.startswith("val_") or name == self._best_by):
+                self._validation[name] = value
+                continue
+            place = self._places.setdefault(name, len(self._places))
+            if place >= MAX_NAMES:
+                raise ConfigError(f"run.log({name}=...): a run logs at most {MAX_NAMES} different values per step")
+            try:
+                row[place] = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise ConfigError(f"run.log({name}=...): must be a number, or a tensor of one element") from None
+            names.append(name)
+
+    def begin_share(self) -> None:
+        """What is logged from now on are means over the samples of one share."""
+        self._shares.append((torch.full_like(self.row, math.nan), []))
+
+    def end_shares(self, weights: Sequence[float]) -> None:
+        """Log the means over the samples of all shares, of which this rank's count by these weights. A collective.
+
+        Raises ConfigError for a value that only some of this rank's shares have logged. A mean is NaN if only another
+        rank's have.
+        """
+        shares, self._shares = self._shares, []
+        names = list(dict.fromkeys(name for _, logged in shares for name in logged))
+        for name in names:
+            if not all(name in logged for _, logged in shares):
+                raise ConfigError(f"run.log({name}=...): logged in some shares only; log it in each, or after them")
+        own = tree_sum(torch.stack([row * weight for (row, _), weight in zip(shares, weights)]))
+        total = tree_sum(torch.stack(self._group.gather(own)))
+        for name in names:
+            self.row[self._places[name]] = total[self._places[name]]
+        self._names += names
+
+    def begin_validation(self, step: int) -> None:
+        """A validation of the state after `step` begins within this step. Its values are those named val_ and that by
+        which checkpoints are ranked."""
+        self._validation = {"step": step}
+
+    def end_validation(self) -> dict[str, Any] | None:
+        """The step that has been validated within this step, and rank 0's values, as numbers; None if there was none. A
+        collective if there was one."""
+        values, self._validation = self._validation, None
+        return None if values is None else _from_rank_0(as_numbers("run.log", values), self._group)
+
+    def log_learning_rate(self, lr: float | Tensor) -> None:
+        """Log the learning rate of this step, unless the function has logged one itself."""
+        if "lr" not in self._names:
+            self.log_step({"lr": lr})
+
+    def end_step(self) -> dict[str, Tensor]:
+        """The values that the step has logged; what is logged next belongs to the next step."""
+        row = self.row.clone()
+        self._rows.append(row)
+        logged = {name: row[self._places[name]] for name in self._names}
+        self._names.clear()
+        return logged
+
+    def sync_steps(self) -> None:
+        """Give every rank rank 0's values of finished steps: overwrites in place what `end_step` returned. A
+        collective."""
+        if self._rows:
+            rows = torch.stack(self._rows)
+            self._group.broadcast([rows])
+            for old, new in zip(self._rows, rows):
+                old.copy_(new)
+            self._rows.clear()
+
+    def log_epoch(self, values: Mapping[str, Any]) -> None:
+        """Log values of this epoch."""
+        self._epoch.update(values)
+
+    def end_epoch(self) -> None:
+        """What is logged next belongs to the next epoch."""
+        self._ended_epoch, self._epoch = self._epoch, {}
+
+    def epoch_values(self, include_open: bool) -> dict[str, Any]:
+        """Take rank 0's values of the epoch that has ended: another rank may have to write them for it. With
+        `include_open` also those logged since: the function may have left its loop over epochs by a break. A
+        collective."""
+        values, self._ended_epoch = {**self._ended_epoch, **(self._epoch if include_open else {})}, {}
+        return _from_rank_0(as_numbers("run.log", values), self._group)
+
+
+def _from_rank_0(values: dict[str, Any], group: Group) -> dict[str, Any]:
+    """Rank 0's values, on every rank. A collective."""
+    if group.world.size == 1:
+        return values
+    text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+    size = torch.tensor(len(text), device=group.collective_device)
+    group.broadcast([size])
+    received = text if group.world.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+    received = received.to(group.collective_device)
+    group.broadcast([received])
+    found: dict[str, Any] = json.loads(received.cpu().numpy().tobytes())
+    return found
+
+
+def as_numbers(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers, and tensors of one element, as JSON has them. Raises ConfigError, which names `source`, for others."""
+    found = {}
+    for name, value in values.items():
+        try:
+            found[str(name)] = value if isinstance(value, int) else finite(float(value))
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(f"{source}: {name} must be a number, or a tensor of one element") from None
+    return found

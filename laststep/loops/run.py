@@ -1,0 +1,233 @@
+"""Run: the object that a custom training loop is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from laststep.config.checks import check_no_sharding
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers
+from laststep.loops.custom_loop import CustomLoop
+from laststep.loops.custom_steps import Framework
+from laststep.loops.loop import AttemptContext
+from laststep.loops.user_args import user_args
+
+
+class Run:
+    """A run, as your own training loop sees it.
+
+    Write the loop as a function of one argument and name it in the configuration: `task: package.module.main`. Every
+    rank calls it, with the process group set up (also when there is only one rank):
+
+        def main(run):
+            loader = run.loader(train_set, batch_size=64)
+            run.restore(model=model, optimizer=optimizer, scheduler=scheduler)
+            for epoch in run.epochs(5):
+                for x, y in run.steps(loader):      # one iteration is one step: one update
+                    ...
+                for x, y in run.validation(val_loader):
+                    ...
+
+    At a stop all ranks leave the function after the same step, from one of the two inner loops, and everything is
+    saved. The next attempt calls the function again: code before the loops runs again, and the loops continue where the
+    run was. When a rank dies, the surviving ranks save the last finished step.
+
+    All random generators are seeded from (seed, step, rank) before each step, and likewise before each batch of a
+    validation, so a resumed run draws the same random numbers.
+
+    The function returns the run's result, a dict of numbers. If it returns nothing, the result is what the last epoch
+    has logged. docs/custom-loops.md lists the rules that such a loop must follow.
+
+    A script written for torchrun need not change its first and last lines: RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set under every launcher, `init_process_group()` joins the process
+    group that exists, `destroy_process_group()` leaves it alone, and `sys.exit(0)` is a return.
+
+    Settings of your own are `args.NAME=VALUE` in the configuration and on the command line, and `run.args.NAME` here.
+    With a second parameter named `args`, annotated with a dataclass of yours, they are checked against its fields:
+
+        @dataclass
+        class Args:
+            width: int = 64
+
+        def main(run, args: Args):
+            ...
+
+    With several ranks every optimizer must update the parameters of a registered DistributedDataParallel, or of a
+    registered model that torch's `fully_shard` has sharded. If the loop averages the gradients itself, set
+    `run.averages_gradients = True` before `run.restore(...)`.
+
+    Attributes: `rank`, `size` (number of ranks), `local_rank`, `local_size` (number of ranks on this node), `device`
+    (this rank's torch.device), `config`, `args`, `name` and `folder` (the run's name, and the path of its folder).
+    """
+
+    averages_gradients = False
+
+    def __init__(self, loop: CustomLoop, args: Any) -> None:
+        self._loop = loop
+        self.args = args
+        world = loop.group.world
+        self.rank, self.size = world.rank, world.size
+        self.local_rank, self.local_size = world.local_rank, world.local_size
+        self.device = loop.group.device
+        self.config = loop.config
+        self.name, self.folder = loop.run_dir.name, loop.run_dir.path
+
+    @property
+    def step(self) -> int:
+        """Finished steps, counted from the start of the run."""
+        return self._loop.position.step
+
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        *,
+        sampler: Any = None,
+        drop_last: bool = False,
+        pin_memory: bool = True,
+        persistent_workers: bool = False,
+        shares: int | None = None,
+    ) -> StepLoader:
+        """Make a loader for `steps`: it gives this rank its share of each batch, on the device.
+
+        `batch_size` counts the samples of all ranks together. Samples are reshuffled in each epoch, in an order that
+        depends only on the seed. The last batch of an epoch may be short. `dataset` has `__len__` and `__getitem__`; a
+        sample may draw random numbers, since generators are seeded from (seed, epoch, sample index) before it is made.
+
+        `num_workers` processes load samples, 0: this process. `collate_fn` makes a batch from a list of samples, None:
+        torch's default_collate.
+
+        `sampler` chooses the samples and their order instead: a sequence of indices, or a torch Sampler that is the
+        same on every rank and has no generator of its own (not a DistributedSampler: each batch is shared out here). It
+        is iterated once per epoch, after `set_epoch(epoch)` if it has that, with all generators seeded by (seed,
+        epoch). `drop_last` leaves out a short last batch. `pin_memory` (on GPUs) and `persistent_workers` are torch's:
+        workers that stay from epoch to epoch do not see what the loop changes in the data set.
+
+        `shares` is for a loop that is written for one value of train.shares: any other is refused. See `shares`.
+
+        Raises ConfigError when the data set is empty or has no length, `batch_size` is not divisible by the number of
+        ranks or shares, or the order of the sampler could not be repeated.
+        """
+        loading = LoaderFactory(collate_fn, num_workers, self.device, pin_memory, persistent_workers)
+        self._loop.shares.check_loader(batch_size, shares)
+        return self._loop.loaders.make(loading, dataset, self.config.seed, batch_size, sampler, drop_last)
+
+    def restore(self, **objects: Any) -> None:
+        """Register everything that a checkpoint should hold, and restore it from the newest checkpoint if there is one.
+
+        Call this once, before the first step. Each object has state_dict() and load_state_dict(), or is a dict, and its
+        state must be the same on every rank. At least one is an optimizer. Register the DistributedDataParallel, not
+        the model inside it. Raises ConfigError for an object that cannot be stored, for a checkpoint that does not fit
+        the objects, and where nothing averages the gradients of several ranks (see `averages_gradients`).
+
+        A model may be sharded by torch's `fully_shard`, over a mesh of all ranks: `(ranks,)`, or `(replicas, shards)`.
+        Of DTensors, in its optimizer and in any other object, each rank saves its rows.
+        """
+        self._loop.register(objects, self.averages_gradients)
+
+    def checkpoint(self, save: Callable[[Path], object], load: Callable[[Path], object], **objects: Any) -> None:
+        """Call this instead of `restore` where a framework holds state that cannot be registered, such as the shards
+        of DeepSpeed: it saves and loads that itself. `objects` are registered besides, as in `restore`.
+
+        `save(folder)` is called on all ranks together, between two steps and after the function has returned. It writes
+        into that empty folder, which all ranks share, and is done when it returns. The folder becomes part of the
+        checkpoint, and is renamed. If `save` raises, the attempt ends. `load(folder)` is called here, at once, if there
+        is a checkpoint: its files are those that were saved, compared with their hashes. It must not change them.
+
+        Surviving ranks cannot save such state: a rank that dies costs the steps since the newest checkpoint. Nor can
+        the ranks stop within a validation, unless the steps before it have been saved. Before the first step of an
+        attempt, and after a break out of the steps until the next validation or epoch, nothing may change this state.
+        """
+        functions: dict[str, Any] = {"save": save, "load": load}
+        for name, given in functions.items():
+            if not callable(given):
+                kind = type(given).__name__
+                raise ConfigError(f"run.checkpoint({name}=...): must be a function of a folder, not a {kind}")
+        self._loop.register(objects, framework=Framework(save, load))
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs, from 0, that are left of `count`. The first of them may be half done."""
+        return self._loop.epochs(count)
+
+    def steps(self, loader: StepLoader | None = None, count: int | None = None, samples: int = 0) -> Iterator[Any]:
+        """The batches of the steps that are left of this epoch.
+
+        Each iteration is one step. A step makes one update of the registered objects: they may change from the first
+        `optimizer.step()` to the end of the iteration. An epoch has `count` steps, by default once over the data.
+        `loader` comes from `run.loader(...)`.
+
+        Without a loader, for a loop that draws its own batches: the numbers of the epoch's `count` steps, as `run.step`
+        counts them. Draw each batch in its own iteration, from the generators of Python, NumPy or torch: they are
+        seeded by (seed, step, rank). `samples` is the number of samples per step over all ranks, to report a speed in.
+        """
+        if loader is None and count is None:
+            raise ConfigError("run.steps() needs a loader that run.loader(...) gave, or count=N for N steps")
+        return self._loop.steps(StepNumbers(count or 0, samples) if loader is None else loader, count)
+
+    def shares(self, batch: Any) -> Iterator[Any]:
+        """The parts of a step's batch that this rank computes, one after another. With train.shares each is a share,
+        and the run ends with the same bits on any number of ranks that fits. Without it, this is the batch itself.
+
+            for batch in run.steps(loader):
+                for x, y in run.shares(batch):
+                    loss = cross_entropy(model(x), y)   # the mean over these samples
+                    loss.backward()
+                    run.log(loss=loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        The gradient after this loop, and the logged values, are means over all samples of the step. All generators are
+        seeded by (seed, step, share) before each share, and by (seed, step) before and after this loop. Nothing but
+        gradients and logged values may outlive a share.
+        """
+        return self._loop.share_batches(batch)
+
+    def batches(self, loader: StepLoader, per_step: int = 1) -> Iterator[Any]:
+        """The batches of a second loader, for `next(...)` in the iterations of `steps`: `per_step` for each step,
+        over and over. Which ones follows from the number of the step, so a resumed run draws the same.
+
+            more = run.batches(run.loader(unlabelled, 256))
+            for x, y in run.steps(loader):
+                (u,) = next(more)
+        """
+        return self._loop.batches(loader, per_step)
+
+    def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a loader, any iterable with the same number of batches on every rank.
+
+        The ranks can stop before each batch. The next attempt then repeats everything that follows the steps of this
+        epoch, from the state that these steps have left.
+        """
+        return self._loop.validation(loader)
+
+    def log(self, **values: Any) -> None:
+        """Write numbers, or tensors of one element, to metrics.jsonl: within a step to that step's line, elsewhere to
+        the line of the epoch.
+
+        Rank 0's values count. Log a step's values before its update: then all ranks have them, and can write them even
+        if rank 0 dies. Values logged after the update reach the other ranks only every `train.log_every` steps.
+        """
+        self._loop.log(values)
+
+
+def loop_of(run: Run) -> CustomLoop:
+    """The loop behind a Run, for the adapters of laststep.frameworks."""
+    return run._loop
+
+
+def called_with_run(function: Callable[..., Any], config: Config) -> Callable[[CustomLoop], Any]:
+    """The function, called with a Run and, if it takes them, with the args. Raises ConfigError for args that do not fit
+    it."""
+    args, takes_args = user_args(function, config.args)
+    return lambda loop: function(Run(loop, args), *([args] if takes_args else []))
+
+
+def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> CustomLoop:
+    """The loop around a function that has its own training loop. Raises ConfigError as `called_with_run` does."""
+    check_no_sharding(context.config)
+    return CustomLoop(called_with_run(function, context.config), context)

@@ -1,0 +1,248 @@
+"""The ready-made loop: trains a Task from its newest checkpoint to the end of the run, or to a stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from laststep import compat
+from laststep.checkpoint.restore import SharedCheckpoint
+from laststep.config.checks import check_batch, check_shards, check_size
+from laststep.config.errors import ConfigError
+from laststep.data.loader import TrainBatchKeys
+from laststep.data.order import Order
+from laststep.loops.held import HeldState
+from laststep.loops.initial_weights import read_initial_weights, start_from
+from laststep.loops.late_update import LateUpdate
+from laststep.loops.learner import Learner
+from laststep.loops.loop import AttemptContext, Loop, finite
+from laststep.loops.rescued import NotFinite
+from laststep.loops.validation import Validation, make_loading, named, open_datasets
+from laststep.optim.build import check_order
+from laststep.records.data_record import check_fingerprint, write_fingerprint
+from laststep.say import counted
+from laststep.task import Task
+
+
+class TaskLoop(Loop):
+    """Trains a Task: steps and, after each epoch, a validation."""
+
+    def __init__(self, task: type[Task], context: AttemptContext) -> None:
+        super().__init__(context)
+        config, group = self.config, self.group
+        check_size(config.train.shares, self.size)
+        world = group.world
+        check_shards(config.train, world.nodes, world.size // world.nodes, world.hosts)
+        check_batch(config.train.batch_size, [self.size], config.train.accumulate, config.train.shares)
+
+        self.watch.enter("preparing data")
+        self.initial_weights, self.data_record = context.run.initial_weights, context.run.data
+        self.task = task(config)
+        self._derives = task.derived is not Task.derived
+        self.train_set, val_set, counts = open_datasets(config, self.task, group)
+        train = config.train
+        self.order = Order.of(counts[0], train.batch_size, config.seed, train.epoch_samples)
+        self.total_steps = config.train.epochs * self.order.steps_per_epoch
+        if config.train.max_steps is not None:
+            self.total_steps = min(self.total_steps, config.train.max_steps)
+        self._announce_length(self.total_steps, config.train.batch_size)
+
+        self.learner = Learner(config, self.task, group, self.total_steps)
+        self.place = self.learner.place
+        if LateUpdate.helps(self.learner, self.queue):
+            self.late_update = LateUpdate(self.learner, self.order, self.ring, self.queue)
+        self.saves.hold(self.place)
+        steps, total_shares = range(self.total_steps), train.shares or self.size
+        self._keys = TrainBatchKeys(self.order, steps, self.learner.shares, total_shares, train.accumulate)
+        self.loading = make_loading(config, self.task, group)
+        self.validation = Validation(config, val_set, counts[1], self.loading, group)
+        self.micro_batches = config.train.accumulate * len(self.learner.shares)  # of this rank, per step
+        self.learner.own_work_done = self.ring.end_work
+        self.watch.measure(lambda: self.ring.busy_s)
+        self.startup.done("data and model")
+
+    def restore(self, checkpoint: SharedCheckpoint | None) -> None:
+        """Warm up, then load the checkpoint; None: keep the initial state."""
+        self._check_data(begins=checkpoint is None)
+        train = self.config.train
+        starts_anew = checkpoint is None and self.config.model.weights is not None
+        initial = self._read_initial_weights() if starts_anew else None
+        self.watch.enter("warming up")
+        if train.compile:
+            compat.on_compiling(self.watch.compiling)
+        micro_batch = train.batch_size // (self.size * self.micro_batches)
+        self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
+        self.startup.done("warm-up")
+        self.watch.enter("restoring")
+        if checkpoint is not None:
+            check_order(self.learner.sorted, checkpoint.manifest.numerics)
+            self._take_position(checkpoint)
+            self.learner.load_state_dict(checkpoint.load(self.learner.live_state(), self.watch.advance))
+            self._check_end()
+        elif initial is not None:
+            start_from(self.learner, initial)
+        self._finish_restore()
+        begins = "starting" if checkpoint is None else f"resuming after step {self.position.step}"
+        self.progress.say(
+            f"{begins}: {counted(self.total_steps, 'step')}, "
+            f"{self.order.steps_per_epoch} per epoch, {counted(self.size, 'rank')} on {self.group.device.type}"
+        )
+
+    def _check_data(self, begins: bool) -> None:
+        """Record what the run begins with, or raise ConfigError if these are not the data that it began with."""
+        fingerprint = self.task.fingerprint()
+        if fingerprint is not None and not begins:
+            check_fingerprint(self.data_record, fingerprint, named(self.config))
+        elif fingerprint is not None and self.rank == 0:
+            write_fingerprint(self.data_record, fingerprint)
+
+    def _check_end(self) -> None:
+        """The run may end later than when the checkpoint was saved. An end within an epoch has closed that epoch, which
+        is now continued. Raises ConfigError for an earlier end."""
+        position, total = self.position, self.total_steps
+        done = position.step % self.order.steps_per_epoch
+        if position.step > total:
+            raise ConfigError(f"train.epochs, train.max_steps: end the run at step {total}; it is at {position.step}")
+        if position.validated == position.step < total and done:
+            position.reopen_epoch(begins_after=position.step - done)
+
+    def _read_initial_weights(self) -> Mapping[str, Tensor]:
+        """What rank 0 reads as model.weights; nothing on the other ranks. They wait without limit: it may download."""
+        weights: Mapping[str, Tensor] = {}
+        if self.rank == 0:
+            fitted, lines = read_initial_weights(self.config, self.learner.model, self.initial_weights)
+            weights = fitted.tensors
+            for line in lines:
+                self.progress.say(line)
+        self.group.barrier(timeout_s=24 * 3600)
+        return weights
+
+    def _train(self) -> bool:
+        self.watch.enter("training")
+        self._keys.steps = range(self.position.step, self.total_steps)
+        loader = self.loading.loader(self.train_set, self.config.seed, self._keys)
+        try:
+            return self._steps(iter(loader))
+        finally:
+            loader.close()
+            self.validation.close()
+
+    def _steps(self, batches: Iterator[Any]) -> bool:
+        while True:
+            if self._validation_due() and not self._validate():
+                return False
+            if self.saves.due:
+                self.save()
+            if self.position.step == self.total_steps:
+                return True
+            if not self.stop.begin_tick():
+                return False
+            self._step(batches)
+
+    def _step(self, batches: Iterator[Any]) -> None:
+        step = self.position.step
+        self.ring.begin_work()
+        began = time.perf_counter()
+        counts = self._keys.counts(step)
+        micro_batches: Collection[tuple[Any, int]]
+        if len(self.learner.shares) == 1:
+            micro_batches = [(next(batches), count) for count in counts]
+            self.progress.add_data_wait(time.perf_counter() - began)
+        else:
+            micro_batches = _LoadedWhenDue(batches, counts, self.progress.add_data_wait)
+        samples = self.order.count(step)
+        self.learner.learn(step, micro_batches, samples)
+        self.ring.begin_update()
+        self._end_update(self.learner.update(), samples)
+        self._step_done(samples, self._validation_due())
+
+    def _state(self) -> dict[str, Any]:
+        return self.learner.state_dict()
+
+    def _hold(self) -> HeldState:
+        return self.learner.hold(self.queue.on_host)
+
+    def _epoch(self) -> int:
+        return self.order.epoch(max(self.position.step - 1, 0)) + 1
+
+    def _record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
+        position, loss, samples = self.position, measured["loss"], self.order.count(step)
+        record: dict[str, Any] = {
+            "epoch": self.order.epoch(step) + 1,
+            "loss": finite(loss),
+            "lr": self.learner.rates.at(step)[0],
+        }
+        if "grad_norm" in measured:
+            record["grad_norm"] = finite(measured["grad_norm"])
+        if measured["nonfinite"]:
+            self._not_finite(step, "gradient" if math.isfinite(loss) else "loss")
+            record["skipped"] = True
+        else:
+            position.loss_sum += loss * samples
+            position.loss_samples += samples
+        return record
+
+    def _derived(self, line: dict[str, Any]) -> dict[str, Any]:
+        if self._derives:
+            line |= self.task.derived(line, self.order.seen(line["step"]), self.size)
+        return line
+
+    def _not_finite(self, step: int, what: str) -> None:
+        """The loss or the gradient (`what`) of `step` (from 0) is not finite: raise NotFinite, unless
+        train.nonfinite=skip."""
+        what = f"step {step + 1}: the {what} is not finite"
+        if self.config.train.nonfinite == "fail":
+            self.restored = False  # the state since that step is not worth a checkpoint
+            raise NotFinite(f"{what}; train.nonfinite=skip would leave such steps out")
+        self.position.skipped += 1
+        self.progress.say(f"WARNING: {what}, its update was left out ({self.position.skipped} so far)")
+
+    def _validation_due(self) -> bool:
+        step = self.position.step
+        ends_epoch = step > 0 and (step % self.order.steps_per_epoch == 0 or step == self.total_steps)
+        return ends_epoch and self.position.validated != step
+
+    def _validate(self) -> bool:
+        """Validate the model and end the epoch. False when the ranks agreed to stop: a resumed run validates again."""
+        position = self.position
+        means = self.validation.measure(self.learner, position.step, self._begin_validation_batch)
+        if means is None:
+            return False
+        train_loss = position.loss_sum / position.loss_samples if position.loss_samples else math.nan
+        record = {
+            "epoch": self._epoch(),
+            "step": position.step,
+            "train_loss": finite(train_loss),
+            **means,
+        }
+        self._end_epoch(self._derived(record))
+        return True
+
+    def _begin_validation_batch(self) -> bool:
+        """False if the ranks agreed to stop before it."""
+        return self.stop.begin_tick()
+
+
+class _LoadedWhenDue(Collection[tuple[Any, int]]):
+    """The micro-batches of a step, each loaded when its turn comes: a device does not hold those of all shares at once.
+    To be iterated over once."""
+
+    def __init__(self, batches: Iterator[Any], counts: Sequence[int], add_wait: Callable[[float], None]) -> None:
+        self._batches, self._counts, self._add_wait = batches, counts, add_wait
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, _: object) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        for count in self._counts:
+            began = time.perf_counter()
+            batch = next(self._batches)
+            self._add_wait(time.perf_counter() - began)
+            yield batch, count

@@ -1,0 +1,138 @@
+"""Makes the optimiser that the configuration asks for, checks one that a task has made, and restores its state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from laststep.config.errors import ConfigError, first_line
+from laststep.config.schema import Optim
+from laststep.optim.names import UNSUPPORTED, check_optimizer, class_name
+
+SORTED: dict[str, str | int] = {"parameters": "in the model's order"}  # in the numerics of a checkpoint
+# Fused optimisers can skip a step by a flag on the device.
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+NOT_FUSED = {"foreach", "differentiable", "dampening"}  # arguments that keep them from being fused
+
+
+def make_optimizer(model: nn.Module, optim: Optim, more_undecayed: Sequence[nn.Parameter] = ()) -> Optimizer:
+    """The optimiser of the configuration, for the model's trainable parameters. Raises ConfigError.
+
+    With optim.decay_norms_and_biases=false there is no weight decay for `more_undecayed` either.
+    """
+    check_optimizer(optim)
+    kind = getattr(torch.optim, class_name(optim.name))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups: list[Any] = parameters
+    arguments: dict[str, Any] = {"lr": optim.lr}
+    if "weight_decay" in inspect.signature(kind).parameters:
+        arguments["weight_decay"] = optim.weight_decay
+        if not optim.decay_norms_and_biases:
+            undecayed = {id(p) for p in parameters if p.ndim <= 1} | {id(p) for p in more_undecayed}
+            decayed, others = [[p for p in parameters if (id(p) in undecayed) is which] for which in (False, True)]
+            groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    if kind is torch.optim.SGD:
+        arguments["momentum"] = optim.momentum
+    if kind in FUSED and not NOT_FUSED & optim.args.keys():
+        arguments["fused"] = True
+    try:
+        optimizer: Optimizer = kind(groups, **{**arguments, **optim.args})
+    except Exception as error:  # each class checks its arguments in its own way
+        given = f"optim.args={optim.args}" if optim.args else f"optim.name={optim.name}"
+        raise ConfigError(f"{given}: {kind.__name__} refuses: {first_line(error)}") from error
+    return optimizer
+
+
+def take_made(optimizer: Any, model: nn.Module, task: str) -> tuple[Optimizer, bool]:
+    """The optimiser of the model that `task` has made, with its parameters in the model's order, and whether they were
+    in another one. Raises ConfigError for one that the loop cannot use."""
+    made = f"task={task}: optimizer()"
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"{made} must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    for base in type(optimizer).__mro__:
+        if reason := UNSUPPORTED.get(base.__name__.lower()):
+            raise ConfigError(f"{made}: {reason}")
+    if not all("lr" in group for group in optimizer.param_groups):
+        raise ConfigError(f"{made}: a parameter group has no lr, which the schedule sets")
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if strangers := len(given - {id(p) for p in model.parameters()}):
+        raise ConfigError(f"{made}: {strangers} of its parameters are not the model's; build it from the model given")
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
+    if left_out:
+        named = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+        raise ConfigError(
+            f"{made} leaves out {len(left_out)} of the model's parameters ({named}); add them, or freeze them in "
+            "model() with requires_grad_(False)"
+        )
+    return optimizer, sort_parameters(optimizer, model.parameters())
+
+
+def sort_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Have each group list its parameters in this order; returns whether any did not. Code that makes a group from a
+    set lists them in another order in each process, and an optimiser's state is saved by their numbers."""
+    changed = False
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    for group in optimizer.param_groups:
+        listed = [places.get(id(parameter), -1) for parameter in group["params"]]
+        order = sorted(range(len(listed)), key=listed.__getitem__)
+        changed |= order != list(range(len(listed)))
+        for name in {"params", "param_names"} & group.keys():
+            group[name][:] = [group[name][number] for number in order]
+    return changed
+
+
+def check_order(changed: bool, numerics: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a checkpoint of an older version, with these numerics, that numbers the parameters as the
+    optimiser listed them, if `sort_parameters` has `changed` that."""
+    if changed and not SORTED.items() <= numerics.items():
+        raise ConfigError(
+            "this run's checkpoints are of an older version of Laststep, which numbered the optimiser's parameters as "
+            "its groups list them; this version numbers them as the model does. End the run with the version that "
+            "began it, or begin another one with its weights (model.weights)"
+        )
+
+
+def fill_momentum(optimizer: Optimizer) -> None:
+    """Create the momentum of fused SGD now: if the very first step is skipped, torch leaves this memory
+    uninitialised."""
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            if group["fused"] and group["momentum"] and not group["dampening"]:
+                for parameter in group["params"]:
+                    if parameter.requires_grad:
+                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def clear_gradients(optimizer: Optimizer) -> None:
+    """`optimizer.zero_grad()` in a tenth of the time: torch also makes an entry for its profiler."""
+    if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+        return optimizer.zero_grad()  # its class, or the user, has replaced it
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def loads_in_place(optimizer: Optimizer) -> bool:
+    """Whether the optimiser keeps its state on the device of its parameters, and takes over the tensors that it loads.
+    One with a load_state_dict of its own may keep its state anywhere."""
+    return type(optimizer).load_state_dict is Optimizer.load_state_dict
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)`, bit for bit: torch rounds each tensor to the dtype of its parameter, such as
+    float32 averages for bfloat16 weights."""
+    optimizer.load_state_dict(state)
+    if not loads_in_place(optimizer):
+        return  # it knows best
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters):
+        for name, saved in state["state"].get(number, {}).items():
+            live = optimizer.state[parameter][name]
+            if isinstance(saved, Tensor) and saved.dtype != live.dtype:
+                optimizer.state[parameter][name] = saved.to(live.device)

@@ -1,0 +1,188 @@
+"""What a proof has found, in words and as JSON. No line is wider than a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from laststep.proof.compare import Difference
+from laststep.proof.places import KILL, WITHIN, Place, missing_kinds
+from laststep.proof.rules import MOST_NAMES, RULES, iterators_of, variables_of
+from laststep.proof.runs import AGAIN, DISTURBED, UNDISTURBED, Attempt, Proof
+from laststep.say import counted
+
+WIDTH, LABEL = 80, 10  # of a line, and of the word that begins it
+
+
+def line_of(attempt: Attempt) -> str:
+    """What one attempt did."""
+    if attempt.run != DISTURBED:
+        again = " again" if attempt.run == AGAIN else ""
+        text = f"trained {counted(attempt.last_step, 'step')} undisturbed{again}"
+    else:
+        end = "finished" if attempt.place is None else _strike(attempt.place)
+        text = f"{_steps(attempt)}; {end}"
+    return f"{attempt.seconds:>8.1f} s  {text}"
+
+
+def _steps(attempt: Attempt) -> str:
+    first, last = attempt.first_step, attempt.last_step
+    return "no step" if first is None else f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _strike(place: Place) -> str:
+    strike = place.strike
+    where = f"step {strike.step}" + ("" if place.kind == WITHIN else f", {place.kind}")
+    if strike.batch is not None:
+        where = f"batch {strike.batch} of the validation after step {strike.step}"
+    what = f"rank {strike.rank} killed" if strike.signal == KILL else f"{strike.signal} to rank {strike.rank}"
+    return f"{what} in {where}"
+
+
+def summary(proof: Proof) -> list[str]:
+    """The verdict, what was compared, and where the runs part."""
+    if proof.verdict == "failed":
+        when = "when it is resumed" if DISTURBED in proof.runs else "undisturbed"
+        lines = (proof.error or "").rstrip().splitlines()
+        said = (line if line.startswith(" ") else textwrap.fill(line, WIDTH, break_long_words=False) for line in lines)
+        return [f"FAILED: the script ends with an error {when}", "", *said]
+    if proof.difference is None:
+        return ["EXACT", *_compared(proof)]
+    return [proof.verdict.upper(), *_parting(proof, proof.difference)]
+
+
+def _compared(proof: Proof) -> Iterator[str]:
+    """What was the same in all runs."""
+    expected, ranks = proof.runs[UNDISTURBED], len(proof.runs[UNDISTURBED].steps)
+    places = [attempt.place for attempt in proof.attempts if attempt.place]
+    kills = sum(place.strike.signal == KILL for place in places)
+    yield from _field(
+        "did",
+        f"{counted(len(places) - kills, 'stop')}, {counted(kills, 'killed rank')}, "
+        f"{counted(len(places), 'restart')}; {counted(proof.done_again, 'step')} done again",
+    )
+    values = counted(len(expected.steps[0][-1]["state"]), "value")
+    yield from _field(
+        "the same",
+        f"all registered state ({values}, {proof.checkpoint_bytes / 1e6:.1f} MB), the batch and the model's inputs "
+        f"in each of {counted(expected.last_step, 'step')} on each of {counted(ranks, 'rank')}; "
+        f"{counted(len(expected.metrics), 'line')} of metrics",
+    )
+    if proof.ignored:
+        names = _listed(sorted(proof.ignored))
+        yield from _field("left out", f"metrics that differ even between the undisturbed runs: {names}")
+    if missing := missing_kinds(places):
+        yield from _field(
+            "not tried", f"a stop in {_joined(missing, 'or')}: the run did not get there; --steps N trains longer"
+        )
+
+
+def _parting(proof: Proof, difference: Difference) -> Iterator[str]:
+    """Where two runs differ first, and why."""
+    assert proof.rule is not None
+    yield from _field("first", _first(proof, difference))
+    if names := _state_names(proof, difference):
+        yield from _field("values", _listed(names))
+    rule = RULES[proof.rule]
+    yield from _field("rule", f"{rule.finding}.")
+    if variables := _variables(proof, difference):
+        yield from _field("variables", f"not registered: {_listed(variables)}")
+    yield from _field("fix", rule.fix)
+
+
+def _first(proof: Proof, difference: Difference) -> str:
+    """The place of the first difference."""
+    name = list(proof.runs)[-1]
+    step, rank = difference.step, f"on rank {difference.rank}"
+    if proof.rule == "rank":
+        return f"step {step}: the registered state {rank} differs from that on rank 0"
+    what = {
+        "missing": "one of the runs ends before it",
+        "batch": f"another batch {rank}",
+        "inputs": f"another input of the model {rank}",
+        "metrics": f"other metrics: {_listed(difference.names)}",
+        "state": f"other registered state {rank}",
+        "epoch": f"another line of its epoch: {_listed(difference.names)}",
+    }[difference.what]
+    lines = proof.runs[name].of(difference.rank, difference.attempt)
+    resumed = name == DISTURBED and difference.attempt and lines and lines[0]["step"] == step
+    return f"step {step}{', the first after a resume' if resumed else ''}: {what}"
+
+
+def _state_names(proof: Proof, difference: Difference) -> list[str]:
+    """The registered values that differ after the step of the difference."""
+    if proof.rule == "rank":
+        return list(difference.names)
+    found = list(proof.runs.values())[-1]
+    one, other = (run.at(difference.rank, difference.step) for run in (proof.runs[UNDISTURBED], found))
+    if one is None or other is None:
+        return []
+    return [name for name, digest in one["state"].items() if other["state"].get(name) != digest]
+
+
+def _variables(proof: Proof, difference: Difference) -> list[str]:
+    """The user's variables that may be the cause."""
+    if proof.rule not in ("generator", "unregistered", "second loader", "not deterministic"):
+        return []
+    expected, found = proof.runs[UNDISTURBED], list(proof.runs.values())[-1]
+    if proof.rule == "second loader":
+        return iterators_of(difference, found)
+    again = expected if proof.rule == "not deterministic" else proof.runs[AGAIN]
+    kind = "generator" if proof.rule == "generator" else None
+    return variables_of(difference, expected, again, found, kind)
+
+
+def as_json(proof: Proof, ranks: int, seed: int) -> dict[str, Any]:
+    """The proof as `--json` prints it."""
+    difference = proof.difference
+    undisturbed = proof.runs.get(UNDISTURBED)
+    return {
+        "verdict": proof.verdict,
+        "ranks": ranks,
+        "seed": seed,
+        "steps": undisturbed.last_step if undisturbed else 0,
+        "steps_done_again": proof.done_again,
+        "attempts": [
+            {
+                "run": attempt.run,
+                "first_step": attempt.first_step,
+                "last_step": attempt.last_step,
+                "seconds": round(attempt.seconds, 1),
+                "strike": asdict(attempt.place.strike) if attempt.place else None,
+            }
+            for attempt in proof.attempts
+        ],
+        "first_difference": None
+        if difference is None
+        else {
+            "step": difference.step,
+            "rank": difference.rank,
+            "what": difference.what,
+            "names": list(difference.names),
+            "state": _state_names(proof, difference),
+            "variables": _variables(proof, difference),
+        },
+        "rule": proof.rule,
+        "metrics_left_out": sorted(proof.ignored),
+        "checkpoint_bytes": proof.checkpoint_bytes,
+        "error": proof.error,
+    }
+
+
+def _field(label: str, text: str) -> list[str]:
+    """A labelled paragraph."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL, break_long_words=False
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of these names, and how many there are beyond them."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _joined(words: Sequence[str], last: str) -> str:
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else list(words))

@@ -1,0 +1,150 @@
+"""The runs of a proof: two undisturbed ones, and one that is struck in chosen places and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from laststep.checkpoint.store import CheckpointStore
+from laststep.cluster import run_folders
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.proof.compare import Difference, differs_by_rank, first_difference, unsteady_metrics
+from laststep.proof.places import KILL, Place, choose_places
+from laststep.proof.rules import RuleName, rule_of
+from laststep.records.attempt_record import read_ended_attempts
+from laststep.records.probes import Probed, ProbePlan
+from laststep.records.retry import FAILURES
+from laststep.rundir import RunDir
+from laststep.say import counted
+
+# Trains one attempt of the run in this folder to its end. Returns why its ranks refused to begin or to continue, if
+# they did.
+Train = Callable[[Config, RunDir], str | None]
+Verdict = Literal["exact", "not exact", "not deterministic", "failed"]
+LEAST_STEPS = 4
+UNDISTURBED, AGAIN, DISTURBED = "undisturbed", "again", "disturbed"
+
+
+class Attempt(NamedTuple):
+    """One attempt: its run, the place where it was struck (None: nowhere), the steps that rank 0 has finished (None:
+    no step), whether it has finished the run, and how long it took."""
+
+    run: str
+    place: Place | None
+    first_step: int | None
+    last_step: int | None
+    finished: bool
+    seconds: float
+
+
+@dataclass
+class Proof:
+    """What the runs have shown."""
+
+    verdict: Verdict = "exact"
+    runs: dict[str, Probed] = field(default_factory=dict)
+    attempts: list[Attempt] = field(default_factory=list)
+    difference: Difference | None = None
+    rule: RuleName | None = None
+    error: str | None = None  # the script's own
+    ignored: set[str] = field(default_factory=set)  # metrics that differ between undisturbed runs of the same bits
+    checkpoint_bytes: int = 0
+
+    @property
+    def done_again(self) -> int:
+        """Steps that a killed rank has cost, and that were done again."""
+        lines = self.runs[DISTURBED].steps[0] if DISTURBED in self.runs else []
+        return len(lines) - len({line["step"] for line in lines})
+
+
+class _ScriptFailed(Exception):
+    """An attempt ended by an error of the script's; the message is that error."""
+
+
+class Prover:
+    """Makes the runs, in the folder of all runs that the configuration names, and compares them."""
+
+    def __init__(self, config: Config, steps: int | None, train: Train, report: Callable[[Attempt], None]) -> None:
+        """`steps`: how many to train, see `ProbePlan`. `report` is called after each attempt."""
+        self._config, self._steps, self._train, self._report = config, steps, train, report
+        self._ranks = config.launch.world_size
+        self.proof = Proof()
+
+    def prove(self) -> Proof:
+        """Raises ConfigError when the ranks refuse the configuration before they have done a step."""
+        proof = self.proof
+        try:
+            undisturbed = self._undisturbed(UNDISTURBED)
+            if proof.difference is None:
+                if (steps := undisturbed.last_step) < LEAST_STEPS:
+                    raise ConfigError(f"the run has {counted(steps, 'step')}; a proof needs at least {LEAST_STEPS}")
+                # A run that has finished by itself is not stopped in its last step: a validation may follow.
+                self._steps = steps + 1 if proof.attempts[0].finished else steps
+                proof.checkpoint_bytes = self._checkpoint_bytes()
+                again = self._undisturbed(AGAIN)
+            if proof.difference is None:
+                self._disturbed(undisturbed, again)
+        except _ScriptFailed as error:
+            proof.verdict, proof.error = "failed", str(error)
+        return proof
+
+    def _undisturbed(self, name: str) -> Probed:
+        """Train without a strike, and check what can be checked by that alone."""
+        probed = self._attempt(name, None)
+        if difference := differs_by_rank(probed):
+            self._found("not exact", difference, "rank")
+        elif name == AGAIN:
+            self.proof.ignored = unsteady_metrics(self.proof.runs[UNDISTURBED], probed)
+            if difference := first_difference(self.proof.runs[UNDISTURBED], probed, self.proof.ignored):
+                self._found("not deterministic", difference, "not deterministic")
+        return probed
+
+    def _disturbed(self, undisturbed: Probed, again: Probed) -> None:
+        """Train with a strike per attempt, up to the first difference."""
+        for place in (*choose_places(undisturbed, self._ranks, self._config.seed), None):
+            found = self._attempt(DISTURBED, place)
+            over = place is None or self.proof.attempts[-1].finished
+            if difference := first_difference(undisturbed, found, self.proof.ignored, so_far=not over):
+                rule = rule_of(difference, undisturbed, again, found)
+                self._found("not deterministic" if rule == "not deterministic" else "not exact", difference, rule)
+            if difference or over:
+                return
+
+    def _checkpoint_bytes(self) -> int:
+        store = CheckpointStore(RunDir(f"{self._config.launch.root}/{UNDISTURBED}").checkpoints)
+        return max((store.manifest(step).bytes for step in store.steps()), default=0)
+
+    def _found(self, verdict: Verdict, difference: Difference, rule: RuleName) -> None:
+        self.proof.verdict, self.proof.difference, self.proof.rule = verdict, difference, rule
+
+    def _attempt(self, name: str, place: Place | None) -> Probed:
+        """Train one attempt of the run of that name. Raises _ScriptFailed."""
+        plan = ProbePlan(self._steps, place.strike if place else None)
+        config = self._config
+        launch = dataclasses.replace(config.launch, name=name, env={**config.launch.env, **plan.environment()})
+        config = dataclasses.replace(config, launch=launch)
+        run = RunDir(f"{launch.root}/{name}")
+        if not run.path.exists():
+            run_folders.create(config)
+        ended, began = len(read_ended_attempts(run.attempts)), time.monotonic()
+        refusal = self._train(config, run)
+        seconds = time.monotonic() - began
+        probed = self.proof.runs[name] = Probed.read(run, self._ranks)
+        records = read_ended_attempts(run.attempts)[ended:]
+        killed = place is not None and place.strike.signal == KILL
+        if refusal and not probed.steps[0]:
+            raise ConfigError(refusal)
+        if not killed and (not records or records[-1]["reason"] in FAILURES):
+            raise _ScriptFailed(refusal or (records[-1]["error"] if records else None) or "its ranks were killed")
+        if not probed.steps[0]:
+            raise _ScriptFailed("it ended without a step")
+        steps = [line["step"] for line in probed.of(0, sum(one.run == name for one in self.proof.attempts))]
+        finished = bool(records) and records[-1]["reason"] == "finished"
+        attempt = Attempt(name, place, min(steps, default=None), max(steps, default=None), finished, seconds)
+        self.proof.attempts.append(attempt)
+        self._report(attempt)
+        return probed

@@ -1,0 +1,283 @@
+"""metrics.jsonl: each step and each epoch of a run exactly once, however the run was interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, TypedDict, TypeGuard
+
+from laststep.records import append_only
+from laststep.say import say
+from laststep.world.patience import NO_PATIENCE, Patience
+
+TAIL = 4096  # bytes at the end of a file that hold its newest lines
+WRITE_EVERY_S = 0.1  # how soon a line is in the file
+CLOSE_S = 2.0
+_NUMBERS = {int, float}
+CLOCK = ("time", "samples_per_s", "tokens_per_s", "mfu")  # fields that another run of the same training has otherwise
+
+
+class _Step(TypedDict):
+    step: int
+    time: float  # Unix seconds
+
+
+class StepLine(_Step, total=False):
+    """The line of a step. A custom loop may log more, or less. An epoch's line has `epoch`, `step` and what was
+    measured, under the names that the task gives it."""
+
+    epoch: int
+    loss: float | None  # None when it is not finite
+    samples_per_s: float
+
+
+class MetricsFile:
+    """Appends records. A resumed run first rewinds the file to as many records as its checkpoint remembers.
+
+    Steps done after that checkpoint are lost and done again, so their lines are cut off. Only rank 0 writes. Every
+    other rank keeps in memory what it would have written since the newest checkpoint, so that it can replace rank 0
+    (`rewrite_tail`).
+
+    The training thread only adds to a list in memory, however slow the disk is. A thread of rank 0 writes what is new
+    every `WRITE_EVERY_S`. A save calls `sync` before it is committed, so no line of a checkpoint is ever missing.
+    """
+
+    def __init__(self, path: Path, writes: bool) -> None:
+        self.path = path
+        self.count = 0  # records so far, from the start of the run
+        self._writes = writes
+        self._checkpointed = 0  # records that the newest checkpoint includes
+        self._lines_since: list[bytes] = []  # the lines after these
+        self._written = 0  # records in the file
+        self._file: int | None = None  # its descriptor: see `append_only.replace` for why it stays open
+        self._memory = threading.Lock()  # protects the fields above, and is never held while the disk is used
+        self._disk = threading.Lock()  # held to write: the writer thread and a save take turns
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
+
+    def rewind(self, count: int) -> None:
+        """Cut off every line after the first `count`, half-written ones too. Raises OSError."""
+        if self._writes:
+            self._file = append_only.rewind(self.path, count)
+        self.count = self._checkpointed = self._written = count
+        self._lines_since = []
+
+    def begin(self, count: int, patience: Patience = NO_PATIENCE) -> None:
+        """`rewind`, and write in the background from now on. Call it in the process that trains: a fork has no copy of
+        the thread. Raises OSError when the disk refuses for longer than the `patience`. A file that is gone by then is
+        begun anew."""
+        try:
+            patience.insist(lambda: self.rewind(count))
+        except FileNotFoundError:
+            say(f"WARNING: {self.path} is gone, with the lines of {count} records: it begins with the next step")
+            self._file = append_only.replace(self.path, 0, b"")
+            self.count = self._checkpointed = self._written = count
+            self._lines_since = []
+        if self._writes:
+            self._thread.start()
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add a line per record, soon also to the file."""
+        lines = _lines(records)
+        with self._memory:
+            self._lines_since += lines
+            self.count += len(lines)
+
+    def sync(self) -> None:
+        """Make every line survive a power cut. Call before a checkpoint is committed. Raises OSError, also if another
+        process has replaced the file."""
+        with self._disk:
+            file = self._write()
+            os.fsync(file)
+            if not append_only.is_at(self.path, file):
+                raise OSError(errno.ESTALE, "another process has replaced this file", str(self.path))
+
+    def mark_checkpointed(self, count: int) -> None:
+        """A checkpoint that includes the first `count` records is committed: they need not stay in memory."""
+        with self._memory:
+            self._lines_since = self._lines_since[count - self._checkpointed :]
+            self._checkpointed = count
+
+    def rewrite_tail(self) -> None:
+        """Write all lines since the newest checkpoint, in place of rank 0, which may have died before it had written
+        them, or within one, or be stuck in a write. Nothing is appended any more. Raises OSError."""
+        with self._memory:
+            kept, tail, count = self._checkpointed, b"".join(self._lines_since), self.count
+        file = append_only.replace(self.path, kept, tail)
+        with self._memory:
+            self._file, self._written = file, count
+
+    def close(self) -> None:
+        """Write what is left and end the thread; the disk may take `CLOSE_S`."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def _serve(self) -> None:
+        """The thread's main loop."""
+        closed = False
+        while not closed:
+            closed = self._closed.wait(WRITE_EVERY_S)
+            with (
+                self._disk,
+                contextlib.suppress(OSError),
+            ):  # what a full disk refuses stays in memory until the next try
+                self._write()
+        with self._disk, self._memory:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _write(self) -> int:
+        """Write the lines that are not in the file yet; returns its descriptor. The caller holds `_disk`. Raises
+        OSError."""
+        if self._file is None:
+            self._file = append_only.open_file(self.path)
+        with self._memory:
+            file, count = self._file, self.count
+            lines = self._lines_since[self._written - self._checkpointed :]
+        if lines:
+            append_only.write(file, b"".join(lines))
+            with self._memory:
+                self._written = max(self._written, count)
+        return file
+
+
+def _lines(records: Iterable[Mapping[str, Any]]) -> list[bytes]:
+    """Records as json.dumps writes them. Those of finite numbers take a third of its time."""
+    lines: list[bytes] = []
+    values: tuple[Any, ...] = ()
+    texts: list[str] = []
+    for record in records:
+        before, values = values, tuple(record.values())
+        if not (_NUMBERS.issuperset(map(type, values)) and math.isfinite(sum(values))):
+            lines.append(json.dumps(record).encode() + b"\n")
+            values = ()
+            continue
+        if len(before) == len(values):  # steps that are written together have many values in common
+            texts = [text if value is old else repr(value) for value, old, text in zip(values, before, texts)]
+        else:
+            texts = list(map(repr, values))
+        lines.append((_template(tuple(record)) % tuple(texts)).encode())
+    return lines
+
+
+@lru_cache(maxsize=64)
+def _template(names: tuple[str, ...]) -> str:
+    """The line of a record with these fields, with a %s for the text of each value."""
+    fields = ", ".join(f"{json.dumps(name)}: ".replace("%", "%%") + "%s" for name in names)
+    return f"{{{fields}}}\n"
+
+
+def is_step(line: Mapping[str, Any]) -> TypeGuard[StepLine]:
+    """Whether a line is that of a step, not of an epoch."""
+    return "time" in line
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a .jsonl file. A line that a crash cut short is skipped; a file that does not exist has none."""
+    records = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def damaged_lines(path: Path) -> int:
+    """How many lines `read_lines` skips: 1 after a crash, more if the file is damaged otherwise."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return len(lines) - len(read_lines(path))
+
+
+def last_lines(path: Path, size: int = TAIL, without: bytes | None = None) -> list[dict[str, Any]]:
+    """The records in the last `size` bytes of a .jsonl file. A long file is read as quickly as a short one.
+
+    Lines that contain `without` are skipped, which is quicker than parsing them.
+    """
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - size))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in lines:
+        if without and without in line:
+            continue
+        with contextlib.suppress(ValueError):  # the first may be cut, the last half-written
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def newest_step(path: Path) -> StepLine | None:
+    """The line of the last step in metrics.jsonl, None before the first."""
+    return next((line for line in reversed(last_lines(path)) if is_step(line)), None)
+
+
+def steps_from(path: Path, step: int) -> Iterator[StepLine]:
+    """The lines of this step and all later ones. A long file is searched by bisection, not read from its beginning."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        low, high = 0, file.seek(0, os.SEEK_END)  # the line begins between these
+        while high - low > TAIL:
+            middle = (low + high) // 2
+            file.seek(middle)
+            file.readline()  # the rest of a line
+            number = next((line["step"] for line in _parsed(file, high) if "step" in line), step)
+            if number < step:
+                low = middle
+            else:
+                high = middle
+        file.seek(low)
+        if low:
+            file.readline()
+        yield from (line for line in _parsed(file) if is_step(line) and line["step"] >= step)
+
+
+def _parsed(file: IO[bytes], until: float = math.inf) -> Iterator[dict[str, Any]]:
+    """The records from here on, of lines that begin before `until`."""
+    while file.tell() < until and (line := file.readline()):
+        with contextlib.suppress(ValueError):
+            if isinstance(record := json.loads(line), dict):
+                yield record
+
+
+def newest_epoch(path: Path, key: str = "epoch") -> dict[str, Any] | None:
+    """The line of the last epoch in metrics.jsonl that has this key, None before the first.
+
+    Reads the file from its end, as far back as needed.
+    """
+    size = TAIL
+    while True:
+        for line in reversed(last_lines(path, size, without=b'"time":')):
+            if key in line and not is_step(line):
+                return line
+        if not path.exists() or size >= path.stat().st_size:
+            return None
+        size *= 8
+
+
+def metrics_in(line: Mapping[str, Any]) -> list[str]:
+    """The names of the metrics in an epoch's line."""
+    return [name for name in line if name not in ("epoch", "step")]
+
+
+def first_step_since(path: Path, moment: float) -> StepLine | None:
+    """The line of the first step done since `moment` (Unix seconds), None when there is none yet.
+
+    Reads the file from its end, as far back as needed.
+    """
+    size = TAIL
+    while True:
+        steps = [line for line in last_lines(path, size) if is_step(line)]
+        if (steps and steps[0]["time"] < moment) or not path.exists() or size >= path.stat().st_size:
+            return next((line for line in steps if line["time"] >= moment), None)
+        size *= 8

@@ -1,0 +1,138 @@
+"""What `prove` and the ranks that it watches exchange: its plan, and what each rank notes of each step.
+
+A rank is watched when `PLAN` is in its environment, which only `prove` sets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypedDict
+
+from laststep.records.metrics import CLOCK, is_step, read_lines
+from laststep.rundir import RunDir
+
+PLAN = "LASTSTEP_PROBE"  # the variable that holds an attempt's plan
+LEAST_STEPS, MOST_STEPS, INTO_SECOND_EPOCH = 20, 100, 8
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A signal that a rank sends to itself in the body of a step or, with `batch`, in that batch of the validation
+    after it. Both count from 1. A signal that asks for a stop holds all ranks there until they have agreed to stop."""
+
+    signal: str
+    rank: int
+    step: int
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
+class ProbePlan:
+    """What happens in one attempt: at most one strike, and a stop in step `steps`.
+
+    Without `steps`, the run ends early in its second epoch, after `LEAST_STEPS` to `MOST_STEPS` steps.
+    """
+
+    steps: int | None = None
+    strike: Strike | None = None
+
+    def environment(self) -> dict[str, str]:
+        """What a rank needs in its environment to follow this plan."""
+        return {PLAN: json.dumps(asdict(self))}
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> ProbePlan | None:
+        """The plan that this process follows; None for any process that `prove` does not watch."""
+        if PLAN not in environment:
+            return None
+        plan = json.loads(environment[PLAN])
+        return cls(plan["steps"], Strike(**plan["strike"]) if plan["strike"] else None)
+
+    def ends_in(self, step: int, epoch: int, step_of_epoch: int) -> bool:
+        """Whether the run stops in this step, the `step_of_epoch`-th of its epoch. All count from 1."""
+        if self.steps is not None:
+            return step == self.steps
+        return step == MOST_STEPS or (epoch > 1 and step_of_epoch >= INTO_SECOND_EPOCH and step >= LEAST_STEPS)
+
+
+class Variable(TypedDict):
+    """A variable of the user's code: a random `generator`, an `iterator`, whose state is unknown, or any `value`."""
+
+    kind: str
+    digest: str
+
+
+class ProbedStep(TypedDict):
+    """What a rank noted of a step, once it had finished it."""
+
+    attempt: int  # from 0
+    step: int  # from 1, like `epoch`
+    epoch: int
+    batch: str  # digest of what the loop handed out
+    inputs: list[str]  # digests of the inputs of the model's forward passes in training
+    updates: int  # calls of an optimiser's step()
+    state: dict[str, str]  # digests of all that a checkpoint of this step would hold, by name
+    rows: list[str]  # the names in `state` of sharded tensors: the rank has some rows of each
+    variables: dict[str, Variable]  # of the user's code, by name, as the step began
+
+
+class ProbedBatch(TypedDict):
+    """A batch of the validation after a step, noted before it is validated."""
+
+    attempt: int
+    after: int
+    validation_batch: int  # from 1
+
+
+class ProbeFile:
+    """What one rank notes; written at once, since the rank may be killed in the next step."""
+
+    def __init__(self, run: RunDir, rank: int) -> None:
+        self._path = run.probes / f"{rank}.jsonl"
+        self._path.parent.mkdir(exist_ok=True)
+
+    def write(self, line: ProbedStep | ProbedBatch) -> None:
+        """Add a line."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What all ranks of a run have noted, and its metrics."""
+
+    steps: list[list[ProbedStep]]  # by rank; a step that was done again is there twice
+    batches: list[ProbedBatch]  # of rank 0
+    metrics: list[tuple[bool, dict[str, Any]]]  # each line: whether it is a step's, and what no clock wrote
+
+    @classmethod
+    def read(cls, run: RunDir, ranks: int) -> Probed:
+        """What is in the run's folder."""
+        lines = [read_lines(run.probes / f"{rank}.jsonl") for rank in range(ranks)]
+        metrics = [
+            (is_step(line), {key: value for key, value in line.items() if key not in CLOCK})
+            for line in read_lines(run.metrics)
+        ]
+        steps = [[line for line in of_rank if "state" in line] for of_rank in lines]
+        batches = [line for line in lines[0] if "after" in line]
+        return cls(steps, batches, metrics)  # type: ignore[arg-type]
+
+    @property
+    def last_step(self) -> int:
+        """The last step done; 0 if there is none."""
+        return max((line["step"] for line in self.steps[0]), default=0)
+
+    @property
+    def last_attempt(self) -> int:
+        """The last attempt that has begun a step or a validation."""
+        return max((line["attempt"] for line in (*self.steps[0], *self.batches)), default=0)
+
+    def of(self, rank: int, attempt: int) -> list[ProbedStep]:
+        """The steps that a rank did in an attempt, in order."""
+        return [line for line in self.steps[rank] if line["attempt"] == attempt]
+
+    def at(self, rank: int, step: int) -> ProbedStep | None:
+        """What a rank noted of a step, when it did it last."""
+        return next((line for line in reversed(self.steps[rank]) if line["step"] == step), None)

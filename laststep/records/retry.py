@@ -1,0 +1,144 @@
+"""The retry policy: whether a run continues by itself after an attempt has ended. It is decided here and nowhere else.
+
+    reason of the end                   counts against         continues
+    finished, cancelled                 nothing                no
+    preempted                           nothing                yes
+    timeout                             launch.max_timeouts    while the budget lasts
+        it did steps, and kept none     launch.max_failures    while that budget lasts, too
+    failed, hung, lost:
+        an error that would repeat      nothing                no
+        an error before the first step  launch.max_failures    while the budget lasts, if the run has trained before
+        the attempt kept a new step     nothing                yes: the run makes progress
+        it kept no new step             launch.max_failures    while the budget lasts
+
+After a failed, hung or lost attempt the run continues by a restart: the ranks start again in the same allocation,
+without a place in the queue. After launch.max_restarts restarts in a row that kept no new step, the allocation is given
+back: the job is requeued, as after a preemption or a time limit. launch.max_failures counts allocations, so however
+often the ranks fail in one of them without a new step, that counts once. Whether the allocation can be kept at all,
+laststep/cluster/after_ranks.py asks Slurm. Under --local there is no queue: what is not restarted ends. There an error
+of the user's code is not retried either, as the user is there to read it.
+
+An attempt that reaches its time limit with steps, and keeps none of them, has a last save that does not fit into
+launch.signal_delay_s. The next attempt would lose its steps too, so it counts as a failure.
+
+An error before the first step (a wrong configuration, no GPU, data that cannot be read) would repeat if the run has
+never trained as it is configured now. Once it has, a node is to blame: it lacks a GPU or a mount. `launch.py resume`
+may change the configuration: then it has to prove itself again.
+
+Budgets are per job, so `launch.py resume`, which submits a new job, starts with full ones. Whether the run continues is
+written down as `requeue` in the record of the attempt, where the ranks, the batch shell and `launch.py status` read it.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from laststep.config.launch import Launch
+from laststep.records.attempt_record import EndedAttempt
+from laststep.records.submissions import SubmissionRecord
+from laststep.world.watchdog import Retry
+
+FAILURES = ("failed", "hung", "lost")
+SAME_FAILURE = "a retry would fail the same way"
+
+
+class Next(enum.Enum):
+    """What follows the end of an attempt."""
+
+    RESTART = "restart"  # the ranks start again in the same allocation
+    REQUEUE = "requeue"  # the job goes back to the queue
+    END = "end"  # the run does not continue by itself
+
+
+class Decision(NamedTuple):
+    """What follows, and if that is the end, `why`, in plain words."""
+
+    what: Next
+    why: str = ""
+
+
+def decide(
+    ended: Sequence[EndedAttempt],
+    launch: Launch,
+    retry: Retry = "yes",
+    submissions: Sequence[SubmissionRecord] = (),
+    local: bool = False,
+) -> Decision:
+    """What follows the last of the `ended` attempts, whose error allows this `retry`."""
+    last = ended[-1]
+    if local and not (last["reason"] in ("hung", "lost") or last["blamed"]):
+        return Decision(Next.END, "under --local an error of the run itself is not retried")
+    of_job = [record for record in ended if record["job_id"] == last["job_id"]]
+    if last["reason"] == "preempted":
+        return Decision(Next.REQUEUE)
+    if last["reason"] == "timeout":
+        timeouts = sum(record["reason"] == "timeout" for record in of_job)
+        if _kept_nothing(last) and _idle_allocations(of_job) > launch.max_failures:
+            why = f"the last save does not fit into launch.signal_delay_s={launch.signal_delay_s}, and no step is kept"
+            return Decision(Next.END, f"{why} (launch.max_failures={launch.max_failures}): raise it")
+        return _within_budget(timeouts, "max_timeouts", launch.max_timeouts)
+    if last["reason"] in FAILURES:
+        if retry == "no" or (retry == "if_trained" and not has_trained(ended, submissions)):
+            return Decision(Next.END, SAME_FAILURE)
+        if not _made_progress(last):
+            idle = _idle_allocations(of_job)
+            if (decision := _within_budget(idle, "max_failures", launch.max_failures)).what is Next.END:
+                return decision
+        allocation = [record for record in of_job if record["restart"] == last["restart"]]
+        if _restarts_in_a_row(allocation) < launch.max_restarts:
+            return Decision(Next.RESTART)
+        if local:
+            return Decision(Next.END, f"retry budget used up (launch.max_restarts={launch.max_restarts})")
+        return Decision(Next.REQUEUE)
+    return Decision(Next.END, f"the run is {last['reason']}")
+
+
+def why_not_requeued(ended: Sequence[EndedAttempt], launch: Launch) -> str:
+    """Why the last of the `ended` attempts, whose record has `requeue` false, is not requeued."""
+    # Only `retry` is not recorded: where the rest of the policy allows a retry, that one forbade it.
+    return decide(ended, launch).why or SAME_FAILURE
+
+
+def least_hopeful(answers: Iterable[Retry]) -> Retry:
+    """The answer for an attempt that several errors ended."""
+    return min(answers, key=("no", "if_trained", "yes").index)
+
+
+def has_trained(ended: Sequence[EndedAttempt], submissions: Sequence[SubmissionRecord]) -> bool:
+    """Whether an attempt has done a step as the run is configured now: in the job of the last one, or in a job that was
+    submitted with the same configuration."""
+    configs = {line["job_id"]: line.get("config") for line in submissions}
+    job = ended[-1]["job_id"]
+    same = {other for other, config in configs.items() if config is not None and config == configs.get(job)}
+    return any(record["end_step"] > record["start_step"] and record["job_id"] in {job, *same} for record in ended)
+
+
+def _idle_allocations(of_job: Iterable[EndedAttempt]) -> int:
+    """In how many allocations of a job an attempt has failed without keeping a new step."""
+    failed = (record for record in of_job if record["reason"] in FAILURES or _kept_nothing(record))
+    return len({record["restart"] for record in failed if not _made_progress(record)})
+
+
+def _kept_nothing(record: EndedAttempt) -> bool:
+    """Whether the attempt ended at its time limit, did steps, and kept none of them."""
+    return record["reason"] == "timeout" and record["end_step"] > record["start_step"] and not _made_progress(record)
+
+
+def _within_budget(used: int, name: str, budget: int) -> Decision:
+    if used <= budget:
+        return Decision(Next.REQUEUE)
+    return Decision(Next.END, f"retry budget used up (launch.{name}={budget})")
+
+
+def _restarts_in_a_row(allocation: Sequence[EndedAttempt]) -> int:
+    """How often the ranks were started again in this allocation since an attempt in it made progress."""
+    restarted = reversed(allocation[1:])
+    return sum(1 for _ in itertools.takewhile(lambda record: not _made_progress(record), restarted))
+
+
+def _made_progress(record: EndedAttempt) -> bool:
+    """Whether the attempt kept a later step than it began at."""
+    return record["end_step"] - record["lost_steps"] > record["start_step"]

@@ -1,0 +1,87 @@
+"""Language modelling: a decoder predicts each next token of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from laststep.config.config import Config
+from laststep.data.corpus import Corpus
+from laststep.data.tokens import TRAIN, VALIDATION
+from laststep.data.windows import open_windows
+from laststep.optim.build import make_optimizer
+from laststep.task import Task
+from laststep.tasks.decoder import Decoder
+from laststep.tasks.language_checks import z_loss_of
+from laststep.tasks.peak_flops import peak_flops
+from laststep.tasks.sizes import size_of
+
+
+class Language(Task):
+    """The text of `data` with a decoder of the size `model.name`.
+
+    A sample is a window of tokens, and its last token's successor. See laststep.data.windows.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.corpus = Corpus.open(config.data)
+        self.size = size_of(config.model.name, config.model.args, self.corpus.vocabulary.size)
+        self.z_loss = z_loss_of(config)
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        return open_windows(self.corpus, TRAIN), open_windows(self.corpus, VALIDATION)
+
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint
+
+    def model(self) -> nn.Module:
+        return Decoder(self.size)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        return make_optimizer(model, self.config.optim, [p for module in embeddings for p in module.parameters()])
+
+    def on_device(self, batch: Any) -> Any:
+        tokens, *positions = batch
+        return tokens.long(), *positions
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        tokens, *positions = batch
+        logits = model(tokens[:, :-1], *positions).flatten(0, 1).float()
+        loss = functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        if self.z_loss and model.training:  # keeps the logits from drifting (Chowdhery et al. 2022, section 5)
+            loss = loss + self.z_loss * logits.logsumexp(1).square().mean()
+        return {"loss": loss}
+
+    def derived(self, line: Mapping[str, Any], samples: int, ranks: int) -> dict[str, float]:
+        if line.get("val_loss") is not None:
+            bits = line["val_loss"] / math.log(2) / self.corpus.validation_bytes_per_token
+            return {"val_perplexity": _exp(line["val_loss"]), "val_bits_per_byte": bits}
+        if "samples_per_s" not in line:
+            return {}
+        found: dict[str, float] = {} if line["loss"] is None else {"perplexity": _exp(line["loss"])}
+        per_s = line["samples_per_s"] * self.corpus.window
+        found |= {"tokens": samples * self.corpus.window, "tokens_per_s": round(per_s, 1)}
+        if self._peak_flops is not None:
+            found["mfu"] = round(per_s * self.size.flops_per_token(self.corpus.window) / self._peak_flops / ranks, 4)
+        return found
+
+    @cached_property
+    def _peak_flops(self) -> float | None:
+        """Of the GPU that this rank trains on; None for the CPU, and for a GPU that the table lacks."""
+        if self.config.device == "cpu" or not torch.cuda.is_available():
+            return None
+        return peak_flops(torch.cuda.get_device_name())
+
+
+def _exp(loss: float) -> float:
+    return math.exp(min(loss, 700.0))

@@ -1,2 +1,0 @@
-"""Ready-made tasks, for users who do not write their own. Not here: Task, the class that these and users' tasks
-subclass (trainer/task.py)."""
