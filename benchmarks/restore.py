@@ -4,10 +4,11 @@
 the disk (the files are dropped from the page cache where the system allows it). Each trial runs in separate processes,
 with fresh memory.
 
-First 1, 2, 4 and 8 ranks, connected by gloo, resume from eight shards as an attempt does (`laststep.checkpoint.restore`)
-into tensors that they hold already. By rank: the bytes that it has read (rchar of /proc/self/io, and read_bytes, those
-that the disk served), and its peak memory (VmHWM) beyond what it held before. Together the ranks may read the
-checkpoint's bytes only once, and the memory of each is at most its share, two pieces, and EXTRA_MB.
+First 1, 2, 4 and 8 ranks, connected by gloo, resume from eight shards as an attempt does
+(`laststep.checkpoint.restore`) into tensors that they hold already. By rank: the bytes that it has read (rchar of
+/proc/self/io, and read_bytes, those that the disk served), and its peak memory (VmHWM) beyond what it held before.
+Together the ranks may read the checkpoint's bytes only once, and the memory of each is at most its share, two pieces,
+and EXTRA_MB.
 
 Then one process reads one shard and four, by ways that take turns:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from laststep.task import Task
     from laststep.trainer import Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Config", "Run", "Task", "Trainer", "load_weights", "submit"]
 
 _HOMES = {
@@ -24,6 +25,16 @@ _HOMES = {
     "load_weights": "cluster.weights_source",
     "submit": "cluster.submission",
 }
+
+
+def _main() -> int:
+    """The `laststep` command; returns the exit status."""
+    try:
+        from laststep.commands.main import main
+
+        return main(sys.argv[1:])
+    except KeyboardInterrupt:  # while Python still imports what would catch it
+        return 130
 
 
 def __getattr__(name: str) -> Any:

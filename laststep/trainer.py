@@ -15,6 +15,7 @@ from submitit.helpers import DelayedSubmission
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.records import former_names
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.retry import Next, decide
 from laststep.rundir import RunDir
@@ -58,6 +59,7 @@ class Trainer:
             self.run.path.mkdir(mode=0o755, parents=True, exist_ok=True)
             self.config.save(self.run.config)
         _clear_unfinished(world)
+        former_names.resolve_for(self.run)
         if world.launcher == "submitit-slurm":
             _change_to_working_folder()
         # Importing torch creates a million objects that live as long as the process. Meanwhile the garbage collector

@@ -102,7 +102,7 @@ def test_it_ends_as_the_process_did(python: str, code: str) -> None:
 
 def test_torch_is_loaded_and_the_project_is_not(python: str, tmp_path: Path) -> None:
     """The project's code is that of the process's own PYTHONPATH: a rank runs the copy that was made at submission."""
-    (tmp_path / "trainer.py").write_text("print('my own')")
+    (tmp_path / "laststep.py").write_text("print('my own')")
     code = "import sys; print('torch' in sys.modules); import laststep, torch; print(torch.get_num_threads())"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert ends(python, "-c", code, cwd=tmp_path, env=env).stdout.split("\n")[:3] == ["True", "my own", "1"]

@@ -29,11 +29,11 @@ from tests.support.waiting import DEADLINE_S
 pytestmark = pytest.mark.xdist_group("packaging")  # all in one process: they share what is built
 
 SOURCES = (
-    "trainer", "configs", "laststep.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md",
+    "laststep", "configs", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md",
     "LICENSE", "NOTICE",
 )  # fmt: skip
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
-THEIRS = 'raise SystemExit("another module called trainer was started")\n'
+THEIRS = 'raise SystemExit("another module of that name was started")\n'
 TASK = """
 import torch
 from torch import nn
@@ -92,7 +92,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 class User:
-    """Somebody who has installed the wheel, in a folder of their own, which also has a module called `trainer`."""
+    """Somebody who has installed the wheel, in a folder of their own, which also has modules called `trainer` and
+    `launch`."""
 
     def __init__(self, wheel: Path, home: Path) -> None:
         environment, self.folder = home / "environment", home / "project"
@@ -105,9 +106,10 @@ class User:
         (packages,) = environment.glob("lib/python*/site-packages")
         (packages / "dependencies.pth").write_text(f"{Path(spec.origin).parent.parent}\n")
         for name, text in {
-            "line.py": TASK,
+            "line.py": "from trainer import theirs\n" + TASK,
             "configs/mine.yaml": "task: line.Line\ntrain: {epochs: 2, batch_size: 8}\n",
-            "trainer.py": THEIRS,
+            "trainer.py": "theirs = True\n",
+            "launch.py": THEIRS,
             "elsewhere/trainer/__init__.py": THEIRS,
         }.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -136,12 +138,12 @@ def test_what_is_packed(built: Built) -> None:
     }
     with zipfile.ZipFile(built.wheel) as wheel:
         packed = set(wheel.namelist())
-        assert {name for name in packed if ".dist-info/" not in name} == package | {"laststep.py"}
+        assert {name for name in packed if ".dist-info/" not in name} == package
         licences = {name.rpartition("/")[2] for name in packed if ".dist-info/licenses/" in name}
         assert licences == {"LICENSE", "NOTICE"}
     with tarfile.open(built.sdist) as sdist:
         files = {member.name.partition("/")[2] for member in sdist if member.isfile()}
-    assert files >= package | {"laststep.py", "LICENSE", "NOTICE", "README.md", "CHANGELOG.md", "setup.cfg"}
+    assert files >= package | {"LICENSE", "NOTICE", "README.md", "CHANGELOG.md", "setup.cfg"}
 
 
 def test_command(user: User) -> None:

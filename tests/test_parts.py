@@ -33,7 +33,7 @@ def test_the_plain_loop_runs() -> None:
     assert re.search(r"epoch 0: loss [\d.]+, accuracy 0\.[5-9]", done.stdout), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(trainer(?:\.\w+)+\.\w+)`", PAGE))))
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(laststep(?:\.\w+)+\.\w+)`", PAGE))))
 def test_the_parts_are_where_the_page_says(name: str) -> None:
     """A page that names what is not there sends its readers into the source."""
     module, _, part = name.rpartition(".")

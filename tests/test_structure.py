@@ -30,10 +30,11 @@ LAYERS = [
     {"cluster"},
     {"doctor", "proof"},
     {"commands"},
-    {"__main__", "__init__", "launch", "laststep"},
+    {"__main__", "__init__"},
+    {"launch"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
-SOURCES = [PROJECT / "launch.py", PROJECT / "laststep.py", *sorted((PROJECT / "laststep").rglob("*.py"))]
+SOURCES = [PROJECT / "launch.py", *sorted((PROJECT / "laststep").rglob("*.py"))]
 
 
 def module_of(path: Path) -> str:
@@ -46,7 +47,7 @@ def part_of(module: str) -> str:
     names = module.split(".")
     if module.startswith("laststep.commands.project."):
         return "__init__"  # what init copies: like any user's file, it may import the public names
-    return names[1] if len(names) > 1 else {"trainer": "__init__"}.get(module, module)
+    return names[1] if len(names) > 1 else {"laststep": "__init__"}.get(module, module)
 
 
 def imports_of(path: Path) -> set[str]:
@@ -98,7 +99,7 @@ def test_files_say_what_they_are_for(path: Path) -> None:
 
 
 def test_few_modules_at_the_top() -> None:
-    """A newcomer who opens trainer/ must see subjects, not a list of modules."""
+    """A newcomer who opens laststep/ must see subjects, not a list of modules."""
     assert len(list((PROJECT / "laststep").glob("*.py"))) <= 9
 
 

@@ -1,4 +1,4 @@
 """The scripts that write the generated pages and pictures of the documentation: `python -m tools.NAME`.
 
-Not here: anything that a run imports (trainer/), and measuring (benchmarks/).
+Not here: anything that a run imports (laststep/), and measuring (benchmarks/).
 """

@@ -57,8 +57,8 @@ and from two assumptions: a shared disk that reads or writes {disk} GB/s for all
 ## How often to save
 
 With `checkpoint.every_minutes=auto` the interval follows from what a save costs the training and how often the run
-fails (`laststep/checkpoint/interval.py`), by Daly's formula; `laststep/checkpoint/goodput.py` has the model. An end with
-a grace period (a preemption, a time limit), or that one rank survives, loses no step and is no reason to save. The
+fails (`laststep/checkpoint/interval.py`), by Daly's formula; `laststep/checkpoint/goodput.py` has the model. An end
+with a grace period (a preemption, a time limit), or that one rank survives, loses no step and is no reason to save. The
 steps since the last save are lost only when all ranks die at once.
 
 Calculated, as if every failure killed all ranks: the share of time lost to saves and repeated steps. A node fails every

@@ -2,8 +2,8 @@
 
 Each surviving rank takes part in a separate thread, since its main thread may be waiting for a dead rank, in C.
 The thread freezes the state of the last finished step and saves it together with the other survivors
-(laststep/attempt/rescue.py); one of them records how the attempt ended. Then the process exits, whatever its main thread
-is doing, and also when the thread itself gets nothing done any more.
+(laststep/attempt/rescue.py); one of them records how the attempt ended. Then the process exits, whatever its main
+thread is doing, and also when the thread itself gets nothing done any more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The code copy: every attempt of a job runs the code as it was at submission, even if files are edited meanwhile.
 
-It holds the files of Laststep and of the user's repository (see laststep.cluster.code_origin): the tracked files and the
-untracked ones that git does not ignore. Without git: all files except hidden folders, environments and caches.
+It holds the files of Laststep and of the user's repository (see laststep.cluster.code_origin): the tracked files and
+the untracked ones that git does not ignore. Without git: all files except hidden folders, environments and
+caches. The folder `trainer/` of a clone of Laststep is left out: it would hide a `trainer` of the user's, see
+laststep.records.former_names.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from laststep.cluster.run_folders import PROJECT, working_folder
 from laststep.cluster.trust import OTHERS_MAY_WRITE
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.records.former_names import FORMER, PRESENT
 from laststep.rundir import RunDir, aside
 
 # One thread copies for COPY_ALONE_S: on a local disk it is faster alone. Then COPY_THREADS copy what is left: on a
@@ -50,14 +53,17 @@ def copy_code(run: RunDir, config: Config) -> None:
     root = Path(config.launch.root)
     origin = code_origin.look_up(config.task, working_folder(run))
     try:
-        files = {PROJECT: _files_of_laststep(root)}
+        ours, theirs = _files_of_laststep(root), list[Path]()
+        _check_size(PROJECT, ours)
         if origin.repository is not None:
             folder = Path(origin.repository)
-            files[folder] = list(dict.fromkeys([*_code_files(folder, root), *_generated(origin)]))
-        for folder in files:
-            _check_size(folder, files[folder])
-        for folder in files:
-            _copy(folder, files[folder], partial)
+            theirs = list(dict.fromkeys([*_code_files(folder, root), *_generated(origin)]))
+            _check_size(folder, theirs)
+        # What is there already is not copied: of two files of one path, the user's stays, but within the package.
+        _copy(PROJECT, [path for path in ours if path.parts[0] == PRESENT], partial)
+        if theirs:
+            _copy(Path(str(origin.repository)), theirs, partial)
+        _copy(PROJECT, ours, partial)
         origin.save(partial)
         if (diff := git(Path(origin.git_folder), "diff", "HEAD", "--", ".")) is not None:
             run.diff.write_bytes(diff)
@@ -84,8 +90,8 @@ def _remove_abandoned(run: RunDir) -> None:
 def _files_of_laststep(root: Path) -> list[Path]:
     """Laststep's own code files, relative to PROJECT."""
     if CLONE:
-        return _code_files(CLONE, root)
-    return [Path("trainer") / path for path in _walk(PROJECT / "laststep", root)]
+        return [path for path in _code_files(CLONE, root) if path.parts[0] != FORMER]
+    return [Path("laststep") / path for path in _walk(PROJECT / "laststep", root)]
 
 
 def _check_size(folder: Path, files: Sequence[Path]) -> None:

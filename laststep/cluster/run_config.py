@@ -27,6 +27,7 @@ from laststep.config.checks import validate
 from laststep.config.config import Config, missing_keys
 from laststep.config.errors import ConfigError
 from laststep.config.keys import fields_of, replaced
+from laststep.records import former_names
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.say import command
@@ -90,7 +91,7 @@ def load(
     if any(key in changes(before, config) for key in ENDS):
         check_later_end(run, before.train, config.train)
     launch = dataclasses.replace(config.launch, root=str(run.path.parent), name=run.name)
-    return dataclasses.replace(config, launch=launch)
+    return dataclasses.replace(_with_present_names(run, config), launch=launch)
 
 
 def as_submitted(run: RunDir, overrides: Sequence[str] = ()) -> Config:
@@ -102,7 +103,15 @@ def as_submitted(run: RunDir, overrides: Sequence[str] = ()) -> Config:
         text = copy.text
     elif damage:
         raise ConfigError(f"{run.config}: is damaged ({damage}), and there is no copy of it")
-    return Config.parse(text, overrides, run.config)
+    return _with_present_names(run, Config.parse(text, overrides, run.config))
+
+
+def _with_present_names(run: RunDir, config: Config) -> Config:
+    """The configuration of a run that a former version may have begun; its task may import by former names."""
+    if not former_names.is_of_former_version(run):
+        return config
+    former_names.resolve()
+    return dataclasses.replace(config, task=former_names.present(config.task))
 
 
 def with_former_defaults(config: Config, started: Config, words: Sequence[str] = ()) -> Config:

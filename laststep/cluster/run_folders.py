@@ -152,7 +152,7 @@ def working_folder(run: RunDir) -> Path:
 
 def version() -> str:
     """Laststep's version."""
-    return str(importlib.import_module("trainer").__version__)
+    return str(importlib.import_module("laststep").__version__)
 
 
 def site() -> str | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from laststep.cluster.namesake import check_namesake, imported
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.schema import READY_MADE
 from laststep.frameworks import PACKAGES, missing
+from laststep.records.former_names import FORMER, PRESENT
 
 MOST_CANDIDATES = 5
 Definition = ast.ClassDef | ast.FunctionDef
@@ -33,17 +33,14 @@ def check_task(path: str, search: Sequence[Path] = ()) -> None:
     if not module:
         _refuse_module(path, _find(path, path, search))
         raise ConfigError(f"task={path}: {nearest(path, list(READY_MADE))} or give package.module.Name")
-    check_namesake(path, [path])
     spec = _find(path, module, search)
     if spec is None:
         first = search[0] if search else Path.cwd()
-        raise ConfigError(f"task={path}: no module {module} on the Python path ({first}, ...)")
+        raise ConfigError(f"task={path}: no module {module} on the Python path ({first}, ...){_renamed(path, search)}")
     if spec.origin is None or not spec.origin.endswith(".py"):
         return  # a package without source, or a compiled module: the rank finds out
     tree = _parse(path, spec)
-    names_used = list(imported(tree))
-    check_namesake(path, names_used)
-    _check_frameworks(path, names_used, search)
+    _check_frameworks(path, list(_imported(tree)), search)
     names = _check_definition(path, name, tree)
     if name not in names and "*" not in names:
         if spec.submodule_search_locations is not None:
@@ -89,6 +86,23 @@ def _find(path: str, module: str, search: Sequence[Path]) -> ModuleSpec | None:
         return find_spec(module, search)
     except Exception as error:  # to find a.b.C, Python runs a/__init__.py, which may raise anything
         raise ConfigError(f"task={path}: {module} cannot be imported: {type(error).__name__}: {error}") from None
+
+
+def _renamed(path: str, search: Sequence[Path]) -> str:
+    """A hint for a name from the time when Laststep's package was called `trainer`."""
+    name = f"{PRESENT}{path[len(FORMER) :]}"
+    if path.startswith(f"{FORMER}.") and find_spec(name.rpartition(".")[0], search) is not None:
+        return f"; Laststep's package is called {PRESENT} now: task={name}"
+    return ""
+
+
+def _imported(source: ast.Module) -> Iterator[str]:
+    """The dotted names that a module's source imports."""
+    for node in ast.walk(source):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def _parse(path: str, spec: ModuleSpec) -> ast.Module:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from laststep.commands.verbs import DEFAULT, VERBS
 from laststep.config.errors import ConfigError, DiskError, nearest
+from laststep.records import former_names
 from laststep.say import command
 
 NEEDED = ("omegaconf", "submitit", "cloudpickle", "rich", "yaml")  # every environment that has Laststep has these
@@ -20,6 +21,8 @@ def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     # The ranks find a user's own Task in the folder where the command was typed, so look for it there too.
     sys.path.append(os.getcwd())
+    if former_names.IN_CLONE:
+        former_names.resolve()
     verb = DEFAULT
     try:
         if words and not words[0].startswith("-") and "=" not in words[0]:

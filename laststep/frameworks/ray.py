@@ -42,8 +42,8 @@ class TorchTrainer(DataParallelTrainer):
     """Trains a run, or continues it, on the workers of Ray Train. The folder of the run must be on a disk that all
     nodes share, and so must the current folder, which is that of the ranks.
 
-    `words` are those of `python -m laststep`, such as ["--config", "configs/mnist.yaml", "--name", "first"]. The options
-    are those of Ray's TorchTrainer for the workers: scaling_config and run_config.
+    `words` are those of `python -m laststep`, such as ["--config", "configs/mnist.yaml", "--name", "first"]. The
+    options are those of Ray's TorchTrainer for the workers: scaling_config and run_config.
     """
 
     def __init__(self, words: Sequence[str], **options: Any) -> None:

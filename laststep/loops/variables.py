@@ -109,7 +109,7 @@ class Variables:
         module = type(value).__module__ or ""
         if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
             self._note(name, "value", value.state_dict())
-        elif module.partition(".")[0] not in ("trainer", "torch", "torchvision", "builtins"):
+        elif module.partition(".")[0] not in ("laststep", "torch", "torchvision", "builtins"):
             for attribute, item in list(vars(value).items()):
                 self._walk(f"{name}.{attribute}", item, depth + 1)
 

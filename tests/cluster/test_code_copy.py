@@ -213,7 +213,7 @@ def test_the_copy_wins_over_an_editable_install(
     assert "site-packages" not in path and not (run.code / ".venv").exists() and not (run.code / "data").exists()
     code = (
         f"import sys; sys.path += {[str(monorepo / place) for place in ('models/src', 'tools/src', '.')]}\n"
-        "import mymodels, mytools, flat, trainer\n"
+        "import mymodels, mytools, flat, laststep\n"
         "print(mymodels.day, mytools.day, flat.day, mymodels._version.day, laststep.__file__)"
     )
     said = subprocess.check_output([sys.executable, "-c", code], env={"PYTHONPATH": path}, text=True)
@@ -227,7 +227,7 @@ def test_the_commit_is_the_users(run: RunDir, here: Path) -> None:
     copied(run)
     origin = code_origin.origin_of(run, Config.load(None, ["task=my_task.Mine"]))
     assert (origin.commit, origin.repository) == (head, str(here))
-    assert "+# edited" in run.diff.read_text() and "trainer/" not in run.diff.read_text()
+    assert "+# edited" in run.diff.read_text() and "laststep/" not in run.diff.read_text()
 
 
 def test_laststeps_own_commit(run: RunDir, here: Path) -> None:

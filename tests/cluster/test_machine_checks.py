@@ -123,7 +123,7 @@ def test_task_is_found_however_it_is_named(source: str, tmp_path: Path, monkeypa
         ("def Mine(): ...", r"must take the run, and perhaps args: def Mine\(run\)"),
         ("def Mine(run, epochs): ...", "must take the run"),
         ("def Mine(run, *, epochs): ...", "must take the run"),
-        ("class Mine: ...", r"is not a subclass of trainer\.Task: class Mine\(Task\)"),
+        ("class Mine: ...", r"is not a subclass of laststep\.Task: class Mine\(Task\)"),
         ("class Base(Task): ...\nMine = Base(config)", r"is an instance; name its class: task=wrong_task\.Base"),
         ("Mine = 3", "is neither a subclass of laststep.Task nor a function"),
     ],

@@ -164,7 +164,7 @@ def step(tmp_path: Path) -> Iterator[Step]:
 
 @pytest.fixture(params=["one host", "two hosts"])
 def anywhere(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Step]:
-    """Also on two hosts that see what the other has done only when they look for it, see `laststep.world.fresh_view`."""
+    """Also on two hosts that see what the other has done only when they look for it, see `world.fresh_view`."""
     if request.param == "two hosts":
         require(missing())
         with Clients(disk_of(tmp_path), 2, REMEMBERED_S) as hosts:

@@ -47,7 +47,7 @@ WRONG = [
     (["optim.schedule=cosin"], "optim.schedule=cosin: did you mean cosine?"),
     (["task=clasification"], "task=clasification: did you mean classification? or give package.module.Name"),
     (["task=nowhere.Mine"], "task=nowhere.Mine: no module nowhere on the Python path"),
-    (["task=laststep.task.Tusk"], "task=laststep.task.Tusk: trainer.task has no Tusk; did you mean Task?"),
+    (["task=laststep.task.Tusk"], "task=laststep.task.Tusk: laststep.task has no Tusk; did you mean Task?"),
     (["train.batch_size=65", "--nodes", "2"], "train.batch_size=65: not divisible by 2 ranks x train.accumulate=1"),
     (["launch.slurm.nodes=3"], "launch.slurm.nodes: Laststep sets this itself; use launch.nodes"),
     (["--nodes", "0"], "launch.nodes=0: must be at least 1"),

@@ -125,7 +125,7 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.parametrize(
-    "module", ["trainer", "laststep.commands.main", "argparse", "laststep.commands.submit", "omegaconf", "yaml"]
+    "module", ["laststep", "laststep.commands.main", "argparse", "laststep.commands.submit", "omegaconf", "yaml"]
 )
 def test_ctrl_c_at_once(module: str, here: Path, tmp_path: Path) -> None:
     """Someone who notices a typing error presses Ctrl-C before the command has imported anything: no traceback."""

@@ -78,7 +78,7 @@ def test_every_rank_and_srun_are_killed(plain_desk: Desk) -> None:
     job = plain_desk.job("killed")
     found = {pid: command for pid, command, environ in processes() if environ.get("SLURM_JOB_ID") == job}
     sruns = [pid for pid, command in found.items() if command[0] == "srun"]
-    ranks = [pid for pid, command in found.items() if "trainer" in command and command[0] != "srun"]
+    ranks = [pid for pid, command in found.items() if "laststep" in command and command[0] != "srun"]
     assert len(sruns) == 2 and len(ranks) == 2
     # First srun's child process, which would end the ranks in an orderly way.
     for pid in [*sorted(sruns, key=lambda pid: parent(pid) not in sruns), *ranks]:

@@ -1,4 +1,5 @@
-"""From a user's own repository: a src/ layout, its own configuration, and data that git ignores."""
+"""From a user's own repository: a src/ layout, its own configuration, data that git ignores, and modules that have
+the names of those in a clone of Laststep: `trainer`, `launch`, `tools`."""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ from tests.support.waiting import DEADLINE_S
 
 TASK = """
 from tests.support.tasks import Unhurried
-from shapes import day
+from trainer.shapes import day
 
 class Mine(Unhurried):
     def datasets(self):
+        from tools.pictures import from_my_tools
         print("the code of", day, open("data/numbers.txt").read(), self.config.data.root, flush=True)
         return super().datasets()
 """
+# Names that a clone of Laststep has too.
+THEIRS = "raise SystemExit('this one is not imported')\n"
 DAY = "day = '{day}'\n"
 LINES = ("--config", "configs/lines.yaml")
 GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@example.org")
@@ -43,7 +47,10 @@ def mine(user: User, tmp_path: Path) -> Iterator[User]:
         ".gitignore": "/data/\n/runs/\n__pycache__/\n",
         "src/lines/__init__.py": "",
         "src/lines/task.py": TASK,
-        "src/shapes.py": DAY.format(day="monday"),
+        "trainer/shapes.py": DAY.format(day="monday"),
+        "launch.py": THEIRS,
+        "tools/__init__.py": "",
+        "tools/pictures.py": "from_my_tools = True\n",
         "configs/lines.yaml": Config.load(None, [*lines, "task=lines.task.Mine"]).to_yaml(),
         "data/numbers.txt": "1 2 3",
     }.items():
@@ -60,7 +67,7 @@ def test_from_ones_own_repository(mine: User) -> None:
     """Submitted, preempted, resumed: with the code as it was submitted, the data in the user's folder, and the weights
     of an undisturbed run."""
     mine.types("--name", "first", "--nodes", "2", *LINES, "launch.slurm.hold=true")
-    (mine.folder / "src" / "shapes.py").write_text(DAY.format(day="tuesday"))
+    (mine.folder / "trainer" / "shapes.py").write_text(DAY.format(day="tuesday"))
     mine.cluster.run("scontrol", "release", mine.job_of("first"))
     said = mine.types("sweep", "--name", "scan", *LINES, "seed=1,2", "train.max_steps=2")
     assert "scan: 2 runs" in said
