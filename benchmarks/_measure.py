@@ -19,9 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from laststep.cluster import run_folders
 from laststep.config.config import Config
 from laststep.rundir import RunDir
+from laststep.runs import run_folders
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"

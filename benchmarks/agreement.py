@@ -74,10 +74,10 @@ def _rank(rank: int, meeting: Path, repeats: int, results: multiprocessing.queue
     """The body of a rank's process."""
     import torch
 
-    from laststep.world.join import register_rank
-    from laststep.world.signals import Signals
-    from laststep.world.stop import Stop
-    from laststep.world.world import World
+    from laststep.ranks.join import register_rank
+    from laststep.ranks.signals import Signals
+    from laststep.ranks.stop import Stop
+    from laststep.ranks.world import World
 
     signals = Signals.catch()
     world = World(rank, 2, rank, 2, 0, 1, ("localhost",) * 2, "benchmark", 0, "benchmark-0", "benchmark", False)

@@ -50,9 +50,9 @@ from laststep.data.catalog import DATASETS, MNIST_5K
 from laststep.data.image_files import AREA, ASPECT
 from laststep.data.loader import LoaderFactory, TrainBatchKeys
 from laststep.data.order import Order
+from laststep.ranks.group import Group
+from laststep.ranks.launchers import detect_world
 from laststep.tasks.classification import Classification
-from laststep.world.group import Group
-from laststep.world.launchers import detect_world
 
 LIMIT = 1.3  # Laststep's throughput to the reference's
 OURS, REFERENCE = "laststep", "reference"

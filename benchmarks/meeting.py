@@ -107,10 +107,10 @@ def _rank(
     """The body of a rank's process."""
     import torch
 
-    from laststep.world.join import register_rank
-    from laststep.world.signals import Signals
-    from laststep.world.stop import Stop
-    from laststep.world.world import World
+    from laststep.ranks.join import register_rank
+    from laststep.ranks.signals import Signals
+    from laststep.ranks.stop import Stop
+    from laststep.ranks.world import World
 
     torch.set_num_threads(1)
     signals = Signals.catch()

@@ -26,12 +26,12 @@ from laststep.checkpoint.buffers import HostMemory
 from laststep.checkpoint.position import Position
 from laststep.checkpoint.writer import CheckpointInfo
 from laststep.loops.copies import Copies
-from laststep.world.exported import free_port
-from laststep.world.replica_link import ReplicaLink
-from laststep.world.seal import Seal
-from laststep.world.sealed_store import SealedStore
-from laststep.world.shard_place import ShardPlace
-from laststep.world.world import World
+from laststep.ranks.exported import free_port
+from laststep.ranks.replica_link import ReplicaLink
+from laststep.ranks.seal import Seal
+from laststep.ranks.sealed_store import SealedStore
+from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import World
 
 EVERY = (None, 10, 1)  # steps between copies
 ROW = 1024  # floats

@@ -33,8 +33,8 @@ from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.store import CheckpointStore, FileEntry
 from laststep.checkpoint.stripes import Stripe, own_stripe
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
-from laststep.world.seal import Seal
-from laststep.world.watchdog import Fault
+from laststep.ranks.seal import Seal
+from laststep.ranks.watchdog import Fault
 
 LIMIT = 1.5
 STEP = 1000

@@ -47,8 +47,8 @@ from laststep.checkpoint.pack import load, map_tensors
 from laststep.checkpoint.restore import PIECE_BYTES, read_newest
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from laststep.world.join import register_rank
-from laststep.world.world import World
+from laststep.ranks.join import register_rank
+from laststep.ranks.world import World
 
 LIMIT = 1.2  # times `read`
 TENSORS = 250

@@ -39,14 +39,14 @@ from laststep.attempt.rescue_records import Holding, Survivor
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from laststep.cluster.merged_logs import MergedLogs
+from laststep.ranks.join import register_rank
+from laststep.ranks.seal import Seal
+from laststep.ranks.signals import Signals
+from laststep.ranks.stop import Stop
+from laststep.ranks.watchdog import Beat, Probes, Watchdog
+from laststep.ranks.world import World
 from laststep.rundir import RunDir
-from laststep.world.join import register_rank
-from laststep.world.seal import Seal
-from laststep.world.signals import Signals
-from laststep.world.stop import Stop
-from laststep.world.watchdog import Beat, Probes, Watchdog
-from laststep.world.world import World
+from laststep.runs.merged_logs import MergedLogs
 
 SIZES = (2, 8, 32, 128, 512, 1024)
 REAL = (2, 4, 8)  # numbers of real ranks, for the count of open files
@@ -113,7 +113,7 @@ def measure(store: int, clients: list[dist.Store], size: int, folder: Path, numb
 
 
 def _meeting(stores: list[dist.Store], size: int) -> float:
-    """Every rank writes its card, waits for all cards, and reads them, as in `laststep.world.group`."""
+    """Every rank writes its card, waits for all cards, and reads them, as in `laststep.ranks.group`."""
     keys = [f"met/{rank}" for rank in range(size)]
 
     def one(rank: int) -> None:

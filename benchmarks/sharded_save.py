@@ -44,10 +44,10 @@ from benchmarks.restore import cache, io_so_far, status_of
 from laststep.checkpoint.restore import PIECE_BYTES, read_newest
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from laststep.world.group import Group
-from laststep.world.join import register_rank
-from laststep.world.shard_place import ShardPlace, shard_rows
-from laststep.world.world import World
+from laststep.ranks.group import Group
+from laststep.ranks.join import register_rank
+from laststep.ranks.shard_place import ShardPlace, shard_rows
+from laststep.ranks.world import World
 
 SIZES = (1, 2, 4, 8)
 TENSORS = 100

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from benchmarks._measure import PROJECT, Check, conclude, spread
-from laststep.cluster.queue import SEPARATOR
 from laststep.rundir import RunDir
+from laststep.runs.queue import SEPARATOR
 
 LIMIT_S = 2.0
 ROUNDS = 5

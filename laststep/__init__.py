@@ -7,10 +7,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from laststep.cluster.submission import submit
-    from laststep.cluster.weights_source import load_weights
     from laststep.config.config import Config
     from laststep.loops.run import Run
+    from laststep.runs.weights_source import load_weights
+    from laststep.submission.submission import submit
     from laststep.task import Task
     from laststep.trainer import Trainer
 
@@ -30,7 +30,7 @@ _HOMES = {
 def _main() -> int:
     """The `laststep` command; returns the exit status."""
     try:
-        from laststep.commands.main import main
+        from laststep.cli.main import main
 
         return main(sys.argv[1:])
     except KeyboardInterrupt:  # while Python still imports what would catch it

@@ -1,4 +1,4 @@
-"""`python -m laststep`: one rank of a run, under any launcher; see laststep.commands.rank.
+"""`python -m laststep`: one rank of a run, under any launcher; see laststep.cli.rank.
 
 --local starts the supervisors of its ranks with this folder's path instead of `-m laststep`, and `--supervised FOLDER`.
 """
@@ -17,13 +17,13 @@ if __name__ == "__main__":
     by_path = sys.path[0] == folder
     if by_path:
         sys.path[0] = os.path.dirname(folder)
-    from laststep.commands.rank import main
+    from laststep.cli.rank import main
     from laststep.config.errors import ConfigError
-    from laststep.world.world import MeetingError
+    from laststep.ranks.world import MeetingError
 
     words = sys.argv[1:]
     if words[:1] == ["--supervised"]:
-        from laststep.cluster.supervisor import supervise_local
+        from laststep.job.supervisor import supervise_local
 
         words.pop(0)
         supervise_local(words[0])

@@ -141,7 +141,7 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """Locked by rank 0 of the attempt that is running; see laststep.world.run_lock."""
+        """Locked by rank 0 of the attempt that is running; see laststep.ranks.run_lock."""
         return self.path / "lock"
 
     def meeting(self, attempt: str) -> Path:

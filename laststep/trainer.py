@@ -15,14 +15,14 @@ from submitit.helpers import DelayedSubmission
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.ranks.launchers import WORKING_FOLDER, detect_world
+from laststep.ranks.signals import Signals
+from laststep.ranks.world import World
 from laststep.records import former_names
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.retry import Next, decide
 from laststep.rundir import RunDir
 from laststep.say import command, say
-from laststep.world.launchers import WORKING_FOLDER, detect_world
-from laststep.world.signals import Signals
-from laststep.world.world import World
 
 
 class Trainer:
@@ -96,7 +96,7 @@ class Trainer:
 def _change_to_working_folder() -> None:
     """Leave the code's copy for the folder that relative paths refer to.
 
-    srun starts the ranks in the copy, so that Python finds it first, see laststep.cluster.sbatch. Python has made the
+    srun starts the ranks in the copy, so that Python finds it first, see laststep.submission.sbatch. Python has made the
     entries of sys.path absolute already.
     """
     folder = os.environ.get(WORKING_FOLDER)

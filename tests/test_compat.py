@@ -32,15 +32,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from laststep import compat
-from laststep.cluster.sbatch import run_executor
 from laststep.compat import autograd, cuda_driver, optimizers
 from laststep.compat import compiler as compat_compiler
 from laststep.compat import fsdp as compat_fsdp
 from laststep.compat import generators as compat_generators
 from laststep.compat.cuda_driver import RELAXED, CudaDriver
 from laststep.config.config import Config
+from laststep.ranks.shard_place import ShardPlace, shard_rows
 from laststep.rundir import RunDir
-from laststep.world.shard_place import ShardPlace, shard_rows
+from laststep.submission.sbatch import run_executor
 from tests.support.editable import install_finder
 from tests.support.needs import require_package
 from tests.support.project import PROJECT

@@ -38,14 +38,14 @@ SOURCES = [PROJECT / "launch.py", *sorted((PROJECT / "laststep").rglob("*.py"))]
 
 
 def module_of(path: Path) -> str:
-    """laststep/world/group.py -> laststep.world.group"""
+    """laststep/ranks/group.py -> laststep.ranks.group"""
     return ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def part_of(module: str) -> str:
-    """The part of the picture that a module belongs to: laststep.world.group -> world."""
+    """The part of the picture that a module belongs to: laststep.ranks.group -> world."""
     names = module.split(".")
-    if module.startswith("laststep.commands.project."):
+    if module.startswith("laststep.cli.project."):
         return "__init__"  # what init copies: like any user's file, it may import the public names
     return names[1] if len(names) > 1 else {"laststep": "__init__"}.get(module, module)
 

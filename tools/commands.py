@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
-from laststep.commands import hello, rank
-from laststep.commands.verbs import VERBS
+from laststep.cli import hello, rank
+from laststep.cli.verbs import VERBS
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEAD = """\

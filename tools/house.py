@@ -22,7 +22,7 @@ def sources(folder: str = PACKAGE) -> list[Path]:
 
 
 def module_of(path: Path) -> str:
-    """laststep/world/group.py -> laststep.world.group"""
+    """laststep/ranks/group.py -> laststep.ranks.group"""
     return ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy
 from PIL import Image
 
-from laststep.cluster.run_folders import PROJECT
 from laststep.records.metrics import newest_step
 from laststep.rundir import RunDir
+from laststep.runs.run_folders import PROJECT
 
 COMMAND = [sys.executable, "launch.py"]
 START = ["--local", "--tasks-per-node", "2", "--name", "digits", "train.epochs=20"]

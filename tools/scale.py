@@ -20,10 +20,10 @@ from laststep.checkpoint.restore import PIECE_BYTES
 from laststep.checkpoint.stripes import STRIPE_BYTES, stripe_count
 from laststep.config.launch import Launch
 from laststep.config.schema import Checkpoint
-from laststep.world.address import POLL_S
-from laststep.world.slurm import DEFAULT_KILL_WAIT_S
-from laststep.world.stop import ANSWER_S
-from laststep.world.watchdog import BEAT_S
+from laststep.ranks.address import POLL_S
+from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S
+from laststep.ranks.stop import ANSWER_S
+from laststep.ranks.watchdog import BEAT_S
 from tools.scale_goodput import HEAD, Size, rows, summary
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "scale.md"

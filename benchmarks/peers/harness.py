@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks._measure import PROJECT
 from benchmarks.peers.workload import BATCH_SIZE, EPOCHS, LEARNING_RATE, MOMENTUM, RECORD, STEPS_PER_EPOCH
-from laststep.commands.verify import inspect
+from laststep.cli.verify import inspect
 from laststep.rundir import RunDir
 from tests.slurm.cluster import Cluster
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from benchmarks.peers import workload
+from laststep.ranks.launchers import detect_world
 from laststep.tasks.classification import Classification
-from laststep.world.launchers import detect_world
 
 
 class Recorded(Classification):

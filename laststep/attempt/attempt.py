@@ -31,23 +31,23 @@ from laststep.checkpoint.store import CheckpointError, Manifest
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, DiskError
 from laststep.observe.startup import StartupTimer
+from laststep.ranks import run_lock
+from laststep.ranks.bad_node import BadNode, blamed_host
+from laststep.ranks.fresh_view import look_anew
+from laststep.ranks.interpreter_watch import InterpreterWatch
+from laststep.ranks.launchers import restarts_in_place
+from laststep.ranks.signals import Signals
+from laststep.ranks.slurm import kill_wait_s
+from laststep.ranks.watchdog import Fault, Probes, Retry, Watchdog
+from laststep.ranks.world import DeviceConflict, MeetingError, World
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.attempts import begin_attempt, find_record, never_began, recorded_step
 from laststep.rundir import RunDir
 from laststep.say import say
-from laststep.world import run_lock
-from laststep.world.bad_node import BadNode, blamed_host
-from laststep.world.fresh_view import look_anew
-from laststep.world.interpreter_watch import InterpreterWatch
-from laststep.world.launchers import restarts_in_place
-from laststep.world.signals import Signals
-from laststep.world.slurm import kill_wait_s
-from laststep.world.watchdog import Fault, Probes, Retry, Watchdog
-from laststep.world.world import DeviceConflict, MeetingError, World
 
 if TYPE_CHECKING:
     from laststep.loops.loop import Loop
-    from laststep.world.group import Group
+    from laststep.ranks.group import Group
 
 # How long the threads of a rank that failed may take to end.
 CLOSE_S = 10.0
@@ -240,7 +240,7 @@ class Attempt:
         group = self._state.group
         if group is None:
             return None
-        from laststep.world.device import is_deterministic  # imports torch
+        from laststep.ranks.device import is_deterministic  # imports torch
 
         return user_error.refused_operator(error) if is_deterministic(self._config, group.device) else None
 
@@ -279,7 +279,7 @@ class Attempt:
 
         Returns the record of the attempt.
         """
-        from laststep.world.peer_loss import is_peer_loss  # imports torch
+        from laststep.ranks.peer_loss import is_peer_loss  # imports torch
 
         printed_in_main = isinstance(error, ConfigError) and user_error.main_is_ours
         self._end_by_fault.main_thread_failed()

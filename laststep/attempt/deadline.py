@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+from laststep.ranks.alarm import Alarm
+from laststep.ranks.process import start_thread
 from laststep.say import flush_output, say
-from laststep.world.alarm import Alarm
-from laststep.world.process import start_thread
 
 
 def run_for(timeout_s: float, work: Callable[[], None]) -> bool:

@@ -20,13 +20,13 @@ from laststep.attempt.rescue_cause import has_ended
 from laststep.attempt.rescue_files import exit_status, has_begun
 from laststep.attempt.rescuer import Rescuer
 from laststep.attempt.state import AttemptState
+from laststep.ranks.fresh_view import FreshView
+from laststep.ranks.neighbour import Neighbour
+from laststep.ranks.process import start_thread
+from laststep.ranks.seal import Seal
+from laststep.ranks.watchdog import Fault, FaultReason
 from laststep.records.attempts import find_record
 from laststep.say import say
-from laststep.world.fresh_view import FreshView
-from laststep.world.neighbour import Neighbour
-from laststep.world.process import start_thread
-from laststep.world.seal import Seal
-from laststep.world.watchdog import Fault, FaultReason
 
 # How long this rank stays in a rescue in which no survivor gets anything done, for example because the disk hangs.
 STALLED_S = 60.0

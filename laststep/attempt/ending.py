@@ -12,15 +12,15 @@ from typing import Literal
 from laststep.attempt.signal_cause import Ending, ending
 from laststep.attempt.state import AttemptState
 from laststep.observe.hints import likely_cause
+from laststep.ranks.launchers import BATCH_HOST
+from laststep.ranks.patience import Patience
+from laststep.ranks.slurm import SlurmError, requeue_job
+from laststep.ranks.watchdog import Retry
+from laststep.ranks.world import hostname
 from laststep.records.attempt_record import AttemptRecord, read_ended_attempts
 from laststep.records.attempts import end_attempt
 from laststep.records.retry import why_not_requeued
 from laststep.say import counted, say
-from laststep.world.launchers import BATCH_HOST
-from laststep.world.patience import Patience
-from laststep.world.slurm import SlurmError, requeue_job
-from laststep.world.watchdog import Retry
-from laststep.world.world import hostname
 
 EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
 SHELL_S = 15.0  # within which a batch shell that lives has killed srun, and so all ranks

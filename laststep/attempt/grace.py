@@ -29,10 +29,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from laststep.attempt.signal_cause import USER_SIGNALS, Ending, comes_back, judge, usual_ending
 from laststep.attempt.state import AttemptState
 from laststep.config.launch import Launch
-from laststep.say import say
-from laststep.world.process import start_thread
-from laststep.world.signals import SIGNALLED, Signals
-from laststep.world.slurm import (
+from laststep.ranks.process import start_thread
+from laststep.ranks.signals import SIGNALLED, Signals
+from laststep.ranks.slurm import (
     DEFAULT_KILL_WAIT_S,
     NEVER,
     UNENDED,
@@ -42,12 +41,13 @@ from laststep.world.slurm import (
     show_job,
     unix_time,
 )
-from laststep.world.world import World
+from laststep.ranks.world import World
+from laststep.say import say
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from laststep.world.sealed_store import SealedStore
+    from laststep.ranks.sealed_store import SealedStore
 
 # This close to SIGKILL the attempt stops waiting for anything, and uses the time left to record how it ended.
 LAST_MOMENT_S = 3.0

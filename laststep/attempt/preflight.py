@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from laststep.config.config import Config
+from laststep.ranks import gpu_checks, node_checks
+from laststep.ranks.alarm import alarm
+from laststep.ranks.bad_node import BadNode
+from laststep.ranks.node_checks import Finding
+from laststep.ranks.watchdog import Fault, Watchdog
+from laststep.ranks.world import World, hostname
 from laststep.say import say
-from laststep.world import gpu_checks, node_checks
-from laststep.world.alarm import alarm
-from laststep.world.bad_node import BadNode
-from laststep.world.node_checks import Finding
-from laststep.world.watchdog import Fault, Watchdog
-from laststep.world.world import World, hostname
 
 if TYPE_CHECKING:
     import torch

@@ -37,12 +37,12 @@ from laststep.attempt.rescue_files import gone_file, leader_file, survivor_file
 from laststep.attempt.rescue_plan import is_behind, next_plan
 from laststep.attempt.rescue_records import Board, Holding, Part, Plan, Survivor
 from laststep.attempt.rescue_roll import ALONE_S, SILENT_S, Roll
+from laststep.ranks.process import start_thread
+from laststep.ranks.seal import Seal
+from laststep.ranks.shard_place import Gathered
+from laststep.ranks.watchdog import Fault
 from laststep.rundir import aside
 from laststep.say import say
-from laststep.world.process import start_thread
-from laststep.world.seal import Seal
-from laststep.world.shard_place import Gathered
-from laststep.world.watchdog import Fault
 
 # The length of a round: this per rank, so that many ranks do not overload the file system, but at least the shortest.
 ROUND_S_PER_RANK = 0.001

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from laststep.attempt.rescue_records import Plan
+from laststep.ranks.watchdog import Fault
+from laststep.ranks.world import World
 from laststep.say import say
-from laststep.world.watchdog import Fault
-from laststep.world.world import World
 
 
 def blamed_hosts(fault: Fault, plan: Plan, missing: list[int], world: World) -> list[str]:

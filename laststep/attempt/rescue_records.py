@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from laststep.checkpoint.stripes import Stripe
-from laststep.world.shard_place import Gathered
-from laststep.world.watchdog import Fault
+from laststep.ranks.shard_place import Gathered
+from laststep.ranks.watchdog import Fault
 
 Place = tuple[int, int, bool, bool]  # see `Position.place`
 

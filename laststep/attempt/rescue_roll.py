@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from laststep.attempt.rescue_records import Place, Plan, Survivor
-from laststep.world.shard_place import Gathered
+from laststep.ranks.shard_place import Gathered
 
 # Ranks that have not signed in are waited for this long after the last one that did, before anything is committed: they
 # may be a step ahead. All survivors notice a fault within half a second.

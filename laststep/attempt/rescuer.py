@@ -26,12 +26,12 @@ from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.patience import Patience
 from laststep.checkpoint.store import CheckpointError
+from laststep.ranks import run_lock
+from laststep.ranks.device_thread import DeviceSilent
+from laststep.ranks.shard_place import Gathered
+from laststep.ranks.watchdog import Fault
 from laststep.records.retry import least_hopeful
 from laststep.say import counted, say
-from laststep.world import run_lock
-from laststep.world.device_thread import DeviceSilent
-from laststep.world.shard_place import Gathered
-from laststep.world.watchdog import Fault
 
 if TYPE_CHECKING:
     from laststep.loops.loop import Loop

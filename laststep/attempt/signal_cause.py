@@ -35,9 +35,9 @@ import signal
 import time
 from typing import Literal, NamedTuple
 
-from laststep.world.process import SUPERVISED, children, identity
-from laststep.world.slurm import NEVER, REPLACED, UNENDED, Job, kill_limits, show_job, unix_time
-from laststep.world.world import World
+from laststep.ranks.process import SUPERVISED, children, identity
+from laststep.ranks.slurm import NEVER, REPLACED, UNENDED, Job, kill_limits, show_job, unix_time
+from laststep.ranks.world import World
 
 # Slurm checks time limits only now and then, so `--signal=USR2@S` may be sent up to 60 s early (man sbatch).
 EARLY_S = 60

@@ -21,21 +21,21 @@ from laststep.loops.loop import AttemptContext, Loop
 from laststep.loops.run import make_custom_loop
 from laststep.loops.task_loop import TaskLoop
 from laststep.observe.startup import StartupTimer
+from laststep.ranks import nccl
+from laststep.ranks.device import is_deterministic
+from laststep.ranks.exported import export_world, free_port
+from laststep.ranks.group import Group
+from laststep.ranks.join import join
+from laststep.ranks.launchers import WORKING_FOLDER
+from laststep.ranks.lent_group import lend_group
+from laststep.ranks.patience import Patience
+from laststep.ranks.stop import Stop
+from laststep.ranks.watchdog import Fault, Watchdog
 from laststep.records.attempts import lower_start_step, raise_kept_step
 from laststep.records.probes import ProbePlan
 from laststep.rundir import RunDir
 from laststep.say import say
 from laststep.task import find_task
-from laststep.world import nccl
-from laststep.world.device import is_deterministic
-from laststep.world.exported import export_world, free_port
-from laststep.world.group import Group
-from laststep.world.join import join
-from laststep.world.launchers import WORKING_FOLDER
-from laststep.world.lent_group import lend_group
-from laststep.world.patience import Patience
-from laststep.world.stop import Stop
-from laststep.world.watchdog import Fault, Watchdog
 
 NOT_DETERMINISTIC = (
     "train.deterministic=false: kernels and NCCL may add in another order each time, so after a resume the last bits "

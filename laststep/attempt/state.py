@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
+from laststep.ranks.signals import Signals
+from laststep.ranks.world import World
 from laststep.rundir import RunDir
-from laststep.world.signals import Signals
-from laststep.world.world import World
 
 if TYPE_CHECKING:
     from laststep.loops.loop import Loop
-    from laststep.world.group import Group
-    from laststep.world.stop import Stop
+    from laststep.ranks.group import Group
+    from laststep.ranks.stop import Stop
 
 
 class AttemptState:

@@ -25,14 +25,14 @@ from laststep.config.errors import DiskError
 from laststep.config.ranking import Ranking
 from laststep.config.schema import Checkpoint
 from laststep.observe.progress import Progress
+from laststep.ranks.group import Group
+from laststep.ranks.peer_loss import PeerLost
+from laststep.ranks.run_time import run_time
+from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.watchdog import Watchdog
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.metrics import MetricsFile
 from laststep.rundir import RunDir
-from laststep.world.group import Group
-from laststep.world.peer_loss import PeerLost
-from laststep.world.run_time import run_time
-from laststep.world.shard_place import ShardPlace
-from laststep.world.watchdog import Watchdog
 
 MAX_FAILED = 3  # saves in a row, before the attempt fails
 RETRY_S = 60.0

@@ -19,7 +19,7 @@ class Manifest:
     """The contents of manifest.json.
 
     `metrics` are those of the validation right before the save, empty if there was none. `numerics` is what the last
-    bits of a step depend on, see `laststep.world.device.describe_numerics`. `config` is the resolved configuration as
+    bits of a step depend on, see `laststep.ranks.device.describe_numerics`. `config` is the resolved configuration as
     YAML, a copy of the run's config.yaml; empty in a checkpoint of an older version. `sharding` has the number of files
     of each shard of the state; it is empty when every rank held all of the state.
     """

@@ -1,11 +1,11 @@
-"""Patience with a disk that does not show a checkpoint, see laststep.world.patience."""
+"""Patience with a disk that does not show a checkpoint, see laststep.ranks.patience."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from laststep.checkpoint.files import CheckpointUnreadable
-from laststep.world import patience
+from laststep.ranks import patience
 
 
 class Patience(patience.Patience):

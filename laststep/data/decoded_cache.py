@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy
 import numpy.typing
 
+from laststep.ranks.group import Group
 from laststep.say import say
-from laststep.world.group import Group
 
 Pixels = numpy.typing.NDArray[numpy.uint8]  # (height, width, 3)
 # The cache leaves this much of the disk free for others: a share of a small disk, a fixed amount of a large one, which

@@ -6,10 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from laststep.cluster import run_folders
 from laststep.doctor.problem import Problem
 from laststep.records.attempt_record import read_attempts
 from laststep.records.blame import times_blamed
+from laststep.runs import run_folders
 from laststep.say import counted
 
 OFTEN = 2  # one fault may be chance

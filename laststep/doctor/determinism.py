@@ -63,7 +63,7 @@ def _layers(device: torch.device, scale: float) -> dict[str, Callable[[], object
 
 @contextlib.contextmanager
 def _kernels(deterministic: bool) -> Iterator[None]:
-    """Let torch use deterministic kernels only, or any, as `laststep.world.device.set_up_device` does."""
+    """Let torch use deterministic kernels only, or any, as `laststep.ranks.device.set_up_device` does."""
     import torch
 
     mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark

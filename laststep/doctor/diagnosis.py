@@ -7,14 +7,14 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from laststep.cluster.machine_checks import count_gpus
 from laststep.config.config import Config
 from laststep.doctor.bad_nodes import check_bad_nodes
 from laststep.doctor.file_system import RunRoot, check_run_root
 from laststep.doctor.gpus import check_gpus
 from laststep.doctor.problem import Problem
 from laststep.doctor.slurm_settings import SlurmSettings, check_slurm
-from laststep.world.slurm import SlurmError
+from laststep.ranks.slurm import SlurmError
+from laststep.submission.machine_checks import count_gpus
 
 
 @dataclass(frozen=True)

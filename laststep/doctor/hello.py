@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 
 from laststep.attempt.preflight import Preflight, checks_of
 from laststep.config.config import Config
+from laststep.ranks.gpu_checks import product_error
+from laststep.ranks.launchers import detect_world
+from laststep.ranks.node_checks import Finding
+from laststep.ranks.world import World
 from laststep.rundir import RunDir
-from laststep.world.gpu_checks import product_error
-from laststep.world.launchers import detect_world
-from laststep.world.node_checks import Finding
-from laststep.world.world import World
 
 if TYPE_CHECKING:
     import torch
 
-    from laststep.world.group import Group
+    from laststep.ranks.group import Group
 
 MIB = 2**20
 SIZES = tuple(mib * MIB for mib in (1, 4, 16, 64, 256))  # bytes of the buffers that are all-reduced
@@ -68,7 +68,7 @@ class Hello:
         sign_in(self.folder, world)
         preflight = Preflight(checks_of(self.config, world) if world.local_rank == 0 else [])
         # Imported after signing in: a rank whose import takes long, e.g. from a slow disk, has started all the same.
-        from laststep.world.join import join
+        from laststep.ranks.join import join
 
         group = join(self.config, world, RunDir(self.folder).meeting(world.attempt), timeout_s=0)
         group.connect(timeout_s=0)

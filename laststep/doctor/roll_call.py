@@ -14,14 +14,15 @@ from pathlib import Path
 
 from submitit.core.utils import pickle_load
 
-from laststep.cluster import code_copy, sbatch, submission
-from laststep.cluster.queue import Queue
+from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.doctor.hello import Greeting, Hello, signed_in
+from laststep.ranks.fresh_view import FreshView
+from laststep.ranks.slurm import SlurmError, command
 from laststep.rundir import RunDir
-from laststep.world.fresh_view import FreshView
-from laststep.world.slurm import SlurmError, command
+from laststep.runs.queue import Queue
+from laststep.submission import sbatch, submission
 
 LIMIT_MIN = 10  # time limit of the job
 SIGNAL_S = 30  # the job is signalled this long before its limit: submitit requires a value, but no rank uses the signal

@@ -15,7 +15,7 @@ from laststep.attempt.grace import LAST_MOMENT_S
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.launch import Launch
 from laststep.doctor.problem import Problem
-from laststep.world.slurm import DEFAULT_KILL_WAIT_S, SlurmError, can_expedite, command, parse_records, scontrol
+from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S, SlurmError, can_expedite, command, parse_records, scontrol
 
 CRED_EXPIRE_S = 120  # Slurm's default
 Fields = Mapping[str, str]

@@ -21,8 +21,8 @@ from typing import Any
 from laststep import compat
 from laststep.config.errors import ConfigError
 from laststep.frameworks import ray_keeper, unusable
+from laststep.ranks.world import hostname
 from laststep.say import say
-from laststep.world.world import hostname
 
 try:
     from ray.exceptions import RayActorError

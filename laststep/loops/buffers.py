@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laststep import compat
 from laststep.loops.homes import Homes
-from laststep.world.group import Group
+from laststep.ranks.group import Group
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from laststep.checkpoint.position import Position
 from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.errors import ConfigError
 from laststep.loops.readback import Measured
+from laststep.ranks.group import Group
+from laststep.ranks.replica_link import Copy, Place, ReplicaLink, keeper_of
+from laststep.ranks.shard_place import ShardPlace
 from laststep.say import say
-from laststep.world.group import Group
-from laststep.world.replica_link import Copy, Place, ReplicaLink, keeper_of
-from laststep.world.shard_place import ShardPlace
 
 ARRIVES_S = 1.0  # how long a rescue waits for a copy that is on its way from a ward that lives
 

@@ -18,9 +18,9 @@ from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.shards import Like, is_distributed, shard_count
 from laststep.config.errors import ConfigError
 from laststep.loops.digests import leaves_of
-from laststep.world.device import changed_numerics
-from laststep.world.group import Group
-from laststep.world.shard_place import ShardPlace
+from laststep.ranks.device import changed_numerics
+from laststep.ranks.group import Group
+from laststep.ranks.shard_place import ShardPlace
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

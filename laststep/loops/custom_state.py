@@ -12,7 +12,7 @@ from torch import Tensor
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.loops.held import HeldState
 from laststep.loops.registered import FingerprintedState, Registered, State
-from laststep.world.group import Group
+from laststep.ranks.group import Group
 
 
 class CustomState:

@@ -10,10 +10,10 @@ from laststep.config.errors import ConfigError
 from laststep.loops.initial_weights import fit, start_from
 from laststep.loops.learner import Learner
 from laststep.loops.validation import Validation, make_loading, named, open_datasets
+from laststep.ranks.join import join
+from laststep.ranks.world import World, hostname
 from laststep.rundir import RunDir
 from laststep.task import find_task
-from laststep.world.join import join
-from laststep.world.world import World, hostname
 
 WARM_UP_SAMPLES = 2  # batch norm cannot train on one
 

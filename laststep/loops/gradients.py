@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from laststep.config.config import Config
 from laststep.loops.replicated import Replicated
 from laststep.loops.shares import AddsShares
-from laststep.world.group import Group
-from laststep.world.shard_place import Gathered, ShardPlace
+from laststep.ranks.group import Group
+from laststep.ranks.shard_place import Gathered, ShardPlace
 
 
 class Gradients(Protocol):

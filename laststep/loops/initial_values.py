@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from laststep.checkpoint.shards import local_of
 from laststep.loops.deferred_init import CannotDefer, Ref, Tape
+from laststep.ranks.shard_place import ShardPlace, shard_rows
 from laststep.say import say
-from laststep.world.shard_place import ShardPlace, shard_rows
 
 Slot = tuple[nn.Module, str]  # a module, and the name of its parameter or buffer
 

@@ -29,14 +29,14 @@ from laststep.observe.progress import Progress
 from laststep.observe.startup import StartupTimer
 from laststep.observe.tensorboard import TensorBoard
 from laststep.optim.build import SORTED
+from laststep.ranks.device import changed_numerics, describe_numerics
+from laststep.ranks.group import Group
+from laststep.ranks.patience import Patience
+from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.stop import Stop
+from laststep.ranks.watchdog import Watchdog
 from laststep.records.metrics import MetricsFile
 from laststep.rundir import RunDir
-from laststep.world.device import changed_numerics, describe_numerics
-from laststep.world.group import Group
-from laststep.world.patience import Patience
-from laststep.world.shard_place import ShardPlace
-from laststep.world.stop import Stop
-from laststep.world.watchdog import Watchdog
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from laststep.config.schema import Train
 from laststep.data.order import seed_generators, seed_of
 from laststep.loops.average import Average
 from laststep.loops.blocks import checkpoint_activations, repeated_blocks
+from laststep.ranks.group import Group
+from laststep.ranks.shard_place import ShardPlace
 from laststep.say import say
 from laststep.task import Task
-from laststep.world.group import Group
-from laststep.world.shard_place import ShardPlace
 
 
 def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -> tuple[nn.Module, Average | None]:

@@ -15,8 +15,8 @@ from laststep.checkpoint.shards import is_distributed
 from laststep.loops.digests import digest, digests, leaves_of
 from laststep.loops.loop import AttemptContext
 from laststep.loops.variables import Variables
+from laststep.ranks.stop import Stop
 from laststep.records.probes import ProbedStep, ProbeFile, ProbePlan, Strike, Variable
-from laststep.world.stop import Stop
 
 
 class Probe:

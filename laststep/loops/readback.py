@@ -10,8 +10,8 @@ from torch import Tensor
 
 from laststep.checkpoint.manager import CheckpointManager
 from laststep.observe.progress import Progress
-from laststep.world.device import start_copy_to_host
-from laststep.world.group import Group
+from laststep.ranks.device import start_copy_to_host
+from laststep.ranks.group import Group
 
 COUNTDOWN_S = 1.0  # how often rank 0 announces how far away the next save is
 

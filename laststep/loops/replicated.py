@@ -19,9 +19,9 @@ from laststep.config.config import Config
 from laststep.config.schema import Train
 from laststep.loops.finite_check import FiniteCheck
 from laststep.loops.shares import AddsShares, ShareSum, shares_of
-from laststep.world.group import Group
-from laststep.world.shard_place import Gathered
-from laststep.world.tree_sum import TreeHook
+from laststep.ranks.group import Group
+from laststep.ranks.shard_place import Gathered
+from laststep.ranks.tree_sum import TreeHook
 
 
 class Replicated:

@@ -23,10 +23,10 @@ from laststep.loops.copies import Copies
 from laststep.loops.held import HeldState, HeldStep
 from laststep.loops.readback import Measured, Readback
 from laststep.loops.ring import Ring
+from laststep.ranks.device_queue import open_queue
+from laststep.ranks.replica_link import Place
+from laststep.ranks.shard_place import Gathered, ShardPlace
 from laststep.records.metrics import MetricsFile
-from laststep.world.device_queue import open_queue
-from laststep.world.replica_link import Place
-from laststep.world.shard_place import Gathered, ShardPlace
 
 if TYPE_CHECKING:
     from laststep.loops.late_update import LateUpdate

@@ -15,7 +15,7 @@ from torch import Tensor
 from laststep.checkpoint.shards import is_distributed, local_of
 from laststep.loops.digests import PLAIN, leaves_of
 from laststep.loops.registered import State
-from laststep.world.group import Group
+from laststep.ranks.group import Group
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 MOST_NAMES = 3

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from laststep.config.schema import Train
-from laststep.world.world import World
+from laststep.ranks.world import World
 
 
 def shares_of(train: Train, world: World) -> range:
@@ -47,7 +47,7 @@ class AddsShares(Protocol):
 
 class PartialSums:
     """The sums of the gradients of a rank's shares, of which there are 2^k, in the binary tree of
-    `laststep.world.tree_sum`.
+    `laststep.ranks.tree_sum`.
 
     Autograd itself would add them one after another. So each parameter's gradient is taken out when a share has
     computed it. Like a binary counter, level i holds a sum of 2^i shares or nothing. The last share's gradient stays

@@ -13,7 +13,7 @@ from laststep.config.errors import ConfigError
 from laststep.data.loader import LoaderFactory, StepLoader, end_workers, set_up_workers
 from laststep.data.order import Order, seed_of
 from laststep.data.sampled_order import SampledOrder, order_of
-from laststep.world.group import Group
+from laststep.ranks.group import Group
 
 
 class UserLoaders:

@@ -16,9 +16,9 @@ from laststep.data.loader import LoaderFactory, ValidationBatchKeys
 from laststep.loops.learner import Learner
 from laststep.loops.loop import finite
 from laststep.loops.shares import in_order, shares_of
+from laststep.ranks.group import Group
+from laststep.ranks.tree_sum import tree_sum
 from laststep.task import Task
-from laststep.world.group import Group
-from laststep.world.tree_sum import tree_sum
 
 
 def open_datasets(config: Config, task: Task, group: Group) -> tuple[Dataset[Any], Dataset[Any], list[int]]:

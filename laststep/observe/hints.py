@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from laststep.config.config import Config
+from laststep.ranks.world import World
 from laststep.say import command
-from laststep.world.world import World
 
 SHOWN_BYTES = 100e6  # of a node's memory; less is not worth a word
 

@@ -17,10 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laststep.ranks.patience import NO_PATIENCE, Patience
 from laststep.records.append_only import append
 from laststep.rundir import RunDir
 from laststep.say import say
-from laststep.world.patience import NO_PATIENCE, Patience
 
 if TYPE_CHECKING:
     from laststep.observe.events import Point, Points

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from laststep.checkpoint.store import CheckpointStore
-from laststep.cluster import run_folders
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.proof.compare import Difference, differs_by_rank, first_difference, unsteady_metrics
@@ -19,6 +18,7 @@ from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.probes import Probed, ProbePlan
 from laststep.records.retry import FAILURES
 from laststep.rundir import RunDir
+from laststep.runs import run_folders
 from laststep.say import counted
 
 # Trains one attempt of the run in this folder to its end. Returns why its ranks refused to begin or to continue, if

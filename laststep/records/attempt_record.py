@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
+from laststep.ranks.world import start_text
 from laststep.records.metrics import read_lines
-from laststep.world.world import start_text
 
 # Why an attempt ended. "lost": it could not record its end, so the next attempt or the batch shell did.
 Reason = Literal["finished", "preempted", "timeout", "cancelled", "failed", "hung", "lost"]

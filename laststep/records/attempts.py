@@ -24,17 +24,17 @@ from functools import cache
 from pathlib import Path
 
 from laststep.config.launch import Launch
+from laststep.ranks.fresh_view import look_anew
+from laststep.ranks.patience import NO_PATIENCE, Patience
+from laststep.ranks.slurm_environment import job_start
+from laststep.ranks.watchdog import Retry
+from laststep.ranks.world import World
 from laststep.records.attempt_record import EndedAttempt, OpenAttempt, Reason, read_attempts, read_ended_attempts
 from laststep.records.metrics import is_step, read_lines
 from laststep.records.retry import Next, decide
 from laststep.records.step_restart import count_in_steps
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir, aside
-from laststep.world.fresh_view import look_anew
-from laststep.world.patience import NO_PATIENCE, Patience
-from laststep.world.slurm_environment import job_start
-from laststep.world.watchdog import Retry
-from laststep.world.world import World
 
 
 def begin_attempt(run: RunDir, world: World, start_step: int, patience: Patience = NO_PATIENCE) -> OpenAttempt:

@@ -13,9 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, TypedDict, TypeGuard
 
+from laststep.ranks.patience import NO_PATIENCE, Patience
 from laststep.records import append_only
 from laststep.say import say
-from laststep.world.patience import NO_PATIENCE, Patience
 
 TAIL = 4096  # bytes at the end of a file that hold its newest lines
 WRITE_EVERY_S = 0.1  # how soon a line is in the file

@@ -15,7 +15,7 @@ After a failed, hung or lost attempt the run continues by a restart: the ranks s
 without a place in the queue. After launch.max_restarts restarts in a row that kept no new step, the allocation is given
 back: the job is requeued, as after a preemption or a time limit. launch.max_failures counts allocations, so however
 often the ranks fail in one of them without a new step, that counts once. Whether the allocation can be kept at all,
-laststep/cluster/after_ranks.py asks Slurm. Under --local there is no queue: what is not restarted ends. There an error
+laststep/job/after_ranks.py asks Slurm. Under --local there is no queue: what is not restarted ends. There an error
 of the user's code is not retried either, as the user is there to read it.
 
 An attempt that reaches its time limit with steps, and keeps none of them, has a last save that does not fit into
@@ -37,9 +37,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from laststep.config.launch import Launch
+from laststep.ranks.watchdog import Retry
 from laststep.records.attempt_record import EndedAttempt
 from laststep.records.submissions import SubmissionRecord
-from laststep.world.watchdog import Retry
 
 FAILURES = ("failed", "hung", "lost")
 SAME_FAILURE = "a retry would fail the same way"

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from laststep.ranks.world import World
 from laststep.rundir import aside
-from laststep.world.world import World
 
 
 class Answer(NamedTuple):

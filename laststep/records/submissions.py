@@ -26,7 +26,7 @@ class Submission(TypedDict, total=False):
 
     time: float  # Unix seconds
     host: str
-    process: str  # of the command, see laststep.world.process.here; for --local this is the launcher
+    process: str  # of the command, see laststep.ranks.process.here; for --local this is the launcher
     command: list[str]  # sys.argv
     folder: str  # the ranks' working folder: where the first command of the run was typed
     commit: str | None  # of the user's repository, or of Laststep's clone; ranks that another launcher starts lack it

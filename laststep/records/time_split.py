@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from laststep.ranks.slurm import is_job_id
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.metrics import newest_step, steps_from
 from laststep.records.retry import FAILURES
 from laststep.records.submissions import SubmissionRecord
-from laststep.world.slurm import is_job_id
 
 STOPS = ("preempted", "timeout", "cancelled")  # these end with a save
 LEAST_SHARE = 0.0005  # smaller shares would be printed as 0.0%

@@ -13,7 +13,7 @@ import pytest
 from submitit.core.utils import DelayedSubmission
 
 from laststep.checkpoint.store import CheckpointStore
-from laststep.commands.verify import inspect
+from laststep.cli.verify import inspect
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.trainer import Trainer

@@ -28,16 +28,16 @@ from laststep.attempt.deadline import print_stacks
 from laststep.attempt.end_by_fault import EndByFault
 from laststep.attempt.grace import GracePeriod
 from laststep.attempt.rescue_files import gone_file
+from laststep.ranks import run_lock
+from laststep.ranks.neighbour import Neighbour
+from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.signals import Signals
+from laststep.ranks.watchdog import Fault
+from laststep.ranks.world import World
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.say import flush_output
-from laststep.world import run_lock
-from laststep.world.neighbour import Neighbour
-from laststep.world.shard_place import ShardPlace
-from laststep.world.signals import Signals
-from laststep.world.watchdog import Fault
-from laststep.world.world import World
 from tests.support.project import PROJECT
 from tests.support.ranks import reasons, train
 from tests.support.runs import config

@@ -14,8 +14,8 @@ import torch
 from laststep.attempt import start, user_error
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.ranks import nccl
 from laststep.rundir import RunDir
-from laststep.world import nccl
 from tests.support.deterministic import LOOP, SCATTERS, like_on_a_gpu
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
@@ -131,7 +131,7 @@ from laststep.attempt import compiler
 compiler.defer_import()
 from laststep.attempt import start
 from laststep.config.config import Config
-from laststep.world.device import set_up_device
+from laststep.ranks.device import set_up_device
 import torch
 from tests.support.worlds import a_world
 mock.patch("torch.cuda.device_count", lambda: 1).start()

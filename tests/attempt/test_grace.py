@@ -14,9 +14,9 @@ from laststep.attempt import grace
 from laststep.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod, LimitWarning, seconds_left
 from laststep.attempt.state import AttemptState
 from laststep.config.launch import Launch
-from laststep.world.signals import SIGNALLED, Signals
-from laststep.world.slurm import NEVER, Job, KillLimits
-from laststep.world.world import World
+from laststep.ranks.signals import SIGNALLED, Signals
+from laststep.ranks.slurm import NEVER, Job, KillLimits
+from laststep.ranks.world import World
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
 

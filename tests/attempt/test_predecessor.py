@@ -17,10 +17,10 @@ from laststep.attempt import predecessor
 from laststep.attempt.predecessor import Predecessor
 from laststep.attempt.rescue_files import leader_file
 from laststep.config.launch import Launch
+from laststep.ranks import run_lock
+from laststep.ranks.world import World
 from laststep.records.attempts import begin_attempt, end_attempt
 from laststep.rundir import RunDir
-from laststep.world import run_lock
-from laststep.world.world import World
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world

@@ -21,13 +21,13 @@ from laststep.attempt import preflight as preflight_module
 from laststep.attempt.attempt import Attempt
 from laststep.attempt.preflight import Preflight, check_device, checks_of
 from laststep.config.config import Config
+from laststep.ranks import gpu_checks, node_checks
+from laststep.ranks.bad_node import BadNode
+from laststep.ranks.node_checks import GB, MB, Finding, check_host, skewed_clocks
+from laststep.ranks.signals import Signals
+from laststep.ranks.world import hostname
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.rundir import RunDir
-from laststep.world import gpu_checks, node_checks
-from laststep.world.bad_node import BadNode
-from laststep.world.node_checks import GB, MB, Finding, check_host, skewed_clocks
-from laststep.world.signals import Signals
-from laststep.world.world import hostname
 from tests.support.project import PROJECT
 from tests.support.runs import config
 from tests.support.worlds import a_world

@@ -33,15 +33,15 @@ from laststep.attempt.signal_cause import SHELL_KILLED, Ending
 from laststep.attempt.state import AttemptState
 from laststep.checkpoint import stripes
 from laststep.checkpoint.store import CheckpointStore
-from laststep.commands.verify import inspect
+from laststep.cli.verify import inspect
+from laststep.ranks import group
+from laststep.ranks.peer_loss import is_peer_loss
+from laststep.ranks.seal import Seal
+from laststep.ranks.signals import Signals
+from laststep.ranks.watchdog import Fault
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
-from laststep.world import group
-from laststep.world.peer_loss import is_peer_loss
-from laststep.world.seal import Seal
-from laststep.world.signals import Signals
-from laststep.world.watchdog import Fault
 from tests.support.disk import eager, without_locks
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, FAULTY, KILLED, befall, config, only, undisturbed

@@ -18,9 +18,9 @@ from laststep.attempt.rescue import Rescue, Superseded
 from laststep.attempt.rescue_records import Holding, Part, Place, Plan
 from laststep.attempt.rescue_roll import ALONE_S, GATHER_S, SILENT_S, STUCK_S
 from laststep.checkpoint import stripes
-from laststep.world.seal import Seal
-from laststep.world.shard_place import Gathered
-from laststep.world.watchdog import Fault
+from laststep.ranks.seal import Seal
+from laststep.ranks.shard_place import Gathered
+from laststep.ranks.watchdog import Fault
 
 BYTES = 4096
 SEAL = Seal()

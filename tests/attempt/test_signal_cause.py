@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from laststep.attempt.signal_cause import EARLY_S, Ending, ending, judge
-from laststep.world.slurm import cluster_settings, kill_limits, kill_wait_s
-from laststep.world.world import World
+from laststep.ranks.slurm import cluster_settings, kill_limits, kill_wait_s
+from laststep.ranks.world import World
 from tests.support.worlds import a_world
 
 NOW = 1_800_000_000.0

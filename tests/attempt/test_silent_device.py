@@ -28,14 +28,14 @@ from laststep.checkpoint.stripes import Stripe
 from laststep.config.config import Config
 from laststep.loops.loop import Loop
 from laststep.loops.rescued import HeldCopy
+from laststep.ranks import device_thread, run_lock
+from laststep.ranks.device_thread import DeviceSilent
+from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.signals import Signals
+from laststep.ranks.watchdog import Fault
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
-from laststep.world import device_thread, run_lock
-from laststep.world.device_thread import DeviceSilent
-from laststep.world.shard_place import ShardPlace
-from laststep.world.signals import Signals
-from laststep.world.watchdog import Fault
 from tests.loops.test_behind_a_device import Disturbed
 from tests.support.frozen import save_frozen
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from laststep.attempt.grace import LAST_MOMENT_S
+from laststep.ranks.launchers import RESTARTS
 from laststep.records.metrics import read_lines
-from laststep.world.launchers import RESTARTS
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config, only, undisturbed
 

@@ -24,8 +24,8 @@ from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointError, CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo
-from laststep.world.seal import Seal
-from laststep.world.watchdog import Fault
+from laststep.ranks.seal import Seal
+from laststep.ranks.watchdog import Fault
 from tests.support.disk import refusing
 from tests.support.frozen import frozen_state
 

@@ -20,7 +20,7 @@ from laststep.checkpoint.position import Position
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.schema import Checkpoint
-from laststep.world.group import Group
+from laststep.ranks.group import Group
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world
 

@@ -26,10 +26,10 @@ from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Checkpoint
-from laststep.world.group import Group
-from laststep.world.peer_loss import PeerLost
-from laststep.world.seal import Seal
-from laststep.world.world import World
+from laststep.ranks.group import Group
+from laststep.ranks.peer_loss import PeerLost
+from laststep.ranks.seal import Seal
+from laststep.ranks.world import World
 from tests.checkpoint.test_restore import flip, together
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world

@@ -25,8 +25,8 @@ from laststep.checkpoint.restore import SharedCheckpoint, read_newest, shares
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointWriter
 from laststep.config.errors import DiskError
-from laststep.world.group import Group
-from laststep.world.seal import Seal
+from laststep.ranks.group import Group
+from laststep.ranks.seal import Seal
 from tests.checkpoint.test_writer import info_of, nothing, same
 from tests.support.disk import refusing
 from tests.support.waiting import DEADLINE_S, wait_until

@@ -24,9 +24,9 @@ from laststep.checkpoint.restore import read_newest
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.weights import weights_of, weights_sha256
 from laststep.loops.custom_sharding import live_state
-from laststep.world.group import Group
-from laststep.world.seal import Seal
-from laststep.world.shard_place import ShardPlace
+from laststep.ranks.group import Group
+from laststep.ranks.seal import Seal
+from laststep.ranks.shard_place import ShardPlace
 from tests.checkpoint.test_writer import Rank, Ranks, end, info_of, nothing
 from tests.support.sharded import local
 from tests.support.worlds import a_world

@@ -21,20 +21,20 @@ import pytest
 from laststep.attempt.attempt import Attempt
 from laststep.checkpoint import newest
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
-from laststep.cluster.after_ranks import after_ranks, main
 from laststep.config.errors import ConfigError
 from laststep.config.launch import Launch
+from laststep.job.after_ranks import after_ranks, main
+from laststep.ranks import run_lock
+from laststep.ranks.launchers import RESTARTS as RESTARTS_VARIABLE
+from laststep.ranks.launchers import UNDECIDED
+from laststep.ranks.signals import Signals
+from laststep.ranks.slurm import TAG_VARIABLE
+from laststep.ranks.watchdog import Retry
+from laststep.ranks.world import World
 from laststep.records.attempt_record import Reason, read_ended_attempts
 from laststep.records.attempts import begin_attempt, end_attempt, lower_start_step, never_began
 from laststep.records.metrics import MetricsFile
 from laststep.rundir import RunDir
-from laststep.world import run_lock
-from laststep.world.launchers import RESTARTS as RESTARTS_VARIABLE
-from laststep.world.launchers import UNDECIDED
-from laststep.world.signals import Signals
-from laststep.world.slurm import TAG_VARIABLE
-from laststep.world.watchdog import Retry
-from laststep.world.world import World
 from tests.support.disk import flock_fails, refusing
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import config
@@ -486,7 +486,7 @@ def test_the_disk_is_full(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureF
 
 def test_the_end_cannot_be_recorded(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is decided what follows, and that is done: a run that has used up its budget ends, any other one goes on."""
-    monkeypatch.setattr("laststep.cluster.after_ranks.COUNT_S", 0.0)
+    monkeypatch.setattr("laststep.job.after_ranks.COUNT_S", 0.0)
     begin(run)
     with full(run):
         after_ranks(run, WORLD, LAUNCH, KILLED)
@@ -517,9 +517,9 @@ def test_the_disk_fails_where_nothing_is_to_be_requeued(
     slurm.job = {"Restarts": 0, **job}
     if reason:
         end_attempt(run, begin(run), LAUNCH, reason, 1, 1)
-    monkeypatch.setattr("laststep.cluster.after_ranks.newest_step", lambda *_: pytest.fail("it is not asked"))
+    monkeypatch.setattr("laststep.job.after_ranks.newest_step", lambda *_: pytest.fail("it is not asked"))
     monkeypatch.setattr(
-        "laststep.cluster.after_ranks.look_anew", Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+        "laststep.job.after_ranks.look_anew", Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     )
     with run.lock.open("w") as file:
         if held:

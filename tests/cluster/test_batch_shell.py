@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cluster import batch_shell
 from laststep.config.checks import nodes_for
 from laststep.config.launch import Launch
+from laststep.ranks.slurm import TAG_VARIABLE
 from laststep.rundir import RunDir
-from laststep.world.slurm import TAG_VARIABLE
+from laststep.submission import batch_shell
 from tests.support.clients import Clients, missing
 from tests.support.needs import require
 from tests.support.waiting import DEADLINE_S, wait_until

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cluster import branch, run_folders
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
+from laststep.runs import run_folders
+from laststep.submission import branch
 from tests.support.commands import refusal
 from tests.support.ranks import fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, config

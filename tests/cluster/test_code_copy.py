@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cluster import code_copy, code_origin, run_folders
+from laststep.code import code_copy, code_origin
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
+from laststep.runs import run_folders
 from tests.support.editable import install_finder
 
 TASK = "class Mine:\n    pass\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cluster.live_log import LiveLog, ProgressFilter
 from laststep.rundir import RunDir
+from laststep.runs.live_log import LiveLog, ProgressFilter
 
 
 def step(number: int) -> bytes:

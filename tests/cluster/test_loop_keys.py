@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cluster.loop_keys import check_keys
-from laststep.commands.main import main
+from laststep.cli.main import main
+from laststep.code.loop_keys import check_keys
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir

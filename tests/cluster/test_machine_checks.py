@@ -12,14 +12,14 @@ from unittest import mock
 import pytest
 import torch
 
-from laststep.cluster import machine_checks
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.data.catalog import DATASETS
-from laststep.world import device as device_module
-from laststep.world import nccl
-from laststep.world.device import changed_numerics, describe_numerics, set_up_device
-from laststep.world.world import World
+from laststep.ranks import device as device_module
+from laststep.ranks import nccl
+from laststep.ranks.device import changed_numerics, describe_numerics, set_up_device
+from laststep.ranks.world import World
+from laststep.submission import machine_checks
 from tests.support.torch_settings import torch_setting
 from tests.support.worlds import a_world
 

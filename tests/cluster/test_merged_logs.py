@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cluster.merged_logs import MergedLogs
-from laststep.cluster.run_folders import PROJECT
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.rundir import RunDir
+from laststep.runs.merged_logs import MergedLogs
+from laststep.runs.run_folders import PROJECT
 from tests.support.records import ended_attempt
 from tests.support.terminal import Screen
 

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cluster import nodes
-from laststep.cluster.after_ranks import after_ranks
-from laststep.cluster.sbatch import run_executor
 from laststep.config.config import Config
 from laststep.config.launch import Launch
+from laststep.job import nodes
+from laststep.job.after_ranks import after_ranks
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.attempts import begin_attempt, end_attempt
 from laststep.rundir import RunDir
+from laststep.submission.sbatch import run_executor
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.worlds import a_world
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, shard_name
-from laststep.cluster import run_config
-from laststep.cluster.run_config import LATER_KEYS
-from laststep.commands import rank
-from laststep.commands.main import main
+from laststep.cli import rank
+from laststep.cli.main import main
 from laststep.config.config import Config, missing_keys
 from laststep.config.errors import ConfigError
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
+from laststep.runs import run_config
+from laststep.runs.run_config import LATER_KEYS
 from laststep.trainer import Trainer
 from tests.support.commands import refusal
 
@@ -137,7 +137,7 @@ def test_the_command_of_an_older_run_is_repeated(here: Path, monkeypatch: pytest
     """Under torchrun or srun this continues a run. The default has changed since: the run would be refused as another
     one, or change its kernels on the way."""
     trained: list[Config] = []
-    monkeypatch.setattr("laststep.commands.rank.Trainer", lambda config: lambda: trained.append(config))
+    monkeypatch.setattr("laststep.cli.rank.Trainer", lambda config: lambda: trained.append(config))
     command = ["--name", "mine", "optim.lr=0.05", "device=cpu"]
     rank.main(command)
     assert trained[-1].train.deterministic
@@ -160,7 +160,7 @@ def test_the_sweep_of_an_older_version_is_repeated(
         submitted.extend(configs)
         return ["4712_0"]
 
-    monkeypatch.setattr("laststep.cluster.submission.submit_array", submit)
+    monkeypatch.setattr("laststep.submission.submission.submit_array", submit)
     older(RunDir(here / "runs" / "scan-seed_0"))
     assert main(["sweep", "--name", "scan", "seed=0..1"]) == 0, capfd.readouterr().err
     assert [config.train.deterministic for config in submitted] == [False]

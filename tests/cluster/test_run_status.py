@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from laststep.cluster.queue import Job, Queue
-from laststep.cluster.run_folders import find_run
-from laststep.cluster.run_status import jobs_in_queue, status_of
-from laststep.commands import cancel
-from laststep.commands.main import main
+from laststep.cli import cancel
+from laststep.cli.main import main
 from laststep.config.errors import ConfigError
+from laststep.ranks.process import identity, machine
+from laststep.ranks.slurm import SlurmError
 from laststep.rundir import RunDir
-from laststep.world.process import identity, machine
-from laststep.world.slurm import SlurmError
+from laststep.runs.queue import Job, Queue
+from laststep.runs.run_folders import find_run
+from laststep.runs.run_status import jobs_in_queue, status_of
 from tests.support.needs import require_root
 from tests.support.waiting import DEADLINE_S
 
@@ -174,7 +174,7 @@ def test_an_owner_whom_this_machine_does_not_know(run: RunDir, monkeypatch: pyte
         raise KeyError(uid)
 
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr("laststep.cluster.queue._answer_of", answer)
+    monkeypatch.setattr("laststep.runs.queue._answer_of", answer)
     monkeypatch.setattr(os, "getuid", lambda: 12)
     monkeypatch.setattr("pwd.getpwuid", no_account)
     found = status_of(run, Queue.ask([run]))
@@ -405,7 +405,7 @@ def test_what_squeue_says(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr("laststep.cluster.queue._answer_of", lambda _: said)
+    monkeypatch.setattr("laststep.runs.queue._answer_of", lambda _: said)
     jobs = Queue.ask([]).jobs
     at = time.mktime(time.strptime(submitted, "%Y-%m-%dT%H:%M:%S"))
     assert jobs == {

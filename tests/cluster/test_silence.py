@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from laststep.config.config import Config
+from laststep.ranks.group import MEETING_S
 from laststep.records.metrics import read_lines
-from laststep.world.group import MEETING_S
 from tests.support.project import SILENT_PATH
 from tests.support.ranks import fingerprint, pause, reasons
 from tests.support.terminal import SLOW_STEPS, Terminal, ranks_of

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cluster import local
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.rundir import RunDir
+from laststep.submission import local
 from tests.support.commands import begin, fake_squeue, refusal
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
@@ -119,6 +119,6 @@ def test_an_interrupted_resume(run: RunDir, slurm: Path, monkeypatch: pytest.Mon
         assert run.config.read_text() != before
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("laststep.cluster.submission.submit_jobs", interrupted)
+    monkeypatch.setattr("laststep.submission.submission.submit_jobs", interrupted)
     assert main(["resume", "mine", "--nodes", "2"]) == 130
     assert run.config.read_text() == before

@@ -35,7 +35,7 @@ def test_a_stop_while_ranks_start(tmp_path: Path) -> None:
 
 REFUSING = """
 import os, time
-from laststep.cluster import spawn
+from laststep.submission import spawn
 from laststep.config.errors import ConfigError
 
 def work():

@@ -15,15 +15,15 @@ import pytest
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from laststep.attempt.rescue_files import gone_file, silent_file
-from laststep.cluster import run_folders
-from laststep.cluster.supervisor import GONE_S
 from laststep.config.config import Config
+from laststep.job.supervisor import GONE_S
+from laststep.ranks.world import World
 from laststep.records.attempt_record import Reason
 from laststep.records.attempts import begin_attempt, end_attempt
 from laststep.records.step_restart import read_answer
 from laststep.rundir import RunDir
+from laststep.runs import run_folders
 from laststep.trainer import Trainer
-from laststep.world.world import World
 from tests.support.clients import Client, Clients, missing
 from tests.support.forked import forked_python
 from tests.support.needs import require
@@ -35,7 +35,7 @@ WORLD = a_world(
     size=2, job_id="7", launcher="submitit-slurm", on_slurm=True, hosts=("n1", "n1"), step_id=0, step_restarts=0
 )
 REMEMBERED_S = 3600.0  # longer than any test: what the hosts do not look for they never see
-SUPERVISOR = "laststep.cluster.supervisor"
+SUPERVISOR = "laststep.job.supervisor"
 TROUBLED = "tests.support.troubled_supervisor"
 SCONTROL = """\
 #!/bin/bash

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cluster.sweep import combinations, name_of
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.config.config import Config, variants
 from laststep.config.errors import ConfigError
 from laststep.records.metrics import read_lines
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
+from laststep.submission.sweep import combinations, name_of
 from tests.support.commands import fake_squeue, refusal
 from tests.support.records import ended_attempt
 

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from laststep.cluster import after_ranks, batch_shell, code_copy, run_folders, trust
-from laststep.commands.main import main
+from laststep.cli.main import main
+from laststep.code import code_copy
 from laststep.config.errors import ConfigError
 from laststep.config.launch import Launch
+from laststep.job import after_ranks
 from laststep.rundir import RunDir
+from laststep.runs import run_folders, trust
+from laststep.submission import batch_shell
 from laststep.trainer import Trainer
 from tests.support.needs import require
 from tests.support.runs import config

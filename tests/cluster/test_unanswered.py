@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from laststep.cluster import submission, unanswered
-from laststep.cluster.queue import Queue
-from laststep.cluster.run_status import status_of
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.records import append_only
 from laststep.records.metrics import read_lines
 from laststep.records.submissions import UNCLEAR_S, open_intents, read_submissions
 from laststep.rundir import RunDir
+from laststep.runs import unanswered
+from laststep.runs.queue import Queue
+from laststep.runs.run_status import status_of
+from laststep.submission import submission
 from laststep.trainer import Trainer
 from tests.support.commands import begin
 from tests.support.project import PROJECT

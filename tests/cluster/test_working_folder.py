@@ -11,11 +11,11 @@ import pytest
 
 from laststep import trainer as trainer_module
 from laststep.attempt import start
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.config.config import Config
+from laststep.ranks.launchers import WORKING_FOLDER
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
-from laststep.world.launchers import WORKING_FOLDER
 from tests.support.commands import refusal
 
 TASK = "from laststep import Task\nclass Mine(Task): ...\n"

@@ -35,9 +35,9 @@ from laststep.data.image_files import ImageFiles, read_image
 from laststep.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys
 from laststep.data.order import Order, seed_generators
 from laststep.data.pixels import Augmentation, Images, normalized
+from laststep.ranks.group import Group
+from laststep.ranks.signals import set_up_worker
 from laststep.tasks.classification import Classification
-from laststep.world.group import Group
-from laststep.world.signals import set_up_worker
 from tests.support.photos import make_folder, photo
 from tests.support.worlds import a_world
 

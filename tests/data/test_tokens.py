@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.config.errors import ConfigError
 from laststep.data import token_writer
 from laststep.data.texts import Piece, read_pieces
@@ -155,7 +155,7 @@ def test_a_tokenizer_and_parquet(here: Path, capfd: pytest.CaptureFixture[str]) 
 def test_prepare_imports_no_torch(here: Path) -> None:
     """Text is often prepared on machines without a GPU or much memory."""
     code = (
-        "import sys; from laststep.commands.main import main; main(['prepare', 'plain.txt', 'out'])\n"
+        "import sys; from laststep.cli.main import main; main(['prepare', 'plain.txt', 'out'])\n"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(PROJECT)})

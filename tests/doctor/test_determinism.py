@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from laststep.commands import doctor
+from laststep.cli import doctor
 from laststep.doctor import determinism
 
 CPU = torch.device("cpu")

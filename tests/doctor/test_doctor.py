@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.launch import Launch
@@ -28,8 +28,8 @@ from laststep.doctor.gpus import check_gpus
 from laststep.doctor.hello import Greeting
 from laststep.doctor.roll_call import RollCall
 from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding, check_slurm, parse_config
+from laststep.ranks.slurm import parse_records
 from laststep.rundir import RunDir
-from laststep.world.slurm import parse_records
 from tests.support.commands import REFUSING_SBATCH, files, refusal
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT

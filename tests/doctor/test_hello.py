@@ -13,7 +13,7 @@ import torch
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.world.device import choose_backend
+from laststep.ranks.device import choose_backend
 from tests.support.commands import begin, end, files
 from tests.support.forked import forked_python
 from tests.support.needs import require_program
@@ -26,7 +26,7 @@ TWO = {"WORLD_SIZE": "2"}  # set by any launcher that sets torch's own variables
 
 def a_script(patch: str) -> list[str]:
     """`python -m laststep hello` in a rank that first runs this Python code."""
-    code = f"import sys, os\n{patch}\nfrom laststep.commands import hello\nsys.exit(hello.main([]))"
+    code = f"import sys, os\n{patch}\nfrom laststep.cli import hello\nsys.exit(hello.main([]))"
     return [forked_python(), "-c", code]
 
 
@@ -86,7 +86,7 @@ def test_a_wrong_sum(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_start(tmp_path: Path) -> None:
     """It is named on one line, and the file that rank 0 published for it is removed."""
-    impatient = "from laststep.world import group\ngroup.MEETING_S = 2.0"
+    impatient = "from laststep.ranks import group\ngroup.MEETING_S = 2.0"
     _, errors = end(begin(tmp_path, a_script(impatient), {**TWO, "RANK": "0"}), status=1)
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert re.search(r"rank 1 on .+ did not join within 2 s", line)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from laststep.world import run_lock
+from laststep.ranks import run_lock
 from tests.faults.plan import Fault, Inject, Loss, Moment, Return, Shot
 from tests.faults.signals import AT_WORK, WITH_RANKS, requeue
 from tests.faults.victim import Missed, Victim, identity

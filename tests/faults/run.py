@@ -35,7 +35,7 @@ BACK_DEADLINE_S = 120.0  # for a run to train again, before a fault or after lau
 SLOWEST_STEP_S = 0.2  # of a run that is left alone, on a busy machine
 GONE_S = 2.0  # a run without a job for this long does not continue by itself
 # After a node has failed, slurmctld repeats an order to end the ranks of an attempt, which hits the next attempt (seen
-# on Slurm 22.05, see laststep.world.slurm). It costs no step, and the fault in progress is not to blame.
+# on Slurm 22.05, see laststep.ranks.slurm). It costs no step, and the fault in progress is not to blame.
 OF_SLURM = "though Slurm had not ended the job"
 LAST_STEPS = 30  # a run with fewer steps left takes no more faults: a new run gets them
 STRAY_S = 15.0  # a loader worker takes 5 s to notice that its rank has died

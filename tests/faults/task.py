@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from laststep.config.config import Config
+from laststep.ranks.launchers import detect_world
 from laststep.task import Task
-from laststep.world.launchers import detect_world
 
 # The folder of a run's pace, trace and clock, which is not the run's own; launch.env passes it to the ranks.
 ASIDE = "LASTSTEP_FAULTS_ASIDE"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from laststep import frameworks
-from laststep.cluster.task_check import check_task
+from laststep.code.task_check import check_task
 from laststep.config.errors import ConfigError
 from tests.support.forked import forked_python
 from tests.support.needs import OPTIONAL

@@ -21,8 +21,8 @@ from laststep import compat
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.frameworks import ray_keeper
+from laststep.ranks.launchers import detect_world
 from laststep.records.metrics import read_lines
-from laststep.world.launchers import detect_world
 from tests.support.forked import forked_python
 from tests.support.needs import require_package
 from tests.support.project import PROJECT

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torchvision
 
-from laststep.world import device as devices
-from laststep.world.launchers import detect_world
+from laststep.ranks import device as devices
+from laststep.ranks.launchers import detect_world
 from tests.gpu.machine import lack_of_compilers
 from tests.support.runs import FAULTY
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from laststep.config.config import Config
+from laststep.ranks.launchers import detect_world
 from laststep.tasks.classification import Classification
-from laststep.world.launchers import detect_world
 from tests.support.faulty_tasks import Faulty
 
 LONG = 200_000_000_000  # clock cycles of a GPU: more than a minute

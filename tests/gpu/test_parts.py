@@ -24,10 +24,10 @@ from laststep.data.loader import LoaderFactory
 from laststep.data.pixels import Augmentation, Images, normalized
 from laststep.doctor.hello import measure
 from laststep.loops.learner import Learner
-from laststep.world.device import set_up_device
-from laststep.world.device_queue import open_queue
-from laststep.world.group import Group
-from laststep.world.world import World
+from laststep.ranks.device import set_up_device
+from laststep.ranks.device_queue import open_queue
+from laststep.ranks.group import Group
+from laststep.ranks.world import World
 from tests.gpu.devices import DEVICES, EXACT, needs_gpu, place, skip_without, skip_without_nvjpeg
 from tests.support.images import IMAGES, LABELS, resnet
 from tests.support.images import Images as Classified

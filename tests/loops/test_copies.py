@@ -29,11 +29,11 @@ from laststep.loops.held import HeldState
 from laststep.loops.late_update import LateUpdate
 from laststep.loops.readback import Measured, Readback
 from laststep.loops.rescued import HeldCopy, Rescued
+from laststep.ranks.group import Group
+from laststep.ranks.seal import Seal
+from laststep.ranks.sealed_store import SealedStore
+from laststep.ranks.shard_place import Gathered, ShardPlace
 from laststep.records.metrics import MetricsFile
-from laststep.world.group import Group
-from laststep.world.seal import Seal
-from laststep.world.sealed_store import SealedStore
-from laststep.world.shard_place import Gathered, ShardPlace
 from tests.support.sharded import places, pretended_rank, sharded_state
 from tests.support.waiting import DEADLINE_S
 from tests.support.worlds import a_world

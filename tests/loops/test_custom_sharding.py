@@ -24,9 +24,9 @@ from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.loops.custom_sharding import place_of
 from laststep.loops.registered import Registered
+from laststep.ranks.group import Group
+from laststep.ranks.shard_place import ShardPlace
 from laststep.records.metrics import read_lines
-from laststep.world.group import Group
-from laststep.world.shard_place import ShardPlace
 from tests.support.loops import run_function
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.sharded import pretended_rank

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laststep.config.errors import ConfigError
 from laststep.loops.buffers import Buffers
-from laststep.world.group import Group
+from laststep.ranks.group import Group
 from tests.support.worlds import a_world
 
 

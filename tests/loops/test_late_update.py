@@ -26,10 +26,10 @@ from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.pack import map_tensors
 from laststep.checkpoint.shards import local_of
 from laststep.loops.task_loop import TaskLoop
+from laststep.ranks.group import Group
+from laststep.ranks.seal import Seal
+from laststep.ranks.shard_place import Gathered
 from laststep.rundir import RunDir
-from laststep.world.group import Group
-from laststep.world.seal import Seal
-from laststep.world.shard_place import Gathered
 from tests.loops.test_behind_a_device import Disturbed
 from tests.support.loops import Doubling, a_loop, lines
 from tests.support.ranks import forked

@@ -25,8 +25,8 @@ from laststep.data.order import Order
 from laststep.loops import replicated
 from laststep.loops.learner import Learner
 from laststep.optim.schedule import scheduled
+from laststep.ranks.group import Group
 from laststep.tasks.models import build_model
-from laststep.world.group import Group
 from tests.support.images import IMAGES, LABELS, Images, resnet
 from tests.support.worlds import a_world
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from laststep.checkpoint.store import CheckpointStore
-from laststep.cluster.branch import copy_state
-from laststep.commands.main import main
-from laststep.commands.verify import inspect
+from laststep.cli.main import main
+from laststep.cli.verify import inspect
 from laststep.config.config import Config
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
+from laststep.submission.branch import copy_state
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.undisturbed import undisturbed_folder, undisturbed_run
 

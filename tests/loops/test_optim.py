@@ -24,8 +24,8 @@ from laststep.config.errors import ConfigError
 from laststep.loops.learner import Learner
 from laststep.optim.build import SORTED, check_order, load_optimizer
 from laststep.optim.names import optimizer_names
+from laststep.ranks.group import Group
 from laststep.task import Task
-from laststep.world.group import Group
 from tests.support.frozen import save_alone
 from tests.support.worlds import a_world
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from laststep.loops.same_state import difference_between_ranks
-from laststep.world.group import Group
-from laststep.world.seal import Seal
+from laststep.ranks.group import Group
+from laststep.ranks.seal import Seal
 from tests.support.sharded import places, pretended_rank, sharded
 from tests.support.worlds import a_world
 

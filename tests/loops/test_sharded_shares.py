@@ -21,9 +21,9 @@ from laststep.config.schema import Train
 from laststep.loops.exact_square import ExactSquare, row_squares
 from laststep.loops.shares import in_order, shares_of, team_of
 from laststep.loops.turn_sums import BlockSum
+from laststep.ranks.shard_place import shard_rows
+from laststep.ranks.tree_sum import tree_sum
 from laststep.records.metrics import read_lines
-from laststep.world.shard_place import shard_rows
-from laststep.world.tree_sum import tree_sum
 from tests.loops.test_learner import blocks
 from tests.support.forked_learners import Result, learn
 from tests.support.layers import transformer

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laststep.cluster.batch_shell import rank_count
-from laststep.cluster.loop_keys import check_keys
-from laststep.commands.main import main
+from laststep.cli.main import main
+from laststep.code.loop_keys import check_keys
 from laststep.config.checks import nodes_for
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
@@ -27,10 +26,11 @@ from laststep.data.order import Order
 from laststep.loops import replicated
 from laststep.loops.learner import Learner
 from laststep.loops.shares import ShareSum
+from laststep.ranks.device import set_up_device
+from laststep.ranks.group import Group
+from laststep.ranks.tree_sum import tree_sum
 from laststep.records.metrics import read_lines
-from laststep.world.device import set_up_device
-from laststep.world.group import Group
-from laststep.world.tree_sum import tree_sum
+from laststep.submission.batch_shell import rank_count
 from tests.loops.test_learner import blocks, learner
 from tests.support.images import IMAGES, LABELS
 from tests.support.ranks import Attempt, fingerprint, reasons, train

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from laststep.loops.buffers import Buffers
 from laststep.loops.held import HeldOptimizer
 from laststep.loops.registered import FingerprintedState
-from laststep.world.group import Group
+from laststep.ranks.group import Group
 from tests.support.worlds import a_world
 
 

@@ -17,8 +17,8 @@ from laststep.checkpoint.export import read_run
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.errors import ConfigError
 from laststep.config.ranking import Ranking
-from laststep.observe.report.curves import read_curves
 from laststep.records.metrics import read_lines
+from laststep.report.curves import read_curves
 from laststep.rundir import RunDir
 from tests.support.loops import run_function
 

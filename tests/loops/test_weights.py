@@ -23,7 +23,7 @@ from laststep import load_weights
 from laststep.checkpoint.export import read_run
 from laststep.checkpoint.export_files import write
 from laststep.checkpoint.weights import weights_sha256
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.loops.initial_weights import fit, read_initial_weights

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from plotly.offline import get_plotlyjs
 
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.config.config import Config
-from laststep.observe.report.curves import MAX_POINTS, Curve
-from laststep.observe.report.timeline import Span, Timeline
+from laststep.report.curves import MAX_POINTS, Curve
+from laststep.report.timeline import Span, Timeline
 from laststep.rundir import RunDir
 from tests.support.needs import require
 from tests.support.waiting import DEADLINE_S
@@ -234,7 +234,7 @@ def test_an_attempt_in_progress(root: Path, capfd: pytest.CaptureFixture[str], m
     run = make(root, "mine", [step(n, 1.0) for n in range(1, 31)], [attempt(0, 0, 20, (0, 20), "preempted")])
     run.attempt_now.write_text(lines([attempt(1, 30, None, (20, 20), None, job_id="local-1")]))
     run.submissions.write_text(lines([{"job_id": "local-1", "time": BEGAN}]))
-    monkeypatch.setattr("laststep.world.run_lock.current_holder", lambda path: "job local-1")
+    monkeypatch.setattr("laststep.ranks.run_lock.current_holder", lambda path: "job local-1")
     page = report(capfd, root, "mine")
     assert "running" in page.text and ">in progress<" in page.source and "from 20" in page.text
 

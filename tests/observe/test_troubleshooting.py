@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from laststep.commands.verbs import VERBS
+from laststep.cli.verbs import VERBS
 from laststep.config.config import Config
 from laststep.config.keys import fields_of
 from tests.support.commands import begin, end
@@ -61,7 +61,7 @@ def attempt(*options: str, signals: tuple[int, ...] = (), **env: str) -> Callabl
 def alone(rank: int) -> Callable[[Path], str]:
     """A rank whose only peer is never started, with shorter timeouts than in a run."""
     short = (
-        "from laststep.world import group\ngroup.MEETING_S, group.SLOW_MEETING_S = 3.0, 1.0\n"
+        "from laststep.ranks import group\ngroup.MEETING_S, group.SLOW_MEETING_S = 3.0, 1.0\n"
         "from laststep.trainer import Trainer\n"
     )
     train = "from laststep.config.config import Config\nTrainer(Config.load(None, sys.argv[1:]))()"

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from laststep.cluster import machine_checks
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Optim
 from laststep.optim.build import clear_gradients, make_optimizer
 from laststep.optim.names import UNSUPPORTED, check_optimizer, class_name, optimizer_names
+from laststep.submission import machine_checks
 from tests.support.project import PROJECT
 
 CLASSES = {

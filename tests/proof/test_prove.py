@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from laststep.commands import prove
-from laststep.commands.main import main
+from laststep.cli import prove
+from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.rundir import RunDir
 from tests.support.commands import begin, end, launch, refusal

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from laststep.config.launch import Launch
+from laststep.ranks.world import World
 from laststep.records import attempts
 from laststep.records.attempt_record import EndedAttempt, Reason, read_attempts, read_ended_attempts
 from laststep.records.attempts import (
@@ -25,7 +26,6 @@ from laststep.records.attempts import (
 from laststep.records.retry import FAILURES, SAME_FAILURE, Decision, Next, decide, why_not_requeued
 from laststep.records.submissions import SubmissionRecord
 from laststep.rundir import RunDir
-from laststep.world.world import World
 from tests.support.records import add_metrics
 from tests.support.worlds import a_world
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cluster import run_config
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.rundir import RunDir
+from laststep.runs import run_config
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
 
@@ -107,7 +107,7 @@ def test_the_door_gives_the_same_objects(tmp_path: Path) -> None:
 def test_a_former_name_in_a_new_run(tmp_path: Path, installed: Path) -> None:
     """The line says what to type."""
     code = (
-        "from laststep.cluster.task_check import check_task; check_task('trainer.tasks.classification.Classification')"
+        "from laststep.code.task_check import check_task; check_task('trainer.tasks.classification.Classification')"
     )
     said = runs(ELSEWHERE + code, tmp_path, path=installed).stderr
     assert "Laststep's package is called laststep now: task=laststep.tasks.classification.Classification" in said

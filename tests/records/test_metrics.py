@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laststep.ranks.patience import Patience
 from laststep.records import append_only
 from laststep.records.metrics import MetricsFile, first_step_since, newest_step, read_lines
-from laststep.world.patience import Patience
 from tests.support.disk import refusing
 from tests.support.records import add_metrics
 from tests.support.waiting import DEADLINE_S, wait_until

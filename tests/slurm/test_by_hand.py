@@ -158,7 +158,7 @@ def test_ranks_that_have_no_scontrol(desk: Desk, tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nexec {desk.python} "$@"\n')
     python.chmod(0o755)
     train = " ".join((*TRAIN, *TWO_EPOCHS))
-    script = f"srun env PATH={tmp_path} {train} || python -m laststep.cluster.after_ranks runs/{{run}} $?"
+    script = f"srun env PATH={tmp_path} {train} || python -m laststep.job.after_ranks runs/{{run}} $?"
     options = ("--nodes=2", "--ntasks-per-node=1", "--open-mode=append", "--output={run}.out")
     desk.types("bare", ("sbatch", *options, "--wrap", script))
     desk.waits_for("bare", "holds in its step 8", times=2)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from laststep.config.config import Config
+from laststep.ranks.slurm import can_expedite
 from laststep.records.metrics import read_lines
-from laststep.world.slurm import can_expedite
 from tests.faults.slurm_day import Day, Target
 from tests.slurm.cluster import SLURM_CONF, Cluster, missing
 from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED

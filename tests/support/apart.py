@@ -13,7 +13,7 @@ from torch import Tensor
 from laststep.loops.learner import Learner
 from laststep.loops.rescued import Rescued
 from laststep.loops.sharded import Sharded
-from laststep.world.launchers import detect_world
+from laststep.ranks.launchers import detect_world
 from tests.support.waiting import wait_until
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cluster.queue import SEPARATOR
-from laststep.commands.main import main
+from laststep.cli.main import main
+from laststep.runs.queue import SEPARATOR
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
 
@@ -32,7 +32,7 @@ exit 1
 
 def fake_squeue(*job_ids: str, **waiting: str) -> str:
     """A squeue that shows these jobs as running, and those `waiting` with their reasons (_7="Priority"): all submitted
-    long ago, in the fields of laststep.cluster.queue."""
+    long ago, in the fields of laststep.runs.queue."""
     jobs = [(job_id, "RUNNING", "None") for job_id in job_ids]
     jobs += [(name.removeprefix("_"), "PENDING", reason) for name, reason in waiting.items()]
     long_ago, owner = "2000-01-01T00:00:00", str(os.getuid())

@@ -11,9 +11,9 @@ from torch.utils.data import Dataset
 
 from laststep.config.config import Config
 from laststep.observe import progress
+from laststep.ranks import watchdog
+from laststep.ranks.launchers import detect_world
 from laststep.tasks.classification import Classification
-from laststep.world import watchdog
-from laststep.world.launchers import detect_world
 
 
 class Slow(Classification):

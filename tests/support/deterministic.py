@@ -14,7 +14,7 @@ from tests.support.layers import scatter
 SCATTERS = "task=tests.support.deterministic.Scatters"
 LOOP = "task=tests.support.deterministic.scatters_in_a_loop"
 # Where an attempt looks the answer up.
-ASKED = ("laststep.world.device.is_deterministic", "laststep.attempt.start.is_deterministic")
+ASKED = ("laststep.ranks.device.is_deterministic", "laststep.attempt.start.is_deterministic")
 
 
 class Scatters(Classification):

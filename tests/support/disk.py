@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from laststep.world import run_lock
+from laststep.ranks import run_lock
 
 # Every call by which a commit or a deletion touches the disk; Path and shutil go through these too.
 DISK_CALLS = [

@@ -19,9 +19,9 @@ from torch.utils.data import Dataset
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.loops.loop import Loop
+from laststep.ranks.launchers import detect_world
 from laststep.rundir import RunDir
 from laststep.tasks.classification import Classification
-from laststep.world.launchers import detect_world
 from tests.support.waiting import wait_until
 
 

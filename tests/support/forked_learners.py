@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from laststep.config.config import Config
 from laststep.loops.learner import Learner
-from laststep.world.group import Group
+from laststep.ranks.group import Group
 from tests.support.images import IMAGES, LABELS, Images
 from tests.support.ranks import forked
 from tests.support.waiting import DEADLINE_S

@@ -14,8 +14,8 @@ from laststep.config.config import Config
 from laststep.data.token_writer import prepare
 from laststep.data.tokenizer import Bytes
 from laststep.data.tokens import TokenFolder
+from laststep.ranks.launchers import detect_world
 from laststep.tasks.language import Language
-from laststep.world.launchers import detect_world
 from tests.support.tasks import await_agreement
 
 TINY = ("model.name=tiny-1m", "model.args={layers: 2, width: 32, heads: 4, kv_heads: 2, ffn: 48}", "device=cpu")

@@ -24,13 +24,13 @@ from laststep.loops.loop import AttemptContext, Loop
 from laststep.loops.run import make_custom_loop
 from laststep.loops.task_loop import TaskLoop
 from laststep.observe.startup import StartupTimer
+from laststep.ranks.device import set_up_device
+from laststep.ranks.group import Group
+from laststep.ranks.stop import Stop
+from laststep.ranks.watchdog import Probes, Watchdog
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.task import Task
-from laststep.world.device import set_up_device
-from laststep.world.group import Group
-from laststep.world.stop import Stop
-from laststep.world.watchdog import Probes, Watchdog
 from tests.support.runs import config
 from tests.support.worlds import a_world
 

@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from laststep.commands.verify import inspect
+from laststep.cli.verify import inspect
 from laststep.config.config import Config
 from laststep.records.metrics import CLOCK, read_lines
 from laststep.rundir import RunDir
@@ -174,7 +174,7 @@ def _command(words: list[str], env: dict[str, str], log: str) -> None:
     """The body of a process that `starts` makes."""
     _write_into(log)
     os.environ.update(env)
-    from laststep.world import group
+    from laststep.ranks import group
 
     group.MEETING_S = 0.0
     sys.argv[1:] = words

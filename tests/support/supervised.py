@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from laststep.world.launchers import detect_world
-from laststep.world.signals import STOP_SIGNALS
+from laststep.ranks.launchers import detect_world
+from laststep.ranks.signals import STOP_SIGNALS
 
 if __name__ == "__main__":
     world = detect_world()

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from laststep.cluster import run_folders
 from laststep.config.config import Config
 from laststep.rundir import RunDir
+from laststep.runs import run_folders
 from laststep.trainer import Trainer
 from tests.support.project import PROJECT
 from tests.support.waiting import DEADLINE_S
@@ -42,7 +42,7 @@ def train_supervised(config: Config, env: Mapping[str, str]) -> tuple[RunDir, st
     (programs / "scontrol").chmod(0o755)
     size = config.launch.world_size
     logs = [run.logs / f"{JOB}_{rank}_log.out" for rank in range(size)]
-    words = ["-u", "-m", "laststep.cluster.supervisor", "-u", "-m", "submitit.core._submit", str(run.logs)]
+    words = ["-u", "-m", "laststep.job.supervisor", "-u", "-m", "submitit.core._submit", str(run.logs)]
     supervisors = []
     try:
         for rank, log in enumerate(logs):

@@ -25,10 +25,10 @@ from laststep.data import image_files
 from laststep.loops.learner import Learner
 from laststep.loops.loop import Loop
 from laststep.observe import tensorboard
+from laststep.ranks.launchers import detect_world
 from laststep.records.metrics import MetricsFile, read_lines
 from laststep.tasks.classification import Classification
 from laststep.trainer import Trainer
-from laststep.world.launchers import detect_world
 from tests.support.data_tasks import Delayed, Linear, Prepared, Slow, SlowData, Unhurried
 from tests.support.faulty_tasks import (
     Broken,

@@ -1,5 +1,5 @@
 """A supervisor in trouble: `python -m tests.support.troubled_supervisor WORDS...`, with the words of
-laststep.cluster.supervisor. LASTSTEP_TEST_TROUBLE says what its trouble is:
+laststep.job.supervisor. LASTSTEP_TEST_TROUBLE says what its trouble is:
 
     signalled   SIGTERM comes right after it has answered that the ranks start again, before it forks its own
     forks       the kernel has no process for it, three times in a row, at each start
@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from laststep.cluster import supervisor
+from laststep.job import supervisor
+from laststep.ranks.world import World
 from laststep.records.step_restart import write_answer
 from laststep.rundir import RunDir
-from laststep.world.world import World
 
 TIMES = 3
 RESTART = RunDir("run").step_restart.name

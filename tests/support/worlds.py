@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from laststep.world.world import World
+from laststep.ranks.world import World
 
 
 def a_world(rank: int = 0, size: int = 1, launcher: str = "submitit-local", **more: Any) -> World:

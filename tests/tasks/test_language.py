@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laststep.commands.main import main
+from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.records.metrics import read_lines

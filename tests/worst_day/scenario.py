@@ -2,7 +2,7 @@
 
 Two scenarios. `local`: two ranks under `--local`; rank 1 dies, rank 0 saves the step, the ranks start again in place,
 rank 0 is sent SIGTERM, the run stops, `resume` continues it to its end. `job`: a job of one rank, with a stand-in for
-Slurm; the rank dies, laststep.cluster.after_ranks has it started again, a SIGTERM stops and requeues it, and the next
+Slurm; the rank dies, laststep.job.after_ranks has it started again, a SIGTERM stops and requeues it, and the next
 start of the job ends the run.
 """
 
@@ -169,7 +169,7 @@ class Victim:
                 return self._ended_for_good("the job starts without end")
             after = (
                 "-m",
-                "laststep.cluster.after_ranks",
+                "laststep.job.after_ranks",
                 str(self.run.path),
                 str(128 - status if status < 0 else status),
             )

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from laststep.config.config import Config
+from laststep.ranks.launchers import detect_world
 from laststep.tasks.classification import Classification
-from laststep.world.launchers import detect_world
 
 ASIDE = "LASTSTEP_WORST_DAY_ASIDE"  # a folder on a disk that never fails
 DEATH, STOP = 4, 4  # the step of its attempt in which the last rank dies once, and rank 0 is stopped once after that

@@ -1,0 +1,114 @@
+"""evaluate: the validation metrics of a checkpoint, on the run's data or on others."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from laststep.cli.parsers import ANY_KEY, Parser, add_checkpoint
+from laststep.code import code_origin
+from laststep.config.checks import sizes_for, validate
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.rundir import RunDir
+from laststep.runs import run_config, run_folders
+from laststep.submission import machine_checks
+
+DESCRIPTION = """\
+Validate the weights of a run's newest checkpoint in this process, on the GPU
+if there is one. They are the averaged weights if train.ema_decay is set.
+After one rank's training the metrics are equal to those that the run itself
+has measured; after several, sums are added in another order."""
+EPILOG = """\
+For example, on other images: evaluate RUN --best data.root=/data/newer
+Keys that can change: data.*, train.batch_size, device; launch.root says where
+the run is. train.batch_size is by default what each rank had."""
+CHANGEABLE = ("data.", "train.batch_size=", "device=", "launch.root=")
+# The run's ranks were perhaps many, on other machines; here is one.
+ONE_RANK = (
+    *("launch.nodes=1", "launch.tasks_per_node=null", "launch.gpus_per_node=0"),
+    *("launch.backend=auto", "launch.init_method=null", "train.accumulate=1", "train.sharding=none"),
+    *("checkpoint.replicas=0", "train.cuda_graphs=false"),
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what evaluate takes."""
+    parser.add_argument("run", metavar="RUN", help="name or folder of the run")
+    parser.add_argument("overrides", nargs="*", metavar=ANY_KEY, help="change data.* or train.batch_size")
+    add_checkpoint(parser)
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the metrics; returns the exit status."""
+    for word in args.overrides:
+        if not word.startswith(CHANGEABLE):
+            raise ConfigError(
+                f"{word}: evaluate changes only data.*, train.batch_size and device; a run keeps the rest"
+            )
+    root = run_folders.runs_root([word for word in args.overrides if word.startswith("launch.root=")])
+    folder = RunDir(run_folders.find_run(args.run, root).path.absolute())
+    checked = _checked(folder, [*args.overrides, *ONE_RANK])
+    search = code_origin.search_path(folder, checked, runs_copy=True)
+    machine_checks.check_names(checked, search)
+    from laststep.checkpoint.export import read_run
+    from laststep.loops.evaluate import evaluate
+
+    weights = read_run(folder, args.step, args.best, args.raw)
+    config = _config(folder, args.overrides, weights.manifest.world_size, weights.averaged)
+    # As in the run's ranks: its own code, and its own folder for relative paths.
+    sys.path[:0] = map(str, search)
+    os.chdir(run_folders.working_folder(folder))
+    metrics = evaluate(config, folder, weights)
+    found = {
+        "run": folder.name,
+        "step": weights.manifest.step,
+        "epoch": weights.manifest.epoch,
+        "averaged": weights.averaged,
+        "metrics": metrics,
+        "recorded": weights.metrics or None,
+    }
+    print(json.dumps(found) if args.json else _line(found))
+    return 0
+
+
+def _config(run: RunDir, overrides: Sequence[str], ranks: int, averaged: bool) -> Config:
+    """The run's configuration for one rank that has only these weights."""
+    before = run_config.as_submitted(run).train
+    parts = 1 if before.shares else ranks  # one rank computes all shares as the run's ranks did
+    words = [f"train.batch_size={max(1, before.batch_size // parts)}", *overrides, *ONE_RANK, "train.ema_decay=0"]
+    if averaged:
+        words.append("train.compile=false")  # training does not compile the average either
+    return run_folders.with_absolute_data(_checked(run, words))
+
+
+def _checked(run: RunDir, words: Sequence[str]) -> Config:
+    """The run's configuration with these words, without the options of its jobs. Raises ConfigError."""
+    config = run_config.as_submitted(run, words)
+    fewest = sizes_for(config.train.shares)[0] if config.train.shares else None  # here one rank can compute any number
+    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm={}, tasks_per_node=fewest))
+    validate(config)
+    return config
+
+
+def _line(found: Mapping[str, Any]) -> str:
+    """The result as one line."""
+    weights = ", averaged weights" if found["averaged"] else ""
+    line = f"{found['run']}: step {found['step']}, epoch {found['epoch']}{weights}: {_text(found['metrics'])}"
+    if found["recorded"] == found["metrics"]:
+        return f"{line} (as the run itself has measured)"
+    if found["recorded"]:
+        line += f" (the run itself has measured {_text(found['recorded'])})"
+    return line
+
+
+def _text(metrics: Mapping[str, float | None]) -> str:
+    return "  ".join(
+        f"{name} {'not finite' if value is None else format(value, '.6g')}" for name, value in metrics.items()
+    )

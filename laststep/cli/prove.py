@@ -1,0 +1,128 @@
+"""prove: train a script undisturbed and disturbed on this machine, and compare every step."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+from laststep.cli.parsers import (
+    NEW_RUN_OPTIONS,
+    Parser,
+    add_config,
+    add_key_options,
+    add_overrides,
+    overrides_of,
+)
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.rundir import RunDir
+from laststep.say import counted
+
+DESCRIPTION = """\
+Prove on this machine that a script resumes exactly: train it twice undisturbed,
+then stop it, kill one of its ranks and resume it, and compare every step."""
+EPILOG = """\
+Takes submit's options. Trains in a throwaway folder (in TMPDIR), with the ranks
+of the configuration, and at least two unless it names a number.
+Compared after each step, on each rank: all registered state, the batch, the
+inputs of the model, and metrics.jsonl. For the first difference it names the
+step, the values and the rule that it points to.
+Exit status: 0 exact; 1 not exact, or the script fails; 2 wrong input.
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what prove takes."""
+    add_config(parser)
+    add_key_options(parser, NEW_RUN_OPTIONS)
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="train N steps (default: into the second epoch, but 20 to 100)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON; the progress goes to stderr")
+    add_overrides(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the runs and print what they show; returns 0 when the script is exact, else 1. Raises ConfigError."""
+    from laststep.proof import report
+    from laststep.proof.runs import LEAST_STEPS, Prover
+    from laststep.runs import run_folders
+
+    if args.steps is not None and args.steps < LEAST_STEPS:
+        raise ConfigError(f"--steps {args.steps}: must be at least {LEAST_STEPS}")
+    say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
+    config = Config.load(args.config, overrides_of(args, NEW_RUN_OPTIONS), args.site or run_folders.site())
+    with _removed_at_the_end() as folder:
+        config = _prepare(config, folder)
+        ranks = config.launch.world_size
+        say(f"task   {config.task}")
+        say(f"ranks  {ranks} on this machine; seed={config.seed} chooses where they are disturbed")
+        say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks")
+        say(f"folder {folder}, removed at the end")
+        prover = Prover(config, args.steps, _train, lambda attempt: say(report.line_of(attempt)))
+        proof = prover.prove()
+        say("\n".join(report.summary(proof)))
+        if args.json:
+            print(json.dumps(report.as_json(proof, ranks, config.seed), indent=1))
+    return int(proof.verdict != "exact")
+
+
+def _length(steps: int | None) -> str:
+    return "20 to 100 steps (--steps N)" if steps is None else counted(steps, "step")
+
+
+def _prepare(config: Config, folder: str) -> Config:
+    """The configuration as the runs use it: in `folder`, with two ranks where it names no number."""
+    from laststep.submission.machine_checks import count_gpus
+    from laststep.submission.prepare import Way, prepare_new
+
+    launch = dataclasses.replace(config.launch, root=folder, name="prove", max_restarts=0)
+    one_gpu = config.device != "cpu" and count_gpus() == 1
+    if launch.world_size == 1 and launch.tasks_per_node is None and not launch.gpus and not one_gpu:
+        launch = dataclasses.replace(launch, tasks_per_node=2)
+    return prepare_new(dataclasses.replace(config, launch=launch), Way.LOCAL)
+
+
+def _train(config: Config, run: RunDir) -> str | None:
+    """Train one attempt here; returns why its ranks refused, if they did. Leaves no process behind."""
+    from laststep.submission.local import POLL_S, LocalRanks
+
+    ranks = LocalRanks(config, run)
+    try:
+        ranks.start()
+        while ranks.alive():
+            time.sleep(POLL_S)
+    finally:
+        ranks.send(signal.SIGKILL)
+        while ranks.alive():
+            time.sleep(POLL_S)
+    return ranks.refusal() if ranks.status() == 2 else None
+
+
+@contextlib.contextmanager
+def _removed_at_the_end() -> Iterator[str]:
+    """A folder that is removed however the command ends: SIGTERM and a closed terminal raise SystemExit."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with tempfile.TemporaryDirectory(prefix="laststep-prove-", ignore_cleanup_errors=True) as folder:
+            yield folder
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,179 @@
+"""resume: continue a run in a new job, perhaps on another number of ranks, perhaps to a later end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from laststep.cli.parsers import (
+    JOB_OPTIONS,
+    LAUNCH_KEY,
+    NO_RUN,
+    Parser,
+    add_key_options,
+    add_sweep,
+    add_ways,
+    overrides_of,
+    split,
+)
+from laststep.config.errors import ConfigError
+from laststep.say import command
+
+if TYPE_CHECKING:
+    from laststep.config.config import Config
+    from laststep.rundir import RunDir
+
+DESCRIPTION = """\
+Continue a run in a new job, from its newest intact checkpoint. A finished run
+is continued only to a later end: train.epochs=N or train.max_steps=N."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what resume takes."""
+    add_sweep(parser, "continue each run of this sweep that has not finished and has no job")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="name or folder of the run")
+    add_key_options(parser, JOB_OPTIONS)
+    add_ways(parser)
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="stay, and resume the run each time its job has ended before it. For a login node of a cluster whose "
+        "compute nodes cannot call scontrol, and so cannot requeue a job",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="with --local: do so although Slurm does not answer. Only if the cluster is gone: a job of the run "
+        "that still waits would continue it as well",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar=LAUNCH_KEY,
+        help="a launch.* key to change, or a later end: train.epochs=N, train.max_steps=N; the rest of the run's "
+        "configuration stays as it is",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continue a run, or those of a sweep; returns the exit status."""
+    if args.sweep is not None:
+        return _resume_sweep(args)
+    if args.run is None:
+        raise ConfigError(NO_RUN)
+    if args.watch:
+        return _watch(args)
+    from laststep.cli import start
+    from laststep.cli.dry_run import dry_run
+    from laststep.code import code_origin
+    from laststep.code.loop_keys import check_keys
+    from laststep.records.submissions import read_submissions
+    from laststep.runs import run_config, run_end, run_folders, trust, unanswered
+    from laststep.runs.run_status import jobs_in_queue
+    from laststep.submission import machine_checks
+    from laststep.submission.prepare import Way, prepare
+
+    way, overrides = Way.of(args), overrides_of(args, JOB_OPTIONS)
+    if args.force and way is not Way.LOCAL:
+        raise ConfigError("--force: needs --local; with Slurm, cancel the run's job before you resume it")
+    root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
+    folder = run_folders.find_run(args.run, root)
+    machine_checks.check_run_writable(folder.path)
+    trust.check_run(folder)
+    for word in overrides:
+        key = word.partition("=")[0]
+        if key == "launch.name" or not (key.startswith("launch.") or key in run_end.ENDS):
+            raise ConfigError(
+                f"{word}: a resumed run keeps its configuration, but for launch.* keys and a later end; start another "
+                f"run from this one: `{command(f'submit --from {run_folders.typed(folder)} {word}')}`"
+            )
+    config = run_config.load(folder, overrides, restore=way is not Way.DRY_RUN)
+    changed = run_config.changes(run_config.as_submitted(folder), config)
+    extended = {key: pair for key, pair in changed.items() if key in run_end.ENDS}
+    if not extended and _says_finished(folder, config):
+        return 0
+    if way is not Way.DRY_RUN:
+        unanswered.settle(folder, args.force)
+    known = len(read_submissions(folder.submissions))
+    if way is not Way.DRY_RUN and (jobs := jobs_in_queue(folder, args.force)):
+        cancel = command(f"cancel {run_folders.typed(folder)}")
+        raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
+    runs_copy = way not in (Way.LOCAL, Way.DEBUG)
+    search = code_origin.search_path(folder, config, runs_copy)
+    config = prepare(config, way, search=search)
+    check_keys(config, overrides, search=search)
+    if extended:
+        schedule = "" if config.optim.schedule == "constant" else f" (optim.schedule={config.optim.schedule})"
+        print(f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}")
+    if way is Way.DRY_RUN:
+        return dry_run(config)
+    with run_folders.reconfigured(folder, config):
+        return start.start(config, folder, way, known)
+
+
+def _watch(args: argparse.Namespace) -> int:
+    """Resume the run each time that its job has ended; returns the exit status."""
+    from laststep.runs import run_config, run_folders
+    from laststep.runs.watch import watch
+    from laststep.submission.prepare import Way
+
+    words = overrides_of(args, JOB_OPTIONS)
+    if Way.of(args) is not Way.SLURM:
+        raise ConfigError(
+            f"--watch: submits jobs and prints no log; leave out --{Way.of(args).value.replace('_', '-')}"
+        )
+    if wrong := [word for word in words if not word.startswith("launch.")]:
+        raise ConfigError(f"{wrong[0]}: --watch continues a run as it is; resume it once with this, then watch it")
+    folder = run_folders.find_run(args.run, run_folders.runs_root([w for w in words if w.startswith("launch.root=")]))
+    once = argparse.Namespace(**{**vars(args), "watch": False})
+
+    def say(text: str) -> None:
+        print(f"[laststep] {text}", file=sys.stderr, flush=True)
+
+    try:
+        return watch(folder, run_config.load(folder, words).launch.max_failures, lambda: run(once), say)
+    except KeyboardInterrupt:
+        say(f"{folder.name} is no longer watched; a job that it has in the queue stays there")
+        return 130
+
+
+def _says_finished(run: RunDir, config: Config) -> bool:
+    """Whether the run has finished. If so, say that, and name the two ways to train on."""
+    from laststep.records.plan import read_plan
+    from laststep.records.submissions import read_submissions
+    from laststep.runs.run_end import longer
+    from laststep.runs.run_folders import typed
+    from laststep.runs.run_status import is_finished, records_of
+
+    records, plan = records_of(run), read_plan(run.plan)
+    if not is_finished(read_submissions(run.submissions), records):
+        return False
+    step = records[-1]["end_step"]
+    total = plan["total_steps"] if plan else None
+    where = " --local" if records[-1]["job_id"].startswith("local-") else ""
+    more, name = longer(config.train, total), typed(run)
+    print(f"{run.name}: finished at {step} of {total or step}")
+    print(f"extend {command(f'resume {name} {more}{where}')}")
+    print(f"branch {command(f'submit --from {name} {more} optim.lr={config.optim.lr / 10:g}{where}')}")
+    return True
+
+
+def _resume_sweep(args: argparse.Namespace) -> int:
+    """Continue the runs of a sweep one after the other; returns the largest exit status."""
+    from laststep.runs import run_folders
+    from laststep.runs.run_status import StatusReader
+
+    if args.follow or args.debug or args.watch:
+        raise ConfigError(f"--sweep {args.sweep}: has several runs; --follow, --debug and --watch are for one")
+    names, overrides = split([*([] if args.run is None else [args.run]), *args.overrides])
+    root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
+    runs = run_folders.find_runs(names, root, args.sweep)
+    worst = 0
+    for folder, status in zip(runs, StatusReader().read(runs)):
+        if status.alive or status.state == "finished":
+            print(f"{folder.name}: {status.state}, so there is nothing to resume")
+            continue
+        one = {**vars(args), "sweep": None, "run": str(folder.path), "overrides": overrides}
+        worst = max(worst, run(argparse.Namespace(**one)))
+    return worst

@@ -1,0 +1,185 @@
+"""status: show the state of runs, from one squeue and the runs' own files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from laststep.cli.parsers import Parser, add_runs, split
+from laststep.config.errors import ConfigError
+from laststep.records.metrics import metrics_in, newest_epoch
+from laststep.rundir import RunDir
+from laststep.runs import run_folders
+from laststep.runs.run_status import STATES, RunStatus, StatusReader, time_of
+
+if TYPE_CHECKING:
+    from laststep.cli.status_tables import View
+
+DESCRIPTION = """\
+Show the state of all runs, or of the named ones: those that run first, then
+those that wait, then the others, each with the newest first. A single run is
+shown with its attempts. On a narrow terminal, only what fits is shown."""
+WAITING = ("queued", "requeued", "unknown")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what status takes."""
+    parser.add_argument("--state", metavar="STATE[,STATE]", help="show only runs in these states, e.g. failed,lost")
+    parser.add_argument("-n", type=int, metavar="N", help="show only the first N runs")
+    parser.add_argument("--sweep", metavar="NAME", help="show the runs of this sweep, best first")
+    parser.add_argument(
+        "--by",
+        metavar="METRIC",
+        help="the metric that ranks them: a key of the epoch lines in metrics.jsonl (default: val_loss)",
+    )
+    parser.add_argument("--watch", action="store_true", help="keep the table up to date; arrows scroll, q ends it")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    add_runs(parser, nargs="*")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the status of runs, once or until the user ends it; returns the exit status."""
+    names, overrides = split(args.words)
+    root = run_folders.runs_root(overrides)
+    states = _states(args.state)
+    if args.n is not None and args.n < 1:
+        raise ConfigError(f"-n {args.n}: give a number of runs, 1 or more")
+    if args.sweep is None and args.by is not None:
+        raise ConfigError(f"--by {args.by}: ranks the runs of a sweep; give --sweep NAME too")
+    if args.sweep is not None and names:
+        raise ConfigError(f"{names[0]}: name a sweep or runs, not both")
+    if args.watch and (args.json or not sys.stdout.isatty()):
+        raise ConfigError("--watch: keeps a table on a terminal; leave it out for a file, a pipe or --json")
+    shown: _Shown = _Runs(names, root) if args.sweep is None else _Sweep(RunDir(Path(root) / args.sweep), args.by)
+    reader = StatusReader()
+
+    def read() -> _Reading:
+        found = shown.read(reader)
+        wanted = [status for status in found if status.state in states]
+        return _Reading(found, wanted[: args.n], len(wanted) - len(wanted[: args.n]))
+
+    if args.json:
+        wanted = read().wanted
+        fields = ({**vars(one), "time_s": vars(time_of(one)), **shown.fields(one.run)} for one in wanted)
+        print(json.dumps(list(fields), indent=1))
+    elif args.watch:
+        from laststep.cli.status_watch import watch
+
+        watch(read, shown.view)
+    else:
+        from rich.console import Console
+
+        console = Console()
+        # No wider than the terminal; in a file or a pipe nothing is cut off.
+        console.print(shown.view(read(), console.width if sys.stdout.isatty() else None), soft_wrap=True)
+    return 0
+
+
+class _Reading(NamedTuple):
+    """The runs found, those of them to show, and how many `-n` leaves out."""
+
+    found: list[RunStatus]
+    wanted: list[RunStatus]
+    more: int
+
+
+class _Shown(Protocol):
+    """The runs that were asked for: how to read and to draw them."""
+
+    def read(self, reader: StatusReader) -> list[RunStatus]:
+        """The status of each run, in the order in which to show them."""
+
+    def view(self, reading: _Reading, width: int | None) -> View:
+        """The wanted runs, in so many columns of the terminal (None: any number)."""
+
+    def fields(self, run: str) -> dict[str, Any]:
+        """Further fields of a run's JSON object."""
+
+
+class _Runs:
+    """The named runs, in this order, or all runs in the root; a single named run with its attempts."""
+
+    def __init__(self, names: Sequence[str], root: str) -> None:
+        self._names, self._root = names, root
+
+    def read(self, reader: StatusReader) -> list[RunStatus]:
+        if self._names:
+            return reader.read(self._named())
+        newest_first = reader.read(run_folders.all_runs(self._root)[::-1])
+        return sorted(newest_first, key=lambda status: (not status.alive, status.state in WAITING))
+
+    def view(self, reading: _Reading, width: int | None) -> View:
+        from rich.text import Text
+
+        from laststep.cli.status_tables import View, run_view, table_view
+
+        if not reading.found:
+            return View([], [Text(f"no run in {self._root}/ yet")])
+        if len(self._names) == len(reading.found) == len(reading.wanted) == 1:
+            return run_view(self._named()[0], reading.wanted[0], width)
+        return table_view(*reading, width, {})
+
+    def fields(self, run: str) -> dict[str, Any]:
+        return {}
+
+    def _named(self) -> list[RunDir]:
+        return run_folders.find_runs(self._names, self._root)
+
+
+class _Sweep:
+    """The runs of a sweep, best first: the lowest loss, or the highest of any other metric."""
+
+    def __init__(self, sweep: RunDir, metric: str | None) -> None:
+        from laststep.submission.sweep import members
+
+        self._varied = members(sweep)
+        self._folders = {run: RunDir(sweep.path.parent / run) for run in self._varied}
+        if metric is not None:
+            self._check(metric)
+        self._metric = metric or "val_loss"
+        self._values: dict[str, float | None] = {}
+
+    def _check(self, metric: str) -> None:
+        """Raise ConfigError when there are epochs, and none has this metric."""
+        names: dict[str, None] = {}
+        for folder in self._folders.values():
+            names.update(dict.fromkeys(metrics_in(newest_epoch(folder.metrics) or {})))
+        if names and metric not in names:
+            raise ConfigError(f"--by {metric}: no run of this sweep has this metric; choose from {', '.join(names)}")
+
+    def read(self, reader: StatusReader) -> list[RunStatus]:
+        found = reader.read(list(self._folders.values()))
+        for run, folder in self._folders.items():
+            value = (newest_epoch(folder.metrics, self._metric) or {}).get(self._metric)
+            self._values[run] = value if isinstance(value, (int, float)) else None
+        sign = 1 if "loss" in self._metric else -1
+        return sorted(found, key=lambda status: math.inf if (v := self._values[status.run]) is None else sign * v)
+
+    def view(self, reading: _Reading, width: int | None) -> View:
+        from laststep.cli.status_tables import number, table_view
+        from laststep.submission.sweep import short_names
+
+        keys = short_names(key for change in self._varied.values() for key in change)
+        columns = {
+            short: {run: str(change.get(key, "")) for run, change in self._varied.items()}
+            for key, short in keys.items()
+        }
+        columns[self._metric] = {run: number(value) for run, value in self._values.items()}
+        return table_view(*reading, width, columns)
+
+    def fields(self, run: str) -> dict[str, Any]:
+        return {"varied": self._varied[run], "metric": {self._metric: self._values[run]}}
+
+
+def _states(words: str | None) -> Sequence[str]:
+    """The states in STATE[,STATE]; all if there is none. Raises ConfigError."""
+    states = STATES if words is None else words.split(",")
+    for state in states:
+        if state not in STATES:
+            raise ConfigError(f"--state {words}: no such state as {state!r}; choose from {', '.join(STATES)}")
+    return states

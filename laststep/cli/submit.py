@@ -1,0 +1,79 @@
+"""submit: start a new run."""
+
+from __future__ import annotations
+
+import argparse
+
+from laststep import __version__
+from laststep.cli.parsers import (
+    NEW_RUN_OPTIONS,
+    Parser,
+    add_config,
+    add_key_options,
+    add_overrides,
+    add_ways,
+    overrides_of,
+)
+from laststep.cli.verbs import verb_list
+from laststep.config.errors import ConfigError
+
+DESCRIPTION = "Start a new run: submit it to Slurm, or run it on this machine."
+EPILOG = f"""\
+verbs (default: submit; for the help of a verb: {{program}} help VERB):
+{verb_list()}
+
+Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;
+`{{program}} --dry-run` prints them all, with their values.
+Exit status: 0 done; 1 the run failed; 2 the command or the configuration is
+wrong; 130 stopped by Ctrl-C, 143 by SIGTERM.
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what submit takes."""
+    parser.add_argument("--version", action="version", version=f"laststep {__version__}", help="print the version")
+    add_config(parser)
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="RUN",
+        help="begin with the configuration, the newest checkpoint and the metrics of this run, which stays as it is",
+    )
+    add_key_options(parser, NEW_RUN_OPTIONS)
+    add_ways(parser)
+    add_overrides(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start a new run; returns the exit status."""
+    from laststep.checkpoint.store import CheckpointStore
+    from laststep.code.loop_keys import check_keys
+    from laststep.config.config import Config, find_config
+    from laststep.runs import run_folders
+    from laststep.submission.prepare import Way, prepare_new
+
+    way, overrides, source = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None
+    if args.source is None:
+        config = Config.load(args.config, overrides, args.site or run_folders.site())
+        stem = find_config(args.config).stem
+    else:
+        if args.site is not None:
+            raise ConfigError(f"--site {args.site}: --from {args.source} has a configuration already; leave this out")
+        from laststep.submission import branch
+
+        source = branch.find_source(args.source, overrides)
+        config, stem = branch.configure(source, overrides), source.name
+    config = prepare_new(config, way, stem)
+    check_keys(config, overrides, args.config if source is None else None)
+    if way is Way.DRY_RUN:
+        from laststep.cli.dry_run import dry_run
+
+        return dry_run(config)
+    from laststep.cli import start
+
+    with run_folders.created(config) as folder:
+        copied = [] if source is None else [branch.copy_state(source, folder)]
+        status = start.start(config, folder, way)
+    if status == 2 and CheckpointStore(folder.checkpoints).steps() == copied:  # the ranks refused the configuration
+        run_folders.remove(folder)
+    return status

@@ -1,0 +1,63 @@
+"""sweep: submit one run per combination of values, as a single Slurm array."""
+
+from __future__ import annotations
+
+import argparse
+
+from laststep.cli.parsers import NEW_RUN_OPTIONS, Parser, add_config, add_key_options, add_overrides, overrides_of
+from laststep.config.errors import ConfigError
+from laststep.say import command, counted
+
+DESCRIPTION = """\
+Submit one run per combination of values, as a single Slurm array. Repeat the
+command to submit the runs that are missing or have not finished."""
+EPILOG = """\
+key=v1,v2 or key=0..4 gives a key several values. All options and all other
+key=value words apply to every run. For example:
+  {program} sweep --name scan --parallel 4 \\
+      optim.lr=0.1,0.03 seed=0..4 train.epochs=20
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what sweep takes."""
+    add_config(parser)
+    add_key_options(parser, NEW_RUN_OPTIONS)
+    parser.add_argument("--parallel", type=int, metavar="K", help="run at most K at a time (default: all)")
+    add_overrides(parser, help="set a configuration key, or give it several values")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Submit the missing runs of a sweep; returns the exit status."""
+    from laststep.cli.start import root_hint
+    from laststep.code.loop_keys import check_keys
+    from laststep.config.config import Config, find_config
+    from laststep.runs import run_folders
+    from laststep.runs.weights_source import check_weights
+    from laststep.submission import sweep
+    from laststep.submission.prepare import Way, prepare
+
+    overrides = overrides_of(args, NEW_RUN_OPTIONS)
+    varied = [word for word in overrides if sweep.has_several_values(word)]
+    if not varied:
+        raise ConfigError("nothing varies: give a key several values, e.g. optim.lr=0.1,0.03 seed=0..4")
+    for word in varied:
+        if word.startswith("launch."):
+            raise ConfigError(f"{word}: all jobs of an array ask for the same; launch.* cannot vary")
+    if args.parallel is not None and args.parallel < 1:
+        raise ConfigError(f"--parallel {args.parallel}: must be at least 1")
+    shared = [word for word in overrides if word not in varied]
+    config = Config.load(args.config, shared, args.site or run_folders.site())
+    changes = sweep.combinations(varied)
+    config = run_folders.with_absolute_data(prepare(config, Way.SLURM, stem=find_config(args.config).stem))
+    check_weights(config)
+    check_keys(config, overrides, args.config)
+    job_id, submitted, total = sweep.submit_missing(config, changes, args.parallel)
+    print(f"sweep  {config.launch.name}: {counted(total, 'run')}")
+    if job_id is None:
+        print("       all of them have finished or are in the queue")
+        return 0
+    limit = f", {args.parallel} at a time" if args.parallel else ""
+    print(f"job    {job_id}: {counted(len(submitted), 'run')}{limit}, {submitted[0]} to {submitted[-1]}")
+    print(f"next   {command(f'status --sweep {config.launch.name}{root_hint(config.launch)}')}", flush=True)
+    return 0

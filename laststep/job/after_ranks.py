@@ -1,0 +1,489 @@
+"""What the batch shell of a job runs after srun has failed: it decides whether the run continues, and how.
+
+    restart   the shell starts the ranks again, in the same allocation
+    requeue   Slurm starts the job again, from the queue
+    end       the job ends
+
+A rank that can still act records in attempts.jsonl how the attempt ended, and at a stop rank 0 requeues the job. But
+all ranks may have been killed, and srun with them, or Slurm did not answer. The batch shell outlives them all.
+
+`python -m laststep.job.after_ranks FOLDER STATUS [LINE]` gets the folder of the run (or of a sweep, of which this
+job trains one run) and the exit status of srun, or that of a line of launch.setup and its number. It exits with 0 if
+the shell is to start the ranks again, else with STATUS. It asks for a restart only where LASTSTEP_RESTARTS says how
+often the shell has done that in this allocation, and not once LASTSTEP_SIGNALLED says that the shell has received a
+signal. It asks Slurm only if the answer matters, and does not import torch. A user's own batch script can call it, too:
+see examples/srun.sbatch.
+
+Where the disk fails, the job is requeued all the same, as the next start may be on other nodes, unless a record says
+that the run has ended, another attempt is at work, or Slurm has ended the job. Perhaps nobody can record that start. So
+the job's comment says how many there were in a row: launch.max_failures at most are followed by a requeue. Where Python
+itself cannot start, the batch shell does the same (laststep/submission/batch_shell.py): it still finds the file that
+LASTSTEP_UNDECIDED names, which this program deletes once it has decided.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from submitit.core.utils import DelayedSubmission, JobPaths
+
+from laststep.attempt.finished import finish_of
+from laststep.attempt.predecessor import Predecessor
+from laststep.attempt.signal_cause import EARLY_S, comes_back, judge
+from laststep.checkpoint.newest import COUNT_S, newest_step
+from laststep.checkpoint.store import CheckpointStore
+from laststep.config.checks import nodes_for
+from laststep.config.errors import DiskError
+from laststep.config.launch import Launch
+from laststep.job import nodes
+from laststep.ranks import run_lock
+from laststep.ranks.fresh_view import look_anew
+from laststep.ranks.launchers import UNDECIDED, detect_world, restarts_in_place
+from laststep.ranks.patience import Patience
+from laststep.ranks.signals import SIGNALLED, STOP_SIGNALS
+from laststep.ranks.slurm import (
+    EXPEDITE,
+    REPLACED,
+    UNENDED,
+    Job,
+    SlurmError,
+    forbid_requeue,
+    has_scontrol,
+    node_states,
+    note_unrecorded,
+    requeue_job,
+    show_job,
+    unix_time,
+)
+from laststep.ranks.slurm import command as slurm_command
+from laststep.ranks.world import World
+from laststep.records.attempt_record import EndedAttempt, Reason, read_ended_attempts, record_start
+from laststep.records.attempts import (
+    begin_attempt,
+    belongs_to,
+    correct_lost_attempt,
+    end_attempt,
+    ended_attempts,
+    record_abandoned_attempts,
+    recorded_step,
+)
+from laststep.records.retry import FAILURES, Next, decide, why_not_requeued
+from laststep.records.step_restart import count_in_steps
+from laststep.rundir import RunDir
+from laststep.runs import run_config, trust
+from laststep.say import command, counted, say
+from laststep.trainer import Trainer
+
+# How long to wait for a slurmctld that restarts, or for its backup to take over. The nodes are idle meanwhile.
+SLURMCTLD_WAIT_S = 180.0
+# The same once it has answered. The batch shell kills this program after 300 s.
+REQUEUE_WAIT_S = 130.0
+POLL_S = 2.0
+# Exit status of `python -m laststep` where it refuses its configuration. It has said why, and a retry would fail the
+# same way. In a job that Laststep submitted it is srun's, which did not find the program.
+REFUSED = 2
+
+
+def after_ranks(
+    run: RunDir,
+    world: World,
+    launch: Launch,
+    status: int,
+    setup_line: int | None = None,
+    restarts: int = 0,
+    can_restart: bool = False,
+    shares: int | None = None,
+) -> bool:
+    """Returns whether the shell is to start the ranks again. Else requeues the job if its run should continue and
+    nothing else starts the job again. Records a lost attempt.
+
+    `status` is that of srun, or of the line of launch.setup with this number, from 1. The shell has started the ranks
+    again `restarts` times in this allocation, and says whether it `can_restart` them once more. `shares` is the run's
+    train.shares. If the disk fails, the job is requeued, see `_requeue_unrecorded`.
+    """
+    try:
+        return _after_ranks(run, world, launch, status, setup_line, restarts, can_restart, shares)
+    except OSError as error:
+        _requeue_unrecorded(run, world, launch, error)
+        return False
+
+
+def _after_ranks(
+    run: RunDir,
+    world: World,
+    launch: Launch,
+    status: int,
+    setup_line: int | None,
+    restarts: int,
+    can_restart: bool,
+    shares: int | None,
+) -> bool:
+    # A rank that survived srun does not begin meanwhile.
+    with run_lock.no_start(run.lock, Predecessor(run, world, run_lock.LOOK_S)) as holder:
+        if _is_anothers(holder, world):
+            say(f"not requeued: another attempt is at work on this run ({holder})")
+            _end_for_good(world, launch)
+            return False
+        look_anew(run.path)  # the ranks may have recorded the end, and saved, on other hosts a second ago
+        CheckpointStore(run.checkpoints).look_anew()
+        # By manifests and sizes: to hash a large checkpoint may take longer than this shell lives.
+        kept_step = cache(lambda: newest_step(run, say))
+        failed_start = _why_not_started(run, world, launch, status, setup_line)
+        killed = nodes.where_killed(_newest_log(run, world))
+        ended = ended_attempts(run, kept_step, blamed=killed)
+        of_allocation = [record for record in ended if belongs_to(record, world)]
+        # Each start of the ranks has one record: if there are no more records than earlier starts, the last has none.
+        earlier = restarts + count_in_steps(run.step_restart, world)
+        end = of_allocation[-1] if len(of_allocation) > earlier else None
+        # Then only srun was killed, or the node of rank 0 is cut off.
+        rank_0_lives = holder is not None and _is_of_this_start(holder, world, of_allocation[:earlier])
+        if holder and not rank_0_lives:
+            say(f"{run.lock}: locked by an earlier start of this job ({holder}), which has ended: that does not count")
+        counts = nodes_for(shares, launch)
+        situation = _Situation(ended, end, rank_0_lives, can_restart and not rank_0_lives, failed_start, counts)
+        follows = _continue(run, world, launch, situation, kept_step)
+        if rank_0_lives:  # it records the end itself
+            return False
+        continued_job = None if follows is Next.END else world.job_id
+        try:
+            Patience(COUNT_S, say).insist(lambda: record_abandoned_attempts(run, kept_step, continued_job, killed))
+        except OSError as error:  # what follows is decided; the next attempt records it, if there is one
+            say(f"WARNING: how the attempt ended is not recorded: {error}")
+    if follows is Next.REQUEUE:
+        nodes.keep_from_bad_nodes(run, world, launch)
+    if follows is Next.END:  # else the next attempt reads the checkpoints, and corrects the record
+        _end_for_good(world, launch)
+        decided()  # to read them may take longer than this program may
+        with suppress(OSError):  # the next attempt corrects it
+            correct_lost_attempt(run, lambda: _newest_intact_step(run))
+    return follows is Next.RESTART
+
+
+def _is_anothers(holder: str | None, world: World) -> bool:
+    """Whether the lock is held by another job."""
+    return holder is not None and not run_lock.belongs_to_job(holder, world)
+
+
+def _is_of_this_start(holder: str, world: World, earlier: Sequence[EndedAttempt]) -> bool:
+    """Whether the holder of the lock is an attempt of this start of the ranks: not one of an earlier start of the job,
+    nor one of the `earlier` ones in this allocation. A network file system may keep the lock of a dead node."""
+    of_earlier = any(holder.startswith(f"{record_start(record)}, on ") for record in earlier)
+    return run_lock.belongs_to_start(holder, world) and not of_earlier
+
+
+def _requeue_unrecorded(run: RunDir, world: World, launch: Launch | None, error: OSError) -> None:
+    """The disk has failed with this error before it was decided what follows: requeue the job, unless that is known to
+    be wrong. `launch` is None if not even the run's configuration can be read on this node."""
+    say(f"WARNING: the disk fails after the ranks have ended: {error}")
+    known = launch or Launch()
+    if why := _why_not_requeued_unrecorded(run, world, known):
+        say(f"not requeued: {why}")
+        if launch is not None:
+            _end_for_good(world, launch)
+    elif launch is None:
+        nodes.keep_from_this_node(world, replace(known, nodes=world.nodes))
+
+
+def _why_not_requeued_unrecorded(run: RunDir, world: World, launch: Launch) -> str:
+    """Requeue the job, or let Slurm do what it has decided; returns why that is wrong, if so."""
+    with suppress(OSError):
+        ended = read_ended_attempts(run.attempts)
+        of_start = [record for record in ended if belongs_to(record, world)]
+        if of_start and not _should_continue(ended, of_start[-1], launch):
+            return f"the attempt ended ({of_start[-1]['reason']})"
+    with suppress(OSError), run_lock.no_start(run.lock, Predecessor(run, world, 0.0)) as holder:
+        if _is_anothers(holder, world):
+            return f"another attempt is at work on this run ({holder})"
+    job = _ask_slurm(world)
+    if job is None:
+        return _no_answer(run)
+    if not judge(signal.SIGTERM, job, world.restart, 0, 0).requeue:
+        return ""
+    try:
+        noted = note_unrecorded(world.job_id, world.restart, launch.max_failures)
+        count = world.restart + 1 if noted is None else noted
+        if count > launch.max_failures:
+            resume = command(f"resume {shlex.quote(str(run.path))}")
+            return (
+                f"nothing could be recorded of {counted(count, 'start')} of this job in a row "
+                f"(launch.max_failures={launch.max_failures}); `{resume}` tries again"
+            )
+        say(f"requeueing job {world.job_id}: what the disk refuses on this node, others may show")
+        _requeue(world)
+    except (SlurmError, OSError) as refusal:
+        return str(refusal)
+    return ""
+
+
+def decided() -> None:
+    """It is decided what follows: the batch shell need not do anything even if this program is killed."""
+    if path := os.environ.get(UNDECIDED):
+        with suppress(OSError):
+            os.unlink(path)
+
+
+class _Situation(NamedTuple):
+    """What the shell knows when srun has ended."""
+
+    ended: Sequence[EndedAttempt]
+    end: EndedAttempt | None  # of the attempt, if it began; one that did not would hardly begin on these nodes
+    rank_0_lives: bool
+    can_restart: bool  # this shell can start the ranks again
+    failed_start: str  # why the attempt did not begin, if it did not
+    counts: Sequence[int]  # the numbers of nodes that can train, ascending
+
+
+def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, kept_step: Callable[[], int]) -> Next:
+    """Returns what follows; requeues the job if that is it, unless Slurm does so in any case."""
+    ended, end, rank_0_lives, can_restart, failed_start, counts = situation
+    if end is not None and not _should_continue(ended, end, launch):
+        if end["reason"] in FAILURES:
+            _say_not_requeued(run, end, why_not_requeued(ended, launch))
+        elif end["reason"] == "cancelled" and _is_submitted(run, world):
+            _end_as_cancelled(world)
+        return Next.END
+    job = _ask_slurm(world)
+    if job is None:
+        say(f"not requeued: {_no_answer(run)}")
+        return Next.END
+    cause = judge(signal.SIGTERM, job, world.restart, 0, 0)
+    if not cause.requeue:
+        returns = comes_back(job, world.restart)
+        if end is None and not rank_0_lives and not returns:
+            _record_without_ranks(run, world, launch, cause.reason, cause.error, kept_step())
+        return Next.REQUEUE if returns else Next.END
+    if end is None and not rank_0_lives:
+        # Unless Slurm ended it, it counts as a failure: else a job that cannot start would be requeued without end.
+        lost = nodes.lost_nodes(_newest_log(run, world))
+        end = _record_without_ranks(run, world, launch, cause.reason, failed_start, kept_step(), lost)
+        ended = [*ended, end]
+        if not end["requeue"]:
+            _say_not_requeued(run, end, why_not_requeued(ended, launch))
+            return Next.END
+        can_restart = can_restart and bool(lost) and launch.chooses_nodes  # the same nodes could hardly start them
+    if end and can_restart and cause.reason == "failed" and decide(ended, launch).what is Next.RESTART:
+        obstacle = _why_too_late(job, launch) or nodes.write_choice(run, world, launch, counts, job, ended)
+        if not obstacle:
+            say(f"restarting the ranks in job {world.job_id}: the attempt ended ({end['reason']}), the run continues")
+            return Next.RESTART
+        say(f"no restart in this allocation: {obstacle}")
+    say(f"requeueing job {world.job_id}: the attempt ended ({end['reason'] if end else 'srun'}), the run continues")
+    try:
+        _requeue(world)
+    except SlurmError as error:
+        say(f"not requeued: {error}; `{command(f'resume {shlex.quote(str(run.path))}')}` continues the run")
+        return Next.END
+    return Next.REQUEUE
+
+
+def _no_answer(run: RunDir) -> str:
+    watch = command(f"resume {shlex.quote(str(run.path))} --watch")
+    return f"Slurm does not answer on this node; where it does, `{watch}` continues the run"
+
+
+def _requeue(world: World) -> None:
+    """Requeue the job, also if slurmctld goes away just now. Raises SlurmError if it refuses, or stays away."""
+    deadline = time.monotonic() + REQUEUE_WAIT_S
+    while True:
+        try:
+            return requeue_job(world.job_id)
+        except SlurmError:
+            job = show_job(world.job_id)
+            if job is not None and comes_back(job, world.restart):
+                return  # Slurm has done it, and reported an error
+            if job is not None or time.monotonic() > deadline or not has_scontrol():
+                raise
+        time.sleep(POLL_S)
+
+
+def starts_again_here(run: RunDir, world: World, launch: Launch) -> bool:
+    """Whether the ranks start again in their step, without the batch shell: their supervisors ask this once all ranks
+    have ended and the end is recorded, which blames no node that the job could leave. Changes nothing."""
+    ended, local = read_ended_attempts(run.attempts), not world.on_slurm
+    if not ended or not belongs_to(ended[-1], world) or decide(ended, launch, local=local).what is not Next.RESTART:
+        return False
+    if local:
+        say("restarting the ranks after a fault; press Ctrl-C to stop")
+        return True
+    job = show_job(world.job_id)
+    if job is None or judge(signal.SIGTERM, job, world.restart, 0, 0).reason != "failed":
+        return False
+    if _why_too_late(job, launch) or nodes.unfit_nodes(node_states(",".join(dict.fromkeys(world.hosts)))):
+        return False  # the batch shell says why
+    say(f"restarting the ranks in job {world.job_id}: the attempt ended ({ended[-1]['reason']}), the run continues")
+    return True
+
+
+def _why_too_late(job: Job, launch: Launch) -> str:
+    """Why nothing can start in the job's allocation any more; empty if it can."""
+    if job.get("JobState") not in UNENDED:
+        return f"the job is {job.get('JobState')}"
+    left_s = unix_time(job.get("EndTime", "")) - time.time()
+    if left_s <= launch.signal_delay_s + EARLY_S:  # the ranks that received its warning have ended
+        return "its time limit is near"
+    return ""
+
+
+def _should_continue(ended: Sequence[EndedAttempt], end: EndedAttempt, launch: Launch) -> bool:
+    """What was decided when the attempt ended. For a lost attempt there was no rank left to decide."""
+    return end["requeue"] or (end["reason"] == "lost" and decide(ended, launch).what is not Next.END)
+
+
+def _ask_slurm(world: World) -> Job | None:
+    """What Slurm says about the job, None if it does not answer for SLURMCTLD_WAIT_S."""
+    deadline = time.monotonic() + SLURMCTLD_WAIT_S
+    while (job := show_job(world.job_id)) is None and time.monotonic() < deadline and has_scontrol():
+        time.sleep(POLL_S)
+    return job
+
+
+def _end_for_good(world: World, launch: Launch) -> None:
+    """The job fails, and is to end: without this, Slurm would requeue one with an expedited requeue, and hold it."""
+    if launch.slurm.get("requeue") == EXPEDITE:
+        try:
+            forbid_requeue(world.job_id)
+        except SlurmError as error:
+            say(f"Slurm will hold this job in the queue, where `scancel {world.job_id}` ends it: {error}")
+
+
+def _end_as_cancelled(world: World) -> None:
+    """Have Slurm record the job of a cancelled run as CANCELLED. By its exit status it would be FAILED."""
+    try:
+        if (show_job(world.job_id) or {}).get("JobState") != REPLACED:
+            slurm_command("scancel", world.job_id)
+    except SlurmError as error:
+        say(f"Slurm records this job as failed, although the run was cancelled: {error}")
+
+
+def _why_not_started(run: RunDir, world: World, launch: Launch, status: int, setup_line: int | None) -> str:
+    """Why no attempt began, if none did: a line of launch.setup, launch.python, or what the log ends with."""
+    setup = "\n".join(launch.setup).splitlines()
+    if setup_line is not None and setup_line <= len(setup):
+        return f"line {setup_line} of launch.setup exited with {status}: {setup[setup_line - 1].strip()}"
+    program = shlex.split(launch.python)[0] if launch.python else sys.executable
+    if shutil.which(program) is None:
+        return f"launch.python: {program} not found on {world.hosts[0]}"
+    return f"srun exited with {status} before the attempt began{_last_words(run, world)}"
+
+
+def _last_words(run: RunDir, world: World) -> str:
+    """The last line of this start in the job's log, and only if there is no other one of srun."""
+    lines = [line.strip() for line in _newest_log(run, world).splitlines() if line.strip()]
+    words = [line for line in lines if not line.startswith("srun:")] or lines
+    return f": {words[-1][:300]}" if words else ""
+
+
+def _newest_log(run: RunDir, world: World) -> str:
+    """The end of the job's log, below the last line of a rank or of this program."""
+    log = run.logs / f"{world.job_id}_0_log.out"
+    text = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
+    ours = max(text.rfind(mark) for mark in ("[laststep ", "submitit "))
+    return text[ours:].partition("\n")[2] if ours >= 0 else text
+
+
+def _record_without_ranks(
+    run: RunDir,
+    world: World,
+    launch: Launch,
+    reason: Reason,
+    error: str | None,
+    kept_step: int,
+    blamed: Sequence[str] = (),
+) -> EndedAttempt:
+    """Record an attempt that ended before it began: a node could not start it, or Python was killed while it started,
+    or it was cancelled."""
+    begin_attempt(run, world, kept_step)
+    end = end_attempt(run, world, launch, reason, kept_step, kept_step, error=error, blamed=blamed)
+    assert end is not None, "no rank of the run lives that could have recorded it first"
+    return end
+
+
+def _say_not_requeued(run: RunDir, end: EndedAttempt, why: str) -> None:
+    resume = command(f"resume {shlex.quote(str(run.path))}")
+    say(f"not requeued: the attempt ended ({end['reason']}): {why}; `{resume}` tries again")
+
+
+def _newest_intact_step(run: RunDir) -> int:
+    """The step that the next attempt begins at. Reads whole checkpoints, which may take minutes. What the records say
+    is saved, if the disk does not show them."""
+    try:
+        newest = CheckpointStore(run.checkpoints).newest(warn=say)
+    except DiskError as error:
+        say(f"WARNING: {error}")
+        return recorded_step(run)
+    return newest.step if newest else 0
+
+
+def _is_submitted(run: RunDir, world: World) -> bool:
+    """Whether Laststep submitted this job; else the batch script is the user's."""
+    return JobPaths(run.logs, world.job_id).submitted_pickle.exists()
+
+
+def _trainer_of_job(run: RunDir, world: World) -> Trainer:
+    """What this job runs: submitit's file has it, with options given to this job only; else the run as configured."""
+    pickle = JobPaths(run.logs, world.job_id).submitted_pickle
+    trust.check(run, [run.config, run.submissions, run.logs, pickle])
+    if _is_submitted(run, world):
+        trainer = DelayedSubmission.load(pickle).function
+        assert isinstance(trainer, Trainer)
+        return trainer
+    return Trainer(run_config.load(run, warn=say))
+
+
+def main(folder: str, status: int, setup_line: int | None = None) -> int:
+    """Call `after_ranks` for the run that this job trains; returns 0 for a restart, else `status`, with which the job
+    ends."""
+    for number in STOP_SIGNALS:  # the requeue itself sends SIGTERM
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # for any launcher: look at the job as its batch shell does
+    run, world, launch = RunDir(folder), None, None
+    try:
+        world = replace(detect_world(), step_id=None)  # of the job, even where this shell is a step of it
+        if _is_deleted(run):
+            return status
+        if status == REFUSED and not _is_submitted(run, world):
+            return status
+        trainer = _trainer_of_job(run, world)
+        launch = trainer.config.launch
+        if finish_of(trainer.run, trainer.config):
+            _end_for_good(world, trainer.config.launch)
+            return status
+        restarts = restarts_in_place(os.environ)
+        can_restart = restarts is not None and SIGNALLED not in os.environ
+        if not _is_submitted(run, world):
+            launch = replace(launch, nodes=world.nodes, spare_nodes=0)  # the user's own script starts the ranks
+        shares = trainer.config.train.shares
+        if after_ranks(trainer.run, world, launch, status, setup_line, restarts or 0, can_restart, shares):
+            return 0
+    except OSError as error:
+        assert world is not None, "the environment is not on a disk"
+        _requeue_unrecorded(run, world, launch, error)
+    except Exception as error:  # one line in the log must say so
+        say(f"not requeued: {type(error).__name__}: {error}")
+    finally:
+        decided()
+    return status
+
+
+def _is_deleted(run: RunDir) -> bool:
+    """Whether the user has deleted the run. Raises OSError if the disk does not show it, or is not mounted here."""
+    try:
+        run.path.stat()
+    except FileNotFoundError:
+        run.path.parent.stat()
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -1,0 +1,335 @@
+"""detect_world: which rank of an attempt this process is, from the environment variables that its launcher set.
+
+There is a small class for each launcher. Where launchers are nested (torchrun within srun), the innermost is right, and
+the others' variables must agree with it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import ClassVar
+
+from submitit import JobEnvironment
+
+from laststep import compat
+from laststep.config.errors import ConfigError
+from laststep.ranks.exported import forget_exported
+from laststep.ranks.slurm_environment import (
+    Env,
+    read_int,
+    slurm_job,
+    slurm_step,
+    step_task_hosts,
+    step_tasks_per_node,
+)
+from laststep.ranks.world import World, hostname
+
+STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the process id, a name that is unique to this process
+
+# Set in a job that runs a copy of the code: the folder in which its ranks work.
+WORKING_FOLDER = "LASTSTEP_WORKING_FOLDER"
+# Set by a launcher that outlives the ranks and may start them again: how often it has done so in this allocation.
+RESTARTS = "LASTSTEP_RESTARTS"
+# Set by the supervisor of a rank: how often it has started the rank again, see laststep.job.supervisor.
+STEP_RESTARTS = "LASTSTEP_STEP_RESTARTS"
+# Set in a job that chooses its nodes: the one on which its batch shell runs.
+BATCH_HOST = "LASTSTEP_BATCH_HOST"
+
+# Set by a batch shell that acts where laststep.job.after_ranks cannot: a file to delete once that has decided.
+UNDECIDED = "LASTSTEP_UNDECIDED"
+
+
+class Launcher(ABC):
+    """One way of starting ranks."""
+
+    name: ClassVar[str]
+    variables: ClassVar[tuple[str, ...]] = ()  # that hold rank, size and local rank; none: one rank
+
+    @classmethod
+    @abstractmethod
+    def started(cls, env: Env) -> bool:
+        """Whether this launcher started the process that has this environment."""
+
+    @classmethod
+    @abstractmethod
+    def world(cls, env: Env) -> World:
+        """The process's place among the ranks. Raises ConfigError when a variable is missing or not a number."""
+
+    @classmethod
+    def _build_world(
+        cls,
+        env: Env,
+        job: str,
+        local_size: int,
+        node: int,
+        nodes: int,
+        hosts: tuple[str, ...] | None = None,
+        restart: int = 0,
+    ) -> World:
+        """The parts that all launchers have in common.
+
+        `job` names this use of the launcher, the same in all ranks; `restart` is how often the launcher itself has
+        started all ranks again.
+        """
+        rank, size, local_rank = (read_int(env, name) for name in cls.variables) if cls.variables else (0, 1, 0)
+        job = re.sub(r"[^A-Za-z0-9.]+", "-", f"{cls.name}-{job}")
+        launch = f"{job}-{restart}"
+        on_slurm = "SLURM_JOB_ID" in env
+        if on_slurm:
+            job, restart = slurm_job(env)
+        step_id = restarts_in_place(env)
+        if step_id:  # a launcher may give all its starts in one allocation the same name
+            launch = f"{launch}-{step_id}"
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            node=node,
+            nodes=nodes,
+            hosts=tuple(hostname() if other == rank else host for other, host in enumerate(hosts or [""] * size)),
+            job_id=job,
+            restart=restart,
+            attempt=f"{job}-{restart}-{launch}" if on_slurm else launch,
+            launcher=cls.name,
+            on_slurm=on_slurm,
+            step_id=step_id,
+            supervised=RESTARTS in env,
+            variables=cls.variables,
+        )
+
+
+class Spawn(Launcher):
+    """Our own: `python -m laststep --spawn N`, see laststep.submission.spawn."""
+
+    name = "spawn"
+    variables = ("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_RANK")
+
+    @classmethod
+    def started(cls, env: Env) -> bool:
+        return "LASTSTEP_RANK" in env
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        size = read_int(env, "LASTSTEP_WORLD_SIZE")
+        hosts = (hostname(),) * size
+        return cls._build_world(env, env["LASTSTEP_JOB"], local_size=size, node=0, nodes=1, hosts=hosts)
+
+
+class Ray(Launcher):
+    """Ray Train, see laststep.frameworks.ray: in each of its workers, which Ray itself starts again."""
+
+    name = "ray"
+    variables = ("LASTSTEP_RAY_RANK", "LASTSTEP_RAY_WORLD_SIZE", "LASTSTEP_RAY_LOCAL_RANK")
+
+    @classmethod
+    def started(cls, env: Env) -> bool:
+        return "LASTSTEP_RAY_RANK" in env
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        places = ("LOCAL_WORLD_SIZE", "NODE_RANK", "WORLD_SIZE", "RESTARTS")
+        local_size, node, size, restart = (read_int(env, f"LASTSTEP_RAY_{name}") for name in places)
+        nodes = -(-size // local_size)  # as for mpirun: Ray numbers the nodes, but does not count them
+        return cls._build_world(env, env["LASTSTEP_RAY_JOB"], local_size, node, nodes, restart=restart)
+
+
+class Torchrun(Launcher):
+    """torchrun (torch.distributed.elastic)."""
+
+    name = "torchrun"
+    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+    @classmethod
+    def started(cls, env: Env) -> bool:
+        return "TORCHELASTIC_RUN_ID" in env
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        places = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+        local_size, node, nodes = (read_int(env, name) for name in places)
+        # Without --rdzv-id this is a UUID; its first part is unique enough.
+        job = re.sub(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}$", r"\1", env["TORCHELASTIC_RUN_ID"])
+        restart, restarts = (read_int(env, f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+        world = cls._build_world(env, job, local_size, node, nodes, restart=restart)
+        return replace(world, launcher_restarts=restart < restarts)
+
+
+class Mpirun(Launcher):
+    """Open MPI's mpirun. In a Slurm job it runs a daemon on each node; the ranks inherit its SLURM_ variables."""
+
+    name = "mpirun"
+    variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+    @classmethod
+    def started(cls, env: Env) -> bool:
+        return "OMPI_COMM_WORLD_RANK" in env
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        rank, size, local_rank = (read_int(env, name) for name in cls.variables)
+        local_size = read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+        # mpirun does not number the nodes. This is right when every node has the same number of ranks and they are
+        # filled one after the other. The ranks exchange their real hosts when they meet.
+        node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
+        return cls._build_world(env, env.get("PMIX_NAMESPACE", "unnamed"), local_size, node, nodes)
+
+
+class Submitit(Launcher):
+    """submitit's Slurm, local and debug executors, and our own local launcher, which sets the local one's variables."""
+
+    name = "submitit"
+
+    @classmethod
+    def started(cls, env: Env) -> bool:
+        try:
+            return bool(JobEnvironment())
+        except RuntimeError:  # not in a submitit job
+            return False
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        job = JobEnvironment()
+        on_slurm = job.name() == "slurm"
+        restart = slurm_job(env)[1] if on_slurm else 0
+        try:
+            rank, size, local_rank = job.global_rank, job.num_tasks, job.local_rank
+            node, nodes = job.node, job.num_nodes
+        except ValueError as error:
+            raise ConfigError(f"submitit-{job.name()} set a variable that should be a number: {error}") from None
+        step_id = slurm_step(env) if on_slurm else restarts_in_place(env)
+        hosts = job.hostnames
+        if on_slurm and "SLURM_STEP_NODELIST" in env:  # the step may have fewer nodes than the job
+            hosts = compat.step_hostnames()
+            nodes = len(hosts)
+        per_node = -(-size // nodes)
+        step = "" if step_id is None else f"-{step_id}"
+        again = read_int(env, STEP_RESTARTS) if STEP_RESTARTS in env else None
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=per_node,
+            node=node,
+            nodes=nodes,
+            hosts=tuple(hosts[min(other // per_node, len(hosts) - 1)] for other in range(size)),
+            job_id=job.job_id,
+            restart=restart,
+            attempt=f"{job.job_id}-{restart}{step}" + (f"-{again}" if again else ""),
+            launcher=f"submitit-{job.name()}",
+            on_slurm=on_slurm,
+            step_id=step_id,
+            step_restarts=again,
+            supervised=RESTARTS in env,
+        )
+
+
+class Srun(Launcher):
+    """Slurm's srun, within sbatch or salloc."""
+
+    name = "srun"
+    variables = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+
+    @classmethod
+    def started(cls, env: Env) -> bool:
+        return slurm_step(env) is not None  # SLURM_PROCID is set in the script of an sbatch too
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        node, tasks_per_node = read_int(env, "SLURM_NODEID"), step_tasks_per_node(env)
+        if node >= len(tasks_per_node):
+            text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text}: srun should have set it for each node")
+        hosts = step_task_hosts(env, tasks_per_node)
+        world = cls._build_world(
+            env, f"step{env['SLURM_STEP_ID']}", tasks_per_node[node], node, len(tasks_per_node), hosts
+        )
+        return replace(world, step_id=slurm_step(env))
+
+
+class TorchVariables(Launcher):
+    """Anything else that sets torch's own variables (init_method env://), such as the operators of Kubernetes."""
+
+    name = "env"
+    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+    @classmethod
+    def started(cls, env: Env) -> bool:
+        return "RANK" in env and "WORLD_SIZE" in env
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        env = {"LOCAL_RANK": env["RANK"], **env}
+        rank, size, local_rank = (read_int(env, name) for name in cls.variables)
+        local_size = read_int({"LOCAL_WORLD_SIZE": str(size), **env}, "LOCAL_WORLD_SIZE")
+        node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
+        return cls._build_world(
+            env, f"{env.get('MASTER_ADDR', '')}-{env.get('MASTER_PORT', '')}", local_size, node, nodes
+        )
+
+
+class PlainPython(Launcher):
+    """Plain python: no launcher, one rank."""
+
+    name = "python"
+
+    @classmethod
+    def started(cls, env: Env) -> bool:
+        return True
+
+    @classmethod
+    def world(cls, env: Env) -> World:
+        return cls._build_world(env, f"{STARTED}-{os.getpid()}", local_size=1, node=0, nodes=1)
+
+
+# The innermost first: each of these may itself have been started by any that follows it.
+LAUNCHERS: tuple[type[Launcher], ...] = (Spawn, Ray, Torchrun, Mpirun, Submitit, Srun, TorchVariables, PlainPython)
+
+
+def restarts_in_place(env: Env) -> int | None:
+    """How often the ranks were started again in this allocation; None where nothing would start them again."""
+    return read_int(env, RESTARTS) if RESTARTS in env else None
+
+
+def detect_world() -> World:
+    """This process's place among the ranks, from its environment; without a launcher, a world of one rank.
+
+    Raises ConfigError when two launchers disagree, or when a variable is missing or not a number.
+    """
+    forget_exported()
+    if het_size := os.environ.get("SLURM_HET_SIZE"):
+        raise ConfigError(f"SLURM_HET_SIZE={het_size}: a run cannot be a heterogeneous job; all its nodes are alike")
+    launcher = next(launcher for launcher in LAUNCHERS if launcher.started(os.environ))
+    world = launcher.world(os.environ)
+    if world.rank >= world.size:
+        raise ConfigError(f"{launcher.name} says rank {world.rank} of {world.size}: ranks count from 0")
+    _check_agreement(world, os.environ)
+    return world
+
+
+def _check_agreement(world: World, env: Env) -> None:
+    """Raise ConfigError when a variable of another launcher gives a different number of ranks."""
+    if world.launcher == "spawn" or world.by_submitit:  # they may run inside any other launcher
+        return
+    claims = {"Slurm": "SLURM_NTASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "PMI": "PMI_SIZE", "env": "WORLD_SIZE"}
+    if world.launcher == "mpirun" and slurm_step(env) is not None:
+        del claims["Slurm"]  # there it is the number of mpirun's daemons
+    for who, variable in claims.items():
+        claim = env.get(variable, str(world.size))
+        once_per_node = world.launcher == "torchrun" and claim == str(world.nodes)
+        if claim == str(world.size) or once_per_node:
+            continue
+        ours = (
+            f"{world.launcher} says {world.variables[1]}={world.size}"
+            if world.variables
+            else "this is a single process"
+        )
+        fix = {
+            "torchrun": "start torchrun once per node",
+            "python": f"start it with srun, torchrun or mpirun, or unset {variable}",
+        }.get(world.launcher, "make them agree")
+        raise ConfigError(f"{ours}, but {who} says {variable}={claim}: {fix}")

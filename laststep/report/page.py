@@ -1,0 +1,255 @@
+"""The page itself: one HTML file that refers to no other file."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from laststep.config.schema import READY_MADE
+from laststep.observe.progress import duration
+from laststep.records.attempt_record import AttemptRecord
+from laststep.records.submissions import SubmissionRecord
+from laststep.records.time_split import TimeSplit
+from laststep.report.curves import Curves
+from laststep.report.figures import Figure, colour, legend
+from laststep.report.figures import html as figures_html
+from laststep.report.time_bar import time_bar
+from laststep.report.timeline import Timeline, steps, when
+from laststep.say import counted
+
+STYLE = Path(__file__).with_name("page.css")
+FAMILY_OF_STATE = {"finished": "good", "running": "good", "failed": "fault", "lost": "fault"}
+# Keys that always differ between runs.
+RUN_KEYS = ("launch.name", "launch.root")
+# The shapes: a disc with a sign for each end of an attempt, a legend's line, two hatchings.
+DISC = '<symbol id="end-{}" viewBox="0 0 16 16"><circle cx="8" cy="8" r="8" fill="currentColor"/>{}</symbol>'
+SIGNS = {
+    "finished": "M4.5 8.5 7 11 11.5 5.5",
+    "in-progress": "M6.5 5 10.5 8 6.5 11Z",
+    "preempted": "M6 5V11M10 5V11",
+    "timeout": "M8 4V8L10.5 10",
+    "cancelled": "M5.5 5.5H10.5V10.5H5.5Z",
+    "failed": "M5.5 5.5 10.5 10.5M10.5 5.5 5.5 10.5",
+    "hung": "M4.5 8H4.6M8 8H8.1M11.4 8H11.5",
+    "lost": "M8 4V9M8 11.6V11.7",
+}
+SHAPES = (
+    '<svg class="shapes" aria-hidden="true">'
+    + "".join(DISC.format(reason, f'<path class="glyph" d="{path}"/>') for reason, path in SIGNS.items())
+    + '<symbol id="swatch" viewBox="0 0 22 11"><line class="swatch" x2="22" y1="5.5" y2="5.5"/></symbol>'
+    '<pattern id="hatch-lost" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="3" height="6" fill="var(--lost)"/></pattern>'
+    '<pattern id="hatch-queued" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(-45)">'
+    '<rect width="1" height="6" fill="var(--soft)"/></pattern></svg>'
+)
+
+
+class Fact(NamedTuple):
+    """A figure at the top of the page."""
+
+    text: str
+    of: str = ""  # the step or epoch that it belongs to
+
+    @property
+    def html(self) -> str:
+        """The figure, and in small print what it belongs to."""
+        return escape(self.text) + (f" <small>{escape(self.of)}</small>" if self.of else "")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The data of a run that the report shows."""
+
+    name: str
+    state: str  # the word that `launch.py status` shows for it
+    why: str  # more about its state; may be empty
+    alive: bool  # whether an attempt without an end is in progress, rather than killed
+    step: int | None
+    total_steps: int | None
+    goodput: float | None  # share of the allocated time that was spent on steps that were kept
+    time: TimeSplit
+    records: Sequence[AttemptRecord]
+    submissions: Sequence[SubmissionRecord]
+    curves: Curves
+    config: Mapping[str, object]  # the configuration, flat: optim.lr -> 0.1
+    yaml: str  # the text of config.yaml
+
+    @property
+    def timeline(self) -> Timeline:
+        """Its attempts, each with an end."""
+        return Timeline.of(self.records, self.alive, time.time(), self.curves.last_step_at)
+
+    @property
+    def facts(self) -> dict[str, Fact]:
+        """The figures at the top of the page, by name."""
+        step = "-" if self.step is None else steps(self.step)
+        attempts = self.timeline.attempts
+        lost = [attempt.lost_steps for attempt in attempts if attempt.lost_steps is not None]
+        return {
+            "step": Fact(f"{step} of {self.total_steps:,}" if self.total_steps else step),
+            **self._results,
+            "attempts": Fact(f"{len(self.records):,}"),
+            "lost steps": Fact(steps(sum(lost) if len(lost) == len(attempts) else None)),
+            "time in attempts": Fact(duration(sum(attempt.seconds for attempt in attempts))),
+            "goodput": Fact("-" if self.goodput is None else f"{self.goodput:.0%}"),
+        }
+
+    @property
+    def _results(self) -> dict[str, Fact]:
+        """The figures of the newest epoch and of the newest step, by name."""
+        epoch, step = self.curves.final, self.curves.newest
+        found = {}
+        for name, value in epoch.items():
+            if name not in ("epoch", "step"):
+                of = "mean of epoch" if name.startswith("train_") else "epoch"
+                found[_label(name)] = Fact(_number(value), f"{of} {epoch['epoch']:,}")
+        for name, label in (("loss", "training loss"), ("lr", "learning rate")):
+            if name in step:
+                found.setdefault(label, Fact(_number(step[name]), f"step {step['step']:,}"))
+        return found
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The report of these runs."""
+    title = ", ".join(run.name for run in runs)
+    one = len(runs) == 1
+    head = _head(runs[0]) if one else _comparison(runs)
+    attempts = "".join(_attempts(run, "" if one else run.name) for run in runs)
+    more = _starts(runs[0]) + _yaml(runs[0]) if one else ""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{STYLE.read_text()}</style>\n</head>\n<body>\n{SHAPES}\n"
+        f"<header>{head}</header>\n<main>\n{_figures(runs)}{attempts}{more}</main>\n"
+        f"<footer>Laststep, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}; times are local.</footer>\n</body>\n</html>\n"
+    )
+
+
+def _head(run: Run) -> str:
+    facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{fact.html}</dd></div>" for name, fact in run.facts.items())
+    return (
+        f'<div class="top"><h1>{escape(run.name)}</h1>{_state(run)}</div>\n<p class="sub">{escape(_about(run))}</p>\n'
+        f'<dl class="facts">{facts}</dl>'
+    )
+
+
+def _state(run: Run) -> str:
+    family = FAMILY_OF_STATE.get(run.state, "orderly")
+    why = f'<span class="sub">{escape(run.why)}</span>' if run.why else ""
+    return f'<span class="state {family}">{escape(run.state)}</span>{why}'
+
+
+def _about(run: Run) -> str:
+    """The task and its main settings, in one line."""
+    get = run.config.get
+    task = f"{get('model.name')} on {get('data.name')}" if get("task") in READY_MADE else str(get("task"))
+    return f"{task}, {get('optim.name')}, lr {get('optim.lr')}, batch {get('train.batch_size')}, seed {get('seed')}"
+
+
+def _comparison(runs: Sequence[Run]) -> str:
+    """The runs side by side: their states and results, their learning rates, and the keys in which they differ."""
+    rows: dict[str, list[str]] = {"state": [_state(run) for run in runs]}
+    for name in dict.fromkeys(name for run in runs for name in run.facts):
+        rows[name] = [run.facts.get(name, Fact("-")).html for run in runs]
+    for key in dict.fromkeys(key for run in runs for key in run.config):
+        values = [str(run.config.get(key)) for run in runs]
+        if key == "optim.lr" or (len(set(values)) > 1 and key not in RUN_KEYS):
+            rows[key] = [escape(value) for value in values]
+    rows["command"] = [f"<code>{_command(run.submissions[0])}</code>" if run.submissions else "-" for run in runs]
+    rows["commit"] = [escape(", ".join(_commits(run.submissions)) or "-") for run in runs]
+    head = "".join(
+        f'<th class="{colour(number)}"><svg><use href="#swatch"/></svg>{escape(run.name)}</th>'
+        for number, run in enumerate(runs)
+    )
+    lines = (
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{value}</td>" for value in row)}</tr>\n'
+        for name, row in rows.items()
+    )
+    return (
+        f"<h1>{counted(len(runs), 'run')}</h1>\n"
+        f'<div class="wide runs"><table><thead><tr><th></th>{head}</tr></thead>\n'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _figures(runs: Sequence[Run]) -> str:
+    validated = dict.fromkeys(name for run in runs for name in run.curves.validation)
+    by_step = any(run.curves.validated_within_epochs for run in runs)
+    figures = [
+        Figure("Training loss", "step", [run.curves.loss for run in runs], is_loss=True),
+        *(
+            Figure(
+                _label(name).capitalize(),
+                "step" if by_step else "epoch",
+                [(run.curves.validation_by_step if by_step else run.curves.validation).get(name) for run in runs],
+                is_loss=name.endswith("loss"),
+            )
+            for name in validated
+        ),
+        Figure("Throughput", "step", [run.curves.throughput for run in runs], y_unit="samples/s", from_zero=True),
+    ]
+    figures = [figure for figure in figures if figure.has_points]
+    if not figures:
+        return '<h2>Curves</h2>\n<p class="empty">metrics.jsonl has no steps yet, so there are no curves.</p>\n'
+    several = len(runs) > 1
+    how = "Drag to zoom in, double-click to zoom out." + " Click a name to hide that run." * several
+    names = legend([run.name for run in runs]) if several else ""
+    drawn = figures_html(figures, [(run.name, run.timeline.attempts) for run in runs])
+    return (
+        f'<h2>Curves <small class="how">{how}</small></h2>\n'
+        f"<noscript>The curves need JavaScript.</noscript>\n{names}{drawn}"
+    )
+
+
+def _attempts(run: Run, name: str) -> str:
+    title = f"Attempts of {escape(name)}" if name else "Attempts"
+    if not run.records:
+        return f'<section class="run"><h2>{title}</h2>\n<p class="empty">No attempt has started yet.</p></section>\n'
+    timeline = run.timeline
+    return (
+        f'<section class="run"><h2>{title}</h2>\n{timeline.picture(run.curves.done_at)}{timeline.table()}'
+        f"{time_bar(run.time)}</section>\n"
+    )
+
+
+def _starts(run: Run) -> str:
+    """A table with a row for each command that submitted or resumed the run."""
+    rows = "".join(
+        f"<tr><td>{when(line['time'])}</td><td>{escape(line['job_id'])}</td><td>{escape(commit)}</td>"
+        f"<td><code>{_command(line)}</code></td></tr>\n"
+        for line, commit in ((line, ", ".join(_commits([line])) or "-") for line in run.submissions)
+    )
+    if not rows:
+        return ""
+    head = "<tr><th>started</th><th>job</th><th>commit</th><th>command</th></tr>"
+    return f'<h2>Commands</h2>\n<div class="wide"><table><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>\n'
+
+
+def _command(submission: SubmissionRecord) -> str:
+    """What was typed, as HTML."""
+    return escape(shlex.join(submission.get("command", [])))
+
+
+def _commits(submissions: Sequence[SubmissionRecord]) -> list[str]:
+    """The commits of the code that was submitted, abbreviated, oldest first."""
+    return list(dict.fromkeys(commit[:10] for line in submissions if (commit := line.get("commit"))))
+
+
+def _yaml(run: Run) -> str:
+    return f"<details><summary>Configuration</summary><pre>{escape(run.yaml)}</pre></details>\n"
+
+
+def _label(name: str) -> str:
+    """val_accuracy -> validation accuracy"""
+    return name.replace("val_", "validation ", 1).replace("train_", "training ", 1).replace("_", " ")
+
+
+def _number(value: float | None) -> str:
+    """None: the value was not finite."""
+    return "not finite" if value is None else f"{value:.4g}"

@@ -1,0 +1,173 @@
+"""The logs of all ranks of a run, merged by time.
+
+Each rank writes its own file, through all restarts of a job. The lines of Laststep and submitit carry a time; any other
+line gets the time of the last such line before it. The files may be larger than memory, and there may be more of them
+than a process may open. So each is read in blocks, and is open only while a block is read.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from laststep.records.attempt_record import AttemptRecord
+from laststep.rundir import RunDir
+from laststep.runs.run_status import jobs_of
+
+OURS = re.compile(rb"\[laststep (\d\d):(\d\d):(\d\d)\] ")
+BEGINS = re.compile(rb"\[laststep [\d:]+\] attempt begins on (\d+)-(\d\d)-(\d\d): rank ")
+SUBMITITS = re.compile(rb"submitit \w+ \((\d+)-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d),(\d+)\) - ")
+STARTS = re.compile(SUBMITITS.pattern + rb"Starting with ")
+DAY_S = 86400.0
+CLOCKS_DIFFER_S = 3600.0  # at most: a rank's, and that of the file system
+NAME = re.compile(r"(.+)_(\d+)_log\.out")
+BLOCK = 1 << 16  # bytes
+LONGEST_LINE = 1 << 18  # bytes; a longer one, such as a progress bar without line ends, is cut
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of one rank's log. `at` is in Unix seconds, `attempt` is (job id, how often the job's ranks had started
+    before)."""
+
+    at: float
+    rank: int
+    attempt: tuple[str, int]
+    text: str
+
+
+class _RankLog:
+    """One rank's log, and how far it has been read."""
+
+    def __init__(self, path: Path, job_id: str, rank: int) -> None:
+        self._path, self._rank = path, rank
+        self._offset = 0
+        self._at = 0.0
+        self._job_id = job_id
+        self._starts = 0
+        self._starting = False  # submitit has said that this rank starts, and no attempt has begun since
+
+    def skip(self, size: int) -> bool:
+        """Leave out all but about the last `size` bytes, and with them the number of the attempt; returns whether there
+        is anything to leave out."""
+        found = self._path.stat()
+        start = max(0, found.st_size - size)
+        if start:
+            with self._path.open("rb") as file:
+                file.seek(start)
+                self._offset = start + len(file.readline())
+                self._at = _first_time(file.read(size), found.st_mtime)
+        return start > 0
+
+    def read(self, whole: bool) -> Iterator[Line]:
+        """The new complete lines; if the log is `whole`, an unterminated last line too."""
+        return self._lines(self._path.stat().st_size, whole)
+
+    def _lines(self, end: int, whole: bool) -> Iterator[Line]:
+        while self._offset < end and (block := self._block(whole)):
+            yield from map(self._line, block.removesuffix(b"\n").split(b"\n"))
+
+    def _block(self, whole: bool) -> bytes:
+        """The next lines."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read(BLOCK)
+            rest = file.readline(LONGEST_LINE)
+        data += rest
+        if not whole and len(rest) < LONGEST_LINE:
+            data = data[: data.rfind(b"\n") + 1]  # a half-written line is read again once it is complete
+        self._offset += len(data)
+        return data
+
+    def _line(self, raw: bytes) -> Line:
+        self._clock(raw)
+        attempt = (self._job_id, max(0, self._starts - 1))
+        return Line(self._at, self._rank, attempt, raw.rstrip(b"\r").decode(errors="replace"))
+
+    def _clock(self, raw: bytes) -> None:
+        if found := SUBMITITS.match(raw):
+            *moment, ms = map(int, found.groups())
+            self._at = _unix(*moment) + ms / 1000
+            if STARTS.match(raw):  # once per start, before any line of ours
+                self._starts, self._starting = self._starts + 1, True
+        elif found := BEGINS.match(raw):
+            if not self._starting:  # without submitit, as under --local
+                self._starts += 1
+            self._starting = False
+            year, month, day = map(int, found.groups())
+            self._at = _unix(year, month, day, 0, 0, 0)
+        if found := OURS.match(raw):
+            hour, minute, second = map(int, found.groups())
+            today = time.localtime(self._at)
+            at = _unix(*today[:3], hour, minute, second)
+            while at < self._at - DAY_S / 2:  # past midnight
+                at += DAY_S
+            self._at = max(self._at, at)
+
+
+class MergedLogs:
+    """The logs of a run, to be read repeatedly. New files are found by polling, which works over NFS."""
+
+    def __init__(self, run: RunDir, rank: int | None = None) -> None:
+        self._run = run
+        self._rank = rank
+        self._logs: dict[Path, _RankLog] = {}
+
+    def ranks(self) -> set[int]:
+        """The ranks that have a log."""
+        return {rank for _, _, rank in self._files()}
+
+    def skip_to_last(self, count: int, wanted: Callable[[Line], bool]) -> None:
+        """Before the first `read`: skip what precedes the last `count` wanted lines of each log, or some of it. The
+        attempts of the lines are unknown from then on."""
+        for path, job_id, rank in self._files():
+            size, has_more = BLOCK, True
+            while has_more and self._rank in (None, rank):
+                log, probe = _RankLog(path, job_id, rank), _RankLog(path, job_id, rank)
+                has_more = log.skip(size) and probe.skip(size) and sum(map(wanted, probe.read(whole=True))) < count
+                self._logs[path] = log
+                size *= 8
+
+    def read(self, whole: bool) -> Iterator[Line]:
+        """The lines that are new since the last call, merged by time; each file's lines keep their order.
+
+        `whole` says that nothing more will be written, so that an unterminated last line is included. Exhaust the
+        iterator before the next call.
+        """
+        for path, job_id, rank in self._files():
+            if path not in self._logs and self._rank in (None, rank):
+                self._logs[path] = _RankLog(path, job_id, rank)
+        return heapq.merge(*[log.read(whole) for log in self._logs.values()], key=lambda line: (line.at, line.rank))
+
+    def _files(self) -> Iterator[tuple[Path, str, int]]:
+        """Path, job and rank of each log of this run. The runs of a sweep share one folder of logs."""
+        jobs = set(jobs_of(self._run))
+        for path in self._run.logs.glob("*_log.out"):
+            found = NAME.fullmatch(path.name)
+            if found and found[1] in jobs:
+                yield path, found[1], int(found[2])
+
+
+def attempt_numbers(records: list[AttemptRecord]) -> dict[tuple[str, int], int]:
+    """For each attempt its job, and how many of that job's were before it -> its number in attempts.jsonl."""
+    of_job: dict[str, list[int]] = {}
+    for record in records:
+        of_job.setdefault(record["job_id"], []).append(record["attempt"])
+    return {(job, count): number for job, numbers in of_job.items() for count, number in enumerate(numbers)}
+
+
+def _first_time(text: bytes, written_at: float) -> float:
+    """When the first of our lines in the end of a log was written, in Unix seconds, given when the last one was."""
+    at = written_at
+    for found in reversed(re.findall(rb"^" + OURS.pattern, text, re.MULTILINE)):
+        moment = _unix(*time.localtime(at)[:3], *map(int, found))
+        at = moment - DAY_S if moment > at + CLOCKS_DIFFER_S else moment
+    return at
+
+
+def _unix(year: int, month: int, day: int, hour: int, minute: int, second: int) -> float:
+    return time.mktime((year, month, day, hour, minute, second, 0, 0, -1))

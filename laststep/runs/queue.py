@@ -1,0 +1,131 @@
+"""The jobs in Slurm's queue: one squeue for all runs, since every user asks the same controller."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import filterfalse
+
+from laststep.ranks import slurm
+from laststep.ranks.slurm import NEVER, TAG, SlurmError, check_conf, unix_time
+from laststep.rundir import RunDir
+
+NO_ANSWER = "squeue does not answer"
+TIMEOUT_S = 30.0  # a busy controller may take that long
+# Then the controller is pinged. If that is not answered either, the run's own files must do: a user waits 2 s at most.
+PING_AFTER_S, PING_S = 0.7, 0.9
+# Job id, state, start time, time of the submission or requeue, owner's uid, name, comment, reason. Names and comments
+# may contain any printable character.
+FIELDS = ("%i", "%T", "%S", "%V", "%U", "%j", "%k", "%r")
+SEPARATOR = "\x1f"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job in the queue, or one of an array: its state as Slurm names it, e.g. PENDING, and why it waits.
+
+    Times are in Unix seconds. See laststep/runs/own_jobs.py for the fields that tell whose job it is.
+    """
+
+    state: str
+    reason: str
+    starts_at: float | None  # Slurm's estimate for a job that waits
+    submitted_at: float = 0.0  # or requeued
+    owner: int | None = None  # uid
+    name: str = ""
+    tag: str | None = None  # see laststep.ranks.slurm
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The jobs in the queue by id (an array's as 12_3); None when Slurm did not answer, and why. `at` is in Unix
+    seconds.
+
+    Slurm was not asked for the jobs of `unknown_owners`: uids that this machine does not know.
+    """
+
+    at: float
+    jobs: dict[str, Job] | None
+    problem: str = NO_ANSWER
+    unknown_owners: frozenset[int] = frozenset()
+
+    @classmethod
+    def ask(cls, runs: Iterable[RunDir]) -> Queue:
+        """Ask squeue once, for the jobs of this user and of the owners of these runs; without Slurm there are none."""
+        at = time.time()
+        owners = {run.path.stat().st_uid for run in runs if run.path.exists()}
+        unknown = frozenset(filterfalse(_has_account, owners))
+        users = {os.getuid(), *owners} - unknown
+        if shutil.which("squeue") is None:
+            return cls(at, {}, unknown_owners=unknown)
+        command = [
+            "squeue",
+            "--noheader",
+            "--array",
+            f"--user={','.join(map(str, sorted(users)))}",
+            f"--format={SEPARATOR.join(FIELDS)}",
+        ]
+        try:
+            check_conf()
+        except SlurmError as error:
+            return cls(at, None, problem=str(error))
+        if (answer := _answer_of(command)) is None:
+            return cls(at, None)
+        jobs = (line.split(SEPARATOR) for line in answer.split("\n"))
+        return cls(at, dict(_parse(*job) for job in jobs if len(job) == len(FIELDS)), unknown_owners=unknown)
+
+
+def id_of_tag(tag: str) -> str | None:
+    """The id of the job (of an array the id of all of it) with this tag in its comment that this user has in the queue,
+    or had there until just now; None if Slurm shows none. Raises SlurmError when it does not answer."""
+    words = ("squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format=%i{SEPARATOR}%k")
+    for line in slurm.command(*words).splitlines():
+        job_id, _, comment = line.partition(SEPARATOR)
+        if tag in TAG.findall(comment):
+            return job_id.strip().partition("_")[0]
+    return None
+
+
+def _answer_of(command: list[str]) -> str | None:
+    """What squeue prints; None if it fails or Slurm does not answer."""
+    with slurm.start(command) as squeue:
+        try:
+            try:
+                answer, _ = squeue.communicate(timeout=PING_AFTER_S)
+            except subprocess.TimeoutExpired:
+                if slurm.run(["scontrol", "ping"], PING_S).returncode:
+                    return None
+                answer, _ = squeue.communicate(timeout=TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        finally:
+            squeue.kill()
+    return None if squeue.returncode or slurm.is_half(answer) else answer
+
+
+def _has_account(uid: int) -> bool:
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    return True
+
+
+def _parse(
+    job_id: str, state: str, starts: str, submitted: str, owner: str, name: str, comment: str, reason: str
+) -> tuple[str, Job]:
+    starts_at, tags = unix_time(starts), TAG.findall(comment)
+    return job_id.strip(), Job(
+        state,
+        "" if reason == "None" else reason,
+        None if starts_at == NEVER else starts_at,
+        unix_time(submitted),
+        int(owner),
+        name,
+        tags[-1] if tags else None,
+    )

@@ -1,0 +1,242 @@
+"""Run folders: naming, creating, loading, removing and finding them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from laststep.config.config import Config, find_config
+from laststep.config.errors import ConfigError, Unanswered, nearest
+from laststep.ranks.patience import Patience
+from laststep.ranks.process import here
+from laststep.ranks.slurm import is_job_id
+from laststep.records.append_only import append_line
+from laststep.records.metrics import read_lines
+from laststep.records.submissions import Submission, read_submissions
+from laststep.rundir import RunDir
+from laststep.runs.trust import only_owner_writes
+from laststep.say import command
+from laststep.submission.machine_checks import check_writable
+
+CREATE_S = 10.0  # how long a start insists on a folder for its run
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+def with_root_and_name(config: Config, stem: str) -> Config:
+    """The configuration with an absolute root, since the job may start in another folder, and with a name, made from
+    `stem` and the time where none is given."""
+    root = Path(os.path.expanduser(config.launch.root)).absolute()
+    name = config.launch.name
+    if name is None:
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:150] or "run"  # a file may be called anything
+        name = base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        number = 1
+        while (root / name).exists():
+            number += 1
+            name = f"{base}-{number}"
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, root=str(root), name=name))
+
+
+def with_absolute_data(config: Config) -> Config:
+    """The configuration with an absolute data.root, as it is to be recorded for a run that may be resumed elsewhere."""
+    root = config.data.root
+    if "://" not in root:  # a task of the user's own may read from anywhere
+        root = str(Path(os.path.expanduser(root)).absolute())
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, root=root))
+
+
+def check_name_is_free(config: Config) -> None:
+    """Raise ConfigError when a run of this name exists."""
+    name = config.launch.name
+    run = RunDir(Path(config.launch.root) / str(name))
+    if run.path.exists():
+        raise ConfigError(
+            f"launch.name={name}: this run exists; continue it with `{command(f'resume {typed(run)}')}`, "
+            "or choose another name"
+        )
+
+
+@contextlib.contextmanager
+def created(config: Config) -> Iterator[RunDir]:
+    """The run's new folder. It is removed again when the start fails with a ConfigError, or is interrupted before there
+    is a job."""
+    with only_owner_writes():
+        run = create(config)
+        try:
+            yield run
+        except BaseException as error:
+            jobs = read_submissions(run.submissions)
+            has_job = isinstance(error, Unanswered) or any(is_job_id(line["job_id"]) for line in jobs)
+            if not has_job and (isinstance(error, ConfigError) or not jobs):
+                remove(run)
+            raise
+
+
+@contextlib.contextmanager
+def reconfigured(run: RunDir, config: Config) -> Iterator[None]:
+    """Replace the configuration of a run. The old one is put back when the run is not started with the new one."""
+    before, submissions = Config.parse(run.config.read_text()), len(read_submissions(run.submissions))
+    with only_owner_writes():
+        config.save(run.config)
+        try:
+            yield
+        except BaseException as error:
+            if len(read_submissions(run.submissions)) == submissions and not isinstance(error, Unanswered):
+                before.save(run.config)
+            raise
+
+
+def create(config: Config) -> RunDir:
+    """Create the run's folder and write its configuration there. Raises ConfigError when that fails for CREATE_S."""
+    assert config.launch.name is not None
+    root = Path(config.launch.root)
+    check_writable(root)
+    run = RunDir(root / config.launch.name)
+    patience = Patience(CREATE_S, lambda text: print(f"WARNING: {text}", file=sys.stderr))
+    try:
+        run.path.mkdir(parents=True)
+        patience.insist(lambda: run.logs.mkdir(exist_ok=True))
+        patience.insist(lambda: config.save(run.config))
+    except FileExistsError:
+        raise ConfigError(f"launch.name={run.name}: somebody else has just started a run of this name") from None
+    except OSError as error:
+        remove(run)  # else the name would be taken
+        raise ConfigError(f"launch.root={root}: cannot be written: {error.strerror}") from None
+    return run
+
+
+def remove(run: RunDir) -> None:
+    """Remove the folder of a run that did not start."""
+    shutil.rmtree(run.path, ignore_errors=True)
+
+
+def record_submission(run: RunDir, job_id: str, **more: Any) -> None:
+    """Append a line to submissions.jsonl: the job, where and how it was started, and the configuration in the run's
+    folder. Raises OSError."""
+    append_line(run.submissions, json.dumps({"job_id": job_id, **about_submission(run), **more}))
+
+
+def about_submission(run: RunDir) -> Submission:
+    """Where and how this process starts the run now, and the configuration in the run's folder."""
+    return {
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "process": here(),
+        "command": sys.argv,
+        "folder": str(working_folder(run)),
+        "version": version(),
+        "config": run.config.read_text(),
+    }
+
+
+def working_folder(run: RunDir) -> Path:
+    """The folder that relative paths in the ranks refer to: the one where the run was first submitted or started. The
+    current folder, if the run is new or that folder is gone."""
+    first = next((line["folder"] for line in read_submissions(run.submissions) if "folder" in line), None)
+    return Path(first) if first and os.path.isdir(first) else Path.cwd()
+
+
+def version() -> str:
+    """Laststep's version."""
+    return str(importlib.import_module("laststep").__version__)
+
+
+def site() -> str | None:
+    """The site profile to use when the command names none: the file of $LASTSTEP_SITE. Raises ConfigError."""
+    name = os.environ.get("LASTSTEP_SITE")
+    try:
+        return str(find_config(name, of_site=True)) if name else None
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--site ", "LASTSTEP_SITE=", 1)) from None
+
+
+def runs_root(overrides: Sequence[str]) -> str:
+    """The folder of all runs: launch.root from the overrides, else the site's, else the default. Raises ConfigError,
+    also for any other key: a command that only looks for runs would not heed it."""
+    for word in overrides:
+        if word.partition("=")[0] != "launch.root":
+            raise ConfigError(f"{word}: this command takes no key but launch.root, the folder that holds all runs")
+    profile = site()
+    if not overrides and profile is None:
+        return Config().launch.root  # the default, which needs no check
+    return Config.load(None, overrides, profile).launch.root
+
+
+def typed(run: RunDir) -> str:
+    """The run as a command typed in the current folder names it: by its name, or by its path where the name alone
+    would not find it."""
+    try:
+        by_name = RunDir(Path(os.path.expanduser(runs_root(()))) / run.name).path == run.path
+    except ConfigError:  # the site's profile is not here
+        by_name = False
+    return run.name if by_name else shlex.quote(short(run.path))
+
+
+def short(path: os.PathLike[str]) -> str:
+    """The path, or relative to the current folder where that is shorter."""
+    return min(os.fspath(path), os.path.relpath(path), key=len)
+
+
+def find_run(name: str, root: str) -> RunDir:
+    """The run of that name in `root`, or the run whose folder is at the path `name`. Raises ConfigError."""
+    for path in (Path(os.path.expanduser(root)) / name, Path(os.path.expanduser(name))):
+        run = RunDir(path)
+        if os.path.isfile(run.config):  # unlike Path.is_file, False where the folder may not be read
+            return run
+        if os.path.isdir(run.path) and not os.access(run.path, os.R_OK | os.X_OK):
+            raise ConfigError(f"{name}: you may not read {run.path}; ask {run.path.owner()}")
+    names = sorted(run.name for run in all_runs(root))
+    folder = Path(os.path.expanduser(root))
+    raise ConfigError(f"{name}: no such run in {folder}/; {nearest(name, names) if names else 'there is none yet'}")
+
+
+def find_runs(names: Sequence[str], root: str, sweep: str | None = None) -> list[RunDir]:
+    """The runs of these names, each once; a name may be a pattern such as 'scan-*'. With `sweep`, that sweep's runs.
+
+    Raises ConfigError when one is missing.
+    """
+    folder = Path(os.path.expanduser(root))
+    if sweep is not None:
+        if names:
+            raise ConfigError(f"{names[0]}: name a sweep or runs, not both")
+        members = [line["run"] for line in read_lines(RunDir(folder / sweep).sweep)]
+        if not members:
+            raise ConfigError(f"--sweep {sweep}: no such sweep in {folder}/")
+        return [RunDir(folder / name) for name in members]
+    found: dict[Path, RunDir] = {}
+    for name in names:
+        if glob.escape(name) == name:
+            runs = [find_run(name, root)]
+        else:
+            runs = sorted((run for run in all_runs(root) if fnmatchcase(run.name, name)), key=lambda run: run.name)
+        if not runs:
+            raise ConfigError(f"{name}: matches no run in {folder}/")
+        found.update({run.path: run for run in runs})
+    return list(found.values())
+
+
+def all_runs(root: str) -> list[RunDir]:
+    """All runs in that folder, the newest last. Raises ConfigError when it cannot be read: that is no empty folder."""
+    folder = Path(os.path.expanduser(root))
+    try:
+        os.scandir(folder).close()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be read: {error.strerror}") from None
+    written = {path: path.stat().st_mtime for path in folder.glob("*/config.yaml")}
+    return [RunDir(path.parent) for path in sorted(written, key=lambda path: (written[path], path))]

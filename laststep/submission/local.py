@@ -1,0 +1,298 @@
+"""--local and --debug: a run's ranks on this machine.
+
+The processes of --local learn their ranks from the variables that submitit's local executor would set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from laststep import say
+from laststep.attempt import user_error
+from laststep.checkpoint.newest import START_S, newest_step
+from laststep.checkpoint.patience import Patience
+from laststep.code import code_origin
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.ranks.launchers import RESTARTS, STEP_RESTARTS, detect_world
+from laststep.ranks.process import SUPERVISED, session, started
+from laststep.ranks.signals import STOP_SIGNALS
+from laststep.records.attempts import ended_attempts, record_abandoned_attempts
+from laststep.records.retry import Next, decide
+from laststep.records.step_restart import read_answer
+from laststep.rundir import RunDir
+from laststep.runs import run_folders
+from laststep.runs.live_log import LiveLog
+from laststep.submission.spawn import GRACE_S, REFUSED_S
+from laststep.trainer import Trainer
+
+POLL_S = 0.05
+FORK_S = 60.0  # how long the start of a rank waits for a process, where the kernel has none to give
+REAP_S = 1.0  # within which a supervisor has reaped a rank that was killed
+
+
+class LocalRanks:
+    """The ranks of a run on this machine, each with its supervisor, which starts it again after a fault.
+
+    Where no rank is left to record the end, this does what the batch shell does in a job: it records the end, and
+    starts the supervisors again. The ranks write their logs themselves.
+    """
+
+    def __init__(self, config: Config, run: RunDir) -> None:
+        self._config, self._run = config, run
+        self.job_id = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.logs = [run.logs / f"{self.job_id}_{rank}_log.out" for rank in range(config.launch.world_size)]
+        self._ranks: list[subprocess.Popen[bytes]] = []  # their supervisors, which end as they do
+        self._ended, self._ended_at = 0, 0.0
+        self._restarts = 0
+        self._signalled = False
+        self._incomplete = False  # whether some of them could not be started
+        self._starting = threading.Lock()  # a signal is for the ranks before a restart, or for those after it
+
+    def start(self) -> None:
+        """Start them; the thread that does so, and calls `alive`, must outlive them, see `die_with_parent`."""
+        commit = code_origin.look_up(self._config.task, self._folder).commit
+        run_folders.record_submission(self._run, self.job_id, commit=commit)
+        self._start()
+
+    @property
+    def _folder(self) -> Path:
+        return run_folders.working_folder(self._run)
+
+    def _start(self) -> None:
+        self._ranks = []  # filled one by one: a signal whose handler raises must not lose those that have started
+        try:
+            _start(self._ranks, self._config, self._run, self.job_id, self.logs, self._folder, self._restarts)
+        except OSError as error:
+            self._incomplete = True
+            _send(self._ranks, signal.SIGKILL)  # they would wait for the others
+            _say(f"rank {len(self._ranks)} could not be started: {error.strerror or error}")
+
+    def alive(self) -> bool:
+        """Whether any of them is; kills those that outlive the others for too long, and starts all again after a
+        fault."""
+        return self._runs() or self._start_again()
+
+    def _runs(self) -> bool:
+        ended = sum(rank.poll() is not None for rank in self._ranks)
+        if ended != self._ended:
+            self._ended, self._ended_at = ended, time.monotonic()
+        grace_s = REFUSED_S if any(rank.returncode == 2 for rank in self._ranks) else GRACE_S
+        if ended and time.monotonic() > self._ended_at + grace_s:
+            _send(self._ranks, signal.SIGKILL)
+        return ended < len(self._ranks)
+
+    def _start_again(self) -> bool:
+        """Start all ranks again if that is to follow the end of their attempt; returns whether it is."""
+        with self._starting:
+            if self._signalled or self.status() != 1 or not self._is_restart_next():
+                return False
+            self._restarts += 1
+            _say("restarting the ranks after a fault; press Ctrl-C to stop")
+            self._start()
+        return True
+
+    def _is_restart_next(self) -> bool:
+        """Whether the retry policy has the ranks start again after their last attempt; records that one if it was
+        lost."""
+
+        def kept_step() -> int:
+            return newest_step(self._run, _say)
+
+        patience = Patience(START_S, _say)
+        ended = patience.insist(lambda: ended_attempts(self._run, kept_step))
+        of_job = [record for record in ended if record["job_id"] == self.job_id]
+        answer = read_answer(self._run.step_restart)
+        in_place = answer.starts if answer and answer.job_id == self.job_id else 0
+        if len(of_job) <= self._restarts + in_place:  # these ranks have ended before their attempt began
+            return False
+        follows = decide(ended, self._config.launch, local=True).what is Next.RESTART
+        continued = self.job_id if follows else None
+        patience.insist(lambda: record_abandoned_attempts(self._run, kept_step, continued_job=continued))
+        return follows
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal each of them that is alive; they do not start again after that."""
+        with self._starting:
+            self._signalled = True
+            _send(self._ranks, number)
+
+    def codes(self) -> list[int]:
+        """Their exit statuses, once they have ended."""
+        return [rank.returncode for rank in self._ranks]
+
+    def status(self) -> int:
+        """The attempt's exit status: a refused configuration (2) wins over the failures that followed from it."""
+        codes = self.codes()
+        if self._incomplete:
+            return 1
+        if 2 in codes:
+            return 2
+        return 1 if any(map(_failed, codes)) else max(codes)
+
+    def refusal(self) -> str:
+        """What the ranks that refused the configuration have printed."""
+        lines = [line for log in self.logs for line in log.read_text(errors="replace").splitlines()]
+        return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "refused")
+
+
+def run_local(config: Config, run: RunDir) -> int:
+    """Run all ranks here, with rank 0's output on the terminal and each rank's in `logs/`; returns the exit status.
+
+    Ctrl-C, SIGTERM, SIGUSR2 and a closed terminal are forwarded to the ranks as a stop; a second Ctrl-C kills them.
+    """
+    ranks = LocalRanks(config, run)
+    with _forwarded_signals() as received, LiveLog(run, ranks.logs[0]) as log:
+        ranks.start()
+        sent = 0
+        while ranks.alive():
+            log.update()
+            if len(received) > sent:
+                sent = len(received)
+                kill = received.count(signal.SIGINT) > 1
+                ranks.send(signal.SIGKILL if kill else received[-1])
+                _say("killed" if kill else "stopping after this step; press Ctrl-C again to kill")
+            time.sleep(POLL_S)
+        log.update()
+    if received.count(signal.SIGINT) > 1:
+        return 130
+    status = ranks.status()
+    if status in (1, 2):
+        _show_failure(ranks.codes(), ranks.logs)
+    return status
+
+
+def run_debug(config: Config) -> int:
+    """Run one rank in this process; an error opens the post-mortem debugger where it was raised."""
+    run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    folder = run_folders.working_folder(run)
+    run_folders.record_submission(run, detect_world().job_id)
+    os.chdir(folder)
+    sys.path.append(str(folder))
+    user_error.main_is_ours = True
+    try:
+        Trainer(config)()
+    except ConfigError:
+        raise
+    except Exception as error:
+        import pdb  # here, because it would slow down every other command
+
+        sys.excepthook(type(error), error, error.__traceback__)  # unless it is in the log above already
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C belongs to the debugger from here on
+        pdb.post_mortem()
+        return 1
+    return 0
+
+
+def _start(
+    ranks: list[subprocess.Popen[bytes]],
+    config: Config,
+    run: RunDir,
+    job_id: str,
+    logs: Sequence[Path],
+    folder: Path,
+    restarts: int,
+) -> None:
+    """Add the supervisor of each rank to `ranks`, in a session of its own, so that it gets a Ctrl-C at the terminal
+    only once.
+
+    The signals that ask for a stop stay blocked in the ranks until Signals.catch: an earlier one would kill the rank.
+    """
+    launch = config.launch
+    common = {
+        **os.environ,
+        "PYTHONPATH": code_origin.live_python_path(folder),
+        say.COMMAND: say.command(),
+        **launch.env,
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_LOCAL_JOB_ID": job_id,
+        "SUBMITIT_LOCAL_NTASKS": str(launch.world_size),
+        "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+        "SUBMITIT_LOCAL_NODEID": "0",
+        RESTARTS: str(restarts),
+    }
+    common.pop(STEP_RESTARTS, None)  # of a rank that starts a run itself
+    # By its path: with `-m laststep`, a module of that name in the current folder would be started instead.
+    command = [sys.executable, "-u", str(run_folders.PROJECT / "laststep"), SUPERVISED, str(run.path)]
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        for rank, log in enumerate(logs):
+            environment = {**common, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
+            with log.open("ab") as output:
+                ranks.append(started(partial(_popen, command, folder, environment, output), FORK_S))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+def _popen(command: list[str], folder: Path, environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+    )
+
+
+@contextlib.contextmanager
+def _forwarded_signals() -> Iterator[list[signal.Signals]]:
+    """Collect the signals that ask for a stop instead of dying of them. Ignored ones (nohup) stay ignored."""
+    received: list[signal.Signals] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+    before = {n: handler for n in numbers if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
+    for number in before:
+        stop = signal.SIGTERM if number == signal.SIGHUP else number
+        signal.signal(number, lambda _n, _f, stop=stop: received.append(stop))  # type: ignore[misc]
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _send(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """Signal every living rank; SIGKILL goes to all that it has started, too."""
+    alive = [rank for rank in ranks if rank.poll() is None]
+    if number == signal.SIGKILL:
+        # The supervisors last: they reap their ranks.
+        for pid in [pid for rank in alive for pid in session(rank.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + REAP_S
+        while any(session(rank.pid) for rank in alive) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    for rank in alive:
+        rank.send_signal(number)
+
+
+def _failed(code: int | None) -> bool:
+    """Not running, not done, not stopped."""
+    return code is not None and (code < 0 or 0 < code <= 128)
+
+
+def _show_failure(codes: Sequence[int], logs: Sequence[Path]) -> None:
+    """Print the ends of the failed ranks' logs, unless rank 0 failed too: its log is on the terminal already."""
+    for rank, code in enumerate(codes):
+        if rank and code and not codes[0]:
+            print(logs[rank].read_text(errors="replace")[-4000:], file=sys.stderr)
+        if code < 0:
+            _say(f"rank {rank} was killed by {signal.Signals(-code).name}")
+    if 2 not in codes:  # else the one line about the configuration is enough
+        _say(f"failed; the ranks' logs are in {logs[0].parent}")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"[laststep] {text}", file=sys.stderr, flush=True)

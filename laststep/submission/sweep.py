@@ -1,0 +1,199 @@
+"""A sweep: many runs that differ in a few keys, as one Slurm array.
+
+runs/NAME/                   logs and code, which its runs share, and sweep.jsonl: each run with its varied keys
+runs/NAME-lr_0.1-seed_3/     one of its runs, a run like any other
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from laststep.code import code_copy
+from laststep.config.config import Config, variants
+from laststep.config.errors import ConfigError, Unanswered
+from laststep.config.keys import parse_override
+from laststep.records.append_only import append_line
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from laststep.runs import run_config, run_folders
+from laststep.runs.queue import Queue
+from laststep.runs.run_status import statuses_of
+from laststep.runs.trust import only_owner_writes
+from laststep.submission import machine_checks, submission
+
+MOST_RUNS = 1000  # of one array; Slurm's own limit (MaxArraySize) is 1001 by default
+RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+Change = dict[str, Any]  # values by dotted key
+
+
+def combinations(words: Iterable[str]) -> list[Change]:
+    """Every combination of the values in `key=v1,v2` and `key=0..4` words. Raises ConfigError."""
+    choices = []
+    for word in words:
+        key, _, text = word.partition("=")
+        choices.append([f"{key}={value}" for piece in _split(text) for value in _range(word, piece)])
+    if (count := math.prod(map(len, choices))) > MOST_RUNS:
+        raise ConfigError(f"{count} combinations: a sweep has at most {MOST_RUNS}")
+    parsed = [[parse_override(word) for word in values] for values in choices]
+    return [{key: value for change in chosen for key, value in change.items()} for chosen in itertools.product(*parsed)]
+
+
+def has_several_values(word: str) -> bool:
+    """Whether a `key=value` word gives several values."""
+    text = word.partition("=")[2]
+    return len(_split(text)) > 1 or RANGE.fullmatch(text) is not None
+
+
+def name_of(sweep: str, change: Mapping[str, Any]) -> str:
+    """The run's name: the sweep's, followed by the varied keys and their values, as in scan-lr_0.1-seed_3."""
+    values = {key: re.sub(r"[^A-Za-z0-9.+-]+", "_", str(value)).strip("_") for key, value in change.items()}
+    return "-".join([sweep, *(f"{short}_{values[key]}" for key, short in short_names(change).items())])[:200]
+
+
+def short_names(keys: Iterable[str]) -> dict[str, str]:
+    """Each of these keys, and the last part of it, which is enough where no two have the same."""
+    last = {key: key.rpartition(".")[2] for key in keys}
+    return {key: key if list(last.values()).count(short) > 1 else short for key, short in last.items()}
+
+
+def submit_missing(
+    config: Config, changes: Sequence[Change], parallel: int | None
+) -> tuple[str | None, list[str], int]:
+    """Submit the missing runs of the sweep `config.launch.name`: those never submitted, or ended before they finished.
+
+    Returns the array's job id (None if nothing is missing), the names of its runs, and the size of the whole sweep.
+    Raises ConfigError; then nothing was submitted.
+    """
+    root = Path(config.launch.root)
+    assert config.launch.name is not None
+    sweep = RunDir(root / config.launch.name)
+    if sweep.config.exists():
+        raise ConfigError(f"launch.name={sweep.name}: a run has this name; choose another for the sweep")
+    names = [name_of(sweep.name, change) for change in changes]
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{duplicate}: two combinations would have this name; leave one out")
+    changed = [{**change, "launch.name": name} for change, name in zip(changes, names)]
+    planned = dict(zip(names, variants(config, changed)))
+    for varied, _ in planned.values():
+        machine_checks.check_names(varied)
+    wanted = [RunDir(root / name) for name in names]
+    existing = [run.name for run in wanted if run.config.exists()]
+    for name in existing:
+        planned[name] = _same(RunDir(root / name), *planned[name])
+    missing = _missing(wanted)
+    if not missing:
+        return None, [], len(names)
+    sweep_is_new = not sweep.path.exists()
+    made: list[RunDir] = []
+    try:
+        with only_owner_writes():
+            sweep.logs.mkdir(parents=True, exist_ok=True)
+            if not sweep.code.exists():
+                code_copy.copy_code(sweep, config)
+            for run in missing:
+                if run.name not in existing:
+                    made.append(run)
+                    _make(run, sweep, planned[run.name][1])
+            configs = [planned[run.name][0] for run in missing]
+            jobs = submission.submit_array(config, sweep, missing, configs, parallel)
+    except Unanswered:
+        _list_runs(sweep, dict(zip(names, changes)))
+        raise
+    except (ConfigError, OSError) as error:
+        for run in made:
+            run_folders.remove(run)
+        if sweep_is_new:
+            shutil.rmtree(sweep.path, ignore_errors=True)
+        raise error if isinstance(error, ConfigError) else ConfigError(f"launch.root={root}: {error}") from None
+    _list_runs(sweep, dict(zip(names, changes)))
+    return jobs[0].partition("_")[0], [run.name for run in missing], len(names)
+
+
+def _list_runs(sweep: RunDir, changes: Mapping[str, Change]) -> None:
+    """Add the runs that sweep.jsonl lacks. Raises OSError."""
+    known = {line["run"] for line in read_lines(sweep.sweep)}
+    for name, change in changes.items():
+        if name not in known:
+            append_line(sweep.sweep, json.dumps({"run": name, **change}))
+
+
+def members(sweep: RunDir) -> dict[str, Change]:
+    """The varied keys and values of each run of a sweep, by the run's name. Raises ConfigError if there is no such
+    sweep."""
+    found = {line.pop("run"): line for line in read_lines(sweep.sweep)}
+    if not found:
+        raise ConfigError(f"--sweep {sweep.name}: no such sweep in {sweep.path.parent}/")
+    return found
+
+
+def _missing(wanted: Sequence[RunDir]) -> list[RunDir]:
+    """The runs to submit. Raises ConfigError when Slurm must be asked and does not answer."""
+    if not any(run.submissions.exists() for run in wanted):
+        return list(wanted)
+    queue = Queue.ask(wanted)
+    if queue.jobs is None:
+        raise ConfigError(f"{queue.problem}, so it is unknown which runs are missing; try again")
+    statuses = zip(wanted, statuses_of(wanted, queue))
+    return [run for run, status in statuses if not status.alive and status.state != "finished"]
+
+
+def _same(run: RunDir, config: Config, text: str) -> tuple[Config, str]:
+    """The configuration, and its text, with which to continue a run that exists, perhaps by an older Laststep. Raises
+    ConfigError when the run has another one; its `launch` section may differ."""
+    before = run.config.read_text()
+    whole = "\n  slurm:" in before and before.endswith("\n")  # the last key: reading the file takes far longer
+    if whole and before.partition("\nlaunch:")[0] == text.partition("\nlaunch:")[0]:
+        return config, text
+    written = run_folders.with_absolute_data(run_config.load(run, restore=True))
+    config = run_config.with_former_defaults(config, written)
+    if dataclasses.replace(written, launch=config.launch) != config:
+        raise ConfigError(f"{run.name}: this run exists with another configuration; give the sweep another --name")
+    return config, config.to_yaml()
+
+
+def _make(run: RunDir, sweep: RunDir, text: str) -> None:
+    """Create the folder of one run; it shares the sweep's logs and code."""
+    run.path.mkdir(parents=True)
+    run.config.write_text(text)
+    for shared in (sweep.logs, sweep.code):
+        (run.path / shared.name).symlink_to(Path("..") / sweep.name / shared.name)
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas that are outside brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        else:
+            depth += (letter in "[{(") - (letter in "]})")
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _range(word: str, text: str) -> Sequence[object]:
+    """The values of one part: those of a range such as 0..4, else the part itself."""
+    found = RANGE.fullmatch(text)
+    if not found:
+        if not text:
+            raise ConfigError(f"{word}: a value is missing")
+        return [text]
+    first, last = map(int, found.groups())
+    if first > last:
+        raise ConfigError(f"{word}: {text} is empty; the smaller number comes first")
+    if last - first >= MOST_RUNS:
+        raise ConfigError(f"{word}: {last - first + 1} combinations: a sweep has at most {MOST_RUNS}")
+    return range(first, last + 1)
