@@ -22,8 +22,8 @@ _HOMES = {
     "Run": "loops.run",
     "Task": "task",
     "Trainer": "trainer",
-    "load_weights": "cluster.weights_source",
-    "submit": "cluster.submission",
+    "load_weights": "runs.weights_source",
+    "submit": "submission.submission",
 }
 
 

@@ -24,6 +24,9 @@ from laststep.records.retry import Next, decide
 from laststep.rundir import RunDir
 from laststep.say import command, say
 
+# For submitit, which counts timeouts too: launch.max_timeouts is ours.
+NO_LIMIT = 1_000_000
+
 
 class Trainer:
     """Trains the run that `config` describes, from its newest checkpoint on. submitit calls it in each rank."""
@@ -96,8 +99,8 @@ class Trainer:
 def _change_to_working_folder() -> None:
     """Leave the code's copy for the folder that relative paths refer to.
 
-    srun starts the ranks in the copy, so that Python finds it first, see laststep.submission.sbatch. Python has made the
-    entries of sys.path absolute already.
+    srun starts the ranks in the copy, so that Python finds it first, see laststep.submission.sbatch. Python has made
+    the entries of sys.path absolute already.
     """
     folder = os.environ.get(WORKING_FOLDER)
     try:

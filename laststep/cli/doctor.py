@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_here(config: Config) -> int:
     """Print what is here and what could break a run; returns 1 if anything could."""
-    machine_checks.check_writable(Path(os.path.expanduser(config.launch.root)).absolute())
+    run_folders.check_writable(Path(os.path.expanduser(config.launch.root)).absolute())
     found = diagnose(config)
     _show("this machine", _machine())
     _show("launch.root", _folder(found.run_root))
@@ -76,7 +76,7 @@ def _check_nodes(config: Config) -> int:
     launch = config.launch
     launch.nodes, launch.spare_nodes = launch.node_counts[-1], 0  # of a range, as many as a run may get
     machine_checks.check_submission(config)
-    machine_checks.check_writable(Path(os.path.expanduser(launch.root)).absolute())
+    run_folders.check_writable(Path(os.path.expanduser(launch.root)).absolute())
     machine_checks.check_slurm()
     with suppress(SlurmError):  # it is asked again
         for problem in check_gpu_binding(SlurmSettings.read(), launch):

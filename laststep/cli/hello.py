@@ -17,7 +17,6 @@ from laststep.ranks.launchers import detect_world
 from laststep.ranks.signals import Signals
 from laststep.ranks.world import MeetingError, World
 from laststep.runs import run_folders
-from laststep.submission import machine_checks
 from laststep.submission.spawn import spawn
 
 DESCRIPTION = """\
@@ -45,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(words)
     overrides = [*args.overrides, *([f"launch.backend={args.backend}"] if args.backend else [])]
     config = Config.load(None, overrides, run_folders.site())
-    machine_checks.check_writable(Path(os.path.expanduser(config.launch.root)).absolute())
+    run_folders.check_writable(Path(os.path.expanduser(config.launch.root)).absolute())
     hello = functools.partial(_hello, config, args.env)
     return hello() if args.spawn is None else spawn(args.spawn, hello)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.schema import READY_MADE
 from laststep.frameworks import PACKAGES, missing
-from laststep.records.former_names import FORMER, PRESENT
+from laststep.records import former_names
 
 MOST_CANDIDATES = 5
 Definition = ast.ClassDef | ast.FunctionDef
@@ -90,9 +90,9 @@ def _find(path: str, module: str, search: Sequence[Path]) -> ModuleSpec | None:
 
 def _renamed(path: str, search: Sequence[Path]) -> str:
     """A hint for a name from the time when Laststep's package was called `trainer`."""
-    name = f"{PRESENT}{path[len(FORMER) :]}"
-    if path.startswith(f"{FORMER}.") and find_spec(name.rpartition(".")[0], search) is not None:
-        return f"; Laststep's package is called {PRESENT} now: task={name}"
+    name = former_names.present(path)
+    if name != path and find_spec(name.rpartition(".")[0], search) is not None:
+        return f"; Laststep's package is called {former_names.PRESENT} now: task={name}"
     return ""
 
 

@@ -23,7 +23,7 @@ NOT_BY_ROWS_WHY = "updates a matrix as a whole"
 
 
 def validate(config: Settings) -> None:
-    """Raise ConfigError for values that cannot work anywhere; `cluster.machine_checks` looks at the machine."""
+    """Raise ConfigError for values that cannot work anywhere; `machine_checks` looks at the machine."""
     check_values(config)
     if config.task in READY_MADE:  # a task of the user's own may be a custom loop, which has a batch of its own
         train = config.train

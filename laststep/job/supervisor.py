@@ -1,9 +1,9 @@
 """The parent process of a rank of a job, or of `--local`: it forks the rank, and forks it again after a fault.
 
 In a job `python -m laststep.job.supervisor -u -m MODULE WORDS...` stands where `python -u -m MODULE WORDS...`
-would: srun starts one for each rank. Under `--local` the launcher starts them (laststep/submission/local.py). A supervisor
-imports torch and nothing of the user's, starts no thread and touches no GPU, so that a rank can be forked from it. A
-rank that starts again therefore waits neither for Slurm nor for Python nor for an import.
+would: srun starts one for each rank. Under `--local` the launcher starts them (laststep/submission/local.py). A
+supervisor imports torch and nothing of the user's, starts no thread and touches no GPU, so that a rank can be forked
+from it. A rank that starts again therefore waits neither for Slurm nor for Python nor for an import.
 
 A supervisor passes on the signals that ask for a stop, and ends as its rank ends. But after a rank has failed, and the
 other ranks have ended their attempt by fault too, the supervisors agree through the run folder:

@@ -20,6 +20,7 @@ from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 
 FORMER, PRESENT = "trainer", "laststep"
+MOVED = {"world": "ranks"}  # parts that users may build on, and that have another name
 MARK = "_FOLDER_OF_LASTSTEP"  # a name in the folder trainer/ of a clone, which has the public names only
 IN_CLONE = (Path(__file__).resolve().parent.parent.parent / "launch.py").exists()  # or in the code copy of one
 
@@ -33,8 +34,13 @@ def is_of_former_version(run: RunDir) -> bool:
 def present(name: str) -> str:
     """A dotted name of a run of a former version, as it is called now: `trainer.task.Task` is `laststep.task.Task`."""
     if name.startswith(f"{FORMER}.") and _theirs() is None:
-        return f"{PRESENT}{name[len(FORMER) :]}"
+        return _present(name)
     return name
+
+
+def _present(name: str) -> str:
+    _, *inner = name.split(".")
+    return ".".join([PRESENT, *(MOVED.get(part, part) for part in inner[:1]), *inner[1:]])
 
 
 def resolve_for(run: RunDir) -> None:
@@ -73,7 +79,7 @@ class _Last(MetaPathFinder):
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    now = f"{PRESENT}{name[len(FORMER) :]}"
+    now = _present(name)
     return ModuleSpec(name, _Loader(now), is_package=True) if importlib.util.find_spec(now) is not None else None
 
 

@@ -30,7 +30,6 @@ from laststep.records.submissions import Submission, read_submissions
 from laststep.rundir import RunDir
 from laststep.runs.trust import only_owner_writes
 from laststep.say import command
-from laststep.submission.machine_checks import check_writable
 
 CREATE_S = 10.0  # how long a start insists on a folder for its run
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -117,6 +116,17 @@ def create(config: Config) -> RunDir:
         remove(run)  # else the name would be taken
         raise ConfigError(f"launch.root={root}: cannot be written: {error.strerror}") from None
     return run
+
+
+def check_writable(root: Path) -> None:
+    """Check that the folder of all runs exists or can be created, and is writable. Raises ConfigError."""
+    existing = root
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ConfigError(f"launch.root={root}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"launch.root={root}: {existing} is not writable; name another with launch.root=FOLDER")
 
 
 def remove(run: RunDir) -> None:

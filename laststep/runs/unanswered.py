@@ -37,8 +37,7 @@ from laststep.records.submissions import (
 from laststep.rundir import RunDir, aside
 from laststep.runs import queue, run_folders, trust
 from laststep.say import command
-from laststep.submission.sbatch import NO_LIMIT
-from laststep.trainer import Trainer
+from laststep.trainer import NO_LIMIT, Trainer
 
 LOCK_S = 5.0  # how long to wait for a command on another host that writes a line
 POLL_S = 0.05

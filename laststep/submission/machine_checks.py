@@ -117,17 +117,6 @@ def check_partition(launch: Launch) -> None:
         )
 
 
-def check_writable(root: Path) -> None:
-    """Check that the folder of all runs exists or can be created, and is writable. Raises ConfigError."""
-    existing = root
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir():
-        raise ConfigError(f"launch.root={root}: {existing} is not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"launch.root={root}: {existing} is not writable; name another with launch.root=FOLDER")
-
-
 def check_run_writable(folder: Path) -> None:
     """Check that a run may continue in its folder. Raises ConfigError."""
     if not os.access(folder, os.W_OK | os.X_OK):

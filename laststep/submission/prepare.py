@@ -96,7 +96,7 @@ def _check(config: Config, way: Way, search: Sequence[Path] = ()) -> None:
     launch = config.launch
     check_shards(config.train, launch.node_counts[0], launch.ranks_per_node)
     check_replicas(config.checkpoint.replicas, launch.node_counts[0])
-    machine_checks.check_writable(Path(config.launch.root))
+    run_folders.check_writable(Path(config.launch.root))
     if way in (Way.LOCAL, Way.DEBUG):
         machine_checks.check_local(config)
     else:

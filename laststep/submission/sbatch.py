@@ -16,10 +16,10 @@ from laststep.ranks.slurm import TAG_VARIABLE
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.submission import batch_shell
+from laststep.trainer import NO_LIMIT
 
 # Trainer.checkpoint decides how often a run is requeued. submitit's own limit would count every signal within ten
 # minutes of the time limit as a timeout.
-NO_LIMIT = 1_000_000
 
 
 class SbatchExecutor(SlurmExecutor):

@@ -19,6 +19,7 @@ from laststep.ranks import device as device_module
 from laststep.ranks import nccl
 from laststep.ranks.device import changed_numerics, describe_numerics, set_up_device
 from laststep.ranks.world import World
+from laststep.runs import run_folders
 from laststep.submission import machine_checks
 from tests.support.torch_settings import torch_setting
 from tests.support.worlds import a_world
@@ -138,12 +139,12 @@ def test_what_cannot_be_trained(source: str, wrong: str, tmp_path: Path, monkeyp
 
 def test_writable(tmp_path: Path) -> None:
     """A missing folder is created later; the check must not create it."""
-    machine_checks.check_writable(tmp_path)
-    machine_checks.check_writable(tmp_path / "a" / "b")
+    run_folders.check_writable(tmp_path)
+    run_folders.check_writable(tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "a").write_text("")
     with pytest.raises(ConfigError, match="is not a folder"):
-        machine_checks.check_writable(tmp_path / "a" / "b")
+        run_folders.check_writable(tmp_path / "a" / "b")
 
 
 def test_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_a_users_own_trainer_is_theirs(tmp_path: Path, monkeypatch: pytest.Monke
 def test_old_imports_give_the_same_objects(tmp_path: Path, installed: Path) -> None:
     """A second copy of a module would have a Task of its own, of which the user's class is none."""
     code = (
+        "import trainer.world.stop, laststep.ranks.stop\nassert trainer.world.stop is laststep.ranks.stop\n"
         "from trainer.config.config import Config as old\nfrom trainer import Task\nimport trainer.rundir, laststep\n"
         "from laststep.config.config import Config\nimport laststep.rundir\n"
         "print(old is Config, Task is laststep.Task, trainer is laststep, trainer.rundir is laststep.rundir)\n"
@@ -106,9 +107,7 @@ def test_the_door_gives_the_same_objects(tmp_path: Path) -> None:
 
 def test_a_former_name_in_a_new_run(tmp_path: Path, installed: Path) -> None:
     """The line says what to type."""
-    code = (
-        "from laststep.code.task_check import check_task; check_task('trainer.tasks.classification.Classification')"
-    )
+    code = "from laststep.code.task_check import check_task; check_task('trainer.tasks.classification.Classification')"
     said = runs(ELSEWHERE + code, tmp_path, path=installed).stderr
     assert "Laststep's package is called laststep now: task=laststep.tasks.classification.Classification" in said
 
