@@ -24,7 +24,7 @@ from trainer.world.fresh_view import look_anew
 from trainer.world.patience import Patience
 from trainer.world.process import is_running
 from trainer.world.run_lock import START_S, Before
-from trainer.world.slurm import UNENDED, SlurmError, UnknownJob, is_job_id, show_other_job, unix_time
+from trainer.world.slurm import NEVER, UNENDED, SlurmError, UnknownJob, is_job_id, show_other_job, unix_time
 from trainer.world.world import World, hostname
 
 # How long nothing may be seen of survivors before the run is begun without them. On one host they notice a death within
@@ -127,6 +127,6 @@ def _lives_on_slurm(record: OpenAttempt) -> bool | None:
         return None
     if int(job.get("Restarts", record["restart"])) != record["restart"]:
         return False  # started again, so that start is over
-    if unix_time(job.get("StartTime", "")) > record["start"] + CLOCKS_S:
+    if record["start"] + CLOCKS_S < unix_time(job.get("StartTime", "")) < NEVER:
         return False  # another job has the id now
     return job.get("JobState") in (*UNENDED, "COMPLETING")
