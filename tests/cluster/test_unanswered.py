@@ -194,8 +194,9 @@ def test_two_resumes_at_once(fake: Path, here: Path) -> None:
     said = [process.communicate(timeout=60) for process in both]
     assert sorted(process.returncode for process in both) == [0, 2], said
     assert jobs(fake) == 2, "one more"
-    (refusal,) = (errors for _, errors in said if "another command" in errors)
+    (refusal,) = (errors for process, (_, errors) in zip(both, said) if process.returncode)
     assert refusal.count("\n") == 1
+    assert "another command" in refusal or "of this run is in the queue" in refusal  # a busy machine delays one of them
     assert [line["job_id"] for line in read_submissions(run.submissions)] == ["4711", "4712"]
 
 
