@@ -22,6 +22,7 @@ from trainer.cluster.run_folders import PROJECT, working_folder
 from trainer.cluster.task_check import find_spec
 from trainer.config.config import Config
 from trainer.rundir import RunDir
+from trainer.world.process import started
 
 NOT_CODE = ("__pycache__", "node_modules", "site-packages", "dist-packages")
 ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")  # a folder that holds one of these is a Python environment
@@ -101,7 +102,7 @@ def current_commit(folder: Path) -> str | None:
 def git(folder: Path, *words: str) -> bytes | None:
     """git's output; None where git is not installed or the folder is not in a repository."""
     with contextlib.suppress(FileNotFoundError):
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True)
+        done = started(lambda: subprocess.run(["git", "-C", str(folder), *words], capture_output=True))
         return None if done.returncode else done.stdout
     return None
 
