@@ -17,15 +17,15 @@ import itertools
 import time
 
 from laststep.attempt.rescue_files import leader_file
-from laststep.records.attempt_record import OpenAttempt, read_attempts, record_start
-from laststep.rundir import RunDir
-from laststep.say import say
 from laststep.ranks.fresh_view import look_anew
 from laststep.ranks.patience import Patience
 from laststep.ranks.process import is_running
 from laststep.ranks.run_lock import START_S, Before
 from laststep.ranks.slurm import NEVER, UNENDED, SlurmError, UnknownJob, is_job_id, show_other_job, unix_time
 from laststep.ranks.world import World, hostname
+from laststep.records.attempt_record import OpenAttempt, read_attempts, record_start
+from laststep.rundir import RunDir
+from laststep.say import say
 
 # How long nothing may be seen of survivors before the run is begun without them. On one host they notice a death within
 # a second, and another of them leads after 5 s; across nodes a dead host is noticed later. Where Slurm shows that their

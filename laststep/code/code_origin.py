@@ -20,6 +20,7 @@ from pathlib import Path
 from laststep import compat
 from laststep.code.task_check import find_spec
 from laststep.config.config import Config
+from laststep.ranks.process import started
 from laststep.rundir import RunDir
 from laststep.runs.run_folders import PROJECT, working_folder
 
@@ -101,7 +102,7 @@ def current_commit(folder: Path) -> str | None:
 def git(folder: Path, *words: str) -> bytes | None:
     """git's output; None where git is not installed or the folder is not in a repository."""
     with contextlib.suppress(FileNotFoundError):
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True)
+        done = started(lambda: subprocess.run(["git", "-C", str(folder), *words], capture_output=True))
         return None if done.returncode else done.stdout
     return None
 

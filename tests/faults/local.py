@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ SETTING = Setting(1, 2, BATCH, workers=1, disk=False, clock=False, forks=True)
 PACE_MS, SLOW_MS = 10, 100  # ms per batch: the undisturbed pace, and while a fault is aimed
 COMES_S = 60.0  # within which a moment comes
 ENDS_S = 120.0  # within which a start of a run ends after a fault
+AT_ONCE = 2  # runs at a time
 RESUMES = 2  # a fault may end the run once, and a fault that lasts the next start, too
 
 
@@ -260,17 +262,16 @@ def run_local(folder: Path, shots: Sequence[Shot], forks: Path | None, tell: Cal
     if calm.finish():
         return ["the undisturbed run did not finish"]
     undisturbed, missed = calm.result(), list[str]()
-    for number, shot in enumerate(shots):
-        fault = KINDS[shot.fault]
-        if "no-forks" in fault.name and forks is None:
-            missed.append(f"{fault.name}: no C compiler")
-            continue
-        for attempt in range(3):
+
+    def strike(number: int, shot: Shot) -> None:
+        fault, why = KINDS[shot.fault], "no C compiler"
+        for attempt in range(3 if forks is not None or fault.inject is not no_forks else 0):
             try:
-                tell(LocalRun(folder, f"local-{number + 1:02}-{attempt}", forks).strike(fault, shot, undisturbed))
-                break
+                return tell(LocalRun(folder, f"local-{number:02}-{attempt}", forks).strike(fault, shot, undisturbed))
             except Missed as error:
                 shot, why = replace(shot, delay_ms=shot.delay_ms // 3), str(error)
-        else:
-            missed.append(f"{fault.name} in: {shot.moment.words}: {why}")
+        missed.append(f"{fault.name} in: {shot.moment.words}: {why}")
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        list(threads.map(strike, range(1, len(shots) + 1), shots))
     return missed

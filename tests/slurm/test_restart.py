@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from laststep.config.config import Config
+from laststep.rundir import RunDir
 from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
 from tests.slurm.user import User
 from tests.support.ranks import fingerprint
@@ -23,7 +24,7 @@ HOLDS_BACK = """\
 #!/bin/bash
 {program} "$@"
 status=$?
-if mkdir {folder}/decided 2>/dev/null; then
+if compgen -G "{rescues}/*/leader_0.json" >/dev/null && mkdir {folder}/decided 2>/dev/null; then
     until [ -e {folder}/go ]; do sleep 0.1; done
 fi
 exit $status
@@ -111,7 +112,7 @@ def test_a_signal_between_two_starts(
     """It comes at the worst moment: the shell has decided to restart, and no rank lives that could receive it. The job
     is requeued or stays cancelled, as if the signal had come a moment earlier."""
     name = f"between-{name}"
-    words = _held_back(tmp_path, "timeout", "kill-both")
+    words = _held_back(user.run(name), tmp_path, "timeout", "kill-both")
     user.types("--tasks-per-node", "2", "--name", name, *words)  # on two nodes, the setup would be step 0
     user.cluster.wait_for((tmp_path / "decided").exists, DEADLINE_S, "the shell has decided nothing")
     user.waits_for(name, "restarting the ranks in job")
@@ -144,7 +145,7 @@ def test_a_signal_between_two_starts_in_a_step(
     """The same while the ranks' supervisors ask Slurm whether they start them again. USR2 reaches the next start, which
     stops in its first step; SIGTERM ends the step, and the shell decides."""
     name = f"within-{name}"
-    user.types("--tasks-per-node", "2", "--name", name, *_held_back(tmp_path, "scontrol", "kill"))
+    user.types("--tasks-per-node", "2", "--name", name, *_held_back(user.run(name), tmp_path, "scontrol", "kill"))
     user.cluster.wait_for((tmp_path / "decided").exists, DEADLINE_S, "no supervisor has asked Slurm")
     user.cluster.run("scancel", *signal, user.job_of(name))
     (tmp_path / "go").touch()
@@ -161,9 +162,9 @@ def test_a_signal_between_two_starts_in_a_step(
     assert ("JobState=CANCELLED" in state) == (not ends)
 
 
-def _held_back(folder: Path, program: str, fault: str) -> tuple[str, ...]:
+def _held_back(run: RunDir, folder: Path, program: str, fault: str) -> tuple[str, ...]:
     """The words for a run with a fault, after which this program holds back its first answer."""
     stand_in = folder / program
-    stand_in.write_text(HOLDS_BACK.format(program=shutil.which(program), folder=folder))
+    stand_in.write_text(HOLDS_BACK.format(program=shutil.which(program), folder=folder, rescues=run.rescues))
     stand_in.chmod(0o755)
     return (*FAULTY, f"launch.env.LASTSTEP_TEST_FAULT={fault} step 8 rank 1", f"launch.setup=['PATH={folder}:$PATH']")
