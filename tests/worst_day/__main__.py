@@ -57,7 +57,7 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
         report.done = {name: one for name, one in report.done.items() if not one["wrong"]}
     chosen = [planned for planned in plan if not given.only or given.only in str(planned)][: given.runs]
     left = deque(planned for planned in chosen if str(planned) not in report.done)
-    lock, numbers = threading.Lock(), iter(range(1 << 30))
+    lock, stopped, numbers = threading.Lock(), threading.Event(), iter(range(1 << 30))
 
     def work() -> None:
         while True:
@@ -78,6 +78,8 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
                 keep,
                 given.keep,
             )
+            if stopped.is_set():  # what such a run needs is being removed
+                return
             with lock:
                 report.done[str(planned)] = {
                     "kind": planned.fault.kind,
@@ -102,6 +104,7 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
         for thread in threads:
             thread.join()
     except (KeyboardInterrupt, SystemExit):
+        stopped.set()
         left.clear()
         print("interrupted; the same command continues", file=sys.stderr)
     if given.report:
