@@ -26,10 +26,9 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PAGE = """\
 # Benchmarks
 
-Each figure comes from a script in `benchmarks/`, named in brackets, which prints a table and writes
-`benchmarks/results/`. `make bench` runs all but `goodput`, `memory`, `replicas`, `scale`, `sharded_save`, `sharding`,
-`shares` and `step_profile`, and ends with a table of its limits; `overhead --all` also measures Lightning and
-Accelerate. `python -m tools.benchmarks` writes this page from the results.
+Each figure comes from a script in `benchmarks/`, named in brackets. `make bench` runs all but `goodput`, `memory`,
+`replicas`, `scale`, `sharded_save`, `sharding`, `shares` and `step_profile`, and ends with a table of its limits;
+`overhead --all` also measures Lightning and Accelerate. `python -m tools.benchmarks` writes this page.
 
 Medians, some with a 95 % confidence interval; a goal that is missed by more than the noise is bold. On {cores} cores of
 an {cpu}, Python {python}, torch {torch}, submitit {submitit}, {dates}; two gloo ranks where nothing
@@ -37,9 +36,7 @@ else is said, no GPU.
 
 {figures}
 {step_profile}
-On a machine with a GPU, `python -m benchmarks.gpu` measures throughput, saves and starts there. No GPU was
-available so far. [Scale](scale.md) extrapolates to 1,024 ranks; [What each fault costs](peers.md) compares other
-trainers.
+On a machine with a GPU, `python -m benchmarks.gpu` measures throughput, saves and starts; none was available so far.
 """
 
 Row = tuple[str, str, str]

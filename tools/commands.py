@@ -1,4 +1,4 @@
-"""Writes docs/commands.md, which shows the help of every command.
+"""Writes docs/commands.md, which shows the help of every command. What several of them take stands there once.
 
 Run `python -m tools.commands` after changing a command; tests/test_docs.py fails until you do.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -27,10 +29,21 @@ HEAD = """\
 {verbs}
 
 Exit status: 0 done; 1 the run failed; 2 the command or configuration is wrong (one line names the problem and the
-nearest valid name); 130 stopped by Ctrl-C, 143 by SIGTERM.
+nearest valid name); 130 stopped by Ctrl-C, 143 by SIGTERM. `--help` prints the help of any verb, and is left out here.
+
+## What several verbs take
+
+A verb takes those of them that its usage names.
+
+```text
+{shared}
+```
 
 `python -m tools.commands` writes this page from the commands' help.
 """
+ENTRY = re.compile(
+    r"^  [-\w]\S*(?: [A-Z]\S*)*  +.*\n(?:      +.*\n)*", re.MULTILINE
+)  # an option or argument, explained
 RANKS = """\
 ## python -m trainer
 
@@ -40,13 +53,40 @@ Under any launcher: see [Other launchers](launchers.md).
 
 def page() -> str:
     """The whole page."""
+    texts = {**{name: _help(verb.run) for name, verb in VERBS.items()}, "rank": _help(rank.main)}
+    texts["hello"] = _help(hello.main)
+    shared = _shared(texts.values())
+    blocks = {name: _block(text, set(shared)) for name, text in texts.items()}
     rows = "\n".join(f"| [`{verb.usage}`](#{name}) | {verb.help} |" for name, verb in VERBS.items())
-    verbs = [f"## {name}\n\n{_help(verb.run)}" for name, verb in VERBS.items()]
-    return "\n".join([HEAD.format(verbs=rows), *verbs, RANKS, _help(rank.main), _help(hello.main)])
+    head = HEAD.format(verbs=rows, shared="".join(shared.values()).rstrip())
+    return "\n".join(
+        [head, *(f"## {name}\n\n{blocks[name]}" for name in VERBS), RANKS, blocks["rank"], blocks["hello"]]
+    )
+
+
+def _shared(texts: Iterable[str]) -> dict[str, str]:
+    """The options and arguments that several commands explain in the same words, by these words."""
+    entries = [entry for text in texts for entry in dict.fromkeys(ENTRY.findall(text))]
+    times = Counter(map(_words, entries))
+    return {_words(entry): entry for entry in entries if times[_words(entry)] > 1}
+
+
+def _words(entry: str) -> str:
+    return " ".join(entry.split())
+
+
+def _block(text: str, shared: Container[str]) -> str:
+    """A command's help as a block of text, without what the page has elsewhere."""
+    text = ENTRY.sub(lambda found: "" if _words(found[0]) in shared else found[0], text)
+    text = re.sub(
+        r"^verbs \(default.*?\n\n", "", text, flags=re.DOTALL | re.MULTILINE
+    )  # the table at the top of the page
+    text = re.sub(r"^(?:positional arguments|options):\n\n", "", text, flags=re.MULTILINE)  # nothing of it is left
+    return f"```text\n{text.replace(' [-h]', '').rstrip()}\n```\n"
 
 
 def _help(program: Callable[[Sequence[str]], int]) -> str:
-    """What a program prints for --help in a terminal of 80 columns, as a block of text."""
+    """What a program prints for --help in a terminal of 80 columns, without the line about --help itself."""
     said = io.StringIO()
     with (
         mock.patch.dict(os.environ, {"COLUMNS": "80", "NO_COLOR": "1"}),
@@ -55,7 +95,7 @@ def _help(program: Callable[[Sequence[str]], int]) -> str:
         contextlib.suppress(SystemExit),
     ):
         program(["--help"])
-    return f"```text\n{said.getvalue().rstrip()}\n```\n"
+    return re.sub(r"^  -h, --help .*\n(?:    .*\n)*", "", said.getvalue() + "\n", flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

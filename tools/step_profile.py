@@ -15,11 +15,6 @@ The last row is the step as it is. In the others a clock is read where a part be
 the parts add up to the step with that clock.{two}
 
 {parts}
-
-The CPU time of each thread in the steps with the clock, in microseconds per step, summed over the ranks. Trainings take
-turns, so what Laststep does every second or every few seconds, it does up to four times as often as in life:
-
-{threads}
 """
 
 
@@ -37,13 +32,7 @@ def section(profile: dict[str, Any]) -> str:
         _row("the step with the clock", [loop["timed_step_us"] for loop in loops]),
         _row("the step as it is", [loop["step_us"] for loop in loops]),
     ]
-    names = dict.fromkeys(name for loop in reversed(loops) for name in loop["cpu_us"])
-    threads = [_row(f"`{name}`", [loop["cpu_us"].get(name, 0.0) for loop in loops]) for name in names]
-    return SECTION.format(
-        two=TWO if len(ranks) > 1 else "",
-        parts=table(["part", *head], parts),
-        threads=table(["thread", *head], threads),
-    )
+    return SECTION.format(two=TWO if len(ranks) > 1 else "", parts=table(["part", *head], parts))
 
 
 def _row(what: str, us: list[float]) -> list[str]:
