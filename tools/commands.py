@@ -10,6 +10,7 @@ import io
 import os
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
@@ -41,9 +42,9 @@ A verb takes those of them that its usage names.
 
 `python -m tools.commands` writes this page from the commands' help.
 """
-ENTRY = re.compile(
-    r"^  [-\w]\S*(?: [A-Z]\S*)*  +.*\n(?:      +.*\n)*", re.MULTILINE
-)  # an option or argument, explained
+Entry = tuple[str, str]  # an option or argument, and its explanation
+ENTRY = re.compile(r"^  ([-\w]\S*(?: [A-Z]\S*)*)  +(.*\n(?:      +.*\n)*)", re.MULTILINE)
+INDENT = 22  # columns before an explanation
 RANKS = """\
 ## python -m trainer
 
@@ -56,31 +57,36 @@ def page() -> str:
     texts = {**{name: _help(verb.run) for name, verb in VERBS.items()}, "rank": _help(rank.main)}
     texts["hello"] = _help(hello.main)
     shared = _shared(texts.values())
-    blocks = {name: _block(text, set(shared)) for name, text in texts.items()}
+    blocks = {name: _block(text, shared) for name, text in texts.items()}
     rows = "\n".join(f"| [`{verb.usage}`](#{name}) | {verb.help} |" for name, verb in VERBS.items())
-    head = HEAD.format(verbs=rows, shared="".join(shared.values()).rstrip())
-    return "\n".join(
-        [head, *(f"## {name}\n\n{blocks[name]}" for name in VERBS), RANKS, blocks["rank"], blocks["hello"]]
-    )
+    head = HEAD.format(verbs=rows, shared=_columns(shared))
+    verbs = [f"## {name}\n\n{blocks[name]}" for name in VERBS]
+    return "\n".join([head, *verbs, RANKS, blocks["rank"], blocks["hello"]])
 
 
-def _shared(texts: Iterable[str]) -> dict[str, str]:
-    """The options and arguments that several commands explain in the same words, by these words."""
-    entries = [entry for text in texts for entry in dict.fromkeys(ENTRY.findall(text))]
-    times = Counter(map(_words, entries))
-    return {_words(entry): entry for entry in entries if times[_words(entry)] > 1}
+def _shared(texts: Iterable[str]) -> list[Entry]:
+    """The options and arguments that several commands explain in the same words."""
+    times = Counter(entry for text in texts for entry in dict.fromkeys(map(_entry, ENTRY.finditer(text))))
+    return [entry for entry, count in times.items() if count > 1]
 
 
-def _words(entry: str) -> str:
-    return " ".join(entry.split())
+def _entry(found: re.Match[str]) -> Entry:
+    return found[1], " ".join(found[2].split())
 
 
-def _block(text: str, shared: Container[str]) -> str:
+def _columns(entries: Iterable[Entry]) -> str:
+    """Options and arguments, each beside its explanation."""
+    lines = []
+    for name, text in entries:
+        first, *more = textwrap.wrap(text, 80 - INDENT, break_on_hyphens=False)
+        lines += [f"  {name:{INDENT - 2}}{first}", *(" " * INDENT + line for line in more)]
+    return "\n".join(lines)
+
+
+def _block(text: str, shared: Container[Entry]) -> str:
     """A command's help as a block of text, without what the page has elsewhere."""
-    text = ENTRY.sub(lambda found: "" if _words(found[0]) in shared else found[0], text)
-    text = re.sub(
-        r"^verbs \(default.*?\n\n", "", text, flags=re.DOTALL | re.MULTILINE
-    )  # the table at the top of the page
+    text = ENTRY.sub(lambda found: "" if _entry(found) in shared else found[0], text)
+    text = re.sub(r"^verbs \(default.*?\n\n", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^(?:positional arguments|options):\n\n", "", text, flags=re.MULTILINE)  # nothing of it is left
     return f"```text\n{text.replace(' [-h]', '').rstrip()}\n```\n"
 
