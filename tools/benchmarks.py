@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks._measure import MISSED, NOISE
 from benchmarks.overhead import WORKLOADS
 from benchmarks.sharding import BARE, OURS
-from tools import step_profile
 from tools.scale import RESULTS, result, table
 from trainer.say import counted
 
@@ -21,7 +20,7 @@ MEASURED = (
     *("agreement", "goodput", "loading", "meeting", "memory", "overhead", "requeue"),
     *("rescue", "restart", "restore", "save", "shares", "start", "status", "stops", "submit"),
 )
-OPTIONAL = ("sharding", "sharded_save", "replicas_2", "step_profile")  # on the page once they have been measured
+OPTIONAL = ("sharding", "sharded_save", "replicas_2")  # on the page once they have been measured
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PAGE = """\
 # Benchmarks
@@ -35,7 +34,7 @@ an {cpu}, Python {python}, torch {torch}, submitit {submitit}, {dates}; two gloo
 else is said, no GPU.
 
 {figures}
-{step_profile}
+
 On a machine with a GPU, `python -m benchmarks.gpu` measures throughput, saves and starts; none was available so far.
 """
 
@@ -59,7 +58,6 @@ def page() -> str:
         **{key: of["overhead"][key] for key in ("cores", "cpu", "python", "torch", "submitit")},
         dates=dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
         figures=table(("what", "measured", "for comparison"), _rows(of)),
-        step_profile=step_profile.section(of["step_profile"]) if "step_profile" in of else "",
     )
 
 
