@@ -44,6 +44,7 @@ A verb takes those of them that its usage names.
 """
 Entry = tuple[str, str]  # an option or argument, and its explanation
 ENTRY = re.compile(r"^  ([-\w]\S*(?: [A-Z]\S*)*)  +(.*\n(?:      +.*\n)*)", re.MULTILINE)
+ANYWHERE = re.DOTALL | re.MULTILINE
 INDENT = 22  # columns before an explanation
 RANKS = """\
 ## python -m trainer
@@ -86,7 +87,9 @@ def _columns(entries: Iterable[Entry]) -> str:
 def _block(text: str, shared: Container[Entry]) -> str:
     """A command's help as a block of text, without what the page has elsewhere."""
     text = ENTRY.sub(lambda found: "" if _entry(found) in shared else found[0], text)
-    text = re.sub(r"^verbs \(default.*?\n\n", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^verbs \(default.*?\n\n", "", text, flags=ANYWHERE)
+    text = re.sub(r"^Start it (?:under|the way).*?(?=^\S)", "", text, flags=ANYWHERE)  # see launchers.md
+    text = re.sub(r"^Exit status: 0 done.*?(?=^\S|\Z)", "", text, flags=ANYWHERE)
     text = re.sub(r"^(?:positional arguments|options):\n\n", "", text, flags=re.MULTILINE)  # nothing of it is left
     return f"```text\n{text.replace(' [-h]', '').rstrip()}\n```\n"
 
