@@ -170,7 +170,7 @@ SILENT_HEAD = """\
 
 The same as [Faults](chaos.md), where each fault is explained, but with `SILENT=1`: gloo's collectives in NCCL's order
 of events. They are queued and return at once; when a rank dies, those of the others neither end nor fail
-(`tests/silent/silent_backend.py`). CPUs only: no GPU has run this.
+(`tests/silent/silent_backend.py`). CPUs only: no GPU has run this. The table has the faults that cost a step.
 """
 FOOT = """
 *Recovered*: "itself" means without help; "launch.py resume" means that the harness typed this command, as a user would;
@@ -181,8 +181,9 @@ until the next attempt has completed a step, with the 6 s for which Slurm holds 
 
 
 def page(lines: Sequence[str], rows: Sequence[Sequence[str]], silent: bool) -> str:
-    """The page about random faults: what was done, and a row for each fault; less of it for silent collectives."""
+    """The page about random faults: what was done, and a row for each fault, or each that cost a step."""
     columns = (0, 2, 4, 5) if silent else (0, 1, 2, 4, 5)
+    rows = [row for row in rows if not silent or not row[4].startswith("0 ")]
     table = [COLUMNS, ["---"] * len(COLUMNS), *rows]
     return "\n".join(
         [
