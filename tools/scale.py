@@ -69,9 +69,7 @@ every {mtbf} days, as in Llama 3's training. The save of {save} s is measured (`
 So the default stays at {default:.0f} minutes: where a save costs {save} s, `auto` gains at most {gain:.2f} %. Use it
 for runs whose saves are expensive, and for runs that fail often.
 
-Measured (`benchmarks.goodput`): both ranks of a run were killed at once, {deaths} times, with a save every {interval}
-s. A death lost {lost} ± {error} s of training (the model: {model_lost} s); {kept} % of the time was kept (the model:
-{model_kept} %).
+[Measured](benchmarks.md), the loss at a death agrees with the model.
 
 ## Goodput
 
@@ -103,10 +101,8 @@ is listed by itself. The machine was busy with other work too; the disk is local
 * *a beat*: the heartbeats that all ranks send to the store every {beat} s. *save*: {state} MB until the commit.
 * *rescue*: a round of the leader, which reads the file of every other survivor.
 
-Real ranks (`benchmarks.meeting`), in milliseconds, on the same {cores} cores: they reach the store (*sign in*), are
-connected (*met*), and agree after a signal (*stop*). The last column is calculated from the growth.
-
-{real}
+Real ranks, with their collectives, take longer to meet: {met} s on {ranks}, by the growth [measured](benchmarks.md) with
+up to 32 of them on {cores} cores.
 
 ## A rescue
 
@@ -143,7 +139,7 @@ being able to stop together ({agreement} ns, `benchmarks.agreement`). A rank's s
 
 def page() -> str:
     """The whole page."""
-    scale, deaths, save = result("scale"), result("goodput"), result("save")
+    scale, save = result("scale"), result("save")
     save_s = round(save["results"]["CheckpointWriter"]["lost_ms"] / 1000, 2)
     restore = result("restore")
     hash_bytes_s = restore["bytes"] / restore["results"]["one shard"]["hash"]["median"]
@@ -160,13 +156,6 @@ def page() -> str:
         intervals=intervals([save_s, 60], [1, 16, NODES]),
         default=DEFAULT_S / 60,
         gain=100 * max(lost(save_s, nodes, DEFAULT_S) - lost(save_s, nodes) for nodes in range(1, NODES + 1)),
-        deaths=deaths["deaths"],
-        interval=f"{deaths['interval_s']:.2f}",
-        lost=f"{deaths['measured']['lost_s']:.2f}",
-        error=f"{deaths['standard_error_s']:.2f}",
-        model_lost=f"{deaths['model']['lost_s']:.2f}",
-        kept=f"{100 * deaths['measured']['goodput']:.0f}",
-        model_kept=f"{100 * deaths['model']['goodput']:.0f}",
         goodput_state=GOODPUT_STATE,
         start=f"{start_s():.2f}",
         goodput=table(HEAD, (row.cells for size in sizes for row in rows(size))),
@@ -176,7 +165,7 @@ def page() -> str:
         growth=growth(scale["ranks"]),
         beat=BEAT_S,
         state=f"{scale['state_bytes'] / 1e6:.0f}",
-        real=real_ranks(),
+        met=f"{met_s():.0f}",
         gather=GATHER_S,
         round=round_s(RANKS),
         per_round=f"{OPERATIONS * RANKS:,}",
@@ -258,16 +247,11 @@ def growth(ranks: dict[str, dict[str, float]]) -> str:
     return table(["ranks", *(f"{int(size):,}" for size in ranks)], rows)
 
 
-def real_ranks() -> str:
-    """Milliseconds that real ranks take to meet and to stop, and how that grows."""
+def met_s() -> float:
+    """Seconds until real ranks have met, as they grow."""
     measured = result("meeting")
-    ranks, growth = measured["ranks"], measured["growth"]
-    rows = []
-    for phase, power in growth.items():
-        medians = [1000 * taken[phase]["median"] for taken in ranks.values()]
-        carried_on = medians[-1] * (RANKS / int(list(ranks)[-1])) ** power
-        rows.append([phase, *map(_three, medians), f"N^{power}", _three(carried_on)])
-    return table(["real ranks", *ranks, "grows as", f"{RANKS:,}"], rows)
+    most = max(map(int, measured["ranks"]))
+    return measured["ranks"][str(most)]["met"]["median"] * (RANKS / most) ** measured["growth"]["met"]
 
 
 def round_s(ranks: int) -> float:
