@@ -101,8 +101,8 @@ is listed by itself. The machine was busy with other work too; the disk is local
 * *a beat*: the heartbeats that all ranks send to the store every {beat} s. *save*: {state} MB until the commit.
 * *rescue*: a round of the leader, which reads the file of every other survivor.
 
-Real ranks, with their collectives, take longer to meet: {met} s on {ranks}, by the growth [measured](benchmarks.md) with
-up to 32 of them on {cores} cores.
+Real ranks, with their collectives, take longer to meet: {met} s on {ranks}, by the growth [measured](benchmarks.md)
+with up to 32 of them on {cores} cores.
 
 ## A rescue
 
