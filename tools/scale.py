@@ -133,7 +133,7 @@ torch (2.15) asks the name server about each of a rank's six connections: {looku
 An unanswered one delays its rank by 5 s, glibc's timeout.
 
 These do not grow: the lock, metrics.jsonl, attempts.jsonl (except for the names of the nodes), the cost per step of
-being able to stop together ({agreement} ns, `benchmarks.agreement`). A rank's share of a save shrinks.
+being able to stop together ({agreement} ns, `benchmarks.agreement`). A rank's part of a save shrinks.
 """
 
 
