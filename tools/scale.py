@@ -73,13 +73,12 @@ for runs whose saves are expensive, and for runs that fail often.
 
 ## Goodput
 
-Calculated, for a replicated state of {goodput_state}: the share of its time that a run spends on steps that it keeps,
-and what takes the rest; the largest term is bold. Failures come as often as in Llama 3's training ([The Llama 3 Herd
-of Models](https://arxiv.org/abs/2407.21783), table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs); each
-kills one node, and another is there at once. Saves of {save} s, as often as `auto` makes them. Rescue, meeting and
-restore as in the sections below, with the store's processor time for the meeting, and beyond {ranks} ranks four times
-that for twice the ranks. The rest of a start: {start} s, measured with 2 ranks (`benchmarks.requeue`). A requeued job
-waits 121 s (Slurm's default) and finds an empty queue.
+Calculated, for a replicated state of {goodput_state}: the part of its time that a run spends on steps that it keeps,
+and what takes the rest; the largest term is bold. Failures come as often as in Llama 3's training ([table
+5](https://arxiv.org/abs/2407.21783): 419 in 54 days on 16,384 GPUs); each kills one node, and another is there at
+once. Saves as often as `auto` makes them; rescue, meeting and restore as below, and beyond {ranks} ranks a meeting of
+four times that for twice the ranks. The rest of a start: {start} s, measured with 2 ranks. A requeued job waits 121 s
+(Slurm's default) and finds an empty queue.
 
 {goodput}
 
