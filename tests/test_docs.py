@@ -40,27 +40,28 @@ def test_benchmarks_page_is_current() -> None:
 
 def test_readme_is_short() -> None:
     """A newcomer reads one page, not a manual; the rest belongs into docs/."""
-    assert len((PROJECT / "README.md").read_bytes()) <= 9216
+    assert len((PROJECT / "README.md").read_text().split()) <= 700
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/custom-loops.md"])
-def test_what_a_custom_loop_changes(page: str) -> None:
+def test_what_a_custom_loop_changes() -> None:
     """The page promises that little of a loop must change, and shows all of the difference."""
     plain, custom = (
         (PROJECT / "examples" / f"{name}_loop.py").read_text().splitlines() for name in ("plain", "custom")
     )
     _, _, *difference = difflib.unified_diff(plain, custom, lineterm="", n=0)
-    assert "\n".join(difference) in (PROJECT / page).read_text()
+    assert "\n".join(difference) in (PROJECT / "docs" / "custom-loops.md").read_text()
     assert sum(line.startswith("+") for line in difference) <= 20
 
 
 @pytest.mark.parametrize("port", ["ddp", "gpt", "lightning", "transformers", "accelerate", "fabric"])
 def test_what_a_port_changes(port: str) -> None:
-    """The page promises that at most ten lines of a script are written anew, and shows all of the difference."""
+    """The page promises that at most ten lines of a script are written anew; it shows all of the difference, or
+    names both scripts where another port is like it."""
     scripts = (PROJECT / "examples" / "ports" / f"{port}{ending}.py" for ending in ("_before", ""))
     before, after = (script.read_text().splitlines() for script in scripts)
     _, _, *difference = difflib.unified_diff(before, after, lineterm="", n=0)
-    assert "\n".join(difference) in (PROJECT / "docs" / "frameworks.md").read_text()
+    page = (PROJECT / "docs" / "frameworks.md").read_text()
+    assert "\n".join(difference) in page or (port in ("ddp", "gpt", "fabric") and f"`{port}_before.py`" in page)
     assert sum(line.startswith("+") for line in difference) <= 10
 
 
@@ -107,7 +108,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     """`make docs`: a link to a page or heading that is not there is an error, and nothing is loaded from elsewhere."""
     require(None if find_spec("zensical") else "no zensical: pip install -e '.[docs]'")
     shutil.copytree(PROJECT / "docs", tmp_path / "docs")
-    for name in ("zensical.toml", "CHANGELOG.md", "CONTRIBUTING.md"):
+    for name in ("zensical.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
         shutil.copy(PROJECT / name, tmp_path / name)
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -41,7 +42,7 @@ def test_the_parts_are_where_the_page_says(name: str) -> None:
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
-    """parts.py of the page, on two ranks."""
+    """The example, on two ranks."""
     launcher = [forked_python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "parts.py"]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
@@ -50,10 +51,9 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 
 def test_the_parts_together(tmp_path: Path) -> None:
-    """The page's own loop, without anything of ours around it: stopped in the middle, it goes on where it was, and
+    """An example that users copy, with nothing of ours around it: stopped in the middle, it continues where it was, and
     each sample is counted once an epoch."""
-    (script,) = re.findall(r"```python\n(# parts\.py\n.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "parts.py").write_text(script)
+    shutil.copy(PROJECT / "examples" / "parts.py", tmp_path)
     first = start(tmp_path)
     said = read_until(first, "from step 0")
     first.send_signal(signal.SIGTERM)

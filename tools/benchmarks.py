@@ -13,33 +13,28 @@ from typing import Any
 from benchmarks._measure import MISSED, NOISE
 from benchmarks.overhead import WORKLOADS
 from benchmarks.sharding import BARE, OURS
-from laststep.say import counted
-from tools import step_profile
 from tools.scale import RESULTS, result, table
 
 MEASURED = (
     *("agreement", "goodput", "loading", "meeting", "memory", "overhead", "requeue"),
     *("rescue", "restart", "restore", "save", "shares", "start", "status", "stops", "submit"),
 )
-OPTIONAL = ("sharding", "sharded_save", "replicas_2", "step_profile")  # on the page once they have been measured
+OPTIONAL = ("sharding", "sharded_save", "replicas_2")  # on the page once they have been measured
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PAGE = """\
 # Benchmarks
 
-Each figure comes from a script in `benchmarks/`, named in brackets, which prints a table and writes
-`benchmarks/results/`. `make bench` runs all but `goodput`, `memory`, `replicas`, `scale`, `sharded_save`, `sharding`,
-`shares` and `step_profile`, and ends with a table of its limits; `overhead --all` also measures Lightning and
-Accelerate. `python -m tools.benchmarks` writes this page from the results.
+Each figure comes from a script in `benchmarks/`, named in brackets. `make bench` runs all but `goodput`, `memory`,
+`replicas`, `scale`, `sharded_save`, `sharding`, `shares` and `step_profile`, and ends with a table of its limits;
+`overhead --all` also measures Lightning and Accelerate. `python -m tools.benchmarks` writes this page.
 
 Medians, some with a 95 % confidence interval; a goal that is missed by more than the noise is bold. On {cores} cores of
 an {cpu}, Python {python}, torch {torch}, submitit {submitit}, {dates}; two gloo ranks where nothing
 else is said, no GPU.
 
 {figures}
-{step_profile}
-On a machine with a GPU, `python -m benchmarks.gpu` measures throughput, saves and starts there. No GPU was
-available so far. [Scale](scale.md) extrapolates to 1,024 ranks; [What each fault costs](peers.md) compares other
-trainers.
+
+On a machine with a GPU, `python -m benchmarks.gpu` measures throughput, saves and starts; none was available so far.
 """
 
 Row = tuple[str, str, str]
@@ -62,7 +57,6 @@ def page() -> str:
         **{key: of["overhead"][key] for key in ("cores", "cpu", "python", "torch", "submitit")},
         dates=dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
         figures=table(("what", "measured", "for comparison"), _rows(of)),
-        step_profile=step_profile.section(of["step_profile"]) if "step_profile" in of else "",
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/commands.md, which shows the help of every command.
+"""Writes docs/commands.md, which shows the help of every command. What several of them take stands there once.
 
 Run `python -m tools.commands` after changing a command; tests/test_docs.py fails until you do.
 """
@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -27,10 +30,22 @@ HEAD = """\
 {verbs}
 
 Exit status: 0 done; 1 the run failed; 2 the command or configuration is wrong (one line names the problem and the
-nearest valid name); 130 stopped by Ctrl-C, 143 by SIGTERM.
+nearest valid name); 130 stopped by Ctrl-C, 143 by SIGTERM. `--help` prints the help of any verb, and is left out here.
+
+## What several verbs take
+
+A verb takes those of them that its usage names.
+
+```text
+{shared}
+```
 
 `python -m tools.commands` writes this page from the commands' help.
 """
+Entry = tuple[str, str]  # an option or argument, and its explanation
+ENTRY = re.compile(r"^  ([-\w]\S*(?: [A-Z]\S*)*)  +(.*\n(?:      +.*\n)*)", re.MULTILINE)
+ANYWHERE = re.DOTALL | re.MULTILINE
+INDENT = 22  # columns before an explanation
 RANKS = """\
 ## python -m laststep
 
@@ -40,13 +55,47 @@ Under any launcher: see [Other launchers](launchers.md).
 
 def page() -> str:
     """The whole page."""
+    texts = {**{name: _help(verb.run) for name, verb in VERBS.items()}, "rank": _help(rank.main)}
+    texts["hello"] = _help(hello.main)
+    shared = _shared(texts.values())
+    blocks = {name: _block(text, shared) for name, text in texts.items()}
     rows = "\n".join(f"| [`{verb.usage}`](#{name}) | {verb.help} |" for name, verb in VERBS.items())
-    verbs = [f"## {name}\n\n{_help(verb.run)}" for name, verb in VERBS.items()]
-    return "\n".join([HEAD.format(verbs=rows), *verbs, RANKS, _help(rank.main), _help(hello.main)])
+    head = HEAD.format(verbs=rows, shared=_columns(shared))
+    verbs = [f"## {name}\n\n{blocks[name]}" for name in VERBS]
+    return "\n".join([head, *verbs, RANKS, blocks["rank"], blocks["hello"]])
+
+
+def _shared(texts: Iterable[str]) -> list[Entry]:
+    """The options and arguments that several commands explain in the same words."""
+    times = Counter(entry for text in texts for entry in dict.fromkeys(map(_entry, ENTRY.finditer(text))))
+    return [entry for entry, count in times.items() if count > 1]
+
+
+def _entry(found: re.Match[str]) -> Entry:
+    return found[1], " ".join(found[2].split())
+
+
+def _columns(entries: Iterable[Entry]) -> str:
+    """Options and arguments, each beside its explanation."""
+    lines = []
+    for name, text in entries:
+        first, *more = textwrap.wrap(text, 80 - INDENT, break_on_hyphens=False)
+        lines += [f"  {name:{INDENT - 2}}{first}", *(" " * INDENT + line for line in more)]
+    return "\n".join(lines)
+
+
+def _block(text: str, shared: Container[Entry]) -> str:
+    """A command's help as a block of text, without what the page has elsewhere."""
+    text = ENTRY.sub(lambda found: "" if _entry(found) in shared else found[0], text)
+    text = re.sub(r"^verbs \(default.*?\n\n", "", text, flags=ANYWHERE)
+    text = re.sub(r"^Start it (?:under|the way).*?(?=^\S)", "", text, flags=ANYWHERE)  # see launchers.md
+    text = re.sub(r"^Exit status: 0 done.*?(?=^\S|\Z)", "", text, flags=ANYWHERE)
+    text = re.sub(r"^(?:positional arguments|options):\n\n", "", text, flags=re.MULTILINE)  # nothing of it is left
+    return f"```text\n{text.replace(' [-h]', '').rstrip()}\n```\n"
 
 
 def _help(program: Callable[[Sequence[str]], int]) -> str:
-    """What a program prints for --help in a terminal of 80 columns, as a block of text."""
+    """What a program prints for --help in a terminal of 80 columns, without the line about --help itself."""
     said = io.StringIO()
     with (
         mock.patch.dict(os.environ, {"COLUMNS": "80", "NO_COLOR": "1"}),
@@ -55,7 +104,7 @@ def _help(program: Callable[[Sequence[str]], int]) -> str:
         contextlib.suppress(SystemExit),
     ):
         program(["--help"])
-    return f"```text\n{said.getvalue().rstrip()}\n```\n"
+    return re.sub(r"^  -h, --help .*\n(?:    .*\n)*", "", said.getvalue() + "\n", flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def _type(key: str, field: dataclasses.Field[Any]) -> str:
         return ", ".join(f"`{choice}`" for choice in choices)
     kind, null = kind_of(field).removesuffix(" | None"), str(field.type).endswith("None")
     above = least == 0 and _refused(f"{key}=0")
-    bound = "" if least is None else f" {'above' if above else 'at least'} {least:g}"
-    return f"{kind}{bound}{', or null' if null else ''}"
+    bound = "" if least is None else f" {'>' if above else '>='} {least:g}"
+    return f"{kind}{bound}{' or null' if null else ''}"
 
 
 def _refused(word: str) -> bool:

@@ -40,6 +40,7 @@ DISK_BYTES_S = 10e9  # read or written by a shared file system for all its clien
 NETWORK_BYTES_S = 20e9  # that a node receives
 HOP_S = 5e-6  # from one rank of a ring to the next, most of them on the same node
 FILES_S = 20_000  # small files that it opens and reads per second, or other operations on them
+LEFT_OUT = ("comparing beats", "verify", "restore", "logs")  # measured, but small at any size
 SOFT_LIMIT = 1024  # open files per process in most shells
 RESTORE_LIMIT_S = 60  # what a restore may take
 # On files, per rank and round of a rescue: it writes its own file and renames it, opens the leader's and looks for the
@@ -49,115 +50,95 @@ OPERATIONS = 5
 PAGE = """\
 # Scale
 
-The cost of Laststep on up to {ranks} ranks ({nodes} nodes of {per_node}), and the first thing to break. Nobody has
-run it at that size. *Measured* figures come from `benchmarks/`, on {cores} cores; *calculated* ones follow from these
-and from two assumptions: a shared disk that reads or writes {disk} GB/s for all its clients together, and opens
-{files} small files per second. `python -m tools.scale` writes this page from the figures.
+The cost of Laststep on {ranks} ranks ({nodes} nodes of {per_node}), and what breaks first. Nobody has run it at that
+size. *Measured* figures come from `benchmarks/`, on {cores} cores; *calculated* ones follow from these and from two
+assumptions: a shared disk reads or writes {disk} GB/s for all its clients together, and opens {files} small files per
+second. `python -m tools.scale` writes this page.
 
 ## How often to save
 
 With `checkpoint.every_minutes=auto` the interval follows from what a save costs the training and how often the run
-fails (`laststep/checkpoint/interval.py`), by Daly's formula; `laststep/checkpoint/goodput.py` has the model. An end
-with a grace period (a preemption, a time limit), or that one rank survives, loses no step and is no reason to save. The
-steps since the last save are lost only when all ranks die at once.
+fails, by Daly's formula (`laststep/checkpoint/goodput.py`). The steps since the last save are lost only when all ranks
+die at once: a preemption, a time limit, or an end that one rank survives loses none.
 
-Calculated, as if every failure killed all ranks: the share of time lost to saves and repeated steps. A node fails every
-{mtbf} days (Llama 3's training: 419 unexpected interruptions in 54 days on 16,384 GPUs). A save of {save} s is the
-measured one (`benchmarks.save`: 409 MB, 2 ranks).
+Calculated, as if every failure killed all ranks: the share of time lost to saves and repeated steps. A node fails
+every {mtbf} days, as in Llama 3's training. The save of {save} s is measured (`benchmarks.save`: 409 MB, 2 ranks).
 
 {intervals}
 
 So the default stays at {default:.0f} minutes: where a save costs {save} s, `auto` gains at most {gain:.2f} %. Use it
 for runs whose saves are expensive, and for runs that fail often.
 
-The model compared with real runs, measured (`benchmarks.goodput`): both ranks of a run were killed at once, {deaths}
-times, at random moments, with a save every {interval} s. A death lost {lost} ± {error} s of training; the model
-predicts {model_lost} s. {kept} % of the time was kept; the model predicts {model_kept} %.
-`tests/checkpoint/test_goodput.py` checks the model against a simulation.
+[Measured](benchmarks.md), the loss at a death agrees with the model.
 
 ## Goodput
 
-Calculated, for a replicated state of {goodput_state}: what share of its time a run spends on steps that it keeps, and
-what takes the rest; the largest term is bold. Failures come as often as in Llama 3's training ([The Llama 3 Herd of
-Models](https://arxiv.org/abs/2407.21783), table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs), each kills
-one node, and another one is there at once. Saves: {save} s each, measured, as often as `auto` makes them. The rescue,
-the meeting and the restore take what the sections below give, with the store's processor time for the meeting, and
-beyond {ranks} ranks four times that for twice the ranks. A start until the first step, without these: {start} s,
-measured with 2 ranks (`benchmarks.requeue`). A requeued job waits 121 s (Slurm's default) and finds an empty queue.
+Calculated, for a replicated state of {goodput_state}: the part of its time that a run spends on steps that it keeps,
+and what takes the rest; the largest term is bold. Failures come as often as in Llama 3's training ([table
+5](https://arxiv.org/abs/2407.21783): 419 in 54 days on 16,384 GPUs); each kills one node, and another is there at
+once. Saves as often as `auto` makes them; rescue, meeting and restore as below, and beyond {ranks} ranks a meeting of
+four times that for twice the ranks. The rest of a start: {start} s, measured with 2 ranks. A requeued job waits 121 s
+(Slurm's default) and finds an empty queue.
 
 {goodput}
 
 {goodput_summary}
 
-A rank that hangs costs `launch.hang_timeout_s` ({hang} s) more: {hang_share} of the time on 16,384 GPUs if every
-failure were one. The table has no time for that, for stragglers, or for a queue.
+Not in the table: stragglers, a queue, and `launch.hang_timeout_s` ({hang} s) for a rank that hangs: {hang_share} of
+the time on 16,384 GPUs if every failure were one.
 
 ## What grows with the ranks
 
-Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is played by a thread with its own
-connection, so all ranks share {cores} cores. On separate machines they would wait less, except for the
-single store, whose processor time is listed separately. The machine was busy with other work too. The disk is local.
+Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is a thread with its own connection, and
+all share {cores} cores. On separate machines they would wait less, except for the single store, whose processor time
+is listed by itself. The machine was busy with other work too; the disk is local.
 
 {growth}
 
 * *meeting*: each rank writes its card, waits for all cards and reads them, N² reads in total; *agreeing on a stop*
   likewise.
-* *a beat*: the heartbeats that all ranks send to the store every {beat} s; *comparing beats*: rank 0's work on them.
-* *save*: {state} MB until the commit. *verify*: one process reads and hashes them. *restore*: one process reads
-  them, as `export` does.
+* *a beat*: the heartbeats that all ranks send to the store every {beat} s. *save*: {state} MB until the commit.
 * *rescue*: a round of the leader, which reads the file of every other survivor.
-* *logs*: `launch.py logs` merges the logs of all ranks, {lines} lines each.
 
-Real ranks, measured (`benchmarks.meeting`), in milliseconds; the last column is calculated from the growth so far. They
-reach the store (*sign in*), know each other and are connected (*met*), and agree after a signal (*stop*). All of them
-share {cores} cores here, too.
-
-{real}
+Real ranks, with their collectives, take longer to meet: {met} s on {ranks}, by the growth [measured](benchmarks.md)
+with up to 32 of them on {cores} cores.
 
 ## A rescue
 
-Calculated: how long it takes {ranks} ranks that lose one of them to save the last step, and what it costs the file
-system. The ranks sign in, wait {gather:g} s for ranks that have not signed in, write a stripe each, and one of them
-commits. One of them, the leader, reads the files of all in every round, of {round:.2g} s with this many ranks. The
-others read only its file. That makes {per_round} operations per round, {load:.0f} % of what the file system can do.
-If every rank read every file once, it would be {squared:,} reads, {squared_s:.0f} s. One file per node would save some
-of the leader's reads, but need a rank on each node that collects, and another one if that dies. Slurm kills the
-survivors {kill_wait} s after the first rank has ended (KillWait).
+Calculated: how long {ranks} ranks that lose one of them take to save the last step, and what it costs the file system.
+They sign in, wait {gather:g} s for the others, write a stripe each, and one of them commits. Only the leader reads the
+files of all, once a round of {round:.2g} s: {per_round} operations per round, {load:.0f} % of what the file system can
+do. Slurm kills the survivors {kill_wait} s after the first rank has ended (KillWait).
 
 {rescues}
 
-A leader or a writer that dies meanwhile is noticed after {silent:g} s. What it had written is kept, and the others
-write the rest.
+A leader or a writer that dies meanwhile is noticed after {silent:g} s, and the others write the rest.
 
 ## What breaks first
 
 {limits}
 
-Restoring a checkpoint, calculated. The ranks read it together (`laststep/checkpoint/restore.py`): each byte is read by
-one rank, which hashes it, at the measured {hash} GB/s (`benchmarks.restore`), and sends it to all others, in pieces of
-at most {piece} MB. Assumed: one file per rank, a network that brings each node {network} GB/s, and {hop} µs for a piece
-from one rank to the next. So the disk serves the checkpoint once; if each node read all of it, {nodes} times. A rank
-holds its share in memory, which is less than its next save needs. To the watchdog every {unit} MB that a rank reads is
-progress, so a slow disk is no hang; a read that brings nothing for `launch.hang_timeout_s` ({hang} s) ends the attempt.
+Restoring a checkpoint, calculated: each byte is read by one rank, hashed at the measured {hash} GB/s
+(`benchmarks.restore`), and sent to all others in pieces of at most {piece} MB. Assumed: one file per rank, a network
+that brings each node {network} GB/s, and {hop} µs for a piece from one rank to the next. To the watchdog every {unit}
+MB that a rank reads is progress, so a slow disk is no hang; a read that brings nothing for `launch.hang_timeout_s`
+({hang} s) ends the attempt.
 
 {restores}
 
-200 GB take longer because of the hops: each of the {ranks} files passes {ranks} ranks in {pieces} pieces, {hops} s.
-Larger pieces would save most of that, but each rank holds two of them.
+Of 200 GB the hops take {hops} s: each of the {ranks} files passes {ranks} ranks in {pieces} pieces.
 
-Each rank makes six connections to the store, and torch (2.15) asks the name server for the name at the other end of
-each: {lookups} queries when {ranks} ranks start. Seen here: an unanswered query delays its rank by 5 s, glibc's
-timeout.
+torch (2.15) asks the name server about each of a rank's six connections: {lookups} queries when {ranks} ranks start.
+An unanswered one delays its rank by 5 s, glibc's timeout.
 
-These do not grow: the lock, which only rank 0 takes; metrics.jsonl; attempts.jsonl, except for the names of the nodes;
-the cost per step of being able to stop together ({agreement} ns, `benchmarks.agreement`). A rank's share of a save
-shrinks.
+These do not grow: the lock, metrics.jsonl, attempts.jsonl (except for the names of the nodes), the cost per step of
+being able to stop together ({agreement} ns, `benchmarks.agreement`). A rank's part of a save shrinks.
 """
 
 
 def page() -> str:
     """The whole page."""
-    scale, deaths, save = result("scale"), result("goodput"), result("save")
+    scale, save = result("scale"), result("save")
     save_s = round(save["results"]["CheckpointWriter"]["lost_ms"] / 1000, 2)
     restore = result("restore")
     hash_bytes_s = restore["bytes"] / restore["results"]["one shard"]["hash"]["median"]
@@ -171,16 +152,9 @@ def page() -> str:
         files=f"{FILES_S:,}",
         mtbf=f"{NODE_MTBF_S / 86400:.0f}",
         save=save_s,
-        intervals=intervals([save_s, 10, 60], [1, 16, NODES]),
+        intervals=intervals([save_s, 60], [1, 16, NODES]),
         default=DEFAULT_S / 60,
         gain=100 * max(lost(save_s, nodes, DEFAULT_S) - lost(save_s, nodes) for nodes in range(1, NODES + 1)),
-        deaths=deaths["deaths"],
-        interval=f"{deaths['interval_s']:.2f}",
-        lost=f"{deaths['measured']['lost_s']:.2f}",
-        error=f"{deaths['standard_error_s']:.2f}",
-        model_lost=f"{deaths['model']['lost_s']:.2f}",
-        kept=f"{100 * deaths['measured']['goodput']:.0f}",
-        model_kept=f"{100 * deaths['model']['goodput']:.0f}",
         goodput_state=GOODPUT_STATE,
         start=f"{start_s():.2f}",
         goodput=table(HEAD, (row.cells for size in sizes for row in rows(size))),
@@ -190,14 +164,11 @@ def page() -> str:
         growth=growth(scale["ranks"]),
         beat=BEAT_S,
         state=f"{scale['state_bytes'] / 1e6:.0f}",
-        lines=scale["log_lines"],
-        real=real_ranks(),
+        met=f"{met_s():.0f}",
         gather=GATHER_S,
         round=round_s(RANKS),
         per_round=f"{OPERATIONS * RANKS:,}",
         load=100 * OPERATIONS * RANKS / round_s(RANKS) / FILES_S,
-        squared=RANKS**2,
-        squared_s=RANKS**2 / FILES_S,
         kill_wait=DEFAULT_KILL_WAIT_S,
         rescues=rescues({**CHECKPOINTS, "200 GB": 200e9}),
         silent=SILENT_S,
@@ -270,21 +241,16 @@ def lost(save_s: float, nodes: int, interval_s: float | None = None) -> float:
 
 def growth(ranks: dict[str, dict[str, float]]) -> str:
     """Milliseconds by activity and number of ranks."""
-    names = next(iter(ranks.values()))
+    names = [name for name in next(iter(ranks.values())) if name not in LEFT_OUT]
     rows = ([name, *(_three(1000 * taken[name]) for taken in ranks.values())] for name in names)
     return table(["ranks", *(f"{int(size):,}" for size in ranks)], rows)
 
 
-def real_ranks() -> str:
-    """Milliseconds that real ranks take to meet and to stop, and how that grows."""
+def met_s() -> float:
+    """Seconds until real ranks have met, as they grow."""
     measured = result("meeting")
-    ranks, growth = measured["ranks"], measured["growth"]
-    rows = []
-    for phase, power in growth.items():
-        medians = [1000 * taken[phase]["median"] for taken in ranks.values()]
-        carried_on = medians[-1] * (RANKS / int(list(ranks)[-1])) ** power
-        rows.append([phase, *map(_three, medians), f"N^{power}", _three(carried_on)])
-    return table(["real ranks", *ranks, "grows as", f"{RANKS:,}"], rows)
+    most = max(map(int, measured["ranks"]))
+    return measured["ranks"][str(most)]["met"]["median"] * (RANKS / most) ** measured["growth"]["met"]
 
 
 def round_s(ranks: int) -> float:

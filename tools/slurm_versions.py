@@ -1,4 +1,4 @@
-"""Writes docs/slurm-versions.md: which tests of tests/slurm pass on which Slurm.
+"""Writes docs/slurm-versions.md: which tests of tests/slurm fail on which Slurm.
 
 `python -m tools.slurm_versions FILE...` reads what `make test-slurm` has written, a JUnit file per version. Exits with
 status 1 if a test failed on any of them.
@@ -20,18 +20,15 @@ PAGE = """\
 # Slurm versions
 
 All tests of `tests/slurm` on several versions of Slurm, each a real one with four simulated nodes, under the Python of
-its Debian release. `make test-slurm` runs them on the Slurm of this machine; with `RELEASE=trixie` or `RELEASE=sid` it
-runs them on that of another Debian release, in a chroot. `python -m tools.slurm_versions FILE...` writes this page from
-the results.
-
-Slurm has accounting there unless its name says otherwise: sid's slurmdbd does not work with sid's MariaDB library. A
-test that asks for the state of a job then asks slurmctld.
-
-Tests that the table lacks are newer than these results.
+its Debian release. `make test-slurm` runs them on the Slurm of this machine; with `RELEASE=trixie` or `RELEASE=sid`, on
+that of another Debian release, in a chroot. `python -m tools.slurm_versions FILE...` writes this page from the results.
+Tests that are newer than these results are not counted.
 
 {totals}
 
 {results}
+
+Slurm has accounting there unless its name says otherwise: sid's slurmdbd does not work with sid's MariaDB library.
 """
 PASSED = "passed"
 Results = Mapping[str, str]  # outcome by test
@@ -49,12 +46,13 @@ def read(file: Path) -> tuple[str, Results]:
 
 
 def page(versions: Mapping[str, Results]) -> str:
-    """The whole page."""
+    """The whole page: how many tests have passed on each version, and each test that has not passed on all of them."""
     tests = sorted({test for results in versions.values() for test in results})
     passed = (str(sum(outcome == PASSED for outcome in results.values())) for results in versions.values())
     totals = table(("", *versions), [("tests", *(str(len(r)) for r in versions.values())), ("passed", *passed)])
-    rows = [(f"`{test}`", *(results.get(test, "not run") for results in versions.values())) for test in tests]
-    return PAGE.format(totals=totals, results=table(("test", *versions), rows))
+    found = {test: [results.get(test, "not run") for results in versions.values()] for test in tests}
+    rows = [(f"`{test}`", *outcomes) for test, outcomes in found.items() if set(outcomes) != {PASSED}]
+    return PAGE.format(totals=totals, results=table(("test", *versions), rows) if rows else "No test has failed.")
 
 
 def main(words: Sequence[str] | None = None) -> int:

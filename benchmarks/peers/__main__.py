@@ -36,16 +36,15 @@ The same training (the small network on 4,000 digits, 2 ranks on 2 nodes, {steps
 epochs) under six trainers, hit {times} in the middle of the second epoch, on a real Slurm with
 KillWait={kill_wait} s.
 
-The peers write a checkpoint after each epoch, and are configured more kindly than the scripts that people usually
-copy: they resume from their newest checkpoint however they were started. The usual submitit script looks for a
-checkpoint only after SIGUSR2, and Lightning's page on Slurm only after its own signal, so both start over after a
-preemption. transformers resumes only if it is told to, and its checkpoint at SIGTERM is off by default; here it is on.
-"On Laststep" are the same scripts with [Laststep's adapter](frameworks.md). One harness for all
-(`python -m benchmarks.peers`) reads the steps from the model's own count.
+The peers write a checkpoint after each epoch, and are configured more kindly than the scripts that people usually copy:
+they resume from their newest checkpoint however they were started. The usual submitit script looks for a checkpoint
+only after SIGUSR2, Lightning's page on Slurm only after its own signal, and transformers only if it is told to. "On
+Laststep" are the same scripts with [Laststep's adapter](frameworks.md). One harness for all: `python -m
+benchmarks.peers`.
 
 *Lost* steps had to be done again. *Back in* is the time from the last step before the fault to the first new step,
-including the queue. *By hand* means that the job was gone, or hung for {deadline} s, and somebody had to restart it.
-*Same weights* means that the final weights are, bit for bit, those of the same trainer's undisturbed run.
+including the queue. *By hand* means that the job was gone, or hung for {deadline} s. *Same weights*: bit for bit those
+of the same trainer's undisturbed run.
 
 {table}
 

@@ -130,18 +130,9 @@ class Report:
 
     def markdown(self) -> str:
         """The table and all violations, as a page."""
-        table = [COLUMNS, ["---"] * len(COLUMNS), *self._rows()]
-        return "\n".join(
-            [
-                HEAD.format(title=SILENT_TITLE if self.silent else "Faults", backend=SILENT if self.silent else ""),
-                *(f"* {line}" for line in self._summary()),
-                *(f"* VIOLATION: {violation}" for violation in self.violations),
-                "",
-                *(f"| {' | '.join(row)} |" for row in table),
-                "",
-                FOOT,
-            ]
-        )
+        *rows, total = self._rows()
+        lines = [*self._summary(), f"recovered: {total[3]}", *(f"VIOLATION: {wrong}" for wrong in self.violations)]
+        return page(lines, [*rows, total], self.silent)
 
     def _rows(self) -> list[tuple[str, ...]]:
         by_kind = {name: [hit for hit in self.hits if hit.fault == name] for name in ALL}
@@ -168,31 +159,42 @@ class Report:
 
 
 HEAD = """\
-# {title}
+# Faults
 
 `make chaos` injects random faults at random moments into real training runs on a throwaway Slurm, and writes this page.
 After each fault the run must recover, and may lose no more steps than allowed. At the end its weights and every line of
 its metrics must be identical to those of an undisturbed run.
-{backend}"""
-SILENT_TITLE = "Faults, on silent collectives"
-SILENT = """
-Here with `SILENT=1`: the collectives are gloo's, but in NCCL's order of events. They are queued and return at once;
-when a rank dies, those of the others neither end nor fail (`tests/silent/silent_backend.py`). CPUs only: no GPU has run
-this.
 """
-FOOT = """\
+SILENT_HEAD = """\
+# Faults, on silent collectives
+
+The same as [Faults](chaos.md), where each fault is explained, but with `SILENT=1`: gloo's collectives in NCCL's order
+of events. They are queued and return at once; when a rank dies, those of the others neither end nor fail
+(`tests/silent/silent_backend.py`). CPUs only: no GPU has run this. The table has the faults that cost a step.
+"""
+FOOT = """
 *Recovered*: "itself" means without help; "launch.py resume" means that the harness typed this command, as a user would;
-"stayed" means that the fault did not end the attempt.
-
-*Lost steps*: the harness counts them from what each rank did, and compares the result with the run's own record. None
-may be lost, or those since the last save, or, after damage to the newest checkpoint, since the one before it.
-
-*Time to the next step*: from the fault (for a time limit, from its signal) until the next attempt has completed a step.
-It includes 6 s for which Slurm holds a requeued job.
-
-The plan of runs, faults, delays and targets depends on the seed alone. What a run is doing when a fault strikes, and so
-what the fault costs, also depends on the speed of the machine.
+"stayed" means that the fault did not end the attempt. *Lost steps*: the most that one fault cost; allowed are none, or
+those since the last save, or, after damage to the newest checkpoint, since the one before it. *Time*: from the fault
+until the next attempt has completed a step, with the 6 s for which Slurm holds a requeued job.
 """
+
+
+def page(lines: Sequence[str], rows: Sequence[Sequence[str]], silent: bool) -> str:
+    """The page about random faults: what was done, and a row for each fault, or each that cost a step."""
+    columns = (0, 2, 4, 5) if silent else (0, 1, 2, 4, 5)
+    rows = [row for row in rows if not silent or not row[4].startswith("0 ")]
+    table = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+    return "\n".join(
+        [
+            SILENT_HEAD if silent else HEAD,
+            *(f"* {line}" for line in lines),
+            "",
+            *(f"| {' | '.join(row[column] for column in columns)} |" for row in table),
+            *([] if silent else [FOOT.rstrip()]),
+            "",
+        ]
+    )
 
 
 PROCESSES_HEAD = """\

@@ -1,4 +1,4 @@
-"""The same Trainer under every launcher. The table in docs/launchers.md has the results: a row each, no cell empty.
+"""The same Trainer under every launcher. The table in launchers.md has the results: a row each, no cell empty.
 
 After an intended change: LASTSTEP_UPDATE_GOLDEN=1 python -m pytest tests/slurm/test_launchers.py
 """
@@ -21,7 +21,7 @@ from tests.support.needs import require_package
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
 
-PAGE = PROJECT / "docs/launchers.md"
+PAGE = PROJECT / "tests/slurm/launchers.md"
 NAMES = [*(launcher.name for launcher in LAUNCHERS), "Ray"]  # whose row is that of tests/frameworks/test_ray.py
 COLUMNS = ("command", "ranks", "stop", "after the stop", "weights", "mismatch")
 BEGINS = re.compile(r"attempt begins on \S+: rank (\d+) of (\d+) on (\S+) \([^;]*; ([^\s,]+)(?:, by (.*))?\)$", re.M)
@@ -29,7 +29,7 @@ every_launcher = pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launc
 
 
 class Table:
-    """The table of docs/launchers.md."""
+    """The table of launchers.md."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, str]] = {}
@@ -46,7 +46,7 @@ class Table:
         row = self.rows.setdefault(launcher.name, {})
         if self.updates:
             row[column] = text
-        assert row.get(column) == text, "docs/launchers.md"
+        assert row.get(column) == text, "tests/slurm/launchers.md"
 
     def write(self) -> None:
         rows = [("launcher", *COLUMNS), ("---",) * (len(COLUMNS) + 1)]
