@@ -12,11 +12,11 @@ from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from laststep.data.order import Order
-from laststep.rundir import RunDir
 from laststep.ranks.join import join
 from laststep.ranks.launchers import detect_world
 from laststep.ranks.signals import Signals
 from laststep.ranks.stop import Stop
+from laststep.rundir import RunDir
 
 signals, world, run = Signals.catch(), detect_world(), RunDir(Path("runs/parts"))
 run.checkpoints.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks._measure import MISSED, NOISE
 from benchmarks.overhead import WORKLOADS
 from benchmarks.sharding import BARE, OURS
+from laststep.say import counted
 from tools.scale import RESULTS, result, table
 
 MEASURED = (
