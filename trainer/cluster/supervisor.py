@@ -55,7 +55,7 @@ from trainer.say import flush_output, say
 from trainer.trainer import Trainer
 from trainer.world.fresh_view import FreshView, look_anew
 from trainer.world.launchers import STEP_RESTARTS, detect_world, restarts_in_place
-from trainer.world.signals import STOP_SIGNALS, die_with_parent
+from trainer.world.signals import STOP_SIGNALS, die_with_parent, next_signal
 from trainer.world.world import World
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -141,12 +141,12 @@ class Supervisor:
             os.kill(rank, number)
         self._pending.clear()
         while True:
-            found = signal.sigtimedwait(HELD, LOOK_S)
+            found = next_signal(HELD, LOOK_S)
             if found is None:
                 self._look_at(rank)
-            elif found.si_signo != signal.SIGCHLD:
-                self._ends |= found.si_signo in ENDING
-                os.kill(rank, found.si_signo)
+            elif found != signal.SIGCHLD:
+                self._ends |= found in ENDING
+                os.kill(rank, found)
             ended, status = os.waitpid(rank, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status)
@@ -282,12 +282,12 @@ class Supervisor:
 
     def _take_signals(self, wait_s: float) -> None:
         """Take the signals that are pending, after waiting up to `wait_s` for the first one."""
-        found = signal.sigtimedwait(HELD, wait_s)
+        found = next_signal(HELD, wait_s)
         while found is not None:
-            if found.si_signo != signal.SIGCHLD:
-                self._ends |= found.si_signo in ENDING
-                self._pending.append(found.si_signo)
-            found = signal.sigtimedwait(HELD, 0)
+            if found != signal.SIGCHLD:
+                self._ends |= found in ENDING
+                self._pending.append(found)
+            found = next_signal(HELD, 0)
 
 
 def _write(path: Path, text: str) -> None:
