@@ -53,7 +53,7 @@ from laststep.config.config import Config
 from laststep.job.after_ranks import after_ranks, starts_again_here
 from laststep.ranks.fresh_view import FreshView, look_anew
 from laststep.ranks.launchers import STEP_RESTARTS, detect_world, restarts_in_place
-from laststep.ranks.signals import STOP_SIGNALS, die_with_parent
+from laststep.ranks.signals import STOP_SIGNALS, die_with_parent, next_signal
 from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import EndedAttempt
 from laststep.records.attempts import find_record
@@ -170,12 +170,12 @@ class Supervisor:
             os.kill(rank, number)
         self._pending.clear()
         while True:
-            found = signal.sigtimedwait(HELD, LOOK_S)
+            found = next_signal(HELD, LOOK_S)
             if found is None:
                 self._look_at(rank)
-            elif found.si_signo != signal.SIGCHLD:
-                self._ends |= found.si_signo in ENDING
-                os.kill(rank, found.si_signo)
+            elif found != signal.SIGCHLD:
+                self._ends |= found in ENDING
+                os.kill(rank, found)
             ended, status = os.waitpid(rank, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status)
@@ -334,12 +334,12 @@ class Supervisor:
 
     def _take_signals(self, wait_s: float) -> None:
         """Take the signals that are pending, after waiting up to `wait_s` for the first one."""
-        found = signal.sigtimedwait(HELD, wait_s)
+        found = next_signal(HELD, wait_s)
         while found is not None:
-            if found.si_signo != signal.SIGCHLD:
-                self._ends |= found.si_signo in ENDING
-                self._pending.append(found.si_signo)
-            found = signal.sigtimedwait(HELD, 0)
+            if found != signal.SIGCHLD:
+                self._ends |= found in ENDING
+                self._pending.append(found)
+            found = next_signal(HELD, 0)
 
 
 def _write(path: Path, text: str) -> None:

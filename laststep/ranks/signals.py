@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -22,6 +22,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # submitit asks for a requeue with USR2, some sites with USR1. Slurm sends TERM on preemption, requeue and cancel.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 SIGNALLED = "LASTSTEP_SIGNALLED"  # set by a batch shell that has received a signal
+SIGSET_BYTES = 128  # of a sigset_t; glibc's and musl's have this size
 END = 0  # is no signal: it ends the thread
 CLOSE_S = 1.0
 
@@ -126,6 +127,21 @@ def set_up_worker(_: Any = None) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(signal.SIGKILL)
+
+
+def next_signal(numbers: Iterable[int], wait_s: float) -> int | None:
+    """The next of these signals, which are blocked, that arrives within `wait_s`; None if none does.
+
+    Not signal.sigtimedwait: if the process is stopped and continued meanwhile, as Slurm suspends a job, CPython (3.11)
+    returns what happens to be on its stack as the signal.
+    """
+    libc = ctypes.CDLL(None)
+    mask = ctypes.create_string_buffer(SIGSET_BYTES)
+    libc.sigemptyset(mask)
+    for number in numbers:
+        libc.sigaddset(mask, int(number))
+    found: int = libc.sigtimedwait(mask, None, (ctypes.c_long * 2)(int(wait_s), int(wait_s % 1 * 1e9)))
+    return None if found < 0 else found
 
 
 def die_with_parent(number: signal.Signals) -> None:

@@ -15,7 +15,7 @@ from laststep.ranks.seal import Seal
 from laststep.ranks.sealed_store import SealedStore
 from laststep.ranks.signals import Signals
 from laststep.ranks.stop import Stop
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.waiting import DEADLINE_S, read_until, wait_until
 from tests.support.worlds import a_world
 
 
@@ -69,3 +69,27 @@ def test_a_program_with_signals_of_its_own() -> None:
     replace: while we train, and afterwards, it was deaf. Each training left a thread and two descriptors."""
     done = subprocess.run([sys.executable, "-c", HOST], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
+
+
+WAITS = """
+import os, signal
+from laststep.ranks.signals import next_signal
+held = {signal.SIGTERM, signal.SIGUSR2}
+signal.pthread_sigmask(signal.SIG_BLOCK, held)
+print("waits", flush=True)
+print(next_signal(held, 0.5), flush=True)  # meanwhile this process is stopped and continued
+os.kill(os.getpid(), signal.SIGUSR2)
+print(next_signal(held, 60), next_signal(held, 0))
+"""
+
+
+def test_a_wait_for_a_signal_while_suspended() -> None:
+    """A supervisor waits for the signals of its rank. Python's own function returned a signal by any number when the
+    process woke: the supervisor died of it, and with it the rank."""
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as waits:
+        read_until(waits, "waits")
+        waits.send_signal(signal.SIGSTOP)
+        time.sleep(0.6)  # until the wait is over, by the clock
+        waits.send_signal(signal.SIGCONT)
+        said, _ = waits.communicate(timeout=DEADLINE_S)
+    assert said.split() == ["None", str(int(signal.SIGUSR2)), "None"]
