@@ -9,8 +9,8 @@ if sys.version_info < (3, 10):  # noqa: UP036 - a cluster's own python3 may be o
 
 if __name__ == "__main__":
     try:
-        from laststep import _main
+        from laststep import main
 
-        sys.exit(_main())
+        sys.exit(main())
     except KeyboardInterrupt:  # while Python still imports what would catch it
         sys.exit(130)

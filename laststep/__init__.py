@@ -27,7 +27,7 @@ _HOMES = {
 }
 
 
-def _main() -> int:
+def main() -> int:
     """The `laststep` command; returns the exit status."""
     try:
         from laststep.cli.main import main

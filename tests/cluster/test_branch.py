@@ -13,7 +13,7 @@ from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.submission import branch
-from tests.support.commands import refusal
+from tests.support.commands import REFUSING_SBATCH, refusal
 from tests.support.ranks import fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, config
 from tests.support.undisturbed import undisturbed_run
@@ -65,7 +65,7 @@ def test_the_command(slurm: Path, here: Path, root: Path, capfd: pytest.CaptureF
     run = RunDir(here / "runs" / "second")
     assert Config.load(run.config).train.max_steps == 3
     assert [line["step"] for line in read_lines(run.metrics)] == [1, 2, 2]
-    (slurm / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    (slurm / "sbatch").write_text(REFUSING_SBATCH)
     assert "Slurm refused the job" in refusal_after_copy([*words, "--name", "third"], capfd)
     assert not (here / "runs" / "third").exists()
     assert "--site x: --from" in refusal([*words, "--site", "x"], capfd, here)

@@ -123,8 +123,9 @@ class Desk:
             for terminal in self.terminals:
                 terminal.send_signal(signal.Signals[f"SIG{program}"])
         elif program == "ranks":
+            job = self.job(run)  # once: the attempt may end with the first signal
             for pid, command, environ in processes():
-                if environ.get("SUBMITIT_LOCAL_JOB_ID") == self.job(run) and "submitit.core._submit" in command:
+                if environ.get("SUBMITIT_LOCAL_JOB_ID") == job and "submitit.core._submit" in command:
                     os.kill(pid, signal.Signals[f"SIG{words[0]}"])
         else:
             self.cluster.run(program, *words, self.job(run))
