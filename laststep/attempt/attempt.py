@@ -123,7 +123,11 @@ class Attempt:
         try:
             candidates = self._take_run_folder() if world.rank == 0 else iter(())
             preflight = Preflight.of(self._config, world)
-            compiler.cache_in(self._run_dir.compiled) if self._config.train.compile else compiler.defer_import()
+            if self._config.train.compile:
+                compiler.cache_in(self._run_dir.compiled)
+            else:
+                compiler.watch(self._watchdog.compiling)  # the user's code may compile all the same
+                compiler.defer_import()
             if world.rank == 0 and world.step_restarts is None:  # else its supervisor has imported it
                 say("importing torch")  # which takes seconds, on a network file system up to a minute
             # Not at the top of this file, so that a signal during these seconds is caught too.

@@ -26,6 +26,7 @@ from typing import Any
 
 NAME = "torch._dynamo"
 SWITCH = "LASTSTEP_KEEP_COMPILER"
+_notes: list[Callable[[bool], None]] = []  # to be called once the compiler is imported
 
 
 def cache_in(folder: Path) -> None:
@@ -60,6 +61,20 @@ def defer_import() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+def watch(note: Callable[[bool], None]) -> None:
+    """Call `note` whenever the compiler begins and ends its work in this process, from its import on."""
+    if f"{NAME}.config" in sys.modules:
+        _tell(note)
+    else:
+        _notes.append(note)
+
+
+def _tell(note: Callable[[bool], None]) -> None:
+    from laststep import compat  # not at the top: tests load this file alone
+
+    compat.on_compiling(note)
+
+
 def _import_compiler(asked_for: str) -> None:
     """Replace the stand-in by the compiler itself, since it has no `asked_for`."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
@@ -76,6 +91,8 @@ def _keep_shapes_apart() -> None:
     from laststep.say import say
 
     compile_each_shape(say)
+    while _notes:
+        _tell(_notes.pop())
 
 
 def _disable(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:

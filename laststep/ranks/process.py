@@ -119,6 +119,20 @@ def children(parent: int, word: str) -> list[int]:
     return found
 
 
+def cpu_s_of_descendants(ancestor: int) -> float:
+    """CPU seconds that the living descendants of a process have used, and the children that these have waited for."""
+    tick_s, parents, used = 1 / os.sysconf("SC_CLK_TCK"), {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):  # it has just ended
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+            used[int(folder.name)] = sum(map(int, fields[11:15])) * tick_s
+    found = {ancestor}
+    while new := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= new
+    return sum(used[pid] for pid in found - {ancestor})
+
+
 def session(leader: int) -> list[int]:
     """The processes of a session other than its leader; none where the system does not say (no /proc)."""
     found = []

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from laststep.ranks.bad_node import blamed_host
-from laststep.ranks.process import identity, is_running, start_thread
+from laststep.ranks.process import cpu_s_of_descendants, identity, is_running, start_thread
 from laststep.ranks.world import World
 from laststep.say import say
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.5
 SLOW_WINDOW_S = 60.0
+WORK_S = 0.02  # of the CPU between two heartbeats: processes that only wait, as `InterpreterWatch`'s, use less
 # A rank that the others wait for is taken for dead when it has sent no heartbeat for this long. A starved host delays
 # heartbeats by several seconds, and the end of the attempt is a high price for that. In a hurry, that is after a
 # signal, the others may be killed soon, and lose nothing by saving without it: half of the grace period leaves time.
@@ -97,7 +98,7 @@ class Watchdog:
     def __init__(self, probes: Probes, hang_timeout_s: float, on_fault: Callable[[Fault], None]) -> None:
         self.phase = "starting"
         self._phases = 0  # entered so far, and the progress within them
-        self._compiling, self._where = False, ""
+        self._compiling, self._where, self._children_s = False, "", 0.0
         self.activity = 0  # any thread may add to it, to show that work gets on: a file grows
         self._probes = probes
         self._timeout_s, self._on_fault = hang_timeout_s, on_fault
@@ -157,8 +158,8 @@ class Watchdog:
 
     def compiling(self, begins: bool) -> None:
         """torch's compiler begins or ends its work, which may take longer than any timeout. Until it ends, the rank
-        makes progress as long as its main thread moves from line to line."""
-        self._compiling = begins
+        makes progress as long as its main thread moves from line to line, or a process works that it has started."""
+        self._compiling, self._children_s = begins, cpu_s_of_descendants(os.getpid())
         self.advance()
 
     def is_dead(self, rank: int, in_a_hurry: bool) -> bool:
@@ -275,11 +276,17 @@ class Watchdog:
     def _own_beat(self) -> Beat:
         world = self._probes.world()
         where, waits = innermost_line(self._main_thread)
-        if self._compiling and where != self._where:
+        if self._compiling and (where != self._where or self._children_work()):
             self.advance()
         self._where = where
         own = (world.host_of(world.rank), self._round, self._phases + self._probes.ticks(), self.phase, where, waits)
         return Beat(*own, self._busy_s(), self._process, self._device, self.activity)
+
+    def _children_work(self) -> bool:
+        """Whether processes that this one has started have worked since the last look: torch's compiler waits for a C++
+        compiler, for minutes on a busy machine."""
+        before, self._children_s = self._children_s, cpu_s_of_descendants(os.getpid())
+        return self._children_s >= before + WORK_S
 
     def _compare(self, beats: list[Beat]) -> None:
         """On rank 0: look for silent and stuck ranks in everyone's latest heartbeat."""

@@ -274,8 +274,10 @@ def test_a_short_grace_period() -> None:
 def test_reading_and_compiling_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow disk and a large model's compilation take longer than any timeout: a run that was ended for it would end
     so in every attempt. A main thread that stays in one line, or moves outside of the compiler, makes none."""
-    lines = iter(["a", "a", "b", "c", "c", "d", "e"])
+    lines = iter(["a", "a", "b", "c", "c", "c", "d", "e"])
     monkeypatch.setattr(watchdog, "innermost_line", lambda thread: (next(lines), False))
+    cpu_s = iter([1.0, 1.01, 1.5, 1.5])  # of the C++ compiler; one that hangs uses none
+    monkeypatch.setattr(watchdog, "cpu_s_of_descendants", lambda _: next(cpu_s))
     watch = Watchdog(Probes(world=a_world), 60, on_fault=lambda fault: None)
     try:
         at_rest = watch._own_beat().progress
@@ -283,9 +285,9 @@ def test_reading_and_compiling_are_progress(monkeypatch: pytest.MonkeyPatch) -> 
         watch.advance(3)
         assert watch._own_beat().progress == at_rest + 3, "the line has changed too, but nothing is being compiled"
         watch.compiling(True)
-        assert [watch._own_beat().progress - at_rest for _ in range(2)] == [5, 5]
+        assert [watch._own_beat().progress - at_rest for _ in range(3)] == [5, 5, 6]
         watch.compiling(False)
-        assert [watch._own_beat().progress - at_rest for _ in range(2)] == [6, 6]
+        assert [watch._own_beat().progress - at_rest for _ in range(2)] == [7, 7]
     finally:
         watch.close()
 
