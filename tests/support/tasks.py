@@ -320,9 +320,9 @@ class Drawn(Faulty):
         tensorboard.EVERY_S = 0.01
         begin = MetricsFile.begin
 
-        def remember(file: MetricsFile, count: int) -> None:
+        def remember(file: MetricsFile, *words: Any) -> None:
             self.metrics = file
-            begin(file, count)
+            begin(file, *words)
 
         MetricsFile.begin = remember  # type: ignore[assignment, method-assign]
 
