@@ -418,8 +418,9 @@ def test_srun_was_killed_while_a_rank_starts(
             run_lock.acquire(run.lock, rank_0)
         return slurm.answer(words)
 
-    monkeypatch.setattr(subprocess, "run", meanwhile)
-    after_ranks(run, WORLD, LAUNCH, KILLED)
+    with monkeypatch.context() as while_the_shell_decides:  # not when rank 0 asks Slurm for its time limit
+        while_the_shell_decides.setattr(subprocess, "run", meanwhile)
+        after_ranks(run, WORLD, LAUNCH, KILLED)
     assert slurm.requeues == 1
     with pytest.raises(SystemExit) as ended:
         Attempt(config(run.path, "small", 2, ()), run, rank_0, cast(Signals, signals)).run()
