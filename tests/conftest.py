@@ -7,11 +7,13 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from laststep.attempt.compiler import defer_import
+from laststep.ranks.signals import STOP_SIGNALS
 from tests.support.commands import FAKE_SBATCH, NO_SLURM, fake_squeue
 from tests.support.project import SILENT, SILENT_PATH
 from tests.support.running_order import arrange
@@ -32,6 +34,17 @@ sys.orig_argv[0] = "python"
 # tests start would inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """What a test has done to this process's signals ends with it: a program that a later test starts would inherit
+    that Ctrl-C is ignored, and the test would wait for its end for good."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 def is_worker(config: pytest.Config) -> bool:

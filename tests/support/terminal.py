@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import time
@@ -88,8 +89,11 @@ class Screen:
 
     def left(self) -> tuple[list[str], int]:
         """The lines that the command leaves on the terminal at its end, and its exit status."""
+        deadline = time.monotonic() + DEADLINE_S
         while self._read():
-            pass
+            if time.monotonic() > deadline:
+                os.kill(self._pid, signal.SIGKILL)
+                raise AssertionError(f"the command did not end; it last drew:\n{self._printed[-2000:]}")
         os.close(self._terminal)
         _, status = os.waitpid(self._pid, 0)
         return plain(self._printed.rpartition(self.BACK)[2]), os.waitstatus_to_exitcode(status)
