@@ -204,7 +204,11 @@ def connected(rank: int, logs: Sequence[str | None]) -> Group:
         assert torch.equal(others[rank], tensor), "what this rank has read"
         return others
 
-    with mock.patch("laststep.ranks.group.dist.init_process_group", init), mock.patch.object(group, "gather", gather):
+    with (
+        mock.patch("laststep.ranks.group.dist.init_process_group", init),
+        mock.patch("laststep.ranks.group.compat.set_timeout"),  # of the group that was not made
+        mock.patch.object(group, "gather", gather),
+    ):
         group._init_nccl(timedelta(seconds=1))
     return group
 

@@ -52,7 +52,9 @@ def script(run: Run) -> None:
     dist.barrier()  # before rank 0's store goes
 
     train(run, DistributedDataParallel(nn.Linear(2, 1)))
-    dist.destroy_process_group(dist.new_group())  # a group of the script's own
+    own = dist.new_group()  # a group of the script's own
+    dist.barrier(own)  # gloo's ranks have connected: else the first that closes it would fail the other
+    dist.destroy_process_group(own)
     destroy_process_group()
     sys.exit(0)
 
