@@ -406,10 +406,10 @@ def test_a_job_without_its_batch_shell(step: Step) -> None:
     step.ends(1, -signal.SIGKILL)
     step.waits_for_gone(1)
     step.rescue()
+    (step.folder / "state").write_text("COMPLETING")  # before the supervisors ask whether they start again
+    (step.folder / "reason").write_text("JobLaunchFailure")
     step.ends(0, 1)
     step.waits_for_gone(0)
-    (step.folder / "state").write_text("COMPLETING")
-    (step.folder / "reason").write_text("JobLaunchFailure")
     for supervisor in step.supervisors.values():
         supervisor.send_signal(signal.SIGTERM)
     assert (step.status(0), step.status(1)) == (1, -signal.SIGKILL)
