@@ -42,6 +42,7 @@ SCONTROL = """\
 echo "$@" >> {folder}/asked
 case "$1 $2" in
 "show job")
+  while [ -e {folder}/held ]; do sleep 0.05; done
   echo "JobId=7 JobState=$(cat {folder}/state) Restarts=0 EndTime=Unknown NodeList=n1 Reason=$(cat {folder}/reason)" ;;
 "show node") echo "NodeName=n1 State=IDLE" ;;
 esac
@@ -406,12 +407,14 @@ def test_a_job_without_its_batch_shell(step: Step) -> None:
     step.ends(1, -signal.SIGKILL)
     step.waits_for_gone(1)
     step.rescue()
-    (step.folder / "state").write_text("COMPLETING")  # before the supervisors ask whether they start again
+    (step.folder / "state").write_text("COMPLETING")
     (step.folder / "reason").write_text("JobLaunchFailure")
+    (step.folder / "held").touch()  # the signal comes while rank 0's supervisor asks whether the ranks start again
     step.ends(0, 1)
-    step.waits_for_gone(0)
+    wait_until(lambda: step.asked("show job"), "no supervisor asked for the job")
     for supervisor in step.supervisors.values():
         supervisor.send_signal(signal.SIGTERM)
+    (step.folder / "held").unlink()
     assert (step.status(0), step.status(1)) == (1, -signal.SIGKILL)
     assert step.asked("requeue 7") == 1
 
