@@ -1,6 +1,6 @@
 """How large the house is: files, lines, entries of each folder, modules that only one other imports, names used twice.
 
-`python -m tools.house` prints the figures that docs/design.md quotes; `--importers` lists modules with one importer.
+`python -m tools.house` prints these figures; `--importers` lists the modules with one importer.
 A module counts as imported wherever the statement stands, also within functions and for type checking.
 """
 

@@ -58,7 +58,7 @@ END_S = 60.0
 
 
 class Stopped(SystemExit):
-    """The ranks stopped after the same step and saved it. Not an Exception, so that nothing takes it for a failure."""
+    """The ranks stopped after the same step and saved it. Not an Exception, so that nothing counts it as a failure."""
 
     def __init__(self, number: signal.Signals, world: World) -> None:
         super().__init__(status_after(number, world))

@@ -21,7 +21,7 @@ ALONE_S = 15.0
 LONGEST_ROUND_S = 1.0  # a round that takes longer counts as this much: the process may have been suspended
 # Writing begins this long after the last rank has said what it holds.
 SETTLE_S = 0.3
-# A survivor whose heartbeat stands still for this long is taken for dead; if it comes back, it takes part again.
+# A survivor whose heartbeat stands still for this long counts as dead; if it comes back, it takes part again.
 SILENT_S = 5.0
 # A survivor that is alive but gets nothing done for this long, because its disk hangs, is given up. One whose device
 # does not answer says so itself, much earlier.

@@ -140,7 +140,7 @@ class Layout:
 
     @classmethod
     def of(cls, saved: Any, shards: int) -> Layout:
-        """The layout of a state in so many shards, of which this is what structure.pt holds."""
+        """The layout of a state in this many shards, of which this is what structure.pt holds."""
         return cls(saved) if shards == 1 else cls(saved["state"], saved["sharded"], shards)
 
     @classmethod

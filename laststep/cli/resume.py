@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if not extended and _says_finished(folder, config):
         return 0
     if way is not Way.DRY_RUN:
-        unanswered.settle(folder, args.force)
+        unanswered.find_jobs(folder, args.force)
     known = len(read_submissions(folder.submissions))
     if way is not Way.DRY_RUN and (jobs := jobs_in_queue(folder, args.force)):
         cancel = command(f"cancel {run_folders.typed(folder)}")

@@ -95,7 +95,7 @@ class _Shown(Protocol):
         """The status of each run, in the order in which to show them."""
 
     def view(self, reading: _Reading, width: int | None) -> View:
-        """The wanted runs, in so many columns of the terminal (None: any number)."""
+        """The wanted runs, in this many columns of the terminal (None: any number)."""
 
     def fields(self, run: str) -> dict[str, Any]:
         """Further fields of a run's JSON object."""

@@ -122,7 +122,7 @@ class _Readings(Generic[T]):
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], list[bytes]]]:
-    """A function that returns the keys pressed on the terminal, or none after so many seconds."""
+    """A function that returns the keys pressed on the terminal, or none after this many seconds."""
     if not sys.stdin.isatty():  # only Ctrl-C ends it
 
         def wait(seconds: float) -> list[bytes]:

@@ -81,7 +81,7 @@ def nodes_for(shares: int | None, launch: Launch) -> list[int]:
 
 
 def check_replicas(replicas: int, nodes: int) -> None:
-    """Raise ConfigError unless these nodes can keep so many copies of each other's shards (checkpoint.replicas)."""
+    """Raise ConfigError unless these nodes can keep this many copies of each other's shards (checkpoint.replicas)."""
     if replicas and nodes == 1:
         raise ConfigError(
             f"checkpoint.replicas={replicas}: keeps copies on another node, and this run has one node; use more nodes, "

@@ -14,7 +14,7 @@ from laststep.data.order import Indices
 from laststep.data.pixels import Images
 
 BatchKey = tuple[int, Indices | Sequence[int]]  # epoch, sample indices
-# At most so many batches are fetched together, and at most so many bytes.
+# The most batches, and the most bytes, that are fetched together.
 BLOCK, BLOCK_BYTES = 256, 4 << 20
 ALIGNED = 64  # bytes: torch's tensors in the CPU's memory begin at a multiple of this
 

@@ -2,7 +2,7 @@
 many minutes to notice.
 
 The first rank of each node asks the host of the next one, from time to time, for a connection to a port that nobody
-uses. A host that runs refuses it at once. One that has answered before is taken for dead when it has not answered for
+uses. A host that runs refuses it at once. One that has answered before counts as dead when it has not answered for
 `DEAD_AFTER_S`, and this rank has not got on meanwhile either: a network that only this question needs may be away.
 Where hosts cannot be asked (a name that does not resolve, a firewall), nothing is known, and `launch.hang_timeout_s`
 decides.

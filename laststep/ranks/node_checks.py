@@ -31,7 +31,7 @@ class Finding(NamedTuple):
 def check_host(
     ranks: int, root: str | None, room: Room = os.statvfs, memory: str = "/proc/meminfo"
 ) -> Iterator[Finding]:
-    """Check this node's memory, for so many ranks, and the room in its disks; also in `root`, the folder of all runs,
+    """Check this node's memory, for this many ranks, and the room in its disks; also in `root`, the folder of all runs,
     which all nodes share, so that it is never this node's fault."""
     yield from _check_memory(ranks, Path(memory))
     if os.path.isdir(SHARED_MEMORY):

@@ -50,7 +50,7 @@ def keeper_of(rank: int, world: World) -> int:
 
 
 class ReplicaLink:
-    """This rank's connections to its keeper and to its ward. `allocate` returns so many bytes of memory.
+    """This rank's connections to its keeper and to its ward. `allocate` returns memory of a size in bytes.
 
     If a connection fails, `error` says why, and no further copy is sent; training continues.
     """

@@ -252,7 +252,7 @@ def no_start(path: Path, before: Before | None = None) -> Iterator[str | None]:
     """Give the signature of the attempt that holds the lock. If none does, none can take it inside the `with`, unless
     the file system has no locks.
 
-    The lock is shared, as in `current_holder`: nobody who looks at the run is taken for an attempt. Raises DiskError
+    The lock is shared, as in `current_holder`: a look at the run is not mistaken for an attempt. Raises DiskError
     when the disk refuses for LOOK_S.
     """
     file = _LockFile(path, LOOK_S)

@@ -43,7 +43,7 @@ def shard_place(sharding: str, world: World) -> ShardPlace:
 
 
 def shard_rows(rows: int, shard: int, shards: int) -> tuple[int, int]:
-    """Where a shard of a tensor with so many rows begins and ends, as torch.chunk and DTensor's Shard(0) cut it: each
+    """Where a shard of a tensor with this many rows begins and ends, as torch.chunk and DTensor's Shard(0) cut it: each
     shard has ceil(rows / shards) rows, those at the end fewer or none."""
     each = -(-rows // shards)
     return min(shard * each, rows), min((shard + 1) * each, rows)

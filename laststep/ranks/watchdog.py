@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 BEAT_S = 0.5
 SLOW_WINDOW_S = 60.0
 WORK_S = 0.02  # of the CPU between two heartbeats: processes that only wait, as `InterpreterWatch`'s, use less
-# A rank that the others wait for is taken for dead when it has sent no heartbeat for this long. A starved host delays
+# A rank that the others wait for counts as dead when it has sent no heartbeat for this long. A starved host delays
 # heartbeats by several seconds, and the end of the attempt is a high price for that. In a hurry, that is after a
 # signal, the others may be killed soon, and lose nothing by saving without it: half of the grace period leaves time.
 DEAD_AFTER_S, DEAD_IN_A_HURRY_S = 60.0, 15.0
@@ -163,7 +163,7 @@ class Watchdog:
         self.advance()
 
     def is_dead(self, rank: int, in_a_hurry: bool) -> bool:
-        """Whether that rank's process has ended, or is silent for so long that it must be taken for dead. One that runs
+        """Whether that rank's process has ended, or is silent for so long that it counts as dead. One that runs
         on rank 0's node is only starved or suspended. Only rank 0 knows; elsewhere False."""
         if rank in self._ended or in_a_hurry:
             return rank in self._ended or self._silent_s[rank] >= min(DEAD_IN_A_HURRY_S, self._probes.grace_s() / 2)

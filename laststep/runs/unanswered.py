@@ -80,7 +80,7 @@ def found_by_itself(run: RunDir, tag: str) -> str | None:
     return next((line["job_id"] for line in read_submissions(run.submissions) if line.get("tag") == tag), None)
 
 
-def settle(run: RunDir, without_slurm: bool = False) -> None:
+def find_jobs(run: RunDir, without_slurm: bool = False) -> None:
     """Find the jobs of open intents, and record them. Raises Unanswered while one may still come into the queue;
     `without_slurm` leaves that be."""
     for intent in open_intents(run.submissions):

@@ -250,8 +250,8 @@ def _ended_by_signals() -> Iterator[None]:
 @contextlib.contextmanager
 def _without_launcher_variables() -> Iterator[None]:
     """Hide the variables of a surrounding launcher: sbatch would read them as options and pass them on to the job,
-    whose ranks would take themselves for ranks of that launcher. SLURM_CONF, which names the Slurm to talk to, and the
-    user's SBATCH_* stay; so do MASTER_ADDR and MASTER_PORT, unless a RANK is set too."""
+    whose ranks would mistake themselves for that launcher's ranks. SLURM_CONF, which names the Slurm to talk to, and
+    the user's SBATCH_* stay; so do MASTER_ADDR and MASTER_PORT, unless a RANK is set too."""
     prefixes = (*LAUNCHER_VARIABLES, *(TORCH_VARIABLES if "RANK" in os.environ else ()))
     hidden = {k: v for k, v in os.environ.items() if k.startswith(prefixes) and k != "SLURM_CONF"}
     for name in hidden:

@@ -58,7 +58,7 @@ def test_what_slurm_says(shown: Job, since_term_s: float | None, left_s: float) 
 
 
 def grace_of(launch: Launch, world: World, *received: tuple[Number, float]) -> GracePeriod:
-    """The grace period of a rank that has received these signals, each so many seconds ago."""
+    """The grace period of a rank that has received these signals, with the seconds since each."""
     times = [(number, time.monotonic() - ago_s) for number, ago_s in received]
     state = SimpleNamespace(
         config=SimpleNamespace(launch=launch),

@@ -11,7 +11,7 @@ from tests.faults.plan import Moment
 from tests.faults.victim import Missed, NeverCame, Victim
 
 DEADLINE_S = 60.0
-END_STEPS = 12  # the end of a run begins so many steps before the last
+END_STEPS = 12  # the end of a run is its last steps, this many
 QUICK_POLL_S = 0.002  # a save and a restore last some tens of milliseconds
 
 

@@ -28,7 +28,7 @@ SCENARIOS = ("local", "job")
 def main(words: Sequence[str]) -> int:
     """Returns 1 if a promise was broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.worst_day", description=__doc__)
-    parser.add_argument("--runs", type=int, default=300, metavar="N", help="at most so many runs (default: 300)")
+    parser.add_argument("--runs", type=int, default=300, metavar="N", help="the most runs to make (default: 300)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the plan (default: 1)")
     parser.add_argument("--at-once", type=int, default=2, metavar="K", help="runs at a time (default: 2)")
     parser.add_argument("--only", metavar="TEXT", help="only the faults whose names contain this")
