@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-
-from submitit import SlurmJob
+from typing import TYPE_CHECKING
 
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.metrics import newest_step
@@ -26,6 +25,9 @@ from laststep.rundir import RunDir
 from laststep.runs.run_folders import typed
 from laststep.runs.run_status import RunStatus, StatusReader, WaitReport, jobs_of, still_prints
 from laststep.say import command
+
+if TYPE_CHECKING:
+    from submitit import SlurmJob
 
 BAR_EVERY_S = 0.5  # between two updates of the bar
 PROGRESS_EVERY_S = 0.25  # between two progress lines on a terminal
