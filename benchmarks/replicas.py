@@ -25,7 +25,7 @@ from benchmarks._measure import DEADLINE_S, write_results
 from laststep.checkpoint.buffers import HostMemory
 from laststep.checkpoint.position import Position
 from laststep.checkpoint.writer import CheckpointInfo
-from laststep.loops.copies import Copies
+from laststep.loops.snapshot import Copies
 from laststep.ranks.exported import free_port
 from laststep.ranks.replica_link import ReplicaLink
 from laststep.ranks.seal import Seal

@@ -34,7 +34,7 @@ from laststep.records.retry import least_hopeful
 from laststep.say import counted, say
 
 if TYPE_CHECKING:
-    from laststep.loops.loop import Loop
+    from laststep.loops.engine import Loop
 
 # How long a main thread in the middle of an update may take to complete it.
 FREEZE_S = 10.0

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     search = code_copy.search_path(folder, checked, runs_copy=True)
     machine_checks.check_names(checked, search)
     from laststep.checkpoint.export import read_run
-    from laststep.loops.evaluate import evaluate
+    from laststep.loops.task_loop import evaluate
 
     weights = read_run(folder, args.step, args.best, args.raw)
     config = _config(folder, args.overrides, weights.manifest.world_size, weights.averaged)

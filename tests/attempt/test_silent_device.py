@@ -26,8 +26,7 @@ from laststep.attempt.state import AttemptState
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.stripes import Stripe
 from laststep.config.config import Config
-from laststep.loops.loop import Loop
-from laststep.loops.rescued import HeldCopy
+from laststep.loops.engine import HeldCopy, Loop
 from laststep.ranks import device_thread, run_lock
 from laststep.ranks.device_thread import DeviceSilent
 from laststep.ranks.shard_place import ShardPlace

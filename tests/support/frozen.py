@@ -12,7 +12,7 @@ from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.store import CheckpointStore, shard_name
 from laststep.checkpoint.stripes import Stripe
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, reason_of
-from laststep.loops.rescued import Rescued
+from laststep.loops.engine import Rescued
 
 
 def frozen_state(
