@@ -40,7 +40,7 @@ class Disturbed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capacity: int | None = None) -> None:
         self.queue = RewoundQueue(capacity)
         monkeypatch.setattr("laststep.loops.engine.open_queue", lambda device: self.queue)
-        monkeypatch.setattr("laststep.loops.engine.start_copy_to_host", self.start_copy_to_host)
+        monkeypatch.setattr("laststep.loops.measured.start_copy_to_host", self.start_copy_to_host)
 
     def start_copy_to_host(self, scalars: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
         copied, event = [float(scalar) for scalar in scalars], self.queue.event()
