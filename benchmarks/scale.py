@@ -46,7 +46,7 @@ from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Beat, Probes, Watchdog
 from laststep.ranks.world import World
 from laststep.rundir import RunDir
-from laststep.runs.merged_logs import MergedLogs
+from laststep.runs.run_logs import MergedLogs
 
 SIZES = (2, 8, 32, 128, 512, 1024)
 REAL = (2, 4, 8)  # numbers of real ranks, for the count of open files

@@ -18,8 +18,7 @@ from laststep.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
 from laststep.checkpoint.interval import best_interval
 from laststep.checkpoint.restore import PIECE_BYTES
 from laststep.checkpoint.stripes import STRIPE_BYTES, stripe_count
-from laststep.config.launch import Launch
-from laststep.config.schema import Checkpoint
+from laststep.config.schema import Checkpoint, Launch
 from laststep.ranks.address import POLL_S
 from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S
 from laststep.ranks.stop import ANSWER_S

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.attempt.signal_cause import USER_SIGNALS, Ending, comes_back, judge, usual_ending
 from laststep.attempt.state import AttemptState
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.ranks.process import start_thread
 from laststep.ranks.signals import SIGNALLED, Signals
 from laststep.ranks.slurm import (

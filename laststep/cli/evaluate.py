@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from laststep.cli.parsers import ANY_KEY, Parser, add_checkpoint
-from laststep.code import code_origin
+from laststep.code import code_copy
 from laststep.config.checks import sizes_for, validate
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     root = run_folders.runs_root([word for word in args.overrides if word.startswith("launch.root=")])
     folder = RunDir(run_folders.find_run(args.run, root).path.absolute())
     checked = _checked(folder, [*args.overrides, *ONE_RANK])
-    search = code_origin.search_path(folder, checked, runs_copy=True)
+    search = code_copy.search_path(folder, checked, runs_copy=True)
     machine_checks.check_names(checked, search)
     from laststep.checkpoint.export import read_run
     from laststep.loops.evaluate import evaluate

@@ -17,7 +17,7 @@ from laststep.ranks.launchers import detect_world
 from laststep.ranks.signals import Signals
 from laststep.ranks.world import MeetingError, World
 from laststep.runs import run_folders
-from laststep.submission.spawn import spawn
+from laststep.submission.local import spawn
 
 DESCRIPTION = """\
 Every rank meets the others as in a run, says who it is, and helps to sum a one

@@ -15,9 +15,8 @@ from laststep.cli.parsers import Parser, add_run
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
-from laststep.runs.merged_logs import Line, MergedLogs, attempt_numbers
-from laststep.runs.run_status import StatusReader, records_of, still_prints
-from laststep.runs.waiting import Waiting, waiting_for
+from laststep.runs.run_logs import Line, MergedLogs, attempt_numbers
+from laststep.runs.run_status import StatusReader, WaitReport, records_of, still_prints, waiting_for
 from laststep.say import counted
 
 POLL_S = 1.0
@@ -72,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _follow(folder: RunDir, args: argparse.Namespace, logs: MergedLogs, reader: StatusReader, printer: _Printer) -> int:
-    waiting = Waiting(_note)
+    waiting = WaitReport(_note)
     tail = args.tail
     while True:
         (status,) = reader.read([folder])  # before the logs, so that the last lines of the run are still printed

@@ -16,7 +16,7 @@ from laststep.checkpoint.newest import START_S
 from laststep.checkpoint.patience import Patience
 from laststep.cli import hello
 from laststep.cli.parsers import Parser, add_config, split
-from laststep.code.loop_keys import check_keys
+from laststep.code.task_check import check_keys
 from laststep.config.config import Config, find_config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
@@ -25,10 +25,10 @@ from laststep.ranks.signals import die_with_parent
 from laststep.ranks.world import World
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
-from laststep.runs.trust import only_owner_writes
+from laststep.runs.run_folders import only_owner_writes
 from laststep.say import command, say
+from laststep.submission.local import spawn
 from laststep.submission.prepare import Way, prepare
-from laststep.submission.spawn import spawn
 from laststep.trainer import Trainer
 
 EPILOG = """\

@@ -66,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
         return _watch(args)
     from laststep.cli import start
     from laststep.cli.dry_run import dry_run
-    from laststep.code import code_origin
-    from laststep.code.loop_keys import check_keys
+    from laststep.code import code_copy
+    from laststep.code.task_check import check_keys
     from laststep.records.submissions import read_submissions
-    from laststep.runs import run_config, run_end, run_folders, trust, unanswered
+    from laststep.runs import run_config, run_folders, unanswered
     from laststep.runs.run_status import jobs_in_queue
     from laststep.submission import machine_checks
     from laststep.submission.prepare import Way, prepare
@@ -80,17 +80,17 @@ def run(args: argparse.Namespace) -> int:
     root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
     folder = run_folders.find_run(args.run, root)
     machine_checks.check_run_writable(folder.path)
-    trust.check_run(folder)
+    run_folders.check_run_trusted(folder)
     for word in overrides:
         key = word.partition("=")[0]
-        if key == "launch.name" or not (key.startswith("launch.") or key in run_end.ENDS):
+        if key == "launch.name" or not (key.startswith("launch.") or key in run_config.ENDS):
             raise ConfigError(
                 f"{word}: a resumed run keeps its configuration, but for launch.* keys and a later end; start another "
                 f"run from this one: `{command(f'submit --from {run_folders.typed(folder)} {word}')}`"
             )
     config = run_config.load(folder, overrides, restore=way is not Way.DRY_RUN)
     changed = run_config.changes(run_config.as_submitted(folder), config)
-    extended = {key: pair for key, pair in changed.items() if key in run_end.ENDS}
+    extended = {key: pair for key, pair in changed.items() if key in run_config.ENDS}
     if not extended and _says_finished(folder, config):
         return 0
     if way is not Way.DRY_RUN:
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         cancel = command(f"cancel {run_folders.typed(folder)}")
         raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
     runs_copy = way not in (Way.LOCAL, Way.DEBUG)
-    search = code_origin.search_path(folder, config, runs_copy)
+    search = code_copy.search_path(folder, config, runs_copy)
     config = prepare(config, way, search=search)
     check_keys(config, overrides, search=search)
     if extended:
@@ -142,7 +142,7 @@ def _says_finished(run: RunDir, config: Config) -> bool:
     """Whether the run has finished. If so, say that, and name the two ways to train on."""
     from laststep.records.plan import read_plan
     from laststep.records.submissions import read_submissions
-    from laststep.runs.run_end import longer
+    from laststep.runs.run_config import longer
     from laststep.runs.run_folders import typed
     from laststep.runs.run_status import is_finished, records_of
 

@@ -7,13 +7,12 @@ import sys
 
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.records.metrics import newest_step
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs.run_folders import short, typed
-from laststep.runs.run_status import StatusReader, records_of
-from laststep.runs.waiting import may_never_start
+from laststep.runs.run_status import StatusReader, may_never_start, records_of
 from laststep.say import command, counted
 from laststep.submission import submission
 from laststep.submission.prepare import Way
@@ -50,7 +49,7 @@ def start(config: Config, run: RunDir, way: Way, known: int = 0) -> int:
         print(f"[laststep] WARNING: {warning}", file=sys.stderr, flush=True)
     if way is not Way.FOLLOW:
         return 0
-    from laststep.runs.follow import follow
+    from laststep.runs.run_logs import follow
 
     status = follow(run, job)
     if status == 0:

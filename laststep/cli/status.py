@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         fields = ({**vars(one), "time_s": vars(time_of(one)), **shown.fields(one.run)} for one in wanted)
         print(json.dumps(list(fields), indent=1))
     elif args.watch:
-        from laststep.cli.status_watch import watch
+        from laststep.cli.status_tables import watch
 
         watch(read, shown.view)
     else:

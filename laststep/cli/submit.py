@@ -47,7 +47,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start a new run; returns the exit status."""
     from laststep.checkpoint.store import CheckpointStore
-    from laststep.code.loop_keys import check_keys
+    from laststep.code.task_check import check_keys
     from laststep.config.config import Config, find_config
     from laststep.runs import run_folders
     from laststep.submission.prepare import Way, prepare_new

@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Submit the missing runs of a sweep; returns the exit status."""
     from laststep.cli.start import root_hint
-    from laststep.code.loop_keys import check_keys
+    from laststep.code.task_check import check_keys
     from laststep.config.config import Config, find_config
     from laststep.runs import run_folders
     from laststep.runs.weights_source import check_weights

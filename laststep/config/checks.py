@@ -10,9 +10,8 @@ from typing import Any
 
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
-from laststep.config.launch import RESERVED_SBATCH_OPTIONS, Launch
 from laststep.config.ranking import Ranking
-from laststep.config.schema import READY_MADE, Settings, Train
+from laststep.config.schema import READY_MADE, RESERVED_SBATCH_OPTIONS, Launch, Settings, Train
 from laststep.say import counted
 
 # The largest batch size to propose. For a wide range of nodes, the smallest one that divides is absurdly large.

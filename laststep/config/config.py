@@ -14,8 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from laststep.config.checks import validate
 from laststep.config.errors import ConfigError, first_line, nearest
-from laststep.config.keys import assign, escaped, fields_of, parse_override, replaced, values_of
-from laststep.config.scalars import as_written
+from laststep.config.keys import as_written, assign, escaped, fields_of, parse_override, replaced, values_of
 from laststep.config.schema import Settings
 from laststep.rundir import aside
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.doctor.problem import Problem
 from laststep.doctor.slurm_settings import SlurmSettings
 from laststep.say import command

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from laststep import say
 from laststep.attempt.grace import LAST_MOMENT_S
 from laststep.config.errors import ConfigError, nearest
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.doctor.problem import Problem
 from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S, SlurmError, can_expedite, command, parse_records, scontrol
 

@@ -17,7 +17,7 @@ see examples/srun.sbatch.
 Where the disk fails, the job is requeued all the same, as the next start may be on other nodes, unless a record says
 that the run has ended, another attempt is at work, or Slurm has ended the job. Perhaps nobody can record that start. So
 the job's comment says how many there were in a row: launch.max_failures at most are followed by a requeue. Where Python
-itself cannot start, the batch shell does the same (laststep/submission/batch_shell.py): it still finds the file that
+itself cannot start, the batch shell does the same (laststep/submission/sbatch.py): it still finds the file that
 LASTSTEP_UNDECIDED names, which this program deletes once it has decided.
 """
 
@@ -44,7 +44,7 @@ from laststep.checkpoint.newest import COUNT_S, newest_step
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.checks import nodes_for
 from laststep.config.errors import DiskError
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.job import nodes
 from laststep.ranks import run_lock
 from laststep.ranks.fresh_view import look_anew
@@ -80,7 +80,7 @@ from laststep.records.attempts import (
 from laststep.records.retry import FAILURES, Next, decide, why_not_requeued
 from laststep.records.step_restart import count_in_steps
 from laststep.rundir import RunDir
-from laststep.runs import run_config, trust
+from laststep.runs import run_config, run_folders
 from laststep.say import command, counted, say
 from laststep.trainer import Trainer
 
@@ -432,7 +432,7 @@ def _is_submitted(run: RunDir, world: World) -> bool:
 def _trainer_of_job(run: RunDir, world: World) -> Trainer:
     """What this job runs: submitit's file has it, with options given to this job only; else the run as configured."""
     pickle = JobPaths(run.logs, world.job_id).submitted_pickle
-    trust.check(run, [run.config, run.submissions, run.logs, pickle])
+    run_folders.check_trusted(run, [run.config, run.submissions, run.logs, pickle])
     if _is_submitted(run, world):
         trainer = DelayedSubmission.load(pickle).function
         assert isinstance(trainer, Trainer)

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.ranks.slurm import UNFIT as UNFIT_STATE
 from laststep.ranks.slurm import (
     Job,

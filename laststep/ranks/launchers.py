@@ -104,7 +104,7 @@ class Launcher(ABC):
 
 
 class Spawn(Launcher):
-    """Our own: `python -m laststep --spawn N`, see laststep.submission.spawn."""
+    """Our own: `python -m laststep --spawn N`, see laststep.submission.local."""
 
     name = "spawn"
     variables = ("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_RANK")

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.ranks.fresh_view import look_anew
 from laststep.ranks.patience import NO_PATIENCE, Patience
 from laststep.ranks.slurm_environment import job_start

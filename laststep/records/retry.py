@@ -36,7 +36,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.ranks.watchdog import Retry
 from laststep.records.attempt_record import EndedAttempt
 from laststep.records.submissions import SubmissionRecord

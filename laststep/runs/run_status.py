@@ -7,10 +7,11 @@ ended. In the other order it would look lost.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from typing import NamedTuple
 from laststep.config.errors import ConfigError
 from laststep.ranks import run_lock
 from laststep.ranks.process import lives_here
-from laststep.ranks.slurm import UNENDED, is_job_id
+from laststep.ranks.slurm import UNENDED, Partition, is_job_id, show_job, show_partitions
 from laststep.records.attempt_record import AttemptRecord, EndedAttempt, Reason, read_attempts, reason_in
 from laststep.records.metrics import StepLine, is_step, last_lines
 from laststep.records.plan import read_plan
@@ -26,10 +27,9 @@ from laststep.records.retry import FAILURES
 from laststep.records.submissions import SubmissionRecord, open_intents, read_submissions
 from laststep.records.time_split import TimeSplit, Waiting, split_time
 from laststep.rundir import RunDir
-from laststep.runs import own_jobs, run_folders
-from laststep.runs.own_jobs import CLOCKS_S, Owner
-from laststep.runs.queue import NO_ANSWER, Job, Queue
-from laststep.say import command
+from laststep.runs import run_folders
+from laststep.runs.queue import CLOCKS_S, NO_ANSWER, Job, Owner, Queue, owners, submissions_of, why_unclear
+from laststep.say import command, counted
 
 READ_THREADS = 16  # on a network file system each waits for its run's files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
@@ -107,7 +107,7 @@ def statuses_of(runs: Sequence[RunDir], queue: Queue) -> list[RunStatus]:
 
 def status_of(run: RunDir, queue: Queue) -> RunStatus:
     """The status of one run."""
-    submissions, unclear = own_jobs.submissions_of(run, queue)
+    submissions, unclear = submissions_of(run, queue)
     records = records_of(run)
     job = _find_job(run, queue, submissions, records)
     if unclear and job.found is None:
@@ -190,9 +190,9 @@ def jobs_in_queue(run: RunDir, without_slurm: bool = False) -> list[str]:
             f"{run.name}: {NO_ANSWER}, so a job of this run may still be alive; try again, or if the cluster "
             f"is gone, train here: {forced}"
         )
-    found = own_jobs.owners(run, queue, own_jobs.submissions_of(run, queue)[0], records_of(run))
+    found = owners(run, queue, submissions_of(run, queue)[0], records_of(run))
     if unclear := [job_id for job_id, owner in found.items() if owner is Owner.UNCLEAR]:
-        raise ConfigError(f"{run.name}: {own_jobs.why_unclear(unclear[0])}")
+        raise ConfigError(f"{run.name}: {why_unclear(unclear[0])}")
     return [job_id for job_id, owner in found.items() if owner is Owner.THIS_RUN]
 
 
@@ -208,7 +208,7 @@ def _find_job(
     run: RunDir, queue: Queue, submissions: Sequence[SubmissionRecord], records: Sequence[AttemptRecord]
 ) -> _RunJob:
     """The newest job of the run that is in the queue, else the newest of all."""
-    for job_id, owner in reversed(own_jobs.owners(run, queue, submissions, records).items()):
+    for job_id, owner in reversed(owners(run, queue, submissions, records).items()):
         if owner is not Owner.ANOTHER:
             return _RunJob(job_id, (queue.jobs or {})[job_id], owner is Owner.UNCLEAR)
     known = [line["job_id"] for line in (*records, *submissions)]
@@ -233,7 +233,7 @@ def _state(
     if not is_job_id(job.id):
         return _not_on_slurm(run, job.id, newest, last)
     if job.unclear:
-        return "unknown", own_jobs.why_unclear(job.id)
+        return "unknown", why_unclear(job.id)
     if job.found:
         return _in_queue(run, job.id, job.found, of_job)
     final = last is not None and last["reason"] is not None and not last["requeue"]
@@ -365,3 +365,58 @@ def _goodput(records: Iterable[AttemptRecord], step: int | None, step_s: float |
         end_step, mean_s = (record["end_step"], record["step_s"]) if record["reason"] else (step, step_s)
         kept += max(0, (end_step or 0) - record["lost_steps"] - record["start_step"]) * (mean_s or 0.0)
     return min(1.0, kept / allocated) if allocated > 0 else None
+
+
+UNLIMITED = "UNLIMITED"
+# Reasons of squeue that waiting alone does not end (man squeue, "job reason codes").
+MAY_NEVER_START = re.compile(
+    r"Partition(Node|Time)Limit|Partition(Down|Inactive)|BadConstraints|Invalid(Account|QOS)|JobHeldAdmin"
+    r"|(Account|QOS)NotAllowed|.*(PerJob|WallDuration).*"
+)
+
+
+class WaitReport:
+    """Says why a run waits, once for each reason."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._said = say, ("", "")
+
+    def update(self, status: RunStatus) -> None:
+        """Say it unless it was said before; `status` is the run's present one."""
+        now = (status.state, status.why)
+        if now != self._said and (text := waiting_for(status)):
+            self._say(f"{status.run}: {text}")
+        self._said = now
+
+
+def may_never_start(status: RunStatus) -> str:
+    """A warning about a job that has just been submitted; empty if it only waits for its turn."""
+    if not MAY_NEVER_START.match(status.why):
+        return ""
+    return f"job {status.job_id} may never start; {waiting_for(status)}"
+
+
+def waiting_for(status: RunStatus) -> str:
+    """For example `queued: PartitionNodeLimit, main has 4 nodes`; empty if the run does not wait in the queue."""
+    if status.state not in ("queued", "requeued"):
+        return ""
+    parts = [status.why] if status.why else []
+    if status.job_id is not None and status.why.startswith("Partition"):
+        job = show_job(status.job_id) or {}
+        parts += [limit_of(partition, status.why) for partition in show_partitions(job.get("Partition"))]
+    if status.starts_at is not None and status.starts_at > time.time():
+        parts.append(f"expected to start at {time.strftime('%F %H:%M', time.localtime(status.starts_at))}")
+    text = ", ".join(filter(None, parts))
+    return f"{status.state}: {text}" if text else status.state
+
+
+def limit_of(partition: Partition, reason: str) -> str:
+    """The partition's limit that a reason of squeue is about; empty for a reason that is not about one."""
+    name = partition.get("PartitionName", "")
+    if reason == "PartitionNodeLimit":
+        nodes = counted(partition.get("TotalNodes", "?"), "node")
+        most = partition.get("MaxNodes", UNLIMITED)
+        return f"{name} has {nodes}" + ("" if most == UNLIMITED else f" and gives a job at most {most}")
+    if reason == "PartitionTimeLimit":
+        return f"{name} allows at most {partition.get('MaxTime', UNLIMITED)}"
+    return f"{name} is {partition['State']}" if "State" in partition else ""

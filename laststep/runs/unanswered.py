@@ -35,7 +35,8 @@ from laststep.records.submissions import (
     submissions_in,
 )
 from laststep.rundir import RunDir, aside
-from laststep.runs import queue, run_folders, trust
+from laststep.runs import run_folders
+from laststep.runs.queue import id_of_tag
 from laststep.say import command
 from laststep.trainer import NO_LIMIT, Trainer
 
@@ -85,7 +86,7 @@ def find_jobs(run: RunDir, without_slurm: bool = False) -> None:
     `without_slurm` leaves that be."""
     for intent in open_intents(run.submissions):
         try:
-            job_id = queue.id_of_tag(intent["tag"])
+            job_id = id_of_tag(intent["tag"])
         except SlurmError:
             job_id, answers = None, False
         else:
@@ -133,7 +134,7 @@ def complete_in_job(paths: JobPaths) -> None:
     intent = cast("Submission | None", next(intents, None))
     if intent is None or paths.job_id is None:  # of a sweep, whose runs share the folder
         return
-    trust.check(run, [run.submissions])
+    run_folders.check_trusted(run, [run.submissions])
     config = Config.parse(intent["config"])
     job = DelayedSubmission(Trainer(config))
     job.set_timeout(config.launch.time_min, NO_LIMIT)

@@ -18,7 +18,7 @@ from laststep.config.errors import ConfigError
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
-from laststep.runs.run_end import check_later_end
+from laststep.runs.run_config import check_later_end
 from laststep.runs.run_status import is_finished, records_of
 from laststep.say import command
 

@@ -7,34 +7,43 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO
+from types import FrameType
+from typing import IO, TYPE_CHECKING
 
 from laststep import say
 from laststep.attempt import user_error
 from laststep.checkpoint.newest import START_S, newest_step
 from laststep.checkpoint.patience import Patience
-from laststep.code import code_origin
+from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks.launchers import RESTARTS, STEP_RESTARTS, detect_world
 from laststep.ranks.process import SUPERVISED, session, started
 from laststep.ranks.signals import STOP_SIGNALS
 from laststep.records.attempts import ended_attempts, record_abandoned_attempts
+from laststep.records.metrics import is_step, last_lines
 from laststep.records.retry import Next, decide
 from laststep.records.step_restart import read_answer
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
-from laststep.runs.live_log import LiveLog
-from laststep.submission.spawn import GRACE_S, REFUSED_S
+from laststep.runs.run_logs import LiveLog
 from laststep.trainer import Trainer
+
+if TYPE_CHECKING:
+    from torch.multiprocessing.spawn import ProcessContext
+
 
 POLL_S = 0.05
 FORK_S = 60.0  # how long the start of a rank waits for a process, where the kernel has none to give
@@ -61,7 +70,7 @@ class LocalRanks:
 
     def start(self) -> None:
         """Start them; the thread that does so, and calls `alive`, must outlive them, see `die_with_parent`."""
-        commit = code_origin.look_up(self._config.task, self._folder).commit
+        commit = code_copy.look_up(self._config.task, self._folder).commit
         run_folders.record_submission(self._run, self.job_id, commit=commit)
         self._start()
 
@@ -211,7 +220,7 @@ def _start(
     launch = config.launch
     common = {
         **os.environ,
-        "PYTHONPATH": code_origin.live_python_path(folder),
+        "PYTHONPATH": code_copy.live_python_path(folder),
         say.COMMAND: say.command(),
         **launch.env,
         "SUBMITIT_EXECUTOR": "local",
@@ -296,3 +305,151 @@ def _show_failure(codes: Sequence[int], logs: Sequence[Path]) -> None:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone
         print(f"[laststep] {text}", file=sys.stderr, flush=True)
+
+
+# After one rank has ended, the others have this long to notice, to save their state and to exit.
+GRACE_S = 60.0
+REFUSED_S = 5.0  # instead of GRACE_S after a rank has refused the configuration: nothing has started then
+
+
+def spawn(ranks: int, work: Callable[[], int]) -> int:
+    """Call `work`, which must be picklable, in this many processes, each with its rank in the environment, see
+    laststep.ranks.launchers.Spawn.
+
+    Signals that ask for a stop are forwarded. Returns 0, or the exit status of the first rank that failed. Raises the
+    ConfigError that `work` raised.
+    """
+    if ranks < 1:
+        raise ConfigError(f"--spawn {ranks}: must be at least 1")
+    # Imported here, so that wrong words are refused without waiting for torch.
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+    job = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    pids: list[int] = []
+    early: list[int] = []  # signals that arrived before there were ranks
+
+    def forward(number: int, frame: FrameType | None = None) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if not pids:
+            early.append(number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, forward)
+    resource_tracker.ensure_running()  # now, before blocking: its start unblocks SIGINT and SIGTERM
+    # The signals stay blocked in the ranks until Signals.catch.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    context = start_processes(_rank, (ranks, job, work), nprocs=ranks, join=False)
+    assert context is not None
+    pids += context.pids()
+    for missed in early:
+        forward(missed)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        done = False
+        while not done:
+            ended = wait(list(context.sentinels))
+            for process in context.processes:
+                if process.sentinel in ended:
+                    process.join()  # its pipe is closed a moment before its exit status is known
+            if refusal := _refusal(context):
+                _kill_after(REFUSED_S, context)
+                raise ConfigError(refusal)
+            done = context.join(grace_period=GRACE_S)
+    except ProcessExitedException as error:
+        return error.exit_code if error.exit_code > 0 else 1
+    except ProcessRaisedException:
+        if refusal := _refusal(context):
+            raise ConfigError(refusal) from None
+        raise
+    return 0
+
+
+def _refusal(context: ProcessContext) -> str | None:
+    """The message of the ConfigError that ended a rank, if one did."""
+    for process, path in zip(context.processes, context.error_files):
+        if process.exitcode is None or not os.path.exists(path):
+            continue
+        kind, _, text = str(pickle.loads(Path(path).read_bytes())).strip().splitlines()[-1].partition(": ")
+        if kind.endswith(".ConfigError"):
+            return text
+    return None
+
+
+def _kill_after(seconds: float, context: ProcessContext) -> None:
+    """Kill the ranks that have not ended by themselves within this time."""
+    deadline = time.monotonic() + seconds
+    for process in context.processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+
+
+def _rank(rank: int, ranks: int, job: str, work: Callable[[], int]) -> None:
+    os.environ |= {"LASTSTEP_RANK": str(rank), "LASTSTEP_WORLD_SIZE": str(ranks), "LASTSTEP_JOB": job}
+    sys.exit(work())
+
+
+class LocalJob:
+    """The ranks of a run on this machine. They train in the background; a program that ends waits for them first."""
+
+    def __init__(self, config: Config, run: RunDir) -> None:
+        self.run = run
+        self._ranks = LocalRanks(config, run)
+        # A thread of its own, because ranks stop when the thread that started them ends. Python waits for it at exit.
+        with_one_thread = ThreadPoolExecutor(1, thread_name_prefix="ranks")
+        self._end = with_one_thread.submit(self._train)
+        with_one_thread.shutdown(wait=False)
+
+    @property
+    def job_id(self) -> str:
+        """The id of this start, as in submissions.jsonl and in the names of the logs."""
+        return self._ranks.job_id
+
+    def done(self) -> bool:
+        """Whether the ranks have ended."""
+        return self._end.done()
+
+    def cancel(self) -> None:
+        """Ask the ranks to stop after the present step and to save it; `python launch.py resume` continues the run."""
+        self._ranks.send(signal.SIGINT)
+
+    def result(self) -> dict[str, float]:
+        """Print rank 0's log until the run ends; returns the metrics of the last epoch.
+
+        An interrupt (Ctrl-C, or a notebook's stop button) stops the ranks, which save their last step; a second one
+        kills them. Raises ConfigError when the ranks refuse the configuration, RuntimeError when the run did not
+        finish.
+        """
+        try:
+            self._follow()
+        except KeyboardInterrupt:
+            self.cancel()
+            try:
+                self._follow()
+            except KeyboardInterrupt:
+                self._ranks.send(signal.SIGKILL)
+            raise
+        return self._end.result()
+
+    def _follow(self) -> None:
+        with LiveLog(self.run, self._ranks.logs[0]) as log:
+            while not self._end.done():
+                log.update()
+                time.sleep(POLL_S)
+            log.update()
+
+    def _train(self) -> dict[str, float]:
+        self._ranks.start()
+        while self._ranks.alive():
+            time.sleep(POLL_S)
+        status = self._ranks.status()
+        if status == 2:
+            refusal = self._ranks.refusal()
+            if not self.run.checkpoints.exists():
+                run_folders.remove(self.run)
+            raise ConfigError(refusal)
+        if status:
+            how = "stopped" if status > 128 else "failed"
+            raise RuntimeError(f"{self.run.name} {how} before its end; the ranks' logs are in {self.run.logs}")
+        return next((line for line in reversed(last_lines(self.run.metrics)) if not is_step(line)), {})

@@ -12,8 +12,7 @@ from laststep.code.task_check import check_task, definition, may_make_optimizer
 from laststep.config.checks import check_batch
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
-from laststep.config.launch import Launch
-from laststep.config.schema import Data
+from laststep.config.schema import Data, Launch
 from laststep.data.catalog import DATA_ARGS, DATASETS, FLAGS, TEXTS
 from laststep.optim.names import check_optimizer
 from laststep.ranks.slurm import SlurmError, check_conf, is_silent, show_partitions

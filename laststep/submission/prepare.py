@@ -13,7 +13,7 @@ from pathlib import Path
 
 from laststep.config.checks import check_replicas, check_shards
 from laststep.config.config import Config
-from laststep.config.gpus import without_gpus
+from laststep.config.schema import without_gpus
 from laststep.ranks.slurm import EXPEDITE, cluster_settings, is_silent
 from laststep.runs import run_folders
 from laststep.runs.weights_source import check_weights, with_absolute_weights

@@ -19,7 +19,7 @@ from submitit import Job, SlurmExecutor, SlurmJob
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
 
 from laststep.code import code_copy
-from laststep.code.code_origin import origin_of
+from laststep.code.code_copy import origin_of
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, Unanswered
 from laststep.ranks.process import kill_children
@@ -33,7 +33,7 @@ from laststep.submission.prepare import Way, prepare_new
 from laststep.trainer import Trainer
 
 if TYPE_CHECKING:
-    from laststep.submission.local_job import LocalJob
+    from laststep.submission.local import LocalJob
 
 # Prefixes of the variables that Slurm, submitit, torchrun, mpirun, --spawn and Ray's workers set for their ranks.
 LAUNCHER_VARIABLES = (
@@ -69,7 +69,7 @@ def submit(config: Config, local: bool = False) -> SlurmJob[dict[str, float]] | 
     with run_folders.created(config) as run:
         if not local:
             return submit_run(config, run)
-        from laststep.submission.local_job import LocalJob  # here, because it would slow down every submission
+        from laststep.submission.local import LocalJob  # here, because it would slow down every submission
 
         return LocalJob(config, run)
 

@@ -25,8 +25,8 @@ from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.runs.queue import Queue
+from laststep.runs.run_folders import only_owner_writes
 from laststep.runs.run_status import statuses_of
-from laststep.runs.trust import only_owner_writes
 from laststep.submission import machine_checks, submission
 
 MOST_RUNS = 1000  # of one array; Slurm's own limit (MaxArraySize) is 1001 by default

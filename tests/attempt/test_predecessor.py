@@ -16,7 +16,7 @@ import pytest
 from laststep.attempt import predecessor
 from laststep.attempt.predecessor import Predecessor
 from laststep.attempt.rescue_files import leader_file
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.ranks import run_lock
 from laststep.ranks.world import World
 from laststep.records.attempts import begin_attempt, end_attempt

@@ -16,7 +16,7 @@ from laststep.checkpoint import newest
 from laststep.checkpoint.newest import newest_step, recover
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.errors import DiskError
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.records.attempts import begin_attempt, end_attempt
 from laststep.rundir import RunDir
 from tests.checkpoint.test_store import truncate, write

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from laststep.cli.fitted_table import Column, FittedTable
 from laststep.cli.main import main
+from laststep.cli.status_tables import Column, FittedTable
 from laststep.observe.progress import duration
 from laststep.rundir import RunDir
 from tests.support.commands import fake_squeue, refusal

@@ -20,7 +20,7 @@ import pytest
 from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.doctor import file_system, hello, roll_call
 from laststep.doctor.bad_nodes import check_bad_nodes
 from laststep.doctor.file_system import RunRoot, check_run_root, mount_of

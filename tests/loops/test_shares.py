@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laststep.cli.main import main
-from laststep.code.loop_keys import check_keys
+from laststep.code.task_check import check_keys
 from laststep.config.checks import nodes_for
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
@@ -30,7 +30,7 @@ from laststep.ranks.device import set_up_device
 from laststep.ranks.group import Group
 from laststep.ranks.tree_sum import tree_sum
 from laststep.records.metrics import read_lines
-from laststep.submission.batch_shell import rank_count
+from laststep.submission.sbatch import rank_count
 from tests.loops.test_learner import blocks, learner
 from tests.support.images import IMAGES, LABELS
 from tests.support.ranks import Attempt, fingerprint, reasons, train

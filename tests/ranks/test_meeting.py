@@ -54,7 +54,7 @@ class Starter:
         self.ranks: list[Rank] = []
 
     def rank(self, rank: int, size: int, *words: str, name: str = "run", env: Mapping[str, str] | None = None) -> Rank:
-        """Start `python -m laststep` under --spawn (see laststep.submission.spawn), which knows its hosts, or under the
+        """Start `python -m laststep` under --spawn (see laststep.submission.local), which knows its hosts, or under the
         launcher whose variables are in `env`."""
         written, log = self.root / f"{name}.yaml", self.root / f"{len(self.ranks)}.log"
         if not written.exists():

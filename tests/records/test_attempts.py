@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.ranks.world import World
 from laststep.records import attempts
 from laststep.records.attempt_record import EndedAttempt, Reason, read_attempts, read_ended_attempts

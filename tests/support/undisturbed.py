@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from laststep.config.config import Config
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.rundir import RunDir
 from tests.support.ranks import fingerprint, train
 from tests.support.shared import shared_folder, shared_lock

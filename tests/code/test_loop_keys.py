@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laststep.cli.main import main
-from laststep.code.loop_keys import check_keys
+from laststep.code.task_check import check_keys
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir

@@ -13,8 +13,8 @@ import pytest
 
 from laststep.cli.main import main
 from laststep.rundir import RunDir
-from laststep.runs.merged_logs import MergedLogs
 from laststep.runs.run_folders import PROJECT
+from laststep.runs.run_logs import MergedLogs
 from tests.support.records import ended_attempt
 from tests.support.terminal import Screen
 

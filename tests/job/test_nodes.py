@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from laststep.config.config import Config
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.job import nodes
 from laststep.job.after_ranks import after_ranks
 from laststep.records.attempt_record import read_ended_attempts

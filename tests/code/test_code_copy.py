@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from laststep.code import code_copy, code_origin
+from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
@@ -82,7 +82,7 @@ def commit(folder: Path, *names: str) -> str:
     """Make a repository of the folder and commit these files; returns the commit."""
     for words in (("init", "-q"), ("add", *names), ("commit", "-qm", "x")):
         subprocess.run([*GIT, *words], cwd=folder, check=True)
-    return str(code_origin.current_commit(folder))
+    return str(code_copy.current_commit(folder))
 
 
 def test_an_ignored_task(run: RunDir, here: Path) -> None:
@@ -210,7 +210,7 @@ def test_the_copy_wins_over_an_editable_install(
     code_copy.copy_code(run, config)
     for source in monorepo.rglob("__init__.py"):
         source.write_text(source.read_text().replace("monday", "tuesday"))
-    path = code_origin.python_path(code_origin.origin_of(run, config), run.code)
+    path = code_copy.python_path(code_copy.origin_of(run, config), run.code)
     assert "site-packages" not in path and not (run.code / ".venv").exists() and not (run.code / "data").exists()
     code = (
         f"import sys; sys.path += {[str(monorepo / place) for place in ('models/src', 'tools/src', '.')]}\n"
@@ -226,7 +226,7 @@ def test_the_commit_is_the_users(run: RunDir, here: Path) -> None:
     head = commit(here, "my_task.py")
     (here / "my_task.py").write_text(TASK + "# edited\n")
     copied(run)
-    origin = code_origin.origin_of(run, Config.load(None, ["task=my_task.Mine"]))
+    origin = code_copy.origin_of(run, Config.load(None, ["task=my_task.Mine"]))
     assert (origin.commit, origin.repository) == (head, str(here))
     assert "+# edited" in run.diff.read_text() and "laststep/" not in run.diff.read_text()
 
@@ -235,8 +235,8 @@ def test_laststeps_own_commit(run: RunDir, here: Path) -> None:
     """A ready-made task is Laststep's code, wherever it is started."""
     head = commit(here, "my_task.py")
     copied(run, "classification")
-    found = code_origin.origin_of(run, Config.load(None, [])).commit
-    assert found == code_origin.current_commit(run_folders.PROJECT) != head
+    found = code_copy.origin_of(run, Config.load(None, [])).commit
+    assert found == code_copy.current_commit(run_folders.PROJECT) != head
 
 
 def test_too_large_to_be_code(
@@ -293,10 +293,10 @@ def test_where_python_looks(tmp_path: Path, run: RunDir, monkeypatch: pytest.Mon
     copy = tmp_path / "code"
 
     def path() -> list[str]:
-        return code_origin.python_path(code_origin.look_up("classification", Path.cwd()), copy).split(os.pathsep)
+        return code_copy.python_path(code_copy.look_up("classification", Path.cwd()), copy).split(os.pathsep)
 
     assert path() == list(map(str, (copy, copy / "tests", "/own")))
     monkeypatch.chdir(tmp_path)
     assert path() == list(map(str, (copy, "/own")))
-    live = code_origin.live_python_path(tmp_path).split(os.pathsep)
+    live = code_copy.live_python_path(tmp_path).split(os.pathsep)
     assert live == list(map(str, (run_folders.PROJECT, tmp_path, "/own")))

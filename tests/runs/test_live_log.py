@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from laststep.rundir import RunDir
-from laststep.runs.live_log import LiveLog, ProgressFilter
+from laststep.runs.run_logs import LiveLog, ProgressFilter
 
 
 def step(number: int) -> bytes:

@@ -35,7 +35,7 @@ def test_a_stop_while_ranks_start(tmp_path: Path) -> None:
 
 REFUSING = """
 import os, time
-from laststep.submission import spawn
+from laststep.submission import local
 from laststep.config.errors import ConfigError
 
 def work():
@@ -44,9 +44,9 @@ def work():
     time.sleep(10_000)  # as a rank that waits for rank 0
 
 if __name__ == "__main__":
-    spawn.GRACE_S, spawn.REFUSED_S = 10_000.0, 0.1
+    local.GRACE_S, local.REFUSED_S = 10_000.0, 0.1
     try:
-        spawn.spawn(2, work)
+        local.spawn(2, work)
     except ConfigError as error:
         print("refused:", error)
 """

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from laststep.config.checks import nodes_for
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.ranks.slurm import TAG_VARIABLE
 from laststep.rundir import RunDir
-from laststep.submission import batch_shell
+from laststep.submission import sbatch
 from tests.support.clients import Clients, missing
 from tests.support.needs import require
 from tests.support.waiting import DEADLINE_S, wait_until
 
-SHARE = batch_shell.SHARE
+SHARE = sbatch.SHARE
 SPARE = Launch(nodes=2, spare_nodes=1, tasks_per_node=4)
 # It writes down its arguments, and does what the test has put into a file.
 SRUN = '#!/bin/bash\necho "$@" >>{folder}/calls\nsource {folder}/does\n'
@@ -33,7 +33,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     (tmp_path / "srun").write_text(SRUN.format(folder=tmp_path))
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(batch_shell, "OVER_S", 0)
+    monkeypatch.setattr(sbatch, "OVER_S", 0)
     run = RunDir(tmp_path / "a run")
     run.logs.mkdir(parents=True)
     return run
@@ -45,9 +45,9 @@ def shell(run: RunDir, after: str, launch: Launch = SPARE, env: Mapping[str, str
     return [
         *(f"export {name}={shlex.quote(value)}" for name, value in job.items()),
         "trap 'export LASTSTEP_SIGNALLED=1' TERM",
-        *(batch_shell.rank_count(launch, nodes_for(None, launch)) if launch.chooses_nodes else []),
+        *(sbatch.rank_count(launch, nodes_for(None, launch)) if launch.chooses_nodes else []),
         f"after_ranks() {{ {after}; }}",
-        *batch_shell.start_again(run, launch),
+        *sbatch.start_again(run, launch),
         "srun --label python",
     ]
 
@@ -170,7 +170,7 @@ def test_python_does_not_start(run: RunDir, monkeypatch: pytest.MonkeyPatch, han
         (folder / "orders").write_text("")
         env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restart), "SLURMD_NODENAME": f"n{restart}"}
         env |= {"SLURM_JOB_PARTITION": "main", TAG_VARIABLE: "laststep:0123456789ab"}
-        lines = ["set -eu", *batch_shell.after_ranks(run, Launch(nodes=2, max_failures=2)), "exit 9"]
+        lines = ["set -eu", *sbatch.after_ranks(run, Launch(nodes=2, max_failures=2)), "exit 9"]
         done = subprocess.run(
             ["bash", "-c", "\n".join(lines)], env={**os.environ, **env}, capture_output=True, text=True
         )
@@ -203,6 +203,6 @@ def test_after_ranks_has_decided(run: RunDir, monkeypatch: pytest.MonkeyPatch) -
     for name in ("python", "scontrol"):
         (folder / name).chmod(0o755)
     monkeypatch.setattr("sys.executable", str(folder / "python"))
-    lines = [*batch_shell.after_ranks(run, SPARE), "exit 9"]
+    lines = [*sbatch.after_ranks(run, SPARE), "exit 9"]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], env={**os.environ, "SLURM_JOB_ID": "7"})
     assert done.returncode == 9 and not (folder / "orders").exists()

@@ -13,11 +13,11 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from laststep.cli.main import main
 from laststep.code import code_copy
 from laststep.config.errors import ConfigError
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.job import after_ranks
 from laststep.rundir import RunDir
-from laststep.runs import run_folders, trust
-from laststep.submission import batch_shell
+from laststep.runs import run_folders
+from laststep.submission import sbatch
 from laststep.trainer import Trainer
 from tests.support.needs import require
 from tests.support.runs import config
@@ -46,13 +46,13 @@ def executed(run: RunDir) -> list[Path]:
 
 def batch_script(run: RunDir, end: str = "echo the ranks start") -> subprocess.CompletedProcess[str]:
     """What the job's batch shell does, with `end` for srun."""
-    lines = [*batch_shell.after_ranks(run, Launch()), end]
+    lines = [*sbatch.after_ranks(run, Launch()), end]
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
     return subprocess.run(["bash", "-c", "\n".join(lines)], env=environment, capture_output=True, text=True)
 
 
 def test_a_run_that_only_its_owner_writes(run: RunDir) -> None:
-    trust.check_run(run)
+    run_folders.check_run_trusted(run)
     JobPaths(run.logs, "7").submitted_pickle.unlink()  # submitit writes it when sbatch has returned
     job = batch_script(run)
     assert (job.stdout, job.stderr) == ("the ranks start\n", "")
@@ -92,7 +92,7 @@ def test_the_owner_is_somebody_else(run: RunDir) -> None:
             with pytest.raises(
                 ConfigError, match=rf"{path}: belongs to user {SOMEBODY}, who could run commands as you"
             ):
-                trust.check_run(run)
+                run_folders.check_run_trusted(run)
         os.chown(path, 0, -1)
 
 
@@ -134,6 +134,6 @@ def test_a_new_run_is_writable_by_its_owner_alone(tmp_path: Path, umask: int) ->
         assert os.umask(umask) == umask
     finally:
         os.umask(before)
-    trust.check_run(run)
+    run_folders.check_run_trusted(run)
     assert batch_script(run).stdout == "the ranks start\n"
     assert run.path.stat().st_mode & 0o777 & umask == 0

@@ -22,7 +22,7 @@ from laststep.attempt.attempt import Attempt
 from laststep.checkpoint import newest
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
 from laststep.config.errors import ConfigError
-from laststep.config.launch import Launch
+from laststep.config.schema import Launch
 from laststep.job.after_ranks import after_ranks, main
 from laststep.ranks import run_lock
 from laststep.ranks.launchers import RESTARTS as RESTARTS_VARIABLE

@@ -1,0 +1,342 @@
+"""Rank 0's growing log on the screen: under --local and --follow.
+
+A terminal gets a progress bar below the log, and at most a few progress lines a second: a fast run writes hundreds. A
+pipe or a file gets every line and no bar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from laststep.records.attempt_record import AttemptRecord
+from laststep.records.metrics import newest_step
+from laststep.records.plan import read_plan
+from laststep.rundir import RunDir
+from laststep.runs.run_folders import typed
+from laststep.runs.run_status import RunStatus, StatusReader, WaitReport, jobs_of, still_prints
+from laststep.say import command
+
+if TYPE_CHECKING:
+    from submitit import SlurmJob
+
+BAR_EVERY_S = 0.5  # between two updates of the bar
+PROGRESS_EVERY_S = 0.25  # between two progress lines on a terminal
+OUR_MARK = b"[laststep "
+PROGRESS = re.compile(rb"\[laststep [\d:]+\] step \d+/\d+ ")
+# What a progress line leaves out on a narrow terminal, in this order. The bar below it shows most of it.
+GIVES_WAY = (b" left", b" samples/s", b"grad norm ", b"epoch ", b"lr ")
+
+
+class LiveLog:
+    """Prints what rank 0 of a run writes to its log, and shows how far the run is."""
+
+    def __init__(self, run: RunDir, log: Path) -> None:
+        self._run, self._log = run, log
+        self._offset = 0  # bytes of the log that were read
+        self._bar_updated_at = 0.0
+        self._bar = None
+        self._filter: ProgressFilter | None = None
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, transient=True)
+            self._task = self._bar.add_task("", total=None)
+            self._filter = ProgressFilter(lambda: shutil.get_terminal_size().columns)
+
+    def __enter__(self) -> LiveLog:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._filter:
+            _print(self._filter.rest())
+        if self._bar:
+            with contextlib.suppress(OSError):
+                self._bar.stop()
+
+    def update(self) -> None:
+        """Print the new lines of the log, `error: ...` lines to stderr, and move the bar. What the disk does not show
+        right now comes with a later update."""
+        with contextlib.suppress(OSError):
+            self._update()
+
+    def _update(self) -> None:
+        if self._log.exists():
+            with self._log.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+            self._offset += len(data)
+            _print(self._filter.pass_on(data, time.monotonic()) if self._filter else data.splitlines(keepends=True))
+        if self._bar and time.monotonic() > self._bar_updated_at + BAR_EVERY_S:
+            self._bar_updated_at = time.monotonic()
+            plan = read_plan(self._run.plan)
+            step = newest_step(self._run.metrics)
+            if step:
+                loss = ""
+                if "loss" in step:
+                    loss = "loss not finite  " if step["loss"] is None else f"loss {step['loss']:.4f}  "
+                text = f"epoch {step['epoch']}  {loss}{step['samples_per_s']:,.0f} samples/s"
+                total = plan["total_steps"] if plan else None
+                self._bar.update(self._task, completed=step["step"], total=total, description=text)
+
+
+class ProgressFilter:
+    """Drops progress lines ("step N/M ...") that follow each other too fast, and nothing else.
+
+    The newest progress line is held back until it is due. It is printed sooner when any other line follows, so that
+    the lines stay in order, and at the end, so that the last one is always seen. A line that is wider than the
+    terminal's `columns` is shortened.
+    """
+
+    def __init__(self, columns: Callable[[], int]) -> None:
+        self._columns = columns
+        self._partial = b""  # the beginning of a line of ours, which may become a progress line
+        self._held = b""  # the newest progress line, if it was not printed
+        self._printed_at = -PROGRESS_EVERY_S
+
+    def pass_on(self, data: bytes, now: float) -> Iterator[bytes]:
+        """The lines to print, given what the log has gained since the last call; `now` is in seconds."""
+        lines = (self._partial + data).splitlines(keepends=True)
+        self._partial = b""
+        if lines and lines[-1].startswith(OUR_MARK) and not lines[-1].endswith(b"\n"):
+            self._partial = lines.pop()
+        for line in lines:
+            if PROGRESS.match(line):
+                self._held = line
+                continue
+            yield from self._release(now)
+            yield line
+        if now >= self._printed_at + PROGRESS_EVERY_S:
+            yield from self._release(now)
+
+    def rest(self) -> list[bytes]:
+        """What is still held back, at the end of the run."""
+        rest = [*self._release(now=0.0), *([self._partial] if self._partial else [])]
+        self._partial = b""
+        return rest
+
+    def _release(self, now: float) -> Iterator[bytes]:
+        if self._held:
+            line, self._held, self._printed_at = self._held, b"", now
+            yield fitted(line, self._columns())
+
+
+def fitted(line: bytes, columns: int) -> bytes:
+    """A progress line without the fields that have no room in a terminal of this width."""
+    fields = line.rstrip(b"\n").split(b"  ")
+    for unit in GIVES_WAY:
+        if len(b"  ".join(fields)) <= columns:
+            break
+        fields = [field for field in fields if unit not in field]
+    return b"  ".join(fields) + b"\n"
+
+
+def _print(lines: Iterable[bytes]) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone; the log file is not
+        for line in lines:
+            stream = sys.stderr if line.startswith(b"error: ") else sys.stdout
+            stream.write(line.decode(errors="replace"))
+            stream.flush()
+
+
+POLL_S = 0.5
+
+
+def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
+    """Stay until the run ends; returns the exit status. Ctrl-C leaves the job alone."""
+    reader = StatusReader()
+    waiting = WaitReport(lambda text: print(f"[laststep] {text}", file=sys.stderr, flush=True))
+    try:
+        with LiveLog(run, job.paths.stdout) as log:
+            while True:
+                # Status before log: once the run has ended, this update prints its last lines.
+                (status,) = reader.read([run])
+                ended = not status.alive and not still_prints(run)
+                log.update()
+                if ended:
+                    break
+                waiting.update(status)
+                time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        to_end = command(f"cancel {typed(run)}")
+        print(f"\n[laststep] {run.name} is still running; to end it: {to_end}", file=sys.stderr)
+        return 130
+    if status.state == "finished":
+        return 0
+    print(f"[laststep] {_how_it_ended(run, status)}", file=sys.stderr)
+    return 1
+
+
+def _how_it_ended(run: RunDir, status: RunStatus) -> str:
+    why = f" ({status.why})" if status.why else ""
+    if status.state in ("failed", "lost"):
+        return f"the run ended: {status.state}{why}; the ranks' logs are in {run.logs}"
+    resume = command(f"resume {typed(run)}")
+    return f"job {status.job_id} left the queue before the run finished{why}; to continue: {resume}"
+
+
+OURS = re.compile(rb"\[laststep (\d\d):(\d\d):(\d\d)\] ")
+BEGINS = re.compile(rb"\[laststep [\d:]+\] attempt begins on (\d+)-(\d\d)-(\d\d): rank ")
+SUBMITITS = re.compile(rb"submitit \w+ \((\d+)-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d),(\d+)\) - ")
+STARTS = re.compile(SUBMITITS.pattern + rb"Starting with ")
+DAY_S = 86400.0
+CLOCKS_DIFFER_S = 3600.0  # at most: a rank's, and that of the file system
+NAME = re.compile(r"(.+)_(\d+)_log\.out")
+BLOCK = 1 << 16  # bytes
+LONGEST_LINE = 1 << 18  # bytes; a longer one, such as a progress bar without line ends, is cut
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of one rank's log. `at` is in Unix seconds, `attempt` is (job id, how often the job's ranks had started
+    before)."""
+
+    at: float
+    rank: int
+    attempt: tuple[str, int]
+    text: str
+
+
+class _RankLog:
+    """One rank's log, and how far it has been read."""
+
+    def __init__(self, path: Path, job_id: str, rank: int) -> None:
+        self._path, self._rank = path, rank
+        self._offset = 0
+        self._at = 0.0
+        self._job_id = job_id
+        self._starts = 0
+        self._starting = False  # submitit has said that this rank starts, and no attempt has begun since
+
+    def skip(self, size: int) -> bool:
+        """Leave out all but about the last `size` bytes, and with them the number of the attempt; returns whether there
+        is anything to leave out."""
+        found = self._path.stat()
+        start = max(0, found.st_size - size)
+        if start:
+            with self._path.open("rb") as file:
+                file.seek(start)
+                self._offset = start + len(file.readline())
+                self._at = _first_time(file.read(size), found.st_mtime)
+        return start > 0
+
+    def read(self, whole: bool) -> Iterator[Line]:
+        """The new complete lines; if the log is `whole`, an unterminated last line too."""
+        return self._lines(self._path.stat().st_size, whole)
+
+    def _lines(self, end: int, whole: bool) -> Iterator[Line]:
+        while self._offset < end and (block := self._block(whole)):
+            yield from map(self._line, block.removesuffix(b"\n").split(b"\n"))
+
+    def _block(self, whole: bool) -> bytes:
+        """The next lines."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read(BLOCK)
+            rest = file.readline(LONGEST_LINE)
+        data += rest
+        if not whole and len(rest) < LONGEST_LINE:
+            data = data[: data.rfind(b"\n") + 1]  # a half-written line is read again once it is complete
+        self._offset += len(data)
+        return data
+
+    def _line(self, raw: bytes) -> Line:
+        self._clock(raw)
+        attempt = (self._job_id, max(0, self._starts - 1))
+        return Line(self._at, self._rank, attempt, raw.rstrip(b"\r").decode(errors="replace"))
+
+    def _clock(self, raw: bytes) -> None:
+        if found := SUBMITITS.match(raw):
+            *moment, ms = map(int, found.groups())
+            self._at = _unix(*moment) + ms / 1000
+            if STARTS.match(raw):  # once per start, before any line of ours
+                self._starts, self._starting = self._starts + 1, True
+        elif found := BEGINS.match(raw):
+            if not self._starting:  # without submitit, as under --local
+                self._starts += 1
+            self._starting = False
+            year, month, day = map(int, found.groups())
+            self._at = _unix(year, month, day, 0, 0, 0)
+        if found := OURS.match(raw):
+            hour, minute, second = map(int, found.groups())
+            today = time.localtime(self._at)
+            at = _unix(*today[:3], hour, minute, second)
+            while at < self._at - DAY_S / 2:  # past midnight
+                at += DAY_S
+            self._at = max(self._at, at)
+
+
+class MergedLogs:
+    """The logs of a run, to be read repeatedly. New files are found by polling, which works over NFS."""
+
+    def __init__(self, run: RunDir, rank: int | None = None) -> None:
+        self._run = run
+        self._rank = rank
+        self._logs: dict[Path, _RankLog] = {}
+
+    def ranks(self) -> set[int]:
+        """The ranks that have a log."""
+        return {rank for _, _, rank in self._files()}
+
+    def skip_to_last(self, count: int, wanted: Callable[[Line], bool]) -> None:
+        """Before the first `read`: skip what precedes the last `count` wanted lines of each log, or some of it. The
+        attempts of the lines are unknown from then on."""
+        for path, job_id, rank in self._files():
+            size, has_more = BLOCK, True
+            while has_more and self._rank in (None, rank):
+                log, probe = _RankLog(path, job_id, rank), _RankLog(path, job_id, rank)
+                has_more = log.skip(size) and probe.skip(size) and sum(map(wanted, probe.read(whole=True))) < count
+                self._logs[path] = log
+                size *= 8
+
+    def read(self, whole: bool) -> Iterator[Line]:
+        """The lines that are new since the last call, merged by time; each file's lines keep their order.
+
+        `whole` says that nothing more will be written, so that an unterminated last line is included. Exhaust the
+        iterator before the next call.
+        """
+        for path, job_id, rank in self._files():
+            if path not in self._logs and self._rank in (None, rank):
+                self._logs[path] = _RankLog(path, job_id, rank)
+        return heapq.merge(*[log.read(whole) for log in self._logs.values()], key=lambda line: (line.at, line.rank))
+
+    def _files(self) -> Iterator[tuple[Path, str, int]]:
+        """Path, job and rank of each log of this run. The runs of a sweep share one folder of logs."""
+        jobs = set(jobs_of(self._run))
+        for path in self._run.logs.glob("*_log.out"):
+            found = NAME.fullmatch(path.name)
+            if found and found[1] in jobs:
+                yield path, found[1], int(found[2])
+
+
+def attempt_numbers(records: list[AttemptRecord]) -> dict[tuple[str, int], int]:
+    """For each attempt its job, and how many of that job's were before it -> its number in attempts.jsonl."""
+    of_job: dict[str, list[int]] = {}
+    for record in records:
+        of_job.setdefault(record["job_id"], []).append(record["attempt"])
+    return {(job, count): number for job, numbers in of_job.items() for count, number in enumerate(numbers)}
+
+
+def _first_time(text: bytes, written_at: float) -> float:
+    """When the first of our lines in the end of a log was written, in Unix seconds, given when the last one was."""
+    at = written_at
+    for found in reversed(re.findall(rb"^" + OURS.pattern, text, re.MULTILINE)):
+        moment = _unix(*time.localtime(at)[:3], *map(int, found))
+        at = moment - DAY_S if moment > at + CLOCKS_DIFFER_S else moment
+    return at
+
+
+def _unix(year: int, month: int, day: int, hour: int, minute: int, second: int) -> float:
+    return time.mktime((year, month, day, hour, minute, second, 0, 0, -1))
