@@ -1,4 +1,9 @@
-"""How the gradients of the ranks meet, and the loss with them."""
+"""How the gradients of the ranks meet, and the loss with them, where each rank has the whole model.
+
+`Gradients` is the face that a learner uses; `Replicated` is DistributedDataParallel behind it, and `Sharded` (in
+sharded.py, which takes a second to import) is FSDP2. Besides: the check that gradients are finite, the rehearsal that
+fixes DDP's buckets, and the recomputation of activations in the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -302,7 +307,14 @@ FAILED = (
 
 
 def rehearse(module: nn.Module, ddp: DistributedDataParallel, device: torch.device) -> None:
-    """Rehearse the first forward pass of training. `module` is `ddp` itself or wraps it, and is what the user calls."""
+    """Rehearse the model's first forward pass, so that DistributedDataParallel adds gradients in the same order in
+    every attempt. `module` is `ddp` itself or wraps it, and is what the user calls.
+
+    DDP changes the layout of its gradient buckets after its first backward pass, and with three ranks or more the order
+    of a sum depends on the layout. A resumed run would take one step with the first layout that the undisturbed run
+    took with the second. So in every attempt the first forward pass is preceded by one on the same batch, whose
+    backward pass sends zeros. One and two ranks need none: a sum of two is the same in either order.
+    """
 
     def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():

@@ -1,4 +1,9 @@
-"""model.weights: the weights that a run starts from. A resumed run has its own, and reads no others."""
+"""The weights that a run starts from. A resumed run has its own, and reads no others.
+
+They come from model.weights, a file or a name (`read_initial_weights`), or from the model's own initialisation. Where a
+model is sharded, no rank may have memory for all of it: `build` makes it without memory and notes each operator on a
+tape, and `InitialValues` then fills each rank's rows with the very values that the whole model would have had.
+"""
 
 from __future__ import annotations
 
@@ -251,7 +256,13 @@ class _Op:
 
 
 class Tape:
-    """The operators that have built a model, in their order."""
+    """The operators that have built a model on the meta device, in their order.
+
+    There tensors have shapes and no data. Once the model is sharded, `replay` runs the operators on the CPU, so that
+    the generator draws the same numbers for the same weights. Memory is taken for a tensor only from the first operator
+    whose result it keeps to the last one that uses it; then each rank takes its rows. Most models initialise each layer
+    twice, by torch's default and then by their own; the first draws go into scratch memory.
+    """
 
     def __init__(self) -> None:
         self._ops: list[_Op] = []

@@ -1,4 +1,9 @@
-"""What to write instead, where a custom training loop is used in a way that could not be resumed."""
+"""The rules of a custom training loop, docs/custom-loops.md: what is checked while it trains, and what to write instead
+where it is used in a way that could not be resumed.
+
+`TurnChecks` watches the first steps, with `Unregistered`; `Modes` compares an attempt with the one before. The texts
+come last.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +172,15 @@ MOST_OBJECTS = 2_000_000  # that may be looked at: a tenth of a second
 
 
 class TurnChecks:
-    """Watches the turns of one attempt."""
+    """Checks that a turn of a custom training loop, one iteration of run.steps(...), is one step: it makes the update
+    of what it has drawn itself.
+
+    A turn that leaves gradients to the next one is noticed where two turns in a row make no update, or in the first
+    turns. A batch that is drawn in one turn and trained in the next is not drawn again by a run that resumes between
+    the two. The same holds for an iterator that is advanced from turn to turn: each attempt would start it from its
+    first batch. Both leave a trace in the first two turns: an object that is made or advanced in the first, and still
+    alive at its end. So no step after these is slowed.
+    """
 
     def __init__(self, registered: Registered) -> None:
         self._registered = registered
@@ -299,7 +312,10 @@ MOST_ITEMS, MOST_DEPTH = 64, 4  # within a registered object
 
 
 class Unregistered:
-    """The objects of these types that no registered object has."""
+    """Finds what a custom loop uses and has forgotten to register: a resumed run would begin it anew, without a word.
+
+    It looks at the objects of torch that exist as the first step begins, which bear a state from step to step.
+    """
 
     def __init__(self, registered: Registered, objects: Iterable[Any]) -> None:
         self._updated = {id(parameter) for parameter in registered.parameters()}
@@ -366,8 +382,14 @@ OTHER_FROZEN = (
 
 
 class Modes:
-    """Of the registered modules. Wrappers, such as DistributedDataParallel and torch.compile, do not count: the next
-    attempt may do without them."""
+    """How a custom loop has set its modules, which no checkpoint restores: in which mode they are, and what is frozen.
+
+    The function must do so again in each attempt. The position has a fingerprint of it, taken when the update of the
+    last step began, so that the next attempt notices if it has not.
+
+    Only the registered modules count. Wrappers, such as DistributedDataParallel and torch.compile, do not: the next
+    attempt may do without them.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """`say` is called with a warning."""

@@ -1,4 +1,10 @@
-"""The objects that a training function registered with run.restore(...): a checkpoint holds their state."""
+"""The objects that a training function registered with run.restore(...): a checkpoint holds their state.
+
+In reading order: the objects; what a rescue needs of them; how they are sharded, if the function has done that (FSDP2's
+`fully_shard` has made its parameters DTensors: a checkpoint holds those that are cut by rows over all ranks, in the
+order of the ranks, over one dimension of a mesh (full), or over the last of two, of which the first has the replicas
+(hybrid)); whether all ranks have the same state; and digests of nested values.
+"""
 
 from __future__ import annotations
 

@@ -217,7 +217,20 @@ def turn_sums(model: nn.Module, config: Config, group: Group, place: ShardPlace)
 
 
 class TurnSums:
-    """Adds the gradients that a model has in the shares of a rank; the counterpart of `ShareSum` under FSDP2."""
+    """The sums of sharded gradients over the shares of `train.shares`, in the tree of `laststep.ranks.tree_sum`; the
+    counterpart of `ShareSum` under FSDP2.
+
+    FSDP2 reduces the gradients of a block as soon as a backward pass is through with it, so that no rank ever holds a
+    whole gradient. So the ranks add before a rank's shares are added, and the shares are dealt out accordingly, see
+    `laststep.loops.shares.team_of`:
+
+        1. In each turn, which is a backward pass of one share on each rank, an all-to-all brings the same rows of all ranks
+           to one of them. It adds those of a team.
+        2. A rank adds its sums of one turn after another, as a binary counter does. It holds one more set of its own rows
+           for each doubling of the turns.
+        3. After the last turn it adds the teams. Under train.sharding=hybrid these are the nodes, each with a copy of the
+           rows, and the sum over them is the one that DistributedDataParallel's hook makes, once in a step.
+    """
 
     def __init__(self, model: nn.Module, turns: int, team: int, replicas: dist.ProcessGroup | None) -> None:
         """`turns` is how many shares each rank has. `replicas` are the ranks that hold the same rows, where there are
@@ -368,7 +381,11 @@ WHOLE_VECTORS = 64  # bytes: the widest
 
 
 class Rows:
-    """The rows that an optimiser updates on this rank, in place of its sharded parameters."""
+    """An optimiser of sharded parameters: each rank updates its own rows, as if they were parameters of their own.
+
+    torch's optimisers also take DTensors, some of them, and spend longer on finding out how to handle each than on the
+    update itself. What such an optimiser does to a parameter must not depend on rows that other ranks hold.
+    """
 
     def __init__(self, optimizer: Optimizer, task: str, fill: bool = False) -> None:
         """Replaces the parameters of the optimiser. Raises ConfigError if `task` has made one that needs all rows.

@@ -131,8 +131,13 @@ class SharedBatch:
 
 
 class CustomShares:
-    """The shares of this rank, step by step. Without train.shares it has one, its part of the batch, and changes
-    nothing about it."""
+    """The shares of `train.shares` in a custom training loop: `for batch in run.shares(batch)`.
+
+    The function makes the forward and backward passes of one share after another. Each share begins with the same
+    buffers and has a seed of its own, its gradients are weighted by its part of the samples, and the sums of gradients
+    and logged values follow the tree of `laststep.ranks.tree_sum`. Without train.shares a rank has one, its part of the
+    batch, and nothing about it changes.
+    """
 
     def __init__(self, config: Config, group: Group, logged: LoggedValues) -> None:
         """Raises ConfigError where the ranks cannot divide the shares."""

@@ -1,4 +1,9 @@
-"""The ring: the newest state that is whole in the device's memory, and what the host held of it.
+"""Which state can be saved at this moment, while training moves on.
+
+* `Ring`: the newest state that is whole in the device's memory, and what the host held of it.
+* `HeldOptimizer`, `HeldState`: the host's part of a state, to be read later.
+* `Buffers`: the model's buffers, the same on every rank after every step, as the last step left them.
+* `Copies`: copies of shards in host memory, on this node and another.
 
 While a GPU's step j waits for a dead rank's gradients, the CPU has queued the update of step j behind that collective,
 and perhaps step j+1 as well. The device's memory holds exactly step j-1, but everything on the host has moved on. So
@@ -367,8 +372,18 @@ class OwnCopy:
 
 
 class Copies:
-    """The copies that this rank holds, and the thread that sends them. `patience_s`: how long training waits for a
-    keeper."""
+    """Copies of shards in host memory: this rank's own, and those that its ward on another node has sent.
+
+    At the end of every N-th step each rank copies its shard, and a thread sends the copy to its keeper while the next
+    steps are done. Before the step at whose end the next copy is taken, the keeper must have the last one. So at any
+    moment there is a copied step of which every shard survives the loss of a node: the last, or while that is on its
+    way the one before. Some ranks may be a step ahead of others, so each has its own last two copies, and those of its
+    ward. With N = 1 no rank begins a step before its copy of the last one is complete, so that no step is lost.
+
+    A keeper that does not answer costs a warning and the copies, never the training.
+
+    `copied_s` and `waited_s` are how long training has stood still for them.
+    """
 
     def __init__(
         self, link: ReplicaLink, place: ShardPlace, device: torch.device, every_steps: int, patience_s: float
