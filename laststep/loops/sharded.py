@@ -224,12 +224,12 @@ class TurnSums:
     whole gradient. So the ranks add before a rank's shares are added, and the shares are dealt out accordingly, see
     `laststep.loops.shares.team_of`:
 
-        1. In each turn, which is a backward pass of one share on each rank, an all-to-all brings the same rows of all ranks
-           to one of them. It adds those of a team.
-        2. A rank adds its sums of one turn after another, as a binary counter does. It holds one more set of its own rows
-           for each doubling of the turns.
-        3. After the last turn it adds the teams. Under train.sharding=hybrid these are the nodes, each with a copy of the
-           rows, and the sum over them is the one that DistributedDataParallel's hook makes, once in a step.
+    1. In each turn, which is a backward pass of one share on each rank, an all-to-all brings the same rows of all ranks
+       to one of them. It adds those of a team.
+    2. A rank adds its sums of one turn after another, as a binary counter does. It holds one more set of its own rows
+       for each doubling of the turns.
+    3. After the last turn it adds the teams. Under train.sharding=hybrid these are the nodes, each with a copy of the
+       rows, and the sum over them is the one that DistributedDataParallel's hook makes, once in a step.
     """
 
     def __init__(self, model: nn.Module, turns: int, team: int, replicas: dist.ProcessGroup | None) -> None:
