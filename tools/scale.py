@@ -14,10 +14,9 @@ from typing import Any
 from laststep.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
 from laststep.attempt.rescue_roll import GATHER_S, SETTLE_S, SILENT_S
 from laststep.checkpoint.files import READ_BYTES
-from laststep.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
-from laststep.checkpoint.interval import best_interval
+from laststep.checkpoint.interval import NODE_MTBF_S, Conditions, best_interval, goodput
+from laststep.checkpoint.pack import STRIPE_BYTES, stripe_count
 from laststep.checkpoint.restore import PIECE_BYTES
-from laststep.checkpoint.stripes import STRIPE_BYTES, stripe_count
 from laststep.config.schema import Checkpoint, Launch
 from laststep.ranks.address import POLL_S
 from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S
@@ -57,7 +56,7 @@ second. `python -m tools.scale` writes this page.
 ## How often to save
 
 With `checkpoint.every_minutes=auto` the interval follows from what a save costs the training and how often the run
-fails, by Daly's formula (`laststep/checkpoint/goodput.py`). The steps since the last save are lost only when all ranks
+fails, by Daly's formula (`laststep/checkpoint/interval.py`). The steps since the last save are lost only when all ranks
 die at once: a preemption, a time limit, or an end that one rank survives loses none.
 
 Calculated, as if every failure killed all ranks: the share of time lost to saves and repeated steps. A node fails

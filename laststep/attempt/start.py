@@ -13,9 +13,8 @@ from pathlib import Path
 
 from laststep.attempt.preflight import check_device
 from laststep.attempt.state import AttemptState
-from laststep.checkpoint.newest import START_S
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
-from laststep.checkpoint.store import Manifest
+from laststep.checkpoint.store import START_S, Manifest
 from laststep.compat.compiler import compile_each_shape
 from laststep.loops.loop import AttemptContext, Loop
 from laststep.loops.run import make_custom_loop

@@ -14,11 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from laststep.checkpoint.manager import RETRY_LAST_S, CheckpointManager
-from laststep.checkpoint.newest import START_S
-from laststep.checkpoint.position import Position
+from laststep.checkpoint.manager import RETRY_LAST_S, CheckpointManager, Position
 from laststep.checkpoint.restore import SharedCheckpoint
-from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.store import START_S, CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.checks import check_replicas
 from laststep.config.config import Config
