@@ -28,7 +28,7 @@ from laststep.checkpoint.files import CheckpointError, Patience
 from laststep.checkpoint.store import START_S, Manifest, recover
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, DiskError
-from laststep.observe.startup import StartupTimer
+from laststep.observe.progress import StartupTimer
 from laststep.ranks import run_lock
 from laststep.ranks.bad_node import BadNode, blamed_host
 from laststep.ranks.fresh_view import look_anew

@@ -23,9 +23,8 @@ from laststep.config.config import Config
 from laststep.loops.copies import Copies, open_link
 from laststep.loops.readback import Measured, Readback
 from laststep.loops.rescued import Rescued
-from laststep.observe.progress import Progress
-from laststep.observe.startup import StartupTimer
-from laststep.observe.tensorboard import TensorBoard
+from laststep.observe.progress import Progress, StartupTimer
+from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
 from laststep.ranks.device import changed_numerics, describe_numerics
 from laststep.ranks.group import Group

@@ -26,7 +26,7 @@ def check_names(config: Config, search: Sequence[Path] = ()) -> None:
     """Check that the task exists, which is looked for in the folders `search` first, and the optimiser unless the task
     may make its own; for the ready-made task, the model and the data set too. Raises ConfigError."""
     if config.task == "language":
-        from laststep.tasks.language_checks import check_language  # imports numpy
+        from laststep.tasks.sizes import check_language  # imports numpy
 
         check_optimizer(config.optim)
         return check_language(config)

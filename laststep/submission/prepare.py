@@ -46,7 +46,7 @@ def prepare(config: Config, way: Way, stem: str = "run", search: Sequence[Path] 
     config = run_folders.with_root_and_name(_fit(config, way), stem)
     _check(config, way, search)
     if config.task == "language":
-        from laststep.tasks.language_checks import check_same_data  # imports numpy
+        from laststep.tasks.sizes import check_same_data  # imports numpy
 
         check_same_data(config)
     return _for_cluster(with_absolute_weights(config), way)

@@ -21,7 +21,7 @@ from laststep.config.config import Config
 from laststep.data.image_files import ImageFiles, decode_batch
 from laststep.data.loader import LoaderFactory
 from laststep.data.pixels import Augmentation, Images, normalized
-from laststep.doctor.hello import measure
+from laststep.doctor.greeting import measure
 from laststep.loops.learner import Learner
 from laststep.ranks.device import set_up_device
 from laststep.ranks.device_queue import open_queue
