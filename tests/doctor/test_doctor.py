@@ -22,6 +22,7 @@ from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Launch
 from laststep.doctor import diagnosis, roll_call
+from laststep.doctor import greeting as hello
 from laststep.doctor.diagnosis import RunRoot, check_bad_nodes, check_gpus, check_run_root, mount_of
 from laststep.doctor.greeting import Greeting
 from laststep.doctor.roll_call import RollCall
@@ -268,7 +269,7 @@ SAY_HELLO = """
 import sys
 from pathlib import Path
 from laststep.config.config import Config
-from laststep.doctor import hello
+from laststep.doctor import greeting as hello
 hello.SIZES = hello.SIZES[:2]
 hello.EDGE = 64
 greeting = hello.Hello(Config.load(), Path(sys.argv[1]))()

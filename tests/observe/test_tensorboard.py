@@ -332,7 +332,7 @@ def test_a_stop_of_a_young_attempt(run: RunDir) -> None:
 def test_without_tensorboard(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment made by hand may lack tensorboard; training works without it."""
     monkeypatch.delitem(sys.modules, "laststep.observe.event_files", raising=False)
-    monkeypatch.delattr(laststep.observe, "events", raising=False)
+    monkeypatch.delattr(laststep.observe, "event_files", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     said: list[str] = []
     monkeypatch.setattr(tensorboard_writer, "say", said.append)
