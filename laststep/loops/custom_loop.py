@@ -20,15 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from laststep import compat
-from laststep.checkpoint.position import Position
+from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import OPAQUE
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.ranking import Ranking
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers, end_workers, set_up_workers
-from laststep.data.order import Order, preserved_generators, seed_generators, seed_of
-from laststep.data.sampled_order import SampledOrder, order_of
+from laststep.data.order import Order, SampledOrder, order_of, preserved_generators, seed_generators, seed_of
 from laststep.loops import loop_rules
 from laststep.loops.engine import AttemptContext, Loop, NotFinite
 from laststep.loops.gradients import rehearse

@@ -19,20 +19,16 @@ import torch
 from torch import Tensor
 
 from laststep.checkpoint.files import StateChanged
-from laststep.checkpoint.frozen import FrozenState
-from laststep.checkpoint.manager import RETRY_LAST_S, CheckpointManager
-from laststep.checkpoint.newest import START_S
-from laststep.checkpoint.position import Position
+from laststep.checkpoint.manager import RETRY_LAST_S, CheckpointManager, Position
 from laststep.checkpoint.restore import SharedCheckpoint
-from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
+from laststep.checkpoint.store import START_S, CheckpointStore
+from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState
 from laststep.config.checks import check_replicas
 from laststep.config.config import Config
 from laststep.loops.measured import Measured, Readback
 from laststep.loops.snapshot import Copies, HeldState, HeldStep, Ring, open_link
-from laststep.observe.progress import Progress
-from laststep.observe.startup import StartupTimer
-from laststep.observe.tensorboard import TensorBoard
+from laststep.observe.progress import Progress, StartupTimer
+from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
 from laststep.ranks.device import changed_numerics, describe_numerics
 from laststep.ranks.device_queue import open_queue

@@ -20,9 +20,8 @@ from laststep.compat import compiler
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
-from laststep.data.generators import Generators
 from laststep.data.loader import for_each_tensor
-from laststep.data.order import Order, nth_seed, seed_generators, seed_of
+from laststep.data.order import Generators, Order, nth_seed, seed_generators, seed_of
 from laststep.loops.gradients import Gradients, Replicated, checkpoint_activations, repeated_blocks
 from laststep.loops.shares import shares_of
 from laststep.loops.snapshot import (
@@ -38,9 +37,8 @@ from laststep.loops.snapshot import (
     bytes_of,
     is_dense,
 )
-from laststep.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, take_made
+from laststep.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, scheduled, take_made
 from laststep.optim.fast_step import FastStep
-from laststep.optim.schedule import scheduled
 from laststep.ranks.device_queue import DeviceQueue
 from laststep.ranks.group import Group
 from laststep.ranks.run_time import run_time

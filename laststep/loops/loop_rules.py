@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from laststep import compat
-from laststep.checkpoint.position import Position
+from laststep.checkpoint.manager import Position
 from laststep.checkpoint.shards import local_of
 from laststep.config.errors import ConfigError
 from laststep.data.loader import StepLoader, StepNumbers, is_ours

@@ -31,10 +31,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laststep import compat
-from laststep.checkpoint.buffers import HostMemory, reusable_buffer
+from laststep.checkpoint.manager import Position
 from laststep.checkpoint.pack import Packed, map_tensors
-from laststep.checkpoint.position import Position
-from laststep.checkpoint.writer import CheckpointInfo
+from laststep.checkpoint.writer import CheckpointInfo, HostMemory, reusable_buffer
 from laststep.config.errors import ConfigError
 from laststep.loops.measured import Measured
 from laststep.ranks.device_queue import DeviceQueue, is_due_to_capture

@@ -32,7 +32,7 @@ from laststep.ranks.group import Group
 from laststep.ranks.join import join
 from laststep.ranks.tree_sum import tree_sum
 from laststep.ranks.world import World, hostname
-from laststep.records.data_record import check_fingerprint, write_fingerprint
+from laststep.records.plan import check_fingerprint, write_fingerprint
 from laststep.rundir import RunDir
 from laststep.say import counted
 from laststep.task import Task, find_task
