@@ -57,7 +57,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the runs and print what they show; returns 0 when the script is exact, else 1. Raises ConfigError."""
-    from laststep.proof import report
+    from laststep.proof import verdict
     from laststep.proof.runs import LEAST_STEPS, Prover
     from laststep.runs import run_folders
 
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
         say(f"ranks  {ranks} on this machine; seed={config.seed} chooses where they are disturbed")
         say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks")
         say(f"folder {folder}, removed at the end")
-        prover = Prover(config, args.steps, _train, lambda attempt: say(report.line_of(attempt)))
+        prover = Prover(config, args.steps, _train, lambda attempt: say(verdict.line_of(attempt)))
         proof = prover.prove()
-        say("\n".join(report.summary(proof)))
+        say("\n".join(verdict.summary(proof)))
         if args.json:
-            print(json.dumps(report.as_json(proof, ranks, config.seed), indent=1))
+            print(json.dumps(verdict.as_json(proof, ranks, config.seed), indent=1))
     return int(proof.verdict != "exact")
 
 
@@ -86,14 +86,15 @@ def _length(steps: int | None) -> str:
 
 def _prepare(config: Config, folder: str) -> Config:
     """The configuration as the runs use it: in `folder`, with two ranks where it names no number."""
+    from laststep.config.machine import Machine, Way
+    from laststep.submission import submission
     from laststep.submission.machine_checks import count_gpus
-    from laststep.submission.prepare import Way, prepare_new
 
     launch = dataclasses.replace(config.launch, root=folder, name="prove", max_restarts=0)
     one_gpu = config.device != "cpu" and count_gpus() == 1
     if launch.world_size == 1 and launch.tasks_per_node is None and not launch.gpus and not one_gpu:
         launch = dataclasses.replace(launch, tasks_per_node=2)
-    return prepare_new(dataclasses.replace(config, launch=launch), Way.LOCAL)
+    return submission.ready(dataclasses.replace(config, launch=launch), Machine(Way.LOCAL))
 
 
 def _train(config: Config, run: RunDir) -> str | None:
