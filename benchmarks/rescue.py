@@ -28,7 +28,7 @@ import torch.distributed as dist
 from benchmarks._measure import DEADLINE_S, Check, conclude
 from benchmarks.save import file_system
 from laststep.attempt.rescue import Rescue
-from laststep.attempt.rescue_records import Holding, Part
+from laststep.attempt.rescue_plan import Holding, Part
 from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.store import CheckpointStore, FileEntry
 from laststep.checkpoint.stripes import Stripe, own_stripe

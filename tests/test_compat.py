@@ -38,7 +38,7 @@ from laststep.compat import fsdp as compat_fsdp
 from laststep.compat import generators as compat_generators
 from laststep.compat.cuda_driver import RELAXED, CudaDriver
 from laststep.config.config import Config
-from laststep.ranks.shard_place import ShardPlace, shard_rows
+from laststep.ranks.world import ShardPlace, shard_rows
 from laststep.rundir import RunDir
 from laststep.submission.sbatch import run_executor
 from tests.support.editable import install_finder

@@ -23,7 +23,7 @@ from laststep.checkpoint.patience import NO_PATIENCE, Patience
 from laststep.checkpoint.store import STRUCTURE, CheckpointError, CheckpointStore, FileEntry, shard_name
 from laststep.checkpoint.stripes import Stripe
 from laststep.checkpoint.writer import CheckpointInfo, make_manifest, reason_of, write_file
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 
 # A writer whose sync takes as long as that of a whole stripe would look stuck to those that wait for it.
 SYNC_BYTES = 256 << 20

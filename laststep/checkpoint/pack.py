@@ -30,7 +30,7 @@ from laststep.checkpoint.files import READ_BYTES, READING_THREADS
 from laststep.checkpoint.shards import is_distributed, local_of, range_of, shard_count
 from laststep.checkpoint.store import STRUCTURE, CheckpointError, Manifest
 from laststep.checkpoint.stripes import ALIGNMENT
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 
 WHOLE = ShardPlace(0, 1, 0, 1)
 

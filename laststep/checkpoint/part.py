@@ -10,7 +10,7 @@ from laststep.checkpoint.buffers import reusable_buffer
 from laststep.checkpoint.manifest import shard_name
 from laststep.checkpoint.pack import Packed
 from laststep.checkpoint.stripes import own_stripe, stripe_count
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 
 
 class Part(NamedTuple):

@@ -1,14 +1,14 @@
-"""Patience with a disk that does not show a checkpoint, see laststep.ranks.patience."""
+"""Patience with a disk that does not show a checkpoint, see laststep.ranks.disk."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from laststep.checkpoint.files import CheckpointUnreadable
-from laststep.ranks import patience
+from laststep.ranks import disk
 
 
-class Patience(patience.Patience):
+class Patience(disk.Patience):
     """Waits for a file of a checkpoint that cannot be read, too."""
 
     passing: ClassVar[tuple[type[Exception], ...]] = (OSError, CheckpointUnreadable)

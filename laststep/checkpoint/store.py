@@ -47,7 +47,7 @@ from laststep.checkpoint.manifest import shard_name as shard_name
 from laststep.checkpoint.patience import NO_PATIENCE, Patience
 from laststep.config.errors import DiskError
 from laststep.config.ranking import Ranking
-from laststep.ranks.fresh_view import MARK, look_anew
+from laststep.ranks.disk import MARK, look_anew
 
 MANIFEST = "manifest.json"
 REPLACED = ".replaced"
@@ -94,7 +94,7 @@ class CheckpointStore:
             raise DiskError(f"{self.folder}: cannot be listed: {error.strerror or error}") from error
 
     def look_anew(self) -> None:
-        """See what other hosts have committed, see `laststep.ranks.fresh_view`."""
+        """See what other hosts have committed, see `laststep.ranks.disk`."""
         look_anew(self.folder)
 
     # Writing

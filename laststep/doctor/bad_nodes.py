@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from laststep.doctor.problem import Problem
 from laststep.records.attempt_record import read_attempts
-from laststep.records.blame import times_blamed
+from laststep.records.retry import times_blamed
 from laststep.runs import run_folders
 from laststep.say import counted
 

@@ -29,7 +29,7 @@ from laststep.checkpoint.stripes import Stripe
 from laststep.checkpoint.weights import weights_of, weights_sha256
 from laststep.checkpoint.writer import CheckpointWriter
 from laststep.loops.custom_sharding import live_state
-from laststep.ranks.shard_place import ShardPlace, shard_rows
+from laststep.ranks.world import ShardPlace, shard_rows
 from tests.checkpoint.test_restore import Rank, ThreadGroup, flip, together
 from tests.checkpoint.test_writer import info_of, nothing, same
 from tests.support.sharded import is_cut, local, places, pretended_rank, sharded, sharded_state
