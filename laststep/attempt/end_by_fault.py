@@ -36,12 +36,11 @@ from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.patience import Patience
 from laststep.checkpoint.store import CheckpointError
 from laststep.ranks import disk
-from laststep.ranks.device import DeviceSilent
 from laststep.ranks.disk import FreshView
 from laststep.ranks.process import start_thread
 from laststep.ranks.seal import Seal
 from laststep.ranks.watchdog import Fault, FaultReason, Neighbour
-from laststep.ranks.world import Gathered, World
+from laststep.ranks.world import DeviceSilent, Gathered, World
 from laststep.records.attempts import find_record
 from laststep.records.retry import least_hopeful
 from laststep.say import counted, say

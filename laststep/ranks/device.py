@@ -24,7 +24,7 @@ from laststep.compat.cuda_driver import CudaDriver
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks import nccl
-from laststep.ranks.world import World, hostname
+from laststep.ranks.world import DeviceSilent, World, hostname
 from laststep.say import counted, say
 
 DRIVER = Path("/sys/module/nvidia/version")  # such as 580.65.06; absent where another driver is in use
@@ -417,10 +417,6 @@ def open_queue(device: torch.device) -> DeviceQueue:
 ANSWER_S = 5.0
 START_S = 60.0
 ROUND_S = 0.1  # silence is counted in rounds of this length, so not while the process is suspended
-
-
-class DeviceSilent(Exception):
-    """The device does not answer. The message says so of a rank's device, in words for the log and the record."""
 
 
 class _Call(Generic[T]):

@@ -66,6 +66,10 @@ class DeviceConflict(ConfigError):
     message names those ranks."""
 
 
+class DeviceSilent(Exception):
+    """The device does not answer. The message says so of a rank's device, in words for the log and the record."""
+
+
 class MeetingError(RuntimeError):
     """The ranks of an attempt did not find each other."""
 

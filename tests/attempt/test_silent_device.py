@@ -29,10 +29,9 @@ from laststep.loops.loop import Loop
 from laststep.loops.rescued import HeldCopy
 from laststep.ranks import device as device_thread
 from laststep.ranks import disk
-from laststep.ranks.device import DeviceSilent
 from laststep.ranks.process import Signals
 from laststep.ranks.watchdog import Fault
-from laststep.ranks.world import ShardPlace
+from laststep.ranks.world import DeviceSilent, ShardPlace
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir

@@ -11,7 +11,8 @@ import pytest
 from laststep.loops import ring as module
 from laststep.loops.ring import Ring
 from laststep.ranks import device as device_thread
-from laststep.ranks.device import DeviceQueue, DeviceSilent
+from laststep.ranks.device import DeviceQueue
+from laststep.ranks.world import DeviceSilent
 from tests.support.scripted import ScriptedQueue
 from tests.support.waiting import wait_until
 
