@@ -42,7 +42,7 @@ endif
 
 test-silent: $(VENV)/installed-dev system-packages  ## stops, faults, rescues, restarts on collectives that never fail
 	LASTSTEP_TEST_SILENT=1 $(BIN)/python -m pytest -n $(WORKERS) $(GROUPED) -m "not gpu" $(PYTEST_ARGS) tests/attempt \
-		tests/cluster/test_local.py tests/cluster/test_supervisor.py tests/loops tests/slurm
+		tests/submission/test_local.py tests/job/test_supervisor.py tests/loops tests/slurm
 
 slurm: $(VENV)/installed system-packages  ## start a real Slurm on this machine; make slurm-down ends it
 	$(BIN)/python -m tests.slurm.cluster up

@@ -1,7 +1,7 @@
 """Where no collective fails, as under NCCL: a chosen part of the tests of stops, faults, rescues and exactness.
 
 `make test-silent` runs all of them so; see tests/silent/silent_backend.py. On Slurm and under --local:
-tests/slurm/test_silence.py, tests/cluster/test_silence.py.
+tests/slurm/test_silence.py, tests/submission/test_local_silence.py.
 """
 
 from __future__ import annotations

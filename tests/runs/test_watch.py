@@ -13,7 +13,7 @@ from laststep.rundir import RunDir
 from laststep.runs import watch as module
 from laststep.runs.queue import Job, Queue
 from laststep.runs.watch import watch
-from tests.cluster.test_run_status import attempt, write
+from tests.runs.test_run_status import attempt, write
 
 
 class Cluster:
