@@ -56,28 +56,24 @@ second. `python -m tools.scale` writes this page.
 
 ## How often to save
 
-With `checkpoint.every_minutes=auto` the interval follows from what a save costs the training and how often the run
-fails, by Daly's formula (`laststep/checkpoint/goodput.py`). The steps since the last save are lost only when all ranks
-die at once: a preemption, a time limit, or an end that one rank survives loses none.
-
-Calculated, as if every failure killed all ranks: the share of time lost to saves and repeated steps. A node fails
-every {mtbf} days, as in Llama 3's training. The save of {save} s is measured (`benchmarks.save`: 409 MB, 2 ranks).
+`checkpoint.every_minutes=auto` chooses the interval by Daly's formula, from what a save costs and how often the run
+fails. Calculated, as if every failure killed all ranks, with a failure of a node every {mtbf} days, as in Llama 3's
+training: the share of time lost to saves and repeated steps. The save of {save} s is measured (`benchmarks.save`:
+409 MB, 2 ranks).
 
 {intervals}
 
-So the default stays at {default:.0f} minutes: where a save costs {save} s, `auto` gains at most {gain:.2f} %. Use it
-for runs whose saves are expensive, and for runs that fail often.
-
-[Measured](benchmarks.md), the loss at a death agrees with the model.
+Use `auto` for runs whose saves are expensive or that fail often: where a save costs {save} s, it gains at most
+{gain:.2f} % over the default of {default:.0f} minutes. [Measured](benchmarks.md), the loss at a death agrees with the
+model.
 
 ## Goodput
 
 Calculated, for a replicated state of {goodput_state}: the part of its time that a run spends on steps that it keeps,
-and what takes the rest; the largest term is bold. Failures come as often as in Llama 3's training ([table
-5](https://arxiv.org/abs/2407.21783): 419 in 54 days on 16,384 GPUs); each kills one node, and another is there at
-once. Saves as often as `auto` makes them; rescue, meeting and restore as below, and beyond {ranks} ranks a meeting of
-four times that for twice the ranks. The rest of a start: {start} s, measured with 2 ranks. A requeued job waits 121 s
-(Slurm's default) and finds an empty queue.
+and what takes the rest; the largest term is bold. Each failure, as frequent as in Llama 3's training ([table
+5](https://arxiv.org/abs/2407.21783): 419 in 54 days on 16,384 GPUs), kills one node, and another is there at once.
+`auto` decides when to save; rescue, meeting and restore are as below, and a meeting takes four times as long for twice
+the ranks. A requeued job waits 121 s (Slurm's default) and finds an empty queue.
 
 {goodput}
 
@@ -88,26 +84,21 @@ the time on 16,384 GPUs if every failure were one.
 
 ## What grows with the ranks
 
-Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is a thread with its own connection, and
-all share {cores} cores. On separate machines they would wait less, except for the single store, whose processor time
-is listed by itself. The machine was busy with other work too; the disk is local.
+Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is a thread with its own connection; all
+share {cores} busy cores and a local disk. On separate machines they would wait less, except for the single store, whose
+processor time is listed by itself.
 
 {growth}
 
-* *meeting*: each rank writes its card, waits for all cards and reads them, N² reads in total; *agreeing on a stop*
-  likewise.
-* *a beat*: the heartbeats that all ranks send to the store every {beat} s. *save*: {state} MB until the commit.
-* *rescue*: a round of the leader, which reads the file of every other survivor.
-
-Real ranks, with their collectives, take longer to meet: {met} s on {ranks}, by the growth [measured](benchmarks.md)
-with up to 32 of them on {cores} cores.
+In a *meeting*, as in *agreeing on a stop*, each rank reads the cards of all: N² reads. *A beat*: the heartbeats of all
+ranks, every {beat} s. *Save*: {state} MB until the commit. *Rescue*: one round of the leader. Real ranks, with their
+collectives, take longer to meet: {met} s on {ranks}, by the growth [measured](benchmarks.md) with up to 32.
 
 ## A rescue
 
-Calculated: how long {ranks} ranks that lose one of them take to save the last step, and what it costs the file system.
-They sign in, wait {gather:g} s for the others, write a stripe each, and one of them commits. Only the leader reads the
-files of all, once a round of {round:.2g} s: {per_round} operations per round, {load:.0f} % of what the file system can
-do. Slurm kills the survivors {kill_wait} s after the first rank has ended (KillWait).
+Calculated: how long {ranks} ranks that lose one of them take to save the last step, and how many operations of the
+file system: {per_round} per round of {round:.2g} s, {load:.0f} % of what it can do. They wait {gather:g} s for each
+other. Slurm kills the survivors {kill_wait} s after the first rank has ended (KillWait).
 
 {rescues}
 
@@ -119,19 +110,14 @@ A leader or a writer that dies meanwhile is noticed after {silent:g} s, and the 
 
 Restoring a checkpoint, calculated: each byte is read by one rank, hashed at the measured {hash} GB/s
 (`benchmarks.restore`), and sent to all others in pieces of at most {piece} MB. Assumed: one file per rank, a network
-that brings each node {network} GB/s, and {hop} µs for a piece from one rank to the next. To the watchdog every {unit}
-MB that a rank reads is progress, so a slow disk is no hang; a read that brings nothing for `launch.hang_timeout_s`
-({hang} s) ends the attempt.
+that brings each node {network} GB/s, and {hop} µs for a piece from one rank to the next. A slow disk is no hang: every
+{unit} MB that a rank reads is progress.
 
 {restores}
 
-Of 200 GB the hops take {hops} s: each of the {ranks} files passes {ranks} ranks in {pieces} pieces.
-
-torch (2.15) asks the name server about each of a rank's six connections: {lookups} queries when {ranks} ranks start.
-An unanswered one delays its rank by 5 s, glibc's timeout.
-
-These do not grow: the lock, metrics.jsonl, attempts.jsonl (except for the names of the nodes), the cost per step of
-being able to stop together ({agreement} ns, `benchmarks.agreement`). A rank's part of a save shrinks.
+Of 200 GB the hops take {hops} s. torch (2.15) asks the name server about each of a rank's six connections: {lookups}
+queries when {ranks} ranks start, and an unanswered one delays its rank by 5 s. The lock, metrics.jsonl and the cost per
+step of being able to stop together ({agreement} ns, `benchmarks.agreement`) do not grow.
 """
 
 
@@ -155,7 +141,6 @@ def page() -> str:
         default=DEFAULT_S / 60,
         gain=100 * max(lost(save_s, nodes, DEFAULT_S) - lost(save_s, nodes) for nodes in range(1, NODES + 1)),
         goodput_state=GOODPUT_STATE,
-        start=f"{start_s():.2f}",
         goodput=table(HEAD, (row.cells for size in sizes for row in rows(size))),
         goodput_summary=summary(sizes, DEFAULT_KILL_WAIT_S),
         hang_share=f"{100 * HANG_TIMEOUT_S / sizes[-1].failure_s:.1f} %",
@@ -180,7 +165,6 @@ def page() -> str:
         hang=HANG_TIMEOUT_S,
         lookups=f"{6 * RANKS:,}",
         restores=restores({**CHECKPOINTS, "200 GB": 200e9}, hash_bytes_s),
-        pieces=_pieces(200e9),
         hops=f"{_pieces(200e9) * RANKS**2 * HOP_S:.0f}",
         agreement=f"{result('agreement')['cost']:.0f}",
     )
@@ -290,12 +274,11 @@ def limits(scale: dict[str, Any]) -> str:
             f"open files of rank 0: {own} and {each} for each rank (measured with {_and(files)} real ranks)",
             f"{own + each * RANKS:,}",
             f"{SOFT_LIMIT:,}, the usual limit of a shell",
-            f"{(SOFT_LIMIT - own) // each} ranks; each rank raises its soft limit to the hard one, often 4,096 or "
-            "more: "
+            f"{(SOFT_LIMIT - own) // each} ranks; each raises its soft limit to the hard one, often 4,096 or more: "
             f"{(4096 - own) // each} ranks",
         ),
         (
-            "rescue: the leader reads a small file from every other survivor in each round (calculated)",
+            "rescue: the leader reads every survivor's file in each round (calculated)",
             f"{RANKS / FILES_S:.2f} s",
             f"{SILENT_S:g} s, then another rank takes over",
             "not reached",
@@ -340,11 +323,9 @@ def restores(checkpoints: dict[str, float], hash_bytes_s: float) -> str:
     head = [
         "checkpoint",
         "read",
-        "hashed",
         "sent",
         f"restored on {RANKS:,} ranks",
         f"within {RESTORE_LIMIT_S} s",
-        "a rank holds",
         "if each node read it",
     ]
     return table(head, (_restore(name, size, hash_bytes_s) for name, size in checkpoints.items()))
@@ -360,10 +341,10 @@ def restore_s(size: float, ranks: int, hash_bytes_s: float) -> tuple[float, floa
 
 
 def _restore(name: str, size: float, hash_bytes_s: float) -> Sequence[object]:
-    read_s, hash_s, sent_s, together_s = restore_s(size, RANKS, hash_bytes_s)
-    times = [f"{_three(seconds)} s" for seconds in (read_s, hash_s, sent_s, together_s)]
+    read_s, _, sent_s, together_s = restore_s(size, RANKS, hash_bytes_s)
+    times = [f"{_three(seconds)} s" for seconds in (read_s, sent_s, together_s)]
     within = "yes" if together_s <= RESTORE_LIMIT_S else "no"
-    return [name, *times, within, f"{_three(size / RANKS / 1e6)} MB", f"{_three(size * NODES / DISK_BYTES_S)} s"]
+    return [name, *times, within, f"{_three(size * NODES / DISK_BYTES_S)} s"]
 
 
 def _pieces(size: float) -> int:

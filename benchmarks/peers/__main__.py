@@ -36,11 +36,9 @@ The same training (the small network on 4,000 digits, 2 ranks on 2 nodes, {steps
 epochs) under six trainers, hit {times} in the middle of the second epoch, on a real Slurm with
 KillWait={kill_wait} s.
 
-The peers write a checkpoint after each epoch, and are configured more kindly than the scripts that people usually copy:
-they resume from their newest checkpoint however they were started. The usual submitit script looks for a checkpoint
-only after SIGUSR2, Lightning's page on Slurm only after its own signal, and transformers only if it is told to. "On
-Laststep" are the same scripts with [Laststep's adapter](frameworks.md). One harness for all: `python -m
-benchmarks.peers`.
+The peers write a checkpoint after each epoch, and resume from their newest one however they were started, which the
+scripts that people usually copy do not. "On Laststep" are the same scripts with [Laststep's adapter](frameworks.md).
+One harness for all: `python -m benchmarks.peers`.
 
 *Lost* steps had to be done again. *Back in* is the time from the last step before the fault to the first new step,
 including the queue. *By hand* means that the job was gone, or hung for {deadline} s. *Same weights*: bit for bit those

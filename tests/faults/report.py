@@ -161,22 +161,21 @@ class Report:
 HEAD = """\
 # Faults
 
-`make chaos` injects random faults at random moments into real training runs on a throwaway Slurm, and writes this page.
-After each fault the run must recover, and may lose no more steps than allowed. At the end its weights and every line of
-its metrics must be identical to those of an undisturbed run.
+`make chaos` injects random faults at random moments into real runs on a throwaway Slurm, and writes this page. A run
+must recover from each, lose no more steps than allowed, and end with the weights and metrics of an undisturbed run.
 """
 SILENT_HEAD = """\
 # Faults, on silent collectives
 
-The same as [Faults](chaos.md), where each fault is explained, but with `SILENT=1`: gloo's collectives in NCCL's order
-of events. They are queued and return at once; when a rank dies, those of the others neither end nor fail
-(`tests/silent/silent_backend.py`). CPUs only: no GPU has run this. The table has the faults that cost a step.
+The same as [Faults](chaos.md), with `SILENT=1`: gloo's collectives behave like NCCL's. They return at once, and when
+a rank dies, those of the others neither end nor fail (`tests/silent/silent_backend.py`). No GPU has run this. The
+table has the faults that cost a step.
 """
 FOOT = """
 *Recovered*: "itself" means without help; "launch.py resume" means that the harness typed this command, as a user would;
-"stayed" means that the fault did not end the attempt. *Lost steps*: the most that one fault cost; allowed are none, or
-those since the last save, or, after damage to the newest checkpoint, since the one before it. *Time*: from the fault
-until the next attempt has completed a step, with the 6 s for which Slurm holds a requeued job.
+"stayed" that the fault did not end the attempt. *Lost steps*: the most that one fault cost; allowed are none, or those
+since the last save, or, after damage to the newest checkpoint, since the one before it. *Time*: until the next attempt
+has completed a step; Slurm holds a requeued job for 6 s.
 """
 
 
@@ -200,39 +199,35 @@ def page(lines: Sequence[str], rows: Sequence[Sequence[str]], silent: bool) -> s
 PROCESSES_HEAD = """\
 # The worst day: processes
 
-`make chaos PROCESSES=1 N=80`, or `python -m tests.faults --processes --faults 80 --report docs/worst-day-processes.md`,
-strikes real training runs with each of these faults at each moment of a run in turn, and writes this page: on a
-throwaway Slurm, two ranks on two nodes, several faults a run; and under --local, two ranks, one fault a run.
-The attempt may end, if the next one continues. At the end the weights and every line of the metrics must be those of an
-undisturbed run, no kept step may be lost, the records must be true, and each wait has a deadline.
+`make chaos PROCESSES=1 N=80` strikes real runs of two ranks with each of these faults at each moment of a run in
+turn, and writes this page: on a throwaway Slurm, several faults a run, and under --local, one fault a run. The
+attempt may end, if the next one continues. The weights and metrics must be those of an undisturbed run, no kept step
+may be lost, the records must be true, and each wait has a deadline.
 
 """
 PROCESSES_FOOT = """\
-*Recovered*: "itself" means without help; "launch.py resume" means that the harness typed this command, as a user would;
-"stayed" means that the fault did not end the attempt.
-
-*Lost steps*: none may be lost while a rank lives; else those since the last save. At the moments "rescue" and "restart
-in place" a rank has been killed just before, so the fault may take the last one.
+*Recovered* is explained in [Faults](chaos.md). *Lost steps*: none may be lost while a rank lives; else those since
+the last save. At the moments "rescue" and "restart in place" a rank has just been killed, so the fault may take the
+last one.
 
 Under --local the run waits for its user after a stop, after the end of the command that started the ranks, and after a
-failure that is no node's fault, such as the death of a loader worker; no step is lost. A supervisor that is killed
-before the ranks have met ends that start after a minute.
+failure that is no node's fault, such as the death of a loader worker. A supervisor that is killed before the ranks have
+met ends that start after a minute.
 
-fork fails by a preloaded library, also for the batch shell and what it starts. So are the clocks set, for the processes
-of the run on each node. A node that reboots loses its processes, and its slurmd reports a boot.
+A preloaded library makes fork fail and sets the clocks. A node that reboots loses its processes, and its slurmd
+reports a boot.
 """
 
 
 def processes_page(hits: Sequence[Hit], kinds: Mapping[str, Fault], lines: Sequence[str], wrong: Sequence[str]) -> str:
     """The page of the worst day of processes."""
-    columns = (*COLUMNS[:3], "moments", *COLUMNS[3:], "recorded as")
+    columns = (*COLUMNS[:3], "moments", *COLUMNS[3:-1])
     rows = []
     for name, fault in kinds.items():
         if found := [hit for hit in hits if hit.fault == name]:
             moments = Counter(hit.moment.words for hit in found)
-            reasons = Counter(hit.recorded for hit in found if hit.recorded)
             row = _row(name, fault.does, found)
-            rows.append((*row[:3], _counts(moments), *row[3:], _counts(reasons)))
+            rows.append((*row[:3], _counts(moments), *row[3:-1]))
     table = [columns, ["---"] * len(columns), *rows]
     violations = [f"{_place(hit)}: {what}" for hit in hits for what in hit.wrong] + list(wrong)
     return PROCESSES_HEAD + "\n".join(

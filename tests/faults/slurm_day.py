@@ -498,31 +498,22 @@ class Result:
             *machine_lines([self.commit]),
             f"{minutes(time.monotonic() - self.began)} (min:s)",
         ]
-        rows: list[tuple[str, ...]] = [
-            ("how a call misbehaves", "faults", "what the user typed", "longest phase", "violations")
-        ]
+        rows: list[tuple[str, ...]] = [("how a call misbehaves", "faults", "what the user typed", "longest phase")]
         rows += [self._row(how, HOW[how], [one for one in hit if one.target.how == how]) for how in HOW]
-        phases: list[tuple[str, ...]] = [
-            ("phase", "calls", "faults", "what the user typed", "longest phase", "violations")
-        ]
+        phases: list[tuple[str, ...]] = [("phase", "calls", "faults", "what the user typed", "longest phase")]
         for phase in PHASES:
             made = sum(count for (of, _, _), count in self.calls.items() if of == phase)
             _, *rest = self._row(phase, "", [one for one in hit if one.target.phase == phase])
             phases.append((phase, str(made), *rest))
-        kinds = [("call", "by", "times", "faults")]
-        for role, kind in sorted({(role, kind) for _, role, kind in self.calls}):
-            made = sum(count for (_, by, of), count in self.calls.items() if (by, of) == (role, kind))
-            faults = sum((one.target.role, one.target.kind) == (role, kind) for one in hit)
-            kinds.append((f"`{kind}`", role, str(made), str(faults)))
         text = [HEAD, *(f"* {line}" for line in lines), *(f"* VIOLATION: {what}" for what in self.violations), ""]
-        return "\n".join([*text, *table(rows), "", *table(phases), "", *table(kinds), "", FOOT])
+        return "\n".join([*text, *table(rows), "", *table(phases), "", FOOT])
 
     @staticmethod
     def _row(name: str, does: str, found: Sequence[Outcome]) -> tuple[str, ...]:
         came = ", ".join(f"{one} {count}" for one, count in Counter(o.came for o in found).most_common()) or "-"
         longest = f"{max((one.took_s for one in found), default=0.0):.0f} s"
         title = f"{name}: {does}" if does else name
-        return title, str(len(found)), came, longest, str(sum(bool(one.wrong) for one in found))
+        return title, str(len(found)), came, longest
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -534,23 +525,20 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 HEAD = """\
 # The worst day of Slurm
 
-`make chaos SLURM=1` runs a short training on a throwaway Slurm. Each call of a Slurm command that this takes fails
-once, in each way, whether a command of the user makes it, the batch shell or a rank. Wrappers of squeue, scontrol,
-sbatch, srun and scancel, first in the run's PATH, play a Slurm that misbehaves. The run is submitted, looked at,
-requeued by a signal, started again after the death of a rank and of a supervisor, stopped before its time limit,
-cancelled, and resumed to its end.
+`make chaos SLURM=1` runs a short training on a throwaway Slurm. Each call of squeue, scontrol, sbatch, srun and
+scancel, by the user's command, the batch shell or a rank, fails once in each way, by wrappers first in PATH. The run
+is submitted, looked at, requeued by a signal, started again after the death of a rank and of a supervisor, stopped
+before its time limit, cancelled, and resumed to its end.
 
 Allowed: an attempt ends, and the next one continues; a command says in one line that it does not know. Never: a step
 lost, other bits, two jobs of the run at once, a hang, an end without a line that says what to type, a false record.
 """
 FOOT = """\
-*What the user typed*: nothing, or a command again that had refused in one line, or `resume` after the job had ended
-with a line that says so. *Longest phase*: until the run trains again; Slurm alone holds a requeued job for 6 s.
+*What the user typed*: a command again that had refused in one line, or `resume` after the job had ended with a line
+that says so. *Longest phase*: until the run trains again; Slurm alone holds a requeued job for 6 s.
 
-A signal that Slurm does not explain is recorded at its usual meaning. So the death of a supervisor, after which srun
-sends SIGTERM to the other ranks, may be recorded as a preemption where Slurm cannot be asked.
-
-Not played: an srun that hangs before it has started a rank. Nothing but the job's time limit ends it.
+Where Slurm cannot be asked, the death of a supervisor may be recorded as a preemption: srun then sends SIGTERM to the
+other ranks. Not played: an srun that hangs before it has started a rank. Only the job's time limit ends it.
 """
 
 

@@ -227,15 +227,14 @@ HEAD = """\
 
 `python -m tests.faults --storm --report docs/storm.md` kills a rank of a run again and again until the run has
 finished, on a throwaway Slurm, and writes this page. The weights and metrics must be those of an undisturbed run.
-At the same time the same model trains under torchrun's elastic restart, under such deaths too, until Laststep is done.
+Meanwhile the same model trains under torchrun's elastic restart, under such deaths too, until Laststep is done.
 """
 FOOT = """\
 *Goodput*: the time that the kept steps take undisturbed (their number times the median time of a step), divided by the
 time since the first step.
 
 *torchrun*: `torchrun --max-restarts`, DistributedDataParallel and a checkpoint after each epoch, as in torch's own
-examples. An epoch has {steps} steps, {seconds:g} s. The longer an epoch, the more is lost at each death; one that is
-longer than the time between two deaths would never be finished.
+examples. An epoch has {steps} steps, {seconds:g} s. The longer an epoch, the more is lost at each death.
 
 *Pause*: the longest time between two steps after a death, so it includes one step.
 """

@@ -12,23 +12,20 @@ from typing import Any
 from tests.worst_day.disk import ROLES
 
 ABOUT = """
-Made by `make chaos IO=1`; do not edit. A short run is traced once. Two ranks train; rank 1 dies, they start again in
-place, SIGTERM stops them, `resume` continues the run, and it finishes. And a job of one rank is killed, restarted by
-its batch shell, requeued, and finishes. Then the run is done once for each of its file operations, with that one
-failing: with an error, once or for three seconds; after a stall; with an old listing, or a name that the client
-believes absent; with half a read or write; or done, and reported as failed. A command that has ended is typed again,
-as its user would.
+Made by `make chaos IO=1`. A short run is traced once: two ranks train; rank 1 dies, they start again in place, SIGTERM
+stops them, `resume` continues the run to its end. So is a job of one rank that is killed, restarted by its batch shell,
+and requeued. Then the run is done once for each of its file operations, with that one failing: with an error, once or
+for three seconds; after a stall; with an old listing, or a name that the client believes absent; with half a read or
+write; or done, and reported as failed. A command that has ended is typed again.
 
 Allowed: the attempt ends, and the next one continues. Never: a step lost that was kept, other bits than those of the
 undisturbed run, a hang, a run that ends for good, a record that is not true.
 """
 HOW = """
-It needs Linux and a C compiler, and takes some forty minutes on two cores for 300 runs. An interrupted command
-continues when it is typed again: its results are in `.cache/worst-day/`. Runs that broke a promise are repeated then,
-and their folders are kept. `python -m tests.worst_day --help` has the options, such as `--only TEXT` for the faults
-whose names contain a text. `make test` carries out some of the runs.
+It needs Linux and a C compiler, and takes some forty minutes on two cores for 300 runs. Typed again, an interrupted
+command continues, and repeats the runs that broke a promise. `python -m tests.worst_day --help` has the options. `make
+test` carries out some of the runs.
 """
-FOUND = Path(__file__).with_name("found.md")
 
 
 @dataclass
@@ -85,8 +82,6 @@ class Report:
         ]
         if self.violations:
             lines += ["## Violations", "", *(f"* {what}" for what in self.violations), ""]
-        if FOUND.exists():
-            lines += [FOUND.read_text().rstrip(), ""]
         lines += [
             "## How to run it",
             "",
