@@ -32,9 +32,7 @@ from laststep.attempt.grace import LAST_MOMENT_S, SHELL_KILLED, GracePeriod
 from laststep.attempt.rescue import Rescue, Superseded, exit_status, has_begun, silent_file
 from laststep.attempt.rescue_plan import Holding, Part, Plan
 from laststep.attempt.state import AttemptState
-from laststep.checkpoint.files import StateChanged
-from laststep.checkpoint.patience import Patience
-from laststep.checkpoint.store import CheckpointError
+from laststep.checkpoint.files import CheckpointError, Patience, StateChanged
 from laststep.ranks import disk
 from laststep.ranks.disk import FreshView
 from laststep.ranks.process import start_thread

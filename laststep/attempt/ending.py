@@ -17,7 +17,7 @@ from typing import Literal, NoReturn
 
 from laststep.attempt.grace import Ending, ending
 from laststep.attempt.state import AttemptState
-from laststep.observe.hints import likely_cause
+from laststep.observe.progress import likely_cause
 from laststep.ranks.disk import Patience
 from laststep.ranks.launchers import BATCH_HOST
 from laststep.ranks.process import Alarm, start_thread

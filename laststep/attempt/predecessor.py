@@ -19,7 +19,8 @@ import time
 from typing import NamedTuple
 
 from laststep.attempt.rescue import leader_file
-from laststep.checkpoint.store import CheckpointError, CheckpointStore
+from laststep.checkpoint.files import CheckpointError
+from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks.disk import LOCK_START_S, Before, Patience, look_anew

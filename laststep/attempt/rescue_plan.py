@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from laststep.checkpoint.stripes import Stripe, stripe_count
+from laststep.checkpoint.pack import Stripe, stripe_count
 from laststep.ranks.watchdog import Fault
 from laststep.ranks.world import Gathered
 
