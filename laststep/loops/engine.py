@@ -30,14 +30,13 @@ from laststep.loops.snapshot import Copies, HeldState, HeldStep, Ring, open_link
 from laststep.observe.progress import Progress, StartupTimer
 from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
-from laststep.ranks.device import changed_numerics, describe_numerics
-from laststep.ranks.device_queue import open_queue
+from laststep.ranks.device import changed_numerics, describe_numerics, open_queue
+from laststep.ranks.disk import Patience
 from laststep.ranks.group import Group
-from laststep.ranks.patience import Patience
-from laststep.ranks.replica_link import Place
-from laststep.ranks.shard_place import Gathered, ShardPlace
+from laststep.ranks.replicas import Place
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
+from laststep.ranks.world import Gathered, ShardPlace
 from laststep.records.metrics import MetricsFile
 from laststep.rundir import RunDir
 

@@ -28,10 +28,8 @@ from laststep.compat import kernels, tree_leaves, tree_map
 from laststep.config.config import Config
 from laststep.config.schema import Train
 from laststep.loops.shares import AddsShares, ShareSum, shares_of
-from laststep.ranks.group import Group
-from laststep.ranks.peer_loss import is_peer_loss
-from laststep.ranks.shard_place import Gathered
-from laststep.ranks.tree_sum import TreeHook
+from laststep.ranks.group import Group, TreeHook, is_peer_loss
+from laststep.ranks.world import Gathered
 
 
 class Gradients(Protocol):

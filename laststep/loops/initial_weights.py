@@ -27,7 +27,7 @@ from laststep.checkpoint.shards import local_of
 from laststep.compat import sharding
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.ranks.shard_place import ShardPlace, shard_rows
+from laststep.ranks.world import ShardPlace, shard_rows
 from laststep.say import say
 from laststep.tasks.models import is_weights_name, pretrained_weights
 

@@ -39,10 +39,10 @@ from laststep.loops.snapshot import (
 )
 from laststep.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, scheduled, take_made
 from laststep.optim.fast_step import FastStep
-from laststep.ranks.device_queue import DeviceQueue
+from laststep.ranks.device import DeviceQueue
 from laststep.ranks.group import Group
-from laststep.ranks.run_time import run_time
-from laststep.ranks.shard_place import Gathered, ShardPlace, shard_place, shard_rows
+from laststep.ranks.process import run_time
+from laststep.ranks.world import Gathered, ShardPlace, shard_place, shard_rows
 from laststep.say import say
 from laststep.task import Task
 

@@ -32,7 +32,7 @@ from laststep.loops.snapshot import Buffers, Committed, HeldOptimizer, HeldState
 from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
 from laststep.ranks.device import changed_numerics
 from laststep.ranks.group import Group
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

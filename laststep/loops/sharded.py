@@ -27,10 +27,8 @@ from laststep.config.errors import ConfigError, first_line
 from laststep.loops.gradients import repeated_blocks
 from laststep.loops.shares import AddsShares, ShareSum, in_order, shares_of, team_of
 from laststep.optim.build import needs_other_rows
-from laststep.ranks.group import Group
-from laststep.ranks.mesh import make_mesh, replica_group
-from laststep.ranks.shard_place import Gathered, ShardPlace
-from laststep.ranks.tree_sum import BucketSum, tree_sum
+from laststep.ranks.group import BucketSum, Group, make_mesh, replica_group, tree_sum
+from laststep.ranks.world import Gathered, ShardPlace
 from laststep.task import Task
 
 # In these types the norm of finite gradients is finite, or the gradient is beyond any use.
@@ -217,7 +215,7 @@ def turn_sums(model: nn.Module, config: Config, group: Group, place: ShardPlace)
 
 
 class TurnSums:
-    """The sums of sharded gradients over the shares of `train.shares`, in the tree of `laststep.ranks.tree_sum`; the
+    """The sums of sharded gradients over the shares of `train.shares`, in the tree of `laststep.ranks.group`; the
     counterpart of `ShareSum` under FSDP2.
 
     FSDP2 reduces the gradients of a block as soon as a backward pass is through with it, so that no rank ever holds a

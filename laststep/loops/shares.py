@@ -18,8 +18,7 @@ from laststep.data.order import nth_seed, seed_generators, seed_of
 from laststep.loops import loop_rules
 from laststep.loops.measured import LoggedValues
 from laststep.loops.registered import Registered
-from laststep.ranks.group import Group
-from laststep.ranks.tree_sum import TreeHook
+from laststep.ranks.group import Group, TreeHook
 from laststep.ranks.world import World
 
 
@@ -59,7 +58,7 @@ class AddsShares(Protocol):
 
 class PartialSums:
     """The sums of the gradients of a rank's shares, of which there are 2^k, in the binary tree of
-    `laststep.ranks.tree_sum`.
+    `laststep.ranks.group`.
 
     Autograd itself would add them one after another. So each parameter's gradient is taken out when a share has
     computed it. Like a binary counter, level i holds a sum of 2^i shares or nothing. The last share's gradient stays
@@ -135,7 +134,7 @@ class CustomShares:
 
     The function makes the forward and backward passes of one share after another. Each share begins with the same
     buffers and has a seed of its own, its gradients are weighted by its part of the samples, and the sums of gradients
-    and logged values follow the tree of `laststep.ranks.tree_sum`. Without train.shares a rank has one, its part of the
+    and logged values follow the tree of `laststep.ranks.group`. Without train.shares a rank has one, its part of the
     batch, and nothing about it changes.
     """
 

@@ -36,12 +36,11 @@ from laststep.checkpoint.pack import Packed, map_tensors
 from laststep.checkpoint.writer import CheckpointInfo, HostMemory, reusable_buffer
 from laststep.config.errors import ConfigError
 from laststep.loops.measured import Measured
-from laststep.ranks.device_queue import DeviceQueue, is_due_to_capture
-from laststep.ranks.device_thread import DeviceSilent
+from laststep.ranks.device import DeviceQueue, is_due_to_capture
 from laststep.ranks.group import Group
-from laststep.ranks.replica_link import Copy, Place, ReplicaLink, keeper_of
-from laststep.ranks.run_time import run_time
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.process import run_time
+from laststep.ranks.replicas import Copy, Place, ReplicaLink, keeper_of
+from laststep.ranks.world import DeviceSilent, ShardPlace
 from laststep.say import say
 
 SLOTS = 3

@@ -28,9 +28,7 @@ from laststep.loops.measured import finite
 from laststep.loops.shares import in_order, shares_of
 from laststep.loops.snapshot import HeldState
 from laststep.optim.build import check_order
-from laststep.ranks.group import Group
-from laststep.ranks.join import join
-from laststep.ranks.tree_sum import tree_sum
+from laststep.ranks.group import Group, join, tree_sum
 from laststep.ranks.world import World, hostname
 from laststep.records.plan import check_fingerprint, write_fingerprint
 from laststep.rundir import RunDir

@@ -22,7 +22,7 @@ from laststep.config.errors import ConfigError
 from laststep.loops.learner import Learner, prepare_model
 from laststep.loops.sharded import shard
 from laststep.ranks.group import Group
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 from tests.support.images import Images
 from tests.support.sharded import local, pretended_rank
 from tests.support.worlds import a_world

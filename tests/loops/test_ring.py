@@ -10,9 +10,9 @@ import pytest
 
 from laststep.loops import snapshot as module
 from laststep.loops.snapshot import Ring
-from laststep.ranks import device_thread
-from laststep.ranks.device_queue import DeviceQueue
-from laststep.ranks.device_thread import DeviceSilent
+from laststep.ranks import device as device_thread
+from laststep.ranks.device import DeviceQueue
+from laststep.ranks.world import DeviceSilent
 from tests.support.scripted import ScriptedQueue
 from tests.support.waiting import wait_until
 
