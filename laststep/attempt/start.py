@@ -13,22 +13,18 @@ from pathlib import Path
 
 from laststep.attempt.preflight import check_device
 from laststep.attempt.state import AttemptState
-from laststep.checkpoint.newest import START_S
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
-from laststep.checkpoint.store import Manifest
+from laststep.checkpoint.store import START_S, Manifest
 from laststep.compat.compiler import compile_each_shape
 from laststep.loops.loop import AttemptContext, Loop
 from laststep.loops.run import make_custom_loop
 from laststep.loops.task_loop import TaskLoop
-from laststep.observe.startup import StartupTimer
+from laststep.observe.progress import StartupTimer
 from laststep.ranks import nccl
 from laststep.ranks.device import is_deterministic
-from laststep.ranks.exported import export_world, free_port
-from laststep.ranks.group import Group
-from laststep.ranks.join import join
-from laststep.ranks.launchers import WORKING_FOLDER
-from laststep.ranks.lent_group import lend_group
-from laststep.ranks.patience import Patience
+from laststep.ranks.disk import Patience
+from laststep.ranks.group import Group, join, lend_group
+from laststep.ranks.launchers import WORKING_FOLDER, export_world, free_port
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Fault, Watchdog
 from laststep.records.attempts import lower_start_step, raise_kept_step

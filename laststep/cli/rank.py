@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from laststep.attempt import user_error
-from laststep.attempt.finished import finish_of
-from laststep.checkpoint.newest import START_S
-from laststep.checkpoint.patience import Patience
+from laststep.attempt.predecessor import finish_of
+from laststep.checkpoint.files import Patience
+from laststep.checkpoint.store import START_S
 from laststep.cli.parsers import Parser, add_config, split
 from laststep.config.config import Config, find_config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
 from laststep.config.machine import Machine, Way
-from laststep.doctor.hello import gather_greetings, greet, wrong_sums
+from laststep.doctor.greeting import gather_greetings, greet, wrong_sums
 from laststep.ranks.launchers import detect_world
-from laststep.ranks.signals import Signals, die_with_parent
+from laststep.ranks.process import Signals, die_with_parent
 from laststep.ranks.world import MeetingError, World
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
@@ -218,7 +218,7 @@ def _hello(config: Config, show_variables: bool) -> int:
         os._exit(128 + number)  # not sys.exit: the main thread may be waiting in a collective
 
     signals.on_first(stop)
-    from laststep.ranks.peer_loss import is_peer_loss
+    from laststep.ranks.group import is_peer_loss
 
     try:
         return _meet_and_greet(config, world, meeting, show_variables)
@@ -233,7 +233,7 @@ def _hello(config: Config, show_variables: bool) -> int:
 
 def _meet_and_greet(config: Config, world: World, meeting: Path, show_variables: bool) -> int:
     """Meet the other ranks. Rank 0 prints all greetings. Returns the exit status, 1 for a wrong sum."""
-    from laststep.ranks.join import join
+    from laststep.ranks.group import join
 
     group = join(config, world, meeting, timeout_s=0)
     group.connect(timeout_s=0)

@@ -20,15 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laststep.checkpoint.buffers import HostMemory, reusable_buffer
+from laststep.checkpoint.manager import Position
 from laststep.checkpoint.pack import Packed
-from laststep.checkpoint.position import Position
-from laststep.checkpoint.writer import CheckpointInfo
+from laststep.checkpoint.writer import CheckpointInfo, HostMemory, reusable_buffer
 from laststep.config.errors import ConfigError
 from laststep.loops.readback import Measured
 from laststep.ranks.group import Group
-from laststep.ranks.replica_link import Copy, Place, ReplicaLink, keeper_of
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.replicas import Copy, Place, ReplicaLink, keeper_of
+from laststep.ranks.world import ShardPlace
 from laststep.say import say
 
 ARRIVES_S = 1.0  # how long a rescue waits for a copy that is on its way from a ward that lives

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laststep.checkpoint.export import read_source
+from laststep.checkpoint.export import plain_name, read_source, weights_sha256
 from laststep.checkpoint.shards import local_of, shard_count
-from laststep.checkpoint.weights import plain_name, weights_sha256
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.loops.buffers import bytes_of, is_dense
 from laststep.loops.learner import Learner
-from laststep.ranks.shard_place import shard_rows
+from laststep.ranks.world import shard_rows
 from laststep.tasks.models import is_weights_name, pretrained_weights
 
 SHOWN = 3  # names in a message

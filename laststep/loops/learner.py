@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from laststep import compat
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.data.generators import Generators
 from laststep.data.loader import for_each_tensor
-from laststep.data.order import nth_seed, seed_generators, seed_of
+from laststep.data.order import Generators, nth_seed, seed_generators, seed_of
 from laststep.loops.buffers import Buffers, Committed
 from laststep.loops.gradients import make_gradients
 from laststep.loops.held import HeldOptimizer, HeldState, addresses
@@ -24,7 +23,7 @@ from laststep.loops.shares import shares_of
 from laststep.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, take_made
 from laststep.optim.fast_step import FastStep
 from laststep.ranks.group import Group
-from laststep.ranks.shard_place import shard_place
+from laststep.ranks.world import shard_place
 from laststep.task import Task
 
 PRECISION = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

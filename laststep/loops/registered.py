@@ -16,14 +16,14 @@ from laststep import compat
 from laststep.checkpoint.pack import Packed, map_tensors, serialized_structure
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.shards import is_distributed, local_of
-from laststep.compat import fsdp as compat_fsdp
+from laststep.compat import sharding
 from laststep.config.errors import ConfigError
 from laststep.loops.buffers import Buffers, Committed
 from laststep.loops.custom_sharding import check_sharded, is_sharded, likes_of, live_state, place_of
 from laststep.loops.held import HeldOptimizer, HeldState, addresses
 from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
 from laststep.ranks.group import Group
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 
 State = dict[str, Any]
 # Their state changes in the update of a step or after it, buffers excepted. All other objects may change earlier, so
@@ -209,7 +209,7 @@ class Registered:
         for name, registered in self.objects.items():
             if name in self._sharded:
                 parameters = [each for each in self._sharded[name].values() if isinstance(each, nn.Parameter)]
-                found += addresses(map(compat_fsdp.on_this_rank, parameters))
+                found += addresses(map(sharding.on_this_rank, parameters))
             elif isinstance(registered, nn.Module):
                 found += addresses(registered.parameters())
         return found

@@ -16,15 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from laststep import compat
-from laststep.compat import fsdp as compat_fsdp
+from laststep.compat import sharding
 from laststep.config.config import Config
 from laststep.loops.exact_square import ExactSquare
 from laststep.loops.rows import Rows
 from laststep.loops.shares import AddsShares, ShareSum, in_order
 from laststep.loops.turn_sums import turn_sums
-from laststep.ranks.group import Group
-from laststep.ranks.shard_place import Gathered, ShardPlace
-from laststep.ranks.tree_sum import tree_sum
+from laststep.ranks.group import Group, tree_sum
+from laststep.ranks.world import Gathered, ShardPlace
 
 # In these types the norm of finite gradients is finite, or the gradient is beyond any use.
 NORM_SUFFICES = (torch.float32, torch.float64, torch.bfloat16)
@@ -174,14 +173,14 @@ class Sharded:
         met = self._met[self._reduced]
         gradients, self._gradients = self._gradients, []  # whose memory is not kept beyond the update
         if scaler.is_enabled():
-            compat_fsdp.set_found_inf(scaler, optimizer, (met[1] > 0).float())
+            sharding.set_found_inf(scaler, optimizer, (met[1] > 0).float())
         loss = met[0].float()
         bad = ~torch.isfinite(loss)
         measured: dict[str, Tensor] = {}
         if self._clip_norm is not None:
             norm = measured["grad_norm"] = met[2].sqrt().float()
             if not math.isinf(self._clip_norm) and gradients:
-                compat_fsdp.scale_each(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+                sharding.scale_each(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if not scaler.is_enabled():
             bad |= ~torch.isfinite(met[1:]).all() | (met[1] > 0)
         return {"loss": loss, "nonfinite": bad.float(), **measured}

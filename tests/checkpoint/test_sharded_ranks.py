@@ -17,16 +17,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from laststep.checkpoint.export import read_store
-from laststep.checkpoint.export_files import write_folder
+from laststep.checkpoint.export import read_store, weights_of, weights_sha256, write_folder
 from laststep.checkpoint.pack import load, tensors_of
 from laststep.checkpoint.restore import read_newest
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.weights import weights_of, weights_sha256
 from laststep.loops.custom_sharding import live_state
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 from tests.checkpoint.test_writer import Rank, Ranks, end, info_of, nothing
 from tests.support.sharded import local
 from tests.support.worlds import a_world
