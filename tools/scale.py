@@ -17,7 +17,7 @@ from laststep.checkpoint.files import READ_BYTES
 from laststep.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
 from laststep.checkpoint.interval import best_interval
 from laststep.checkpoint.restore import PIECE_BYTES
-from laststep.checkpoint.stripes import STRIPE_BYTES, stripe_count
+from laststep.checkpoint.stripes import stripe_count
 from laststep.config.schema import Checkpoint, Launch
 from laststep.ranks.address import POLL_S
 from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S
@@ -278,39 +278,32 @@ def limits(scale: dict[str, Any]) -> str:
             f"{(4096 - own) // each} ranks",
         ),
         (
-            "rescue: the leader reads every survivor's file in each round (calculated)",
-            f"{RANKS / FILES_S:.2f} s",
-            f"{SILENT_S:g} s, then another rank takes over",
-            "not reached",
-        ),
-        (
             f"waiting ranks look for rank 0's address on the disk every {POLL_S} s (calculated)",
             f"{RANKS / POLL_S:,.0f} per second",
             f"{FILES_S:,} per second",
             f"{FILES_S * POLL_S:,.0f} ranks; rank 0's own reads are delayed meanwhile",
         ),
         (
-            "agreeing on a stop (measured, see above)",
-            f"{most['agreeing on a stop']:.1f} s, of which the store {most['agreeing on a stop: the store']:.1f} s",
+            "agreeing on a stop (measured)",
+            f"{most['agreeing on a stop']:.1f} s",
             f"{ANSWER_S:.0f} s, then the attempt ends by fault",
             _reached(most["agreeing on a stop"], ANSWER_S),
         ),
         (
             "a beat (measured)",
-            f"{most['a beat']:.2f} s, of which the store {most['a beat: the store']:.2f} s",
+            f"{most['a beat']:.2f} s",
             f"{BEAT_S} s, then heartbeats are late",
             _reached(most["a beat"], BEAT_S),
         ),
         (
             "meeting (measured), collectives not counted",
-            f"{most['meeting']:.1f} s, of which the store {most['meeting: the store']:.1f} s",
+            f"{most['meeting']:.1f} s",
             f"{HANG_TIMEOUT_S} s, `launch.hang_timeout_s`",
             _reached(most["meeting"], HANG_TIMEOUT_S),
         ),
         (
-            f"files: one for each {STRIPE_BYTES >> 20} MB of a checkpoint, at most one per rank; a log per rank and "
-            "job (calculated)",
-            f"at most {RANKS + 2:,} in a checkpoint, {RANKS:,} logs",
+            "files in a checkpoint; logs of a job (calculated)",
+            f"at most {RANKS + 2:,}; {RANKS:,}",
             "the file quota",
             "",
         ),
