@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from laststep.cli.parsers import ANY_KEY, Parser, add_checkpoint
-from laststep.code import code_copy
+from laststep.code import code_copy, task_check
 from laststep.config.checks import sizes_for, validate
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.machine import Machine, Way
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
-from laststep.submission import machine_checks
+from laststep.tasks import ready_made
 
 DESCRIPTION = """\
 Validate the weights of a run's newest checkpoint in this process, on the GPU
@@ -56,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     folder = RunDir(run_folders.find_run(args.run, root).path.absolute())
     checked = _checked(folder, [*args.overrides, *ONE_RANK])
     search = code_copy.search_path(folder, checked, runs_copy=True)
-    machine_checks.check_names(checked, search)
+    machine = Machine(Way.LOCAL, search=search)
+    ready_made.check(checked, machine)
+    task_check.check(checked, machine)
     from laststep.checkpoint.export import read_run
     from laststep.loops.evaluate import evaluate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -14,12 +15,14 @@ from laststep.config.errors import ConfigError, DiskError, nearest
 from laststep.records import former_names
 from laststep.say import command
 
+PATH_KEYS = ("data.root", "launch.root", "model.weights")
 NEEDED = ("omegaconf", "submitit", "cloudpickle", "rich", "yaml")  # every environment that has Laststep has these
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    # The ranks find a user's own Task in the folder where the command was typed, so look for it there too.
+    words = _in_project(words)
+    # The ranks find a user's own Task in the project's folder, so look for it there too.
     sys.path.append(os.getcwd())
     if former_names.IN_CLONE:
         former_names.resolve()
@@ -54,6 +57,50 @@ def main(words: Sequence[str]) -> int:
     except BrokenPipeError:  # `launch.py logs RUN | head` is no error; the flush at exit must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _in_project(words: Sequence[str]) -> Sequence[str]:
+    """Change to the folder of the project that this folder is in, as git does; returns the words, in which paths that
+    were typed relative to this folder are relative to that one.
+
+    The configuration, `runs/`, the task's module and relative paths in the configuration are the project's, wherever
+    in it the command is typed.
+    """
+    if words[:1] in (["init"], ["prepare"], ["completion"]):  # these make files here
+        return words
+    here = Path.cwd()
+    project = find_project(here)
+    if project is None or project == here:
+        return words
+    os.chdir(project)
+    if words[:1] != ["__complete"]:
+        print(f"[laststep] project {project}", file=sys.stderr, flush=True)
+    return [_from_project(word, here, project) for word in words]
+
+
+def find_project(here: Path) -> Path | None:
+    """The nearest folder that has a configs/ with YAML files: this one or one above it, as git finds its repository.
+
+    A folder above must be the user's own: another user may write into /tmp, and would choose what trains.
+    """
+    for folder in (here, *here.parents):
+        configs = folder / "configs"
+        with contextlib.suppress(OSError):
+            if any(configs.glob("*.yaml")) and (folder == here or configs.stat().st_uid == os.geteuid()):
+                return folder
+    return None
+
+
+def _from_project(word: str, here: Path, project: Path) -> str:
+    """A word in which a path relative to `here` has become one relative to the project; any other word as it is."""
+    key, equals, path = word.rpartition("=")
+    names_path = key in PATH_KEYS or "." in path or "/" in path  # another word may be the name of a run
+    if not path or path.startswith(("-", "/", "~")) or not names_path:
+        return word
+    dotted = path.split("/")[0] in (".", "..")
+    if dotted or ((here / path).exists() and not (project / path).exists()):
+        return f"{key}{equals}{os.path.relpath(here / path, project)}"
+    return word
 
 
 def _environment() -> str:

@@ -86,14 +86,15 @@ def _length(steps: int | None) -> str:
 
 def _prepare(config: Config, folder: str) -> Config:
     """The configuration as the runs use it: in `folder`, with two ranks where it names no number."""
+    from laststep.config.machine import Machine, Way
+    from laststep.submission import submission
     from laststep.submission.machine_checks import count_gpus
-    from laststep.submission.prepare import Way, prepare_new
 
     launch = dataclasses.replace(config.launch, root=folder, name="prove", max_restarts=0)
     one_gpu = config.device != "cpu" and count_gpus() == 1
     if launch.world_size == 1 and launch.tasks_per_node is None and not launch.gpus and not one_gpu:
         launch = dataclasses.replace(launch, tasks_per_node=2)
-    return prepare_new(dataclasses.replace(config, launch=launch), Way.LOCAL)
+    return submission.ready(dataclasses.replace(config, launch=launch), Machine(Way.LOCAL))
 
 
 def _train(config: Config, run: RunDir) -> str | None:

@@ -16,10 +16,10 @@ from laststep.checkpoint.newest import START_S
 from laststep.checkpoint.patience import Patience
 from laststep.cli import hello
 from laststep.cli.parsers import Parser, add_config, split
-from laststep.code.task_check import check_keys
 from laststep.config.config import Config, find_config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
+from laststep.config.machine import Machine, Way
 from laststep.ranks.launchers import detect_world
 from laststep.ranks.signals import die_with_parent
 from laststep.ranks.world import World
@@ -27,8 +27,8 @@ from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.runs.run_folders import only_owner_writes
 from laststep.say import command, say
+from laststep.submission import submission
 from laststep.submission.local import spawn
-from laststep.submission.prepare import Way, prepare
 from laststep.trainer import Trainer
 
 EPILOG = """\
@@ -89,8 +89,7 @@ def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
         # All ranks, and the same job after a requeue, arrive at this name.
         named = dataclasses.replace(config.launch, name=f"{stem}-{world.job_id}")
         config = dataclasses.replace(config, launch=named)
-    config = prepare(config, Way.RANK, stem)
-    check_keys(config, overrides, source)
+    config = submission.ready(config, Machine(Way.RANK, new=False, words=overrides, source=source), stem)
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     new = not run.config.exists()
     if new and world.rank == 0:

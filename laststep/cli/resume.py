@@ -64,23 +64,16 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(NO_RUN)
     if args.watch:
         return _watch(args)
-    from laststep.cli import start
-    from laststep.cli.dry_run import dry_run
     from laststep.code import code_copy
-    from laststep.code.task_check import check_keys
-    from laststep.records.submissions import read_submissions
+    from laststep.config.machine import Machine, Way
     from laststep.runs import run_config, run_folders, unanswered
-    from laststep.runs.run_status import jobs_in_queue
-    from laststep.submission import machine_checks
-    from laststep.submission.prepare import Way, prepare
+    from laststep.submission import submission
 
     way, overrides = Way.of(args), overrides_of(args, JOB_OPTIONS)
     if args.force and way is not Way.LOCAL:
         raise ConfigError("--force: needs --local; with Slurm, cancel the run's job before you resume it")
     root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
-    folder = run_folders.find_run(args.run, root)
-    machine_checks.check_run_writable(folder.path)
-    run_folders.check_run_trusted(folder)
+    folder = run_folders.find_run_to_continue(args.run, root)
     for word in overrides:
         key = word.partition("=")[0]
         if key == "launch.name" or not (key.startswith("launch.") or key in run_config.ENDS):
@@ -93,30 +86,23 @@ def run(args: argparse.Namespace) -> int:
     extended = {key: pair for key, pair in changed.items() if key in run_config.ENDS}
     if not extended and _says_finished(folder, config):
         return 0
-    if way is not Way.DRY_RUN:
-        unanswered.find_jobs(folder, args.force)
-    known = len(read_submissions(folder.submissions))
-    if way is not Way.DRY_RUN and (jobs := jobs_in_queue(folder, args.force)):
-        cancel = command(f"cancel {run_folders.typed(folder)}")
-        raise ConfigError(f"{folder.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
-    runs_copy = way not in (Way.LOCAL, Way.DEBUG)
-    search = code_copy.search_path(folder, config, runs_copy)
-    config = prepare(config, way, search=search)
-    check_keys(config, overrides, search=search)
+    known = 0 if way is Way.DRY_RUN else unanswered.check_has_no_job(folder, args.force)
+    search = code_copy.search_path(folder, config, runs_copy=way not in (Way.LOCAL, Way.DEBUG))
+    config = submission.ready(config, Machine(way, new=False, search=search, words=overrides))
     if extended:
         schedule = "" if config.optim.schedule == "constant" else f" (optim.schedule={config.optim.schedule})"
         print(f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}")
     if way is Way.DRY_RUN:
-        return dry_run(config)
+        return submission.show(config)
     with run_folders.reconfigured(folder, config):
-        return start.start(config, folder, way, known)
+        return submission.start(config, folder, way, known)
 
 
 def _watch(args: argparse.Namespace) -> int:
     """Resume the run each time that its job has ended; returns the exit status."""
+    from laststep.config.machine import Way
     from laststep.runs import run_config, run_folders
     from laststep.runs.watch import watch
-    from laststep.submission.prepare import Way
 
     words = overrides_of(args, JOB_OPTIONS)
     if Way.of(args) is not Way.SLURM:

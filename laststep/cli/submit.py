@@ -47,10 +47,10 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start a new run; returns the exit status."""
     from laststep.checkpoint.store import CheckpointStore
-    from laststep.code.task_check import check_keys
     from laststep.config.config import Config, find_config
+    from laststep.config.machine import Machine, Way
     from laststep.runs import run_folders
-    from laststep.submission.prepare import Way, prepare_new
+    from laststep.submission import submission
 
     way, overrides, source = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None
     if args.source is None:
@@ -63,17 +63,13 @@ def run(args: argparse.Namespace) -> int:
 
         source = branch.find_source(args.source, overrides)
         config, stem = branch.configure(source, overrides), source.name
-    config = prepare_new(config, way, stem)
-    check_keys(config, overrides, args.config if source is None else None)
+    machine = Machine(way, words=overrides, source=args.config if source is None else None)
+    config = submission.ready(config, machine, stem)
     if way is Way.DRY_RUN:
-        from laststep.cli.dry_run import dry_run
-
-        return dry_run(config)
-    from laststep.cli import start
-
+        return submission.show(config)
     with run_folders.created(config) as folder:
         copied = [] if source is None else [branch.copy_state(source, folder)]
-        status = start.start(config, folder, way)
+        status = submission.start(config, folder, way)
     if status == 2 and CheckpointStore(folder.checkpoints).steps() == copied:  # the ranks refused the configuration
         run_folders.remove(folder)
     return status

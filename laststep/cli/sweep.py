@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from laststep.cli.parsers import NEW_RUN_OPTIONS, Parser, add_config, add_key_options, add_overrides, overrides_of
 from laststep.config.errors import ConfigError
@@ -29,13 +30,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Submit the missing runs of a sweep; returns the exit status."""
-    from laststep.cli.start import root_hint
-    from laststep.code.task_check import check_keys
     from laststep.config.config import Config, find_config
+    from laststep.config.machine import Machine, Way
+    from laststep.config.schema import Launch
     from laststep.runs import run_folders
-    from laststep.runs.weights_source import check_weights
-    from laststep.submission import sweep
-    from laststep.submission.prepare import Way, prepare
+    from laststep.submission import submission, sweep
 
     overrides = overrides_of(args, NEW_RUN_OPTIONS)
     varied = [word for word in overrides if sweep.has_several_values(word)]
@@ -49,9 +48,8 @@ def run(args: argparse.Namespace) -> int:
     shared = [word for word in overrides if word not in varied]
     config = Config.load(args.config, shared, args.site or run_folders.site())
     changes = sweep.combinations(varied)
-    config = run_folders.with_absolute_data(prepare(config, Way.SLURM, stem=find_config(args.config).stem))
-    check_weights(config)
-    check_keys(config, overrides, args.config)
+    machine = Machine(Way.SLURM, sweep=True, words=overrides, source=args.config)
+    config = submission.ready(config, machine, stem=find_config(args.config).stem)
     job_id, submitted, total = sweep.submit_missing(config, changes, args.parallel)
     print(f"sweep  {config.launch.name}: {counted(total, 'run')}")
     if job_id is None:
@@ -59,5 +57,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     limit = f", {args.parallel} at a time" if args.parallel else ""
     print(f"job    {job_id}: {counted(len(submitted), 'run')}{limit}, {submitted[0]} to {submitted[-1]}")
-    print(f"next   {command(f'status --sweep {config.launch.name}{root_hint(config.launch)}')}", flush=True)
+    elsewhere = "" if config.launch.root == os.path.abspath(Launch().root) else f" launch.root={config.launch.root}"
+    print(f"next   {command(f'status --sweep {config.launch.name}{elsewhere}')}", flush=True)
     return 0

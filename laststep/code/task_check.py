@@ -9,18 +9,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from laststep.config.checks import check_copies_of_task, check_no_sharding
+from laststep.config.checks import check_batch, check_copies_of_task, check_no_sharding
 from laststep.config.config import PACKAGED, Config, find_config, missing_keys
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
+from laststep.config.machine import Machine
 from laststep.config.schema import READY_MADE
 from laststep.frameworks import PACKAGES, missing
+from laststep.optim.names import check_optimizer
 from laststep.records import former_names
 from laststep.runs.run_config import LATER_KEYS
 
 MOST_CANDIDATES = 5
 Definition = ast.ClassDef | ast.FunctionDef
 HOOKS = {"datasets", "model", "step"}  # methods by which a class shows that it is a Task
+
+
+def check(config: Config, machine: Machine) -> None:
+    """Check that a task of the user's own exists, its optimiser unless it may make its own, and that a custom loop
+    reads what the user has set. Raises ConfigError."""
+    search = machine.places
+    if config.task not in READY_MADE:
+        check_task(config.task, search)
+        node = definition(config.task, search)[1]
+        if isinstance(node, ast.ClassDef):
+            train = config.train
+            check_batch(train.batch_size, config.launch.world_sizes, train.accumulate, train.shares)
+            if not _may_make_optimizer(node):
+                check_optimizer(config.optim)
+    check_keys(config, machine.words, machine.source, search)
 
 
 def check_task(path: str, search: Sequence[Path] = ()) -> None:
@@ -63,12 +80,9 @@ def definition(path: str, search: Sequence[Path] = ()) -> tuple[ast.Module | Non
     return tree, next(found, None)
 
 
-def may_make_optimizer(path: str, search: Sequence[Path] = ()) -> bool:
-    """Whether a user's task may have an optimiser of its own: then `optim` is for the task to read. False for a class
+def _may_make_optimizer(node: ast.ClassDef) -> bool:
+    """Whether a user's Task may have an optimiser of its own: then `optim` is for the task to read. False for a class
     that its source shows to be a plain Task without the method."""
-    _, node = definition(path, search)
-    if not isinstance(node, ast.ClassDef):
-        return True
     plain = all(ast.unparse(base).rpartition(".")[2] in ("Task", "Classification") for base in node.bases)
     return not plain or any(getattr(part, "name", None) == "optimizer" for part in node.body)
 

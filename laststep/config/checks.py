@@ -10,6 +10,7 @@ from typing import Any
 
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
+from laststep.config.machine import Machine, Way
 from laststep.config.ranking import Ranking
 from laststep.config.schema import READY_MADE, RESERVED_SBATCH_OPTIONS, Launch, Settings, Train
 from laststep.say import counted
@@ -22,7 +23,7 @@ NOT_BY_ROWS_WHY = "updates a matrix as a whole"
 
 
 def validate(config: Settings) -> None:
-    """Raise ConfigError for values that cannot work anywhere; `machine_checks` looks at the machine."""
+    """Raise ConfigError for values that cannot work anywhere; each room's `check` looks at the rest."""
     check_values(config)
     if config.task in READY_MADE:  # a task of the user's own may be a custom loop, which has a batch of its own
         train = config.train
@@ -77,6 +78,14 @@ def nodes_for(shares: int | None, launch: Launch) -> list[int]:
     if shares is None or len(counts) == 1:
         return list(counts)
     return [size // each for size in sizes_for(shares) if size % each == 0 and size // each <= counts[-1]]
+
+
+def check(config: Settings, machine: Machine) -> None:
+    """Raise ConfigError for a state that the ranks of a job cannot hold between them; a rank asks its world."""
+    if machine.way is not Way.RANK:
+        launch = config.launch
+        check_shards(config.train, launch.node_counts[0], launch.ranks_per_node)
+        check_replicas(config.checkpoint.replicas, launch.node_counts[0])
 
 
 def check_replicas(replicas: int, nodes: int) -> None:

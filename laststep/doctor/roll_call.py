@@ -22,7 +22,7 @@ from laststep.ranks.fresh_view import FreshView
 from laststep.ranks.slurm import SlurmError, command
 from laststep.rundir import RunDir
 from laststep.runs.queue import Queue
-from laststep.submission import sbatch, submission
+from laststep.submission import sbatch
 
 LIMIT_MIN = 10  # time limit of the job
 SIGNAL_S = 30  # the job is signalled this long before its limit: submitit requires a value, but no rank uses the signal
@@ -51,7 +51,7 @@ class RollCall:
             code_copy.copy_code(run, config)  # as for every run, which tests that the nodes can see and import it
             executor = sbatch.job_executor(config, run, [], [], {"no-requeue": True})
             executor.update_parameters(job_name="doctor")
-            (self._job,) = submission.submit_jobs(executor, [Hello(config, self.folder)])
+            (self._job,) = sbatch.submit_jobs(executor, [Hello(config, self.folder)])
         except ConfigError:
             self.remove()
             raise

@@ -23,6 +23,7 @@ from typing import Any
 
 from laststep.config.config import Config, find_config
 from laststep.config.errors import ConfigError, Unanswered, nearest
+from laststep.config.machine import Machine, Way
 from laststep.ranks.patience import Patience
 from laststep.ranks.process import here
 from laststep.ranks.slurm import is_job_id
@@ -57,6 +58,14 @@ def with_absolute_data(config: Config) -> Config:
     if "://" not in root:  # a task of the user's own may read from anywhere
         root = str(Path(os.path.expanduser(root)).absolute())
     return dataclasses.replace(config, data=dataclasses.replace(config.data, root=root))
+
+
+def check(config: Config, machine: Machine) -> None:
+    """Raise ConfigError when a new run's name is taken, or the folder of all runs cannot be written."""
+    if machine.new and not machine.sweep:
+        check_name_is_free(config)
+    if machine.way is not Way.RANK:
+        check_writable(Path(config.launch.root))
 
 
 def check_name_is_free(config: Config) -> None:
@@ -213,6 +222,16 @@ def find_run(name: str, root: str) -> RunDir:
     names = sorted(run.name for run in all_runs(root))
     folder = Path(os.path.expanduser(root))
     raise ConfigError(f"{name}: no such run in {folder}/; {nearest(name, names) if names else 'there is none yet'}")
+
+
+def find_run_to_continue(name: str, root: str) -> RunDir:
+    """`find_run`, for a run that is to start again. Raises ConfigError also when this user may not write its folder, or
+    another user may write what its job executes."""
+    run = find_run(name, root)
+    if not os.access(run.path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{run.name}: you may not write to {run.path}, so this run cannot continue there")
+    check_run_trusted(run)
+    return run
 
 
 def find_runs(names: Sequence[str], root: str, sweep: str | None = None) -> list[RunDir]:

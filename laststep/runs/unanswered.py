@@ -37,6 +37,7 @@ from laststep.records.submissions import (
 from laststep.rundir import RunDir, aside
 from laststep.runs import run_folders
 from laststep.runs.queue import id_of_tag
+from laststep.runs.run_status import jobs_in_queue
 from laststep.say import command
 from laststep.trainer import NO_LIMIT, Trainer
 
@@ -98,6 +99,19 @@ def find_jobs(run: RunDir, without_slurm: bool = False) -> None:
                 raise Unanswered(_who_is_first(run, intent))
         elif answers:
             close(run, intent["tag"], "expired")
+
+
+def check_has_no_job(run: RunDir, without_slurm: bool = False) -> int:
+    """Check that the run has no job, before it gets another one; returns the number of its submissions, for `announce`.
+
+    Raises ConfigError when it has one, or may have one. `without_slurm`: not where Slurm does not answer.
+    """
+    find_jobs(run, without_slurm)
+    known = len(read_submissions(run.submissions))
+    if jobs := jobs_in_queue(run, without_slurm):
+        cancel = command(f"cancel {run_folders.typed(run)}")
+        raise ConfigError(f"{run.name}: job {jobs[0]} of this run is in the queue; end it first: `{cancel}`")
+    return known
 
 
 def _who_is_first(run: RunDir, intent: Submission) -> str:

@@ -11,6 +11,7 @@ from laststep.checkpoint.export import READABLE, check_readable
 from laststep.checkpoint.store import MANIFEST, CheckpointStore
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.machine import Machine
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.tasks.models import check_weights_name, is_weights_name
@@ -60,10 +61,10 @@ def with_absolute_weights(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=str(path)))
 
 
-def check_weights(config: Config) -> None:
-    """Check that model.weights names something, and that it is there. Raises ConfigError."""
+def check(config: Config, machine: Machine) -> None:
+    """Check that model.weights of a new run names something, and that it is there. Raises ConfigError."""
     given = config.model.weights
-    if given is None:
+    if given is None or not machine.new:
         return
     if is_weights_name(given):
         return check_weights_name(config.model.name, given)

@@ -1,2 +1,2 @@
-"""From a configuration to ranks that start: it is made ready and checked on this machine; sbatch, the batch script and
-its shell; sweeps; ranks on this machine. Not here: what they do (attempt), and looking at runs (runs)."""
+"""From a configuration to ranks that start: the list of steps (submission.py); the batch script and sbatch; sweeps and
+branches; ranks on this machine. Not here: what the ranks do (attempt), and looking at runs (runs)."""

@@ -1,56 +1,154 @@
-"""Handing jobs to Slurm through submitit."""
+"""A submission is a list: how a configuration becomes ranks that train. No step goes back.
+
+    1 name       an absolute root for all runs, and a name in it         ready
+    2 check      each room refuses what cannot work: `CHECKS`            ready
+    3 fit        absolute paths, and what this cluster has               ready
+    4 folder     runs/NAME with config.yaml                              run_folders.created, or reconfigured
+    5 copy       the code as it is now, for all attempts                 hand_over
+    6 script     what sbatch is given: laststep/submission/sbatch.py     hand_over
+    7 hand over  announced in submissions.jsonl, submitted, recorded     hand_over
+
+Who takes which steps:
+
+    submit, submit --from, resume     all of them: a verb reads the words, and calls `ready` and `start`
+    laststep.submit in Python         all of them: `submit`
+    sweep                             1 to 3 once, 2 and 4 for each run, 5 to 7 once, for one array
+    --dry-run                         1 to 3; 6 is printed
+    --local, --debug                  1 to 4; then the ranks start here, see laststep/submission/local.py
+    python -m laststep                1 to 3 in each rank; rank 0 creates the folder
+"""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import re
-import signal
-import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from submitit import Job, SlurmExecutor, SlurmJob
-from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
+from submitit import SlurmJob
 
-from laststep.code import code_copy
-from laststep.code.code_copy import origin_of
+from laststep.checkpoint.store import CheckpointStore
+from laststep.code import code_copy, task_check
+from laststep.config import checks
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, Unanswered
-from laststep.ranks.process import kill_children
-from laststep.ranks.slurm import SlurmError, new_tag
+from laststep.config.machine import Machine, Way
+from laststep.config.schema import without_gpus
+from laststep.ranks.slurm import EXPEDITE, cluster_settings, is_silent, new_tag
+from laststep.records.metrics import newest_step
 from laststep.records.submissions import Submission, read_submissions
 from laststep.rundir import RunDir
-from laststep.runs import run_folders, unanswered
-from laststep.runs.queue import id_of_tag
+from laststep.runs import run_folders, unanswered, weights_source
+from laststep.runs.run_folders import short, typed
+from laststep.runs.run_status import StatusReader, may_never_start, records_of
+from laststep.say import command, counted
 from laststep.submission import machine_checks, sbatch
-from laststep.submission.prepare import Way, prepare_new
+from laststep.tasks import ready_made
 from laststep.trainer import Trainer
 
 if TYPE_CHECKING:
     from laststep.submission.local import LocalJob
 
-# Prefixes of the variables that Slurm, submitit, torchrun, mpirun, --spawn and Ray's workers set for their ranks.
-LAUNCHER_VARIABLES = (
-    *("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_"),
-    *("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_JOB", "LASTSTEP_WORKING_FOLDER", "LASTSTEP_EXPORTED"),
-    *("LASTSTEP_RESTARTS", "LASTSTEP_STEP_RESTARTS", "LASTSTEP_SIGNALLED", "LASTSTEP_RAY_", "LASTSTEP_BATCH_HOST"),
+# Each room's checks. The first that fails is what the user reads, so the cheap ones come first, and Slurm last.
+NAME_CHECKS = (
+    ready_made.check,  # does a ready-made task have such a model, such data?
+    task_check.check,  # is there such a task of the user's, and does it read the keys that were set?
 )
-# Prefixes of the variables that any launcher may set for torch.
-TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_")
-# sbatch waits at most for MessageTimeout (100 s) for one answer. One that runs longer hangs.
-SBATCH_S = 120.0
-# How long a job is looked for that Slurm may have taken; then the next command does that.
-LOOK_S, POLL_S = 20.0, 1.0
-# What sbatch says when the request may have arrived although it has no answer (slurm_errno.c), or nothing.
-UNCLEAR = re.compile(r"timed out|zero bytes|unexpected message|protocol|(send|receive) failure|connection|^$", re.I)
-PICKLES = "[0-9a-f]" * 32 + ".pkl"  # submitit's, until it knows the job's id
-T = TypeVar("T")
+CHECKS = (
+    run_folders.check,  # may the run have this name, and a folder?
+    *NAME_CHECKS,
+    checks.check,  # can these ranks hold the state between them?
+    weights_source.check,  # are there such weights?
+    machine_checks.check,  # does this machine, or its Slurm, have such nodes?
+)
+
+
+def ready(config: Config, machine: Machine, stem: str = "run") -> Config:
+    """Steps 1 to 3: the configuration with which a run can start, named after `stem` if it has no name. Creates
+    nothing. Raises ConfigError."""
+    if machine.way is Way.DEBUG:
+        config = _one_process(config)
+    config = run_folders.with_root_and_name(config, stem)
+    for check in CHECKS:
+        check(config, machine)
+    # Absolute paths only now: the messages show them as they were typed.
+    config = weights_source.with_absolute_weights(config)
+    if machine.new:
+        config = run_folders.with_absolute_data(config)
+    if machine.submits or (machine.way is Way.DRY_RUN and not is_silent()):
+        config = _for_cluster(config)
+    return config
+
+
+def _one_process(config: Config) -> Config:
+    """--debug overrides the configuration with one process."""
+    launch = config.launch
+    gpus, slurm = min(1, launch.gpus), without_gpus(launch.slurm)
+    launch = dataclasses.replace(launch, nodes=1, spare_nodes=0, tasks_per_node=None, gpus_per_node=gpus, slurm=slurm)
+    train = dataclasses.replace(config.train, sharding="none")
+    checkpoint = dataclasses.replace(config.checkpoint, replicas=0)
+    return dataclasses.replace(config, launch=launch, train=train, checkpoint=checkpoint)
+
+
+def _for_cluster(config: Config) -> Config:
+    """A job without a grace time gets that of its cluster, and an expedited requeue where the cluster allows it."""
+    launch, cluster = config.launch, cluster_settings()
+    slurm = dict(launch.slurm)
+    if slurm.get("requeue") == EXPEDITE:  # set here, perhaps on a cluster that allowed it
+        del slurm["requeue"]
+    if cluster.expedites and not {"requeue", "no-requeue", "no_requeue"} & slurm.keys():
+        slurm["requeue"] = EXPEDITE
+    grace_s = cluster.kill_wait_s if launch.grace_s is None else launch.grace_s
+    return dataclasses.replace(config, launch=dataclasses.replace(launch, grace_s=grace_s, slurm=slurm))
+
+
+class ReadyRun(NamedTuple):
+    """A run that is to get a job: steps 1 to 4 are done."""
+
+    run: RunDir
+    config: Config
+    known: int = 0  # the number of its submissions when it was seen that none of them is in the queue
+
+
+def hand_over(
+    folder: RunDir, config: Config, runs: Sequence[ReadyRun], parallel: int | None = None
+) -> list[SlurmJob[dict[str, float]]]:
+    """Steps 5 to 7: submit one job per run; several as one array, of which at most `parallel` run at a time.
+
+    `folder` holds their code and their logs: the run's own, or the sweep's. The first submission copies the code; later
+    ones use the same copy. `config` says what resources each job asks for. Raises ConfigError when Slurm refuses the
+    jobs, or another command is first; Unanswered when nobody knows whether Slurm has them.
+    """
+    with sbatch.ended_by_signals():
+        if not folder.code.exists():
+            code_copy.copy_code(folder, config)
+        tag = new_tag()
+        executor = sbatch.run_executor(config, folder, tag)
+        executor.update_parameters(array_parallelism=parallel or len(runs))
+        shared: dict[str, Any] = {"commit": code_copy.origin_of(folder, config).commit, "job_name": folder.name}
+        intents: list[Submission] = []
+        try:
+            for index, one in enumerate(runs):
+                more = {"array_index": index} if len(runs) > 1 else {}
+                intents.append(unanswered.announce(one.run, tag, one.known, **shared, **more))
+            jobs = sbatch.submit_trainers(executor, [Trainer(one.config) for one in runs], tag)
+        except sbatch.NoAnswer as error:
+            run = runs[0].run
+            job_id = unanswered.found_by_itself(run, tag) if len(runs) == 1 else None  # it may have ended since
+            if job_id is None:
+                raise Unanswered(unanswered.not_known(run, intents[0], error)) from None
+            return [SlurmJob(folder=folder.logs, job_id=job_id, tasks=(0,))]
+        except (ConfigError, OSError):
+            for one, _ in zip(runs, intents):
+                unanswered.close(one.run, tag, "refused")
+            raise
+        for one, intent, job in zip(runs, intents, jobs):
+            try:
+                unanswered.found(one.run, intent, job.job_id)
+            except OSError as error:  # the job finds itself by its tag
+                raise Unanswered(f"{one.run.name}: submitted as job {job.job_id}, but {error}") from None
+    return list(jobs)  # type: ignore[arg-type]
 
 
 @overload
@@ -65,204 +163,83 @@ def submit(config: Config, local: bool = False) -> SlurmJob[dict[str, float]] | 
     Returns a job whose `result()` waits for the final metrics: on Slurm, submitit's Job of rank 0. Raises ConfigError
     when the configuration cannot work here, or Slurm refuses it; then nothing is left behind.
     """
-    config = prepare_new(config, Way.LOCAL if local else Way.SLURM)
+    config = ready(config, Machine(Way.LOCAL if local else Way.SLURM))
     with run_folders.created(config) as run:
         if not local:
-            return submit_run(config, run)
+            (job,) = hand_over(run, config, [ReadyRun(run, config)])
+            return job.task(0)  # type: ignore[return-value]
         from laststep.submission.local import LocalJob  # here, because it would slow down every submission
 
         return LocalJob(config, run)
 
 
-def submit_run(config: Config, run: RunDir, known: int = 0) -> SlurmJob[dict[str, float]]:
-    """Submit a job for a run whose folder exists. `known`: the number of its submissions when none of them was in the
-    queue. Raises ConfigError when Slurm refuses the job, or another command is first; Unanswered when nobody knows.
+def show(config: Config) -> int:
+    """--dry-run: print the configuration and the sbatch script; returns the exit status."""
+    run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    print(f"# {short(run.config)}\n{config.to_yaml()}")
+    print(f"# sbatch script\n{sbatch.run_executor(config, run).script()}")
+    return 0
 
-    The first job of a run copies the code; later jobs of the run use the same copy.
+
+def start(config: Config, run: RunDir, way: Way, known: int = 0) -> int:
+    """Start the ranks of a run whose folder exists, and print what becomes of it; returns the exit status.
+
+    `known`: see ReadyRun. Raises ConfigError when Slurm refuses.
     """
-    with _ended_by_signals():
-        if not run.code.exists():
-            code_copy.copy_code(run, config)
-        tag = new_tag()
-        intent = unanswered.announce(run, tag, known, commit=origin_of(run, config).commit, job_name=run.name)
-        try:
-            (job,) = submit_trainers(sbatch.run_executor(config, run, tag), [Trainer(config)], tag)
-        except _NoAnswer as error:
-            job_id = unanswered.found_by_itself(run, tag)  # it may have ended since
-            if job_id is None:
-                raise Unanswered(unanswered.not_known(run, intent, error)) from None
-            job = SlurmJob(folder=run.logs, job_id=job_id, tasks=(0,))
-        except (ConfigError, OSError):
-            unanswered.close(run, tag, "refused")
-            raise
-        else:
-            _record([(run, intent)], [job])
-    return job.task(0)  # type: ignore[return-value]
+    launch = config.launch
+    if way in (Way.DEBUG, Way.LOCAL):
+        from laststep.submission import local  # which takes a while to import, as `follow` does
+
+        if way is Way.DEBUG:
+            return local.run_debug(config)
+        print(f"run    {run.name}\nranks  {launch.world_size} on this machine\nfolder {short(run.path)}", flush=True)
+        status = local.run_local(config, run)
+        if status == 0:
+            _print_result(run)
+        elif status > 128:
+            print(f"[laststep] {_how_far(run)}: {command(f'resume {typed(run)} --local')}")
+        return status
+    (job,) = hand_over(run, config, [ReadyRun(run, config, known)])
+    print(f"run    {run.name}")
+    spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
+    print(f"job    {job.job_id}: {counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}")
+    print(f"folder {short(run.path)}")
+    print(f"log    {short(job.task(0).paths.stdout)} (rank 0)")
+    name = typed(run)
+    for verb in ("logs -f", "status", "cancel"):
+        print(f"next   {command(f'{verb} {name}')}", flush=True)
+    if warning := may_never_start(*StatusReader().read([run])):
+        print(f"[laststep] WARNING: {warning}", file=sys.stderr, flush=True)
+    if way is not Way.FOLLOW:
+        return 0
+    from laststep.runs.run_logs import follow
+
+    status = follow(run, job.task(0))  # type: ignore[arg-type]
+    if status == 0:
+        _print_result(run)
+    return status
 
 
-def submit_array(
-    config: Config, sweep: RunDir, runs: Sequence[RunDir], configs: Sequence[Config], parallel: int | None
-) -> list[str]:
-    """Submit runs as one array, of which at most `parallel` run at a time; returns their job ids, and records them.
-
-    `config` says what resources each job asks for. Raises ConfigError when Slurm refuses the array, or another command
-    submits one of the runs; Unanswered when nobody knows whether Slurm has it.
-    """
-    tag, commit = new_tag(), origin_of(sweep, config).commit
-    executor = sbatch.run_executor(config, sweep, tag)
-    executor.update_parameters(array_parallelism=parallel or len(configs))
-    intents: list[tuple[RunDir, Submission]] = []
-    with _ended_by_signals():
-        try:
-            for index, run in enumerate(runs):
-                known = len(read_submissions(run.submissions))
-                more: dict[str, Any] = {"commit": commit, "job_name": sweep.name}
-                if len(runs) > 1:
-                    more["array_index"] = index
-                intents.append((run, unanswered.announce(run, tag, known, **more)))
-            jobs = submit_trainers(executor, [Trainer(one) for one in configs], tag)
-        except _NoAnswer as error:
-            raise Unanswered(unanswered.not_known(*intents[0], error)) from None
-        except (ConfigError, OSError):
-            for run, _ in intents:
-                unanswered.close(run, tag, "refused")
-            raise
-        _record(intents, jobs)
-    return [job.job_id for job in jobs]
+def _print_result(run: RunDir) -> None:
+    """Where the weights of a finished run are, and what to do with them."""
+    if steps := CheckpointStore(run.checkpoints).steps():
+        print(f"saved  {short(CheckpointStore(run.checkpoints).path(steps[-1]))}")
+        print(f"next   {command(f'export {typed(run)} {run.name}.safetensors')}")
+    print(f"next   {command(f'report {typed(run)}')}", flush=True)
 
 
-def _record(intents: Iterable[tuple[RunDir, Submission]], jobs: Iterable[Job[Any]]) -> None:
-    """Record the jobs' ids. If the disk refuses, the jobs find themselves by their tags."""
-    for (run, intent), job in zip(intents, jobs):
-        try:
-            unanswered.found(run, intent, job.job_id)
-        except OSError as error:
-            raise Unanswered(f"{run.name}: submitted as job {job.job_id}, but {error}") from None
-
-
-def submit_trainers(executor: SlurmExecutor, trainers: Sequence[Trainer], tag: str) -> Sequence[Job[dict[str, float]]]:
-    """Submit one job per Trainer, several as one array, with this tag in their comment. If sbatch fails although Slurm
-    has taken them, they are found by their tag. Raises ConfigError when Slurm refuses them, _NoAnswer when it is not
-    known whether it has them."""
-    logs = Path(executor.folder)
-    before = set(logs.glob(PICKLES))
-    try:
-        return submit_jobs(executor, trainers)
-    except (ConfigError, OSError) as error:  # submitit may have failed to write a file after sbatch's answer
-        job_id = _look_for(tag, LOOK_S if isinstance(error, _NoAnswer) else 0.0)
-        if job_id is None:
-            raise
-    return _taken(logs, job_id, trainers, tag, set(logs.glob(PICKLES)) - before)
-
-
-def _look_for(tag: str, patience_s: float) -> str | None:
-    """The id of the job with this tag. A controller that was too busy to answer sbatch may show it only later."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        with contextlib.suppress(SlurmError):
-            if job_id := id_of_tag(tag):
-                return job_id
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(POLL_S)
-
-
-def _taken(
-    logs: Path, job_id: str, trainers: Sequence[Trainer], tag: str, pickles: Iterable[Path]
-) -> list[Job[dict[str, float]]]:
-    """The jobs that Slurm has taken without saying so. submitit names their files once it knows their ids. A file that
-    cannot be named now is written by the job itself."""
-    ids = [job_id] if len(trainers) == 1 else [f"{job_id}_{index}" for index in range(len(trainers))]
-    jobs: list[Job[dict[str, float]]] = [SlurmJob(folder=logs, job_id=one, tasks=(0,)) for one in ids]
-    job_of = {trainer.config.launch.name: job for trainer, job in zip(trainers, jobs)}
-    with contextlib.suppress(OSError):
-        for pickle in pickles:
-            trainer = cast(Trainer, DelayedSubmission.load(pickle).function)
-            if job := job_of.get(trainer.config.launch.name):
-                job.paths.move_temporary_file(pickle, "submitted_pickle")
-        for script in logs.glob(".submission_file_*.sh"):
-            if not script.is_symlink() and tag in script.read_text():
-                jobs[0].paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
-    return jobs
-
-
-def submit_jobs(executor: SlurmExecutor, functions: Sequence[Callable[[], T]]) -> Sequence[Job[T]]:
-    """Submit one job per function, several as one array. Raises ConfigError when Slurm refuses them, or does not say
-    whether it has taken them."""
-    try:
-        # submitit repeats sbatch's message on stderr; the ConfigError has it already.
-        with _without_launcher_variables(), contextlib.redirect_stderr(io.StringIO()), _within(SBATCH_S):
-            return executor.submit_array(functions)
-    except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
-        reason = _sbatch_message(error)
-        if any(text in reason for text in ("connect failure", "configuration source")):
-            last = reason.rpartition("; ")[2].removeprefix("sbatch: fatal: ")
-            raise ConfigError(f"no Slurm answers here ({last}): {machine_checks.WITHOUT_SLURM}") from None
-        if isinstance(error, FailedSubmissionError) or UNCLEAR.search(str(error).strip()):
-            raise _NoAnswer(f"sbatch has not answered ({reason})") from None
-        raise ConfigError(f"Slurm refused the job: {reason}") from None
-
-
-class _NoAnswer(ConfigError):
-    """sbatch has failed without saying that Slurm has refused the job."""
-
-
-@contextlib.contextmanager
-def _within(seconds: float) -> Iterator[None]:
-    """Kill sbatch if it runs longer: then it fails. Also if this is interrupted: nobody waits for it any more."""
-    timer = threading.Timer(seconds, kill_children, ["sbatch"])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except KeyboardInterrupt:
-        kill_children("sbatch")
-        raise
-    finally:
-        timer.cancel()
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and a closed terminal raise SystemExit instead of ending the process, so that a submission during
-    which Slurm is silent leaves nothing behind. Only in the main thread."""
-    received: list[int] = []
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        raise KeyboardInterrupt  # for any other exception, subprocess would wait for sbatch to end
-
-    main = threading.current_thread() is threading.main_thread()
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    except KeyboardInterrupt:
-        if received:
-            raise SystemExit(128 + received[0]) from None
-        raise
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _without_launcher_variables() -> Iterator[None]:
-    """Hide the variables of a surrounding launcher: sbatch would read them as options and pass them on to the job,
-    whose ranks would mistake themselves for that launcher's ranks. SLURM_CONF, which names the Slurm to talk to, and
-    the user's SBATCH_* stay; so do MASTER_ADDR and MASTER_PORT, unless a RANK is set too."""
-    prefixes = (*LAUNCHER_VARIABLES, *(TORCH_VARIABLES if "RANK" in os.environ else ()))
-    hidden = {k: v for k, v in os.environ.items() if k.startswith(prefixes) and k != "SLURM_CONF"}
-    for name in hidden:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
-def _sbatch_message(error: Exception) -> str:
-    """sbatch's error messages, on one line."""
-    lines = [line.removeprefix("sbatch: error: ").strip() for line in str(error).splitlines()]
-    return "; ".join(filter(None, lines)) or type(error).__name__
+def _how_far(run: RunDir) -> str:
+    """What is saved of a run that a signal has ended on this machine; ends with "to continue"."""
+    (start,) = read_submissions(run.submissions)[-1:]
+    for end in records_of(run)[-1:]:
+        if end["job_id"] == start["job_id"] and end["reason"]:
+            saved = f"{counted(end['lost_steps'], 'step')} lost" if end["lost_steps"] else "every step is saved"
+            return f"stopped after step {end['end_step']}, {saved}; to continue"
+    # The ranks were killed, and recorded nothing.
+    done = (newest_step(run.metrics) or {"step": 0})["step"]
+    saved_step = max(CheckpointStore(run.checkpoints).steps(), default=0)
+    if done <= saved_step:
+        return f"killed after step {saved_step}, every step is saved; to continue"
+    if not saved_step:
+        return f"killed after step {done}, before the first checkpoint: nothing is saved; to start again"
+    return f"killed after step {done}: the newest checkpoint is of step {saved_step}, later steps are lost; to continue"

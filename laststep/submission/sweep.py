@@ -16,18 +16,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from laststep.code import code_copy
 from laststep.config.config import Config, variants
 from laststep.config.errors import ConfigError, Unanswered
 from laststep.config.keys import parse_override
+from laststep.config.machine import Machine, Way
 from laststep.records.append_only import append_line
 from laststep.records.metrics import read_lines
+from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.runs.queue import Queue
 from laststep.runs.run_folders import only_owner_writes
 from laststep.runs.run_status import statuses_of
-from laststep.submission import machine_checks, submission
+from laststep.submission import submission
+from laststep.submission.submission import NAME_CHECKS, ReadyRun
 
 MOST_RUNS = 1000  # of one array; Slurm's own limit (MaxArraySize) is 1001 by default
 RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
@@ -83,7 +85,8 @@ def submit_missing(
     changed = [{**change, "launch.name": name} for change, name in zip(changes, names)]
     planned = dict(zip(names, variants(config, changed)))
     for varied, _ in planned.values():
-        machine_checks.check_names(varied)
+        for check in NAME_CHECKS:
+            check(varied, Machine(Way.SLURM))
     wanted = [RunDir(root / name) for name in names]
     existing = [run.name for run in wanted if run.config.exists()]
     for name in existing:
@@ -96,14 +99,12 @@ def submit_missing(
     try:
         with only_owner_writes():
             sweep.logs.mkdir(parents=True, exist_ok=True)
-            if not sweep.code.exists():
-                code_copy.copy_code(sweep, config)
             for run in missing:
                 if run.name not in existing:
                     made.append(run)
                     _make(run, sweep, planned[run.name][1])
-            configs = [planned[run.name][0] for run in missing]
-            jobs = submission.submit_array(config, sweep, missing, configs, parallel)
+            runs = [ReadyRun(run, planned[run.name][0], len(read_submissions(run.submissions))) for run in missing]
+            jobs = submission.hand_over(sweep, config, runs, parallel)
     except Unanswered:
         _list_runs(sweep, dict(zip(names, changes)))
         raise
@@ -114,7 +115,7 @@ def submit_missing(
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise error if isinstance(error, ConfigError) else ConfigError(f"launch.root={root}: {error}") from None
     _list_runs(sweep, dict(zip(names, changes)))
-    return jobs[0].partition("_")[0], [run.name for run in missing], len(names)
+    return jobs[0].job_id.partition("_")[0], [run.name for run in missing], len(names)
 
 
 def _list_runs(sweep: RunDir, changes: Mapping[str, Change]) -> None:

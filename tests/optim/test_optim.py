@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from laststep.code import task_check
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.machine import Machine, Way
 from laststep.config.schema import Optim
 from laststep.optim.build import clear_gradients, make_optimizer
 from laststep.optim.names import UNSUPPORTED, check_optimizer, class_name, optimizer_names
-from laststep.submission import machine_checks
 from tests.support.project import PROJECT
 
 CLASSES = {
@@ -130,9 +131,9 @@ def test_own_optimizers_may_have_any_name(
     config = Config.load(None, ["task=own_optimizer.Mine", "optim.name=lion"])
     if checked:
         with pytest.raises(ConfigError, match=r"optim.name=lion: torch.optim has no such class"):
-            machine_checks.check_names(config)
+            task_check.check(config, Machine(Way.SLURM))
     else:
-        machine_checks.check_names(config)
+        task_check.check(config, Machine(Way.SLURM))
 
 
 def test_an_infinite_clip_norm(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from submitit import SlurmJob
 
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, shard_name
 from laststep.cli import rank
@@ -23,6 +24,7 @@ from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_config
 from laststep.runs.run_config import LATER_KEYS
+from laststep.submission.submission import ReadyRun
 from laststep.trainer import Trainer
 from tests.support.commands import refusal
 
@@ -156,11 +158,11 @@ def test_the_sweep_of_an_older_version_is_repeated(
     (slurm / "squeue").write_text("#!/bin/sh\n")
     submitted: list[Config] = []
 
-    def submit(config: Config, sweep: RunDir, runs: list[RunDir], configs: list[Config], *_: object) -> list[str]:
-        submitted.extend(configs)
-        return ["4712_0"]
+    def hand_over(sweep: RunDir, _: Config, runs: list[ReadyRun], *__: object) -> list[SlurmJob[object]]:
+        submitted.extend(one.config for one in runs)
+        return [SlurmJob(sweep.logs, "4712_0")]
 
-    monkeypatch.setattr("laststep.submission.submission.submit_array", submit)
+    monkeypatch.setattr("laststep.submission.submission.hand_over", hand_over)
     older(RunDir(here / "runs" / "scan-seed_0"))
     assert main(["sweep", "--name", "scan", "seed=0..1"]) == 0, capfd.readouterr().err
     assert [config.train.deterministic for config in submitted] == [False]

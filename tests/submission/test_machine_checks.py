@@ -14,6 +14,7 @@ import torch
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.machine import Machine, Way
 from laststep.data.catalog import DATASETS
 from laststep.ranks import device as device_module
 from laststep.ranks import nccl
@@ -21,6 +22,7 @@ from laststep.ranks.device import changed_numerics, describe_numerics, set_up_de
 from laststep.ranks.world import World
 from laststep.runs import run_folders
 from laststep.submission import machine_checks
+from laststep.submission.submission import NAME_CHECKS
 from tests.support.torch_settings import torch_setting
 from tests.support.worlds import a_world
 
@@ -41,6 +43,11 @@ def torchs_defaults() -> Iterator[None]:
 
 def config(*words: str) -> Config:
     return Config.load(None, words)
+
+
+def check_names(given: Config) -> None:
+    for check in NAME_CHECKS:
+        check(given, Machine(Way.SLURM))
 
 
 @pytest.mark.parametrize(
@@ -85,15 +92,15 @@ def test_data_sets() -> None:
     """Each data set of the catalogue is accepted, with the options that it understands."""
     for name in DATASETS:
         if name != "imagefolder":
-            machine_checks.check_names(config(f"data.name={name}", "data.args.augment=true", "data.args.image_size=32"))
-    machine_checks.check_names(config("data.name=fake", "data.args.classes=3", "data.args.samples=5"))
+            check_names(config(f"data.name={name}", "data.args.augment=true", "data.args.image_size=32"))
+    check_names(config("data.name=fake", "data.args.classes=3", "data.args.samples=5"))
 
 
 def test_image_folder(tmp_path: Path) -> None:
     """A folder per class in train/ and val/ is enough to start."""
     for part in ("train", "val"):
         (tmp_path / part / "cat").mkdir(parents=True)
-    machine_checks.check_names(config("data.name=imagefolder", f"data.root={tmp_path}"))
+    check_names(config("data.name=imagefolder", f"data.root={tmp_path}"))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +122,7 @@ def test_task_is_found_however_it_is_named(source: str, tmp_path: Path, monkeypa
     """The check reads the module instead of importing it: it must not refuse what an import would find."""
     (tmp_path / "elsewhere_task.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    machine_checks.check_names(config("task=elsewhere_task.Mine"))
+    check_names(config("task=elsewhere_task.Mine"))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +141,7 @@ def test_what_cannot_be_trained(source: str, wrong: str, tmp_path: Path, monkeyp
     (tmp_path / "wrong_task.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=wrong):
-        machine_checks.check_names(config("task=wrong_task.Mine"))
+        check_names(config("task=wrong_task.Mine"))
 
 
 def test_writable(tmp_path: Path) -> None:

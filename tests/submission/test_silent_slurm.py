@@ -119,6 +119,6 @@ def test_an_interrupted_resume(run: RunDir, slurm: Path, monkeypatch: pytest.Mon
         assert run.config.read_text() != before
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("laststep.submission.submission.submit_jobs", interrupted)
+    monkeypatch.setattr("laststep.submission.sbatch.submit_jobs", interrupted)
     assert main(["resume", "mine", "--nodes", "2"]) == 130
     assert run.config.read_text() == before

@@ -21,7 +21,7 @@ from laststep.rundir import RunDir
 from laststep.runs import unanswered
 from laststep.runs.queue import Queue
 from laststep.runs.run_status import status_of
-from laststep.submission import submission
+from laststep.submission import sbatch
 from laststep.trainer import Trainer
 from tests.support.commands import begin
 from tests.support.project import PROJECT
@@ -49,7 +49,7 @@ exit 0
 @pytest.fixture
 def fake(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of sbatch, which accepts each job with an id of its own, and of a squeue that shows them."""
-    monkeypatch.setattr(submission, "LOOK_S", 0.0)
+    monkeypatch.setattr(sbatch, "LOOK_S", 0.0)
     (slurm / "sbatch").write_text(ACCEPTS + ANSWERS)
     (slurm / "squeue").write_text(SQUEUE)
     (slurm / "scontrol").write_text("#!/bin/sh\nexit 0\n")
@@ -104,7 +104,7 @@ def test_the_answers_of_an_array_are_lost(fake: Path, here: Path) -> None:
 
 def test_sbatch_hangs(fake: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that waits without end is ended by its user, who types it again."""
-    monkeypatch.setattr(submission, "SBATCH_S", 0.3)
+    monkeypatch.setattr(sbatch, "SBATCH_S", 0.3)
     (fake / "sbatch").write_text(ACCEPTS + "sleep 600\n")
     assert main(["--name", "mine"]) == 0
     assert is_known_to(RunDir(here / "runs" / "mine"), "4711")
@@ -112,7 +112,7 @@ def test_sbatch_hangs(fake: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_job_was_faster(fake: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the command waited, the job has begun and recorded itself; the controller is silent since."""
-    monkeypatch.setattr(submission, "SBATCH_S", 0.5)
+    monkeypatch.setattr(sbatch, "SBATCH_S", 0.5)
     record = 'echo \'{"job_id": "4711", "time": 1.0, "tag": "\'$tag\'"}\' >>runs/mine/submissions.jsonl\n'
     (fake / "sbatch").write_text(ACCEPTS + record + "touch $here/silent\nsleep 600\n")
     assert main(["--name", "mine"]) == 0

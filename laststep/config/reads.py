@@ -1,0 +1,217 @@
+"""Which keys of its configuration a run reads: a key that was set and that nothing reads would change nothing.
+
+A task gets its configuration as a view that notes which keys are read. Nothing is concluded from source code. Code
+that takes a section or a mapping apart, as `dataclasses.asdict(config)` and `build(**config.model.args)` do, reads all
+of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, TypeVar
+
+from laststep.config.errors import ConfigError, nearest
+from laststep.config.keys import leaves
+from laststep.config.schema import Settings
+
+S = TypeVar("S")
+
+# What Laststep itself reads, whatever is trained. A name that ends in a dot stands for a whole section.
+ALWAYS = ("seed", "device", "task", "launch.", "checkpoint.")
+# What the ready-made loop around a Task reads besides, and the loop around a user's function.
+FOR_A_TASK = (*ALWAYS, "train.", "data.workers", "model.weights", "optim.clip_norm")
+FOR_A_FUNCTION = (
+    *ALWAYS,
+    *("train.log_every", "train.deterministic", "train.nonfinite", "train.rehearsal", "train.shares"),
+)
+
+
+class Reads:
+    """Notes which keys of a configuration are read."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()  # also those that were asked for and are not set, such as args.width
+
+    def watch(self, config: S) -> S:
+        """A view of a configuration: an object of the same class with the same values, for which each read is noted.
+        A copy of it is a plain configuration."""
+        return self.watch_section(config, "")
+
+    def watch_section(self, section: S, prefix: str) -> S:
+        """`watch`, for a dataclass whose fields are the keys that begin with `prefix`, such as "args."."""
+        view: S = _view(section, prefix, self.keys)
+        return view
+
+    def watch_mapping(self, values: dict[str, Any], key: str) -> dict[str, Any]:
+        """`watch`, for the value of a key that is a mapping, such as model.args."""
+        return _Mapping.of(values, key, self.keys)
+
+    def has(self, key: str) -> bool:
+        """Whether this key has been read, or something in it, or all of the mapping that it is in."""
+        return any(f"{key}.".startswith(f"{read}.") or read.startswith(f"{key}.") for read in self.keys)
+
+    def unread(self, keys: Iterable[str], by_laststep: Collection[str]) -> list[str]:
+        """Those of `keys` that nobody has read: neither the view, nor Laststep, which reads `by_laststep`."""
+        return [key for key in keys if not covers(by_laststep, key) and not self.has(key)]
+
+
+def covers(names: Collection[str], key: str) -> bool:
+    """Whether `names` contain a key, the section that it is in (a name with a dot at its end), or its mapping."""
+    return any(key.startswith(name) if name.endswith(".") else f"{key}.".startswith(f"{name}.") for name in names)
+
+
+def refusal(key: str, task: str, read: Collection[str]) -> ConfigError:
+    """The error for a key that was set, and that nothing of the run reads. `read` are the keys that are read."""
+    section, _, name = key.rpartition(".")
+    beside = {other.removeprefix(f"{section}.").partition(".")[0] for other in read if other.startswith(f"{section}.")}
+    names = sorted(beside - {name})
+    what = f"{key}: task={task} does not read it, so it would change nothing"
+    if not names:
+        where = f"no key of {section}" if section else "no such key"
+        return ConfigError(f"{what}; it reads {where}: leave it out, or let the task read it")
+    return ConfigError(f"{what}; of {section} it reads {', '.join(names[:8])}: {nearest(name, names)}")
+
+
+def changed_keys(config: Any) -> list[str]:
+    """The keys whose values differ from the schema's defaults; each key of a mapping, such as args, by itself."""
+    defaults = dict(leaves(dataclasses.asdict(Settings())))
+    values = leaves(dataclasses.asdict(config))
+    return [key for key, value in values if key not in defaults or value != defaults[key]]
+
+
+def _wrapped(value: Any, key: str, seen: set[str]) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _view(value, f"{key}.", seen)
+    return _Mapping.of(value, key, seen) if type(value) is dict else value
+
+
+def _view(plain: Any, prefix: str, seen: set[str]) -> Any:
+    """A view of a dataclass's instance."""
+    kind: Any = type(plain)
+    view: Any = object.__new__(_view_class(kind))
+    inner = {field.name: _wrapped(getattr(plain, field.name), prefix + field.name, seen) for field in _fields(plain)}
+    notes = {name: prefix + name for name, value in inner.items() if value is getattr(plain, name)}
+    object.__setattr__(view, "_view", (plain, inner, notes, seen))
+    return view
+
+
+def _fields(instance: Any) -> list[dataclasses.Field[Any]]:
+    """The fields that have a value yet: one with init=False may lack it."""
+    return [field for field in dataclasses.fields(instance) if hasattr(instance, field.name)]
+
+
+@functools.cache
+def _view_class(kind: type) -> type:
+    """The class of views of a dataclass's instances. A view says that it is of that dataclass itself, so that
+    `dataclasses.replace`, `==` and isinstance do as they do with a plain one."""
+    get, set_ = object.__getattribute__, object.__setattr__
+
+    class View(kind):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            _, inner, notes, seen = get(self, "_view")
+            if name in notes:
+                seen.add(notes[name])
+            return inner[name] if name in inner else kind if name == "__class__" else super().__getattribute__(name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            plain, inner, *_ = get(self, "_view")
+            if name not in inner:
+                return set_(self, name, value)  # such as a cached property
+            setattr(plain, name, value)  # which raises for a frozen one
+            inner[name] = value
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            plain, _, notes, seen = get(self, "_view")
+            seen.update(notes.values())
+            return copy.copy, (plain,)
+
+    View.__name__, View.__qualname__, View.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return View
+
+
+class _Mapping(dict[str, Any]):
+    """A mapping that notes which of its keys are read."""
+
+    _key: str
+    _seen: set[str]
+
+    @classmethod
+    def of(cls, values: dict[str, Any], key: str, seen: set[str]) -> _Mapping:
+        """The view of a mapping that is the value of this key."""
+        view: _Mapping = dict.__new__(cls)
+        dict.update(view, {name: _wrapped(value, f"{key}.{name}", seen) for name, value in values.items()})
+        view._key, view._seen = key, seen
+        return view
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A plain dictionary: `dataclasses.asdict` copies a mapping by calling its class."""
+        return dict(*args, **kwargs)
+
+    def _note(self, name: object) -> None:
+        if not isinstance(super().get(str(name)), _Mapping):  # of an inner mapping, its own keys are noted
+            self._seen.add(f"{self._key}.{name}")
+
+    def _note_all(self) -> None:
+        self._seen.add(self._key)
+
+    def __getitem__(self, name: str) -> Any:
+        self._note(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._note(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a key, or the default."""
+        self._note(name)
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove a key, and return its value."""
+        self._note(name)
+        return super().pop(name, *default)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """The value of a key, which becomes the default if it is not set."""
+        self._note(name)
+        return super().setdefault(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._note_all()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        """All keys."""
+        self._note_all()
+        return super().keys()
+
+    def items(self) -> Any:
+        """All keys and values."""
+        self._note_all()
+        return super().items()
+
+    def values(self) -> Any:
+        """All values."""
+        self._note_all()
+        return super().values()
+
+    def copy(self) -> dict[str, Any]:
+        """A plain dictionary."""
+        return dict(self.items())
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __eq__(self, other: object) -> bool:
+        self._note_all()
+        return super().__eq__(other)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
