@@ -96,9 +96,9 @@ collectives, take longer to meet: {met} s on {ranks}, by the growth [measured](b
 
 ## A rescue
 
-Calculated: how long {ranks} ranks that lose one of them take to save the last step, and how many operations of the
-file system: {per_round} per round of {round:.2g} s, {load:.0f} % of what it can do. They wait {gather:g} s for each
-other. Slurm kills the survivors {kill_wait} s after the first rank has ended (KillWait).
+Calculated: how long {ranks} ranks that lose one of them take to save the last step. A round of {round:.2g} s has
+{per_round} operations on files, {load:.0f} % of what the file system can do. Slurm kills the survivors {kill_wait} s
+after the first rank has ended (KillWait).
 
 {rescues}
 
@@ -149,7 +149,6 @@ def page() -> str:
         beat=BEAT_S,
         state=f"{scale['state_bytes'] / 1e6:.0f}",
         met=f"{met_s():.0f}",
-        gather=GATHER_S,
         round=round_s(RANKS),
         per_round=f"{OPERATIONS * RANKS:,}",
         load=100 * OPERATIONS * RANKS / round_s(RANKS) / FILES_S,
@@ -250,16 +249,13 @@ def rescue_s(size: float, ranks: int) -> float:
 
 
 def rescues(checkpoints: dict[str, float]) -> str:
-    """How long a rescue takes, and how many operations on files."""
+    """How long a rescue takes."""
     rows = []
     for name, size in checkpoints.items():
         files, writing, total = stripe_count(int(size), RANKS), size / DISK_BYTES_S, rescue_s(size, RANKS)
-        rounds = math.ceil(total / round_s(RANKS))
         fits = "yes" if total < DEFAULT_KILL_WAIT_S else "**no**"
-        rows.append(
-            (name, files, f"{_three(writing)} s", f"{_three(total)} s", f"{RANKS * (2 + OPERATIONS * rounds):,}", fits)
-        )
-    head = ["state", "files", "writing", "until the last rank leaves", "operations", f"within {DEFAULT_KILL_WAIT_S} s"]
+        rows.append((name, files, f"{_three(writing)} s", f"{_three(total)} s", fits))
+    head = ["state", "files", "writing", "until the last rank leaves", f"within {DEFAULT_KILL_WAIT_S} s"]
     return table(head, rows)
 
 
