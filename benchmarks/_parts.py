@@ -23,7 +23,7 @@ FREEZE_S = 0.5  # a longer time is that of a freeze, and belongs to no part
 NAMES_AT = 200  # the step at which all threads of a rank have started
 # The functions that make up each part. Time belongs to the innermost; what is in none of them is the rest.
 PARTS = {
-    "loading the batch": ("benchmarks.overhead:_batches", "laststep.data.memory_batches:MemoryBatches.__iter__"),
+    "loading the batch": ("benchmarks.overhead:_batches", "laststep.data.loader:MemoryBatches.__iter__"),
     "forward": ("benchmarks.overhead:loss_of", "laststep.loops.learner:Learner._forward"),
     "backward, with the all-reduce": ("torch:Tensor.backward", "laststep.loops.learner:Learner._backward"),
     "update": (
@@ -37,7 +37,7 @@ PARTS = {
         f"laststep.loops.ring:Ring.{name}" for name in ("begin_work", "end_work", "begin_update", "end_update")
     ),
     "order": ("laststep.data.loader:TrainBatchKeys.counts", "laststep.data.order:Order.count"),
-    "random seeds": ("laststep.data.generators:Generators.seed", "laststep.data.generators:Generators.check"),
+    "random seeds": ("laststep.data.order:Generators.seed", "laststep.data.order:Generators.check"),
     "learning rate": ("laststep.loops.rates:LearningRates.at",),
     "model's buffers": ("laststep.loops.buffers:Buffers.broadcast", "laststep.loops.buffers:Buffers.commit"),
 }

@@ -3,7 +3,7 @@
 `python -m benchmarks.goodput [--deaths N] [--seed S]`, about 9 seconds per death. One run of two ranks, which saves
 every few seconds, is repeatedly killed (SIGKILL of both ranks) and resumed. The lifetime of an attempt after its first
 step is drawn at random, as in a Poisson process. The seconds of training lost per death and the goodput are compared
-with the predictions of `laststep.checkpoint.goodput` for the measured save interval and restart time. If the losses
+with the predictions of `laststep.checkpoint.interval` for the measured save interval and restart time. If the losses
 differ by more than three standard errors, the exit status is 1.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._measure import Check, Ranks, conclude, ended, new_run
-from laststep.checkpoint.goodput import Conditions, goodput, lost_s
+from laststep.checkpoint.interval import Conditions, goodput, lost_s
 from laststep.checkpoint.store import CheckpointStore
 from laststep.records.attempts import ended_attempts
 from laststep.records.metrics import read_lines

@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks._measure import DEADLINE_S, write_results
-from laststep.checkpoint.buffers import HostMemory
-from laststep.checkpoint.position import Position
-from laststep.checkpoint.writer import CheckpointInfo
+from laststep.checkpoint.manager import Position
+from laststep.checkpoint.writer import CheckpointInfo, HostMemory
 from laststep.loops.copies import Copies
 from laststep.ranks.exported import free_port
 from laststep.ranks.replica_link import ReplicaLink

@@ -29,10 +29,10 @@ from benchmarks._measure import DEADLINE_S, Check, conclude
 from benchmarks.save import file_system
 from laststep.attempt.rescue import Rescue
 from laststep.attempt.rescue_records import Holding, Part
-from laststep.checkpoint.frozen import FrozenState
-from laststep.checkpoint.store import CheckpointStore, FileEntry
-from laststep.checkpoint.stripes import Stripe, own_stripe
-from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
+from laststep.checkpoint.files import FileEntry
+from laststep.checkpoint.pack import Stripe, own_stripe
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState
 from laststep.ranks.seal import Seal
 from laststep.ranks.watchdog import Fault
 

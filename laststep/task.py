@@ -14,8 +14,7 @@ from torch.utils.data import Dataset, default_collate
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import READY_MADE
-from laststep.optim.build import make_optimizer
-from laststep.optim.schedule import scheduled
+from laststep.optim.build import make_optimizer, scheduled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

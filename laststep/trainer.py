@@ -53,8 +53,8 @@ class Trainer:
                 faulthandler.enable()  # a rank that crashes in C prints its Python stack
         from laststep.attempt.attempt import Attempt  # here, as the command only pickles this class
         from laststep.attempt.finished import finish_of
-        from laststep.checkpoint.newest import START_S
-        from laststep.checkpoint.patience import Patience
+        from laststep.checkpoint.files import Patience
+        from laststep.checkpoint.store import START_S
 
         world, patience = detect_world(), Patience(START_S, say)
         # Else a user's program has passed it to an executor.

@@ -32,10 +32,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from laststep import compat
-from laststep.compat import autograd, cuda_driver, optimizers
 from laststep.compat import compiler as compat_compiler
-from laststep.compat import fsdp as compat_fsdp
-from laststep.compat import generators as compat_generators
+from laststep.compat import cuda_driver, generator_state, kernels, sharding
 from laststep.compat.cuda_driver import RELAXED, CudaDriver
 from laststep.config.config import Config
 from laststep.ranks.shard_place import ShardPlace, shard_rows
@@ -177,7 +175,7 @@ def test_finding_what_is_not_finite(value: float) -> None:
 def test_a_backward_pass_with_a_gradient() -> None:
     """The last bits of a run depend on it. A loss that torch refuses is refused with torch's own message."""
     gradients = []
-    for backward in (autograd.backward, lambda loss, leaf, plain: torch.autograd.backward([loss, leaf], [None, plain])):
+    for backward in (kernels.backward, lambda loss, leaf, plain: torch.autograd.backward([loss, leaf], [None, plain])):
         weight, tap = nn.Parameter(torch.linspace(-1, 1, 7)), nn.Parameter(torch.zeros(()))
         for power in (2, 3):  # the second pass adds to the gradients of the first
             loss = weight.tanh().pow(power).sum()
@@ -186,23 +184,23 @@ def test_a_backward_pass_with_a_gradient() -> None:
         gradients.append(torch.cat([weight.grad, tap.grad[None]]))
     assert torch.equal(*gradients)
     with pytest.raises(RuntimeError, match="only for scalar outputs"):
-        autograd.backward(weight.tanh(), tap, tap.detach())
+        kernels.backward(weight.tanh(), tap, tap.detach())
     with pytest.raises(RuntimeError, match="does not require grad"):
-        autograd.backward(tap.detach(), nn.Parameter(torch.zeros(())), tap.detach())
+        kernels.backward(tap.detach(), nn.Parameter(torch.zeros(())), tap.detach())
 
 
 def test_a_backward_pass_of_one_loss() -> None:
     """The same, without a second root."""
     gradients = []
-    for run in (autograd.backward, Tensor.backward):
+    for run in (kernels.backward, Tensor.backward):
         weight = nn.Parameter(torch.linspace(-1, 1, 7))
         run(weight.tanh().pow(3).sum())
         gradients.append(weight.grad)
     assert gradients[0] is not None and gradients[1] is not None and torch.equal(gradients[0], gradients[1])
     with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
-        autograd.backward(torch.ones(3, requires_grad=True).tanh())
+        kernels.backward(torch.ones(3, requires_grad=True).tanh())
     with pytest.raises(RuntimeError, match="does not require grad"):
-        autograd.backward(torch.ones(()))
+        kernels.backward(torch.ones(()))
 
 
 def test_skipping_by_a_flag() -> None:
@@ -220,11 +218,11 @@ def test_kernels_of_fused_optimizers() -> None:
     """What torch's step() passes to its kernels; tests/optim/test_fast_step.py has the bits."""
     weight, state = torch.ones(3), {name: torch.zeros(3) for name in ("momentum_buffer", "exp_avg", "exp_avg_sq")}
     settings = torch.optim.SGD([weight], lr=1.0, momentum=0.5, fused=True).param_groups[0]
-    optimizers.fused_sgd(settings, [weight], [torch.ones(3)], [state], None)
+    kernels.fused_sgd(settings, [weight], [torch.ones(3)], [state], None)
     assert torch.equal(weight, torch.zeros(3)) and torch.equal(state["momentum_buffer"], torch.ones(3))
     state["step"] = torch.zeros(())
     settings = torch.optim.AdamW([weight], fused=True).param_groups[0]
-    optimizers.fused_adam(settings, [weight], [torch.ones(3)], [state], torch.ones(()))
+    kernels.fused_adam(settings, [weight], [torch.ones(3)], [state], torch.ones(()))
     assert torch.equal(weight, torch.zeros(3)) and not state["step"], "found_inf leaves the step out"
 
 
@@ -232,19 +230,19 @@ def test_hooks_of_steps() -> None:
     """A step with hooks is torch's."""
     one, other = (torch.optim.SGD([torch.ones(1)]) for _ in range(2))
     handle = one.register_step_pre_hook(lambda *_: None)
-    assert optimizers.has_step_hooks(one) and not optimizers.has_step_hooks(other)
+    assert kernels.has_step_hooks(one) and not kernels.has_step_hooks(other)
     handle.remove()
     handle = register_optimizer_step_pre_hook(lambda *_: None)
-    assert optimizers.has_step_hooks(one) and optimizers.has_step_hooks(other)
+    assert kernels.has_step_hooks(one) and kernels.has_step_hooks(other)
     handle.remove()
-    assert not optimizers.has_step_hooks(one)
+    assert not kernels.has_step_hooks(one)
 
 
 def test_states_of_generators() -> None:
     """Where there is none, every step seeds both generators, which takes time. tests/data/test_generators.py has the
     rest."""
-    assert compat_generators.python_mark() is not None, "random.Random keeps its state elsewhere"
-    assert compat_generators.numpy_mark() is not None, "NumPy's MT19937 keeps its state elsewhere"
+    assert generator_state.python_mark() is not None, "random.Random keeps its state elsewhere"
+    assert generator_state.numpy_mark() is not None, "NumPy's MT19937 keeps its state elsewhere"
 
 
 def test_trees() -> None:
@@ -484,7 +482,7 @@ def test_a_flag_for_the_scaler() -> None:
     for found, left, scale in ((1.0, 1.0, 2.0), (0.0, 0.0, 2.0)):
         scaler.scale(torch.ones(()))
         parameter.grad = torch.ones(3)
-        compat_fsdp.set_found_inf(scaler, optimizer, torch.tensor(found))
+        sharding.set_found_inf(scaler, optimizer, torch.tensor(found))
         scaler.step(optimizer)
         scaler.update()
         assert parameter.tolist() == [left] * 3 and scaler.get_scale() == scale
@@ -493,7 +491,7 @@ def test_a_flag_for_the_scaler() -> None:
 def test_tensors_are_scaled_together() -> None:
     """Clipping a gradient of thousands of tensors must not cost thousands of calls."""
     tensors = [torch.ones(2), torch.ones(3)]
-    compat_fsdp.scale_each(tensors, torch.tensor(0.5))
+    sharding.scale_each(tensors, torch.tensor(0.5))
     assert torch.cat(tensors).tolist() == [0.5] * 5
 
 
@@ -501,34 +499,34 @@ def test_what_this_rank_holds_of_a_tensor() -> None:
     """Where a rescue looks whether a sharded weight has been moved in memory."""
     with pretended_rank(ShardPlace(1, 2, 0, 1)) as mesh, torch.no_grad():
         weight = nn.Parameter(sharded(torch.ones(3, 2), ShardPlace(1, 2, 0, 1), mesh))
-        assert compat_fsdp.on_this_rank(weight).data_ptr() == weight.to_local().data_ptr() > 0  # type: ignore
+        assert sharding.on_this_rank(weight).data_ptr() == weight.to_local().data_ptr() > 0  # type: ignore
     plain = torch.ones(2)
-    assert compat_fsdp.on_this_rank(plain) is plain
+    assert sharding.on_this_rank(plain) is plain
 
 
 def test_recording_operators() -> None:
     """A model is built without memory by noting each operator. One that were not noted, or not recognised as drawing or
     writing, would give a sharded run other initial weights."""
     noted: list[tuple[Any, ...]] = []
-    with compat_fsdp.recording(lambda *given: noted.append(given)):
+    with sharding.recording(lambda *given: noted.append(given)):
         weight = torch.empty(2, 3, device="meta")
         weight.normal_(std=0.5)
         torch.add(weight[0], 1, out=torch.empty(3, device="meta"))
-    noted = [each for each in noted if compat_fsdp.name_of(each[0]) != "aten::detach"]  # a view
-    names = [compat_fsdp.name_of(operator) for operator, *_ in noted]
+    noted = [each for each in noted if sharding.name_of(each[0]) != "aten::detach"]  # a view
+    names = [sharding.name_of(operator) for operator, *_ in noted]
     assert names == ["aten::empty", "aten::normal_", "aten::select", "aten::empty", "aten::add"]
     assert [torch.Tag.nondeterministic_seeded in operator.tags for operator, *_ in noted[:2]] == [False, True]
-    writes = [compat_fsdp.written_by(operator, args, kwargs) for operator, args, kwargs, _ in noted]
+    writes = [sharding.written_by(operator, args, kwargs) for operator, args, kwargs, _ in noted]
     assert [len(written) for written in writes] == [0, 1, 0, 0, 1]
-    memories = [compat_fsdp.storage_of(each) for each in (*writes[1], *writes[4])]
-    assert memories == [compat_fsdp.storage_of(each) for each in (weight, noted[3][3])]
+    memories = [sharding.storage_of(each) for each in (*writes[1], *writes[4])]
+    assert memories == [sharding.storage_of(each) for each in (weight, noted[3][3])]
 
 
 def test_memories_of_tensors() -> None:
     """A view is part of the memory that it shows, also where there is no data."""
     for device in ("cpu", "meta"):
         tensor, other = torch.empty(3, device=device), torch.empty(3, device=device)
-        assert compat_fsdp.storage_of(tensor[1:]) == compat_fsdp.storage_of(tensor) != compat_fsdp.storage_of(other)
+        assert sharding.storage_of(tensor[1:]) == sharding.storage_of(tensor) != sharding.storage_of(other)
 
 
 def test_truncated_normal_draws() -> None:
@@ -537,7 +535,7 @@ def test_truncated_normal_draws() -> None:
     before = nn.init._no_grad_trunc_normal_
     with (
         contextlib.suppress(ZeroDivisionError),
-        compat_fsdp.trunc_normal_by(lambda real: lambda *a, **k: noted.append((real, a, k))),
+        sharding.trunc_normal_by(lambda real: lambda *a, **k: noted.append((real, a, k))),
     ):
         nn.init.trunc_normal_(tensor := torch.ones(3), 0.5, 2.0, -1.0, 1.0)
         assert torch.equal(tensor, torch.ones(3)), "somebody else draws"
@@ -552,8 +550,8 @@ def test_truncated_normal_draws() -> None:
 def test_functions_that_make_tensors() -> None:
     """What a model makes on the default device is made without memory; what it computes stays where it is."""
     makes = (torch.empty, torch.randn, torch.zeros, torch.arange, torch.tensor, torch.linspace)
-    assert all(map(compat_fsdp.takes_default_device, makes))
-    assert not any(map(compat_fsdp.takes_default_device, (torch.add, torch.zeros_like, nn.functional.linear)))
+    assert all(map(sharding.takes_default_device, makes))
+    assert not any(map(sharding.takes_default_device, (torch.add, torch.zeros_like, nn.functional.linear)))
 
 
 def test_a_mode_sees_what_is_read_of_a_tensor() -> None:
@@ -611,9 +609,9 @@ def test_fsdp2_and_the_memory_of_shards() -> None:
 
 def test_recording_of_gradients() -> None:
     """An update is not part of the graph."""
-    autograd.set_grad_enabled(False)
+    kernels.set_grad_enabled(False)
     recorded = torch.is_grad_enabled()
-    autograd.set_grad_enabled(True)
+    kernels.set_grad_enabled(True)
     assert (recorded, torch.is_grad_enabled()) == (False, True)
 
 

@@ -14,10 +14,9 @@ from typing import Any
 from laststep.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
 from laststep.attempt.rescue_roll import GATHER_S, SETTLE_S, SILENT_S
 from laststep.checkpoint.files import READ_BYTES
-from laststep.checkpoint.goodput import NODE_MTBF_S, Conditions, goodput
-from laststep.checkpoint.interval import best_interval
+from laststep.checkpoint.interval import NODE_MTBF_S, Conditions, best_interval, goodput
+from laststep.checkpoint.pack import stripe_count
 from laststep.checkpoint.restore import PIECE_BYTES
-from laststep.checkpoint.stripes import stripe_count
 from laststep.config.schema import Checkpoint, Launch
 from laststep.ranks.address import POLL_S
 from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S

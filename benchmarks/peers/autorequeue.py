@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from benchmarks.peers import workload
-from laststep.checkpoint.weights import weights_sha256
+from laststep.checkpoint.export import weights_sha256
 
 
 class Digits(LightningModule):

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.peers import workload
-from laststep.checkpoint.weights import weights_sha256
+from laststep.checkpoint.export import weights_sha256
 
 
 class Trainer:

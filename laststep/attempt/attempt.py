@@ -24,13 +24,11 @@ from laststep.attempt.predecessor import Predecessor
 from laststep.attempt.preflight import Preflight
 from laststep.attempt.rescue_files import clear
 from laststep.attempt.state import AttemptState
-from laststep.checkpoint import newest as newest_checkpoint
-from laststep.checkpoint.newest import recover
-from laststep.checkpoint.patience import Patience
-from laststep.checkpoint.store import CheckpointError, Manifest
+from laststep.checkpoint.files import CheckpointError, Patience
+from laststep.checkpoint.store import START_S, Manifest, recover
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, DiskError
-from laststep.observe.startup import StartupTimer
+from laststep.observe.progress import StartupTimer
 from laststep.ranks import run_lock
 from laststep.ranks.bad_node import BadNode, blamed_host
 from laststep.ranks.fresh_view import look_anew
@@ -166,7 +164,7 @@ class Attempt:
         DiskError when the disk does not show what was saved.
         """
         state = self._state
-        patience = Patience(newest_checkpoint.START_S, say)
+        patience = Patience(START_S, say)
         run_lock.acquire(self._run_dir.lock, state.world, Predecessor(self._run_dir, state.world))
         look_anew(self._run_dir.path)  # the attempt before may have ended on another host, a second ago
         state.store.look_anew()

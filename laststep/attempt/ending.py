@@ -11,7 +11,7 @@ from typing import Literal
 
 from laststep.attempt.signal_cause import Ending, ending
 from laststep.attempt.state import AttemptState
-from laststep.observe.hints import likely_cause
+from laststep.observe.progress import likely_cause
 from laststep.ranks.launchers import BATCH_HOST
 from laststep.ranks.patience import Patience
 from laststep.ranks.slurm import SlurmError, requeue_job

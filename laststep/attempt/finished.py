@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from typing import NamedTuple
 
-from laststep.checkpoint.store import CheckpointError, CheckpointStore
+from laststep.checkpoint.files import CheckpointError
+from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.records.attempt_record import read_ended_attempts

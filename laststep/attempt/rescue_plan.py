@@ -13,7 +13,7 @@ from typing import Any
 
 from laststep.attempt.rescue_records import Holding, Part, Place, Plan
 from laststep.attempt.rescue_roll import Roll
-from laststep.checkpoint.stripes import Stripe, stripe_count
+from laststep.checkpoint.pack import Stripe, stripe_count
 
 
 def next_plan(plan: Plan | None, roll: Roll, new_generation: Callable[[], str]) -> Plan | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from laststep.checkpoint.stripes import Stripe
+from laststep.checkpoint.pack import Stripe
 from laststep.ranks.shard_place import Gathered
 from laststep.ranks.watchdog import Fault
 

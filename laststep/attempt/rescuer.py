@@ -23,9 +23,7 @@ from laststep.attempt.rescue_files import silent_file
 from laststep.attempt.rescue_records import Holding, Part, Plan
 from laststep.attempt.signal_cause import SHELL_KILLED
 from laststep.attempt.state import AttemptState
-from laststep.checkpoint.files import StateChanged
-from laststep.checkpoint.patience import Patience
-from laststep.checkpoint.store import CheckpointError
+from laststep.checkpoint.files import CheckpointError, Patience, StateChanged
 from laststep.ranks import run_lock
 from laststep.ranks.device_thread import DeviceSilent
 from laststep.ranks.shard_place import Gathered

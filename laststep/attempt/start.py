@@ -13,14 +13,13 @@ from pathlib import Path
 
 from laststep.attempt.preflight import check_device
 from laststep.attempt.state import AttemptState
-from laststep.checkpoint.newest import START_S
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
-from laststep.checkpoint.store import Manifest
+from laststep.checkpoint.store import START_S, Manifest
 from laststep.compat.compiler import compile_each_shape
 from laststep.loops.loop import AttemptContext, Loop
 from laststep.loops.run import make_custom_loop
 from laststep.loops.task_loop import TaskLoop
-from laststep.observe.startup import StartupTimer
+from laststep.observe.progress import StartupTimer
 from laststep.ranks import nccl
 from laststep.ranks.device import is_deterministic
 from laststep.ranks.exported import export_world, free_port

@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint, hashes them and compares them with its manifest."""
+"""Reads the files of a checkpoint, hashes them and compares them with its manifest; waits for a disk that refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TypedDict
+from typing import ClassVar, TypedDict
+
+from laststep.ranks import patience
 
 READING_THREADS = 4  # that share the files of a checkpoint: the first access to new memory takes most of the time
 HASHING_THREADS = 4  # files that are hashed at the same time: a SHA-256 is computed from front to back
@@ -33,6 +35,15 @@ class CheckpointUnreadable(CheckpointError):
     def __init__(self, name: str, error: OSError) -> None:
         super().__init__(f"{name} cannot be read: {error.strerror or error}")
         self.is_damaged = error.errno in BYTES_ARE_LOST
+
+
+class Patience(patience.Patience):
+    """Waits for a file of a checkpoint that cannot be read, too."""
+
+    passing: ClassVar[tuple[type[Exception], ...]] = (OSError, CheckpointUnreadable)
+
+
+NO_PATIENCE = Patience(0.0, lambda text: None)
 
 
 class StateChanged(RuntimeError):

@@ -30,24 +30,31 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
+import json
 import math
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
-from laststep.checkpoint.files import CheckpointError as CheckpointError
-from laststep.checkpoint.files import CheckpointUnreadable, disk_errors_explained, verify_files
-from laststep.checkpoint.files import FileEntry as FileEntry
-from laststep.checkpoint.manifest import OPAQUE as OPAQUE
-from laststep.checkpoint.manifest import STRUCTURE as STRUCTURE
-from laststep.checkpoint.manifest import Manifest as Manifest
-from laststep.checkpoint.manifest import shard_name as shard_name
-from laststep.checkpoint.patience import NO_PATIENCE, Patience
+from laststep.checkpoint.files import (
+    NO_PATIENCE,
+    CheckpointError,
+    CheckpointUnreadable,
+    FileEntry,
+    Patience,
+    disk_errors_explained,
+    verify_files,
+)
 from laststep.config.errors import DiskError
 from laststep.config.ranking import Ranking
 from laststep.ranks.fresh_view import MARK, look_anew
+from laststep.records.attempts import recorded_step
+from laststep.rundir import RunDir
 
 MANIFEST = "manifest.json"
 REPLACED = ".replaced"
@@ -410,3 +417,129 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
             size = (path / name).stat().st_size
         if size != entry["bytes"]:
             raise CheckpointError(f"{name} has {size} bytes, its manifest says {entry['bytes']}")
+
+
+FORMAT = 2
+SHARDED_FORMAT = 3  # of a checkpoint with a `sharding`
+STRUCTURE = "structure.pt"
+OPAQUE = "opaque"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of manifest.json.
+
+    `metrics` are those of the validation right before the save, empty if there was none. `numerics` is what the last
+    bits of a step depend on, see `laststep.ranks.device.describe_numerics`. `config` is the resolved configuration as
+    YAML, a copy of the run's config.yaml; empty in a checkpoint of an older version. `sharding` has the number of files
+    of each shard of the state; it is empty when every rank held all of the state.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    world_size: int
+    metrics: dict[str, float]
+    files: dict[str, FileEntry]
+    numerics: dict[str, str | int] = field(default_factory=dict)
+    config: str = ""
+    format: int = FORMAT
+    sharding: list[int] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, text: str, step: int) -> Manifest:
+        """The manifest with this text, of the checkpoint of `step`. Raises CheckpointError."""
+        try:
+            manifest = cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"manifest.json cannot be read: {error}") from None
+        if manifest.format not in (FORMAT, SHARDED_FORMAT):
+            readable = f"formats {FORMAT} and {SHARDED_FORMAT}"
+            raise CheckpointError(f"its format is {manifest.format}, this version of Laststep reads {readable}")
+        if manifest.step != step or not manifest._is_complete():
+            raise CheckpointError(f"manifest.json does not describe step {step}")
+        return manifest
+
+    def text(self) -> str:
+        """The contents of the file."""
+        return json.dumps({name: value for name, value in vars(self).items() if name != "sharding" or value}, indent=1)
+
+    @property
+    def bytes(self) -> int:
+        """Total size of all files."""
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+    @property
+    def shards(self) -> list[str]:
+        """Names of the shard files, in the order of their bytes."""
+        size = len(self.files) - len(self.opaque) - 1
+        return [shard_name(rank, size) for rank in range(size)]
+
+    @property
+    def shards_of_state(self) -> list[list[str]]:
+        """The names of the files of each shard of the state, in the order of their bytes."""
+        names = iter(self.shards)
+        return [list(islice(names, count)) for count in self.sharding or [len(self.shards)]]
+
+    @property
+    def opaque(self) -> dict[str, FileEntry]:
+        """The files that a framework has written in its own format; empty in any other checkpoint."""
+        return {name: entry for name, entry in self.files.items() if name.startswith(f"{OPAQUE}/")}
+
+    def _is_complete(self) -> bool:
+        """Whether it describes all files of a checkpoint."""
+        described = isinstance(self.files, dict) and all(
+            isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in self.files.values()
+        )
+        if not described or not self.shards or self.files.keys() - self.opaque.keys() != {STRUCTURE, *self.shards}:
+            return False
+        if self.format == FORMAT:
+            return self.sharding == []
+        counts = self.sharding if isinstance(self.sharding, list) else []
+        return all(type(count) is int and count > 0 for count in counts) and sum(counts) == len(self.shards)
+
+
+def shard_name(number: int, of: int) -> str:
+    """The name of a shard file. It says how many a complete checkpoint has."""
+    return f"shard_{number:04d}-of-{of:04d}.bin"
+
+
+# How long an attempt that begins looks again at a disk that does not show its checkpoints. The ranks that wait for rank
+# 0 have twice that.
+START_S = 30.0
+# The same for a batch shell or a launcher, which only counts lost steps. Slurm may be about to end it.
+COUNT_S = 3.0
+
+
+def recover(
+    store: CheckpointStore, run: RunDir, warn: Callable[[str], None], patience: Patience | None = None
+) -> Iterator[Manifest]:
+    """Clean up the folder of an attempt that begins; returns the run's checkpoints that seem intact, newest first. The
+    first of them is found before this returns.
+
+    Never begins below the step that the records say is saved, unless that checkpoint is there and damaged. Raises
+    DiskError if the disk does not show it while there is `patience`, by default START_S.
+    """
+    patience = patience or Patience(START_S, warn)
+    kept = patience.insist(lambda: recorded_step(run))
+    try:
+        patience.insist(store.recover, store.look_anew)
+    except DiskError:
+        raise
+    except OSError as error:
+        raise DiskError(f"{store.folder}: cannot be cleaned up: {error}") from error
+    candidates = store.candidates(warn, kept, patience)
+    return itertools.chain(list(itertools.islice(candidates, 1)), candidates)
+
+
+def newest_step(run: RunDir, warn: Callable[[str], None]) -> int:
+    """The step that the next attempt begins at, as far as manifests and sizes show; 0 without a checkpoint. What the
+    records say is saved, if the disk does not show it. Raises OSError if there are records that cannot be read."""
+    kept = recorded_step(run)
+    try:
+        patience = Patience(COUNT_S, warn)
+        newest = next(CheckpointStore(run.checkpoints).candidates(warn, kept, patience), None)
+    except DiskError as error:
+        warn(f"WARNING: {error}")
+        return kept
+    return newest.step if newest else 0

@@ -1,7 +1,7 @@
 """CheckpointWriter: writes this rank's stripe of a checkpoint in the background while training continues.
 
 The ranks that hold the same shard of the state write one stripe of it each; of a small one only some do, see
-`laststep.checkpoint.stripes`. A state that is not sharded has one shard, which all ranks hold. One save goes like this:
+`laststep.checkpoint.pack`. A state that is not sharded has one shard, which all ranks hold. One save goes like this:
 
     1. In the training loop of every rank, `start` waits for the previous save, then copies this rank's stripe into a
        buffer that is used again by every save. Training waits for nothing else. The thread of step 2 has made the
@@ -27,34 +27,40 @@ The threads communicate through the ranks' key-value store, with these keys unde
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import mmap
 import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypedDict
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from laststep.checkpoint.manifest import FORMAT, SHARDED_FORMAT
+from laststep.checkpoint.files import NO_PATIENCE, CheckpointError, FileEntry, Patience, StateChanged
 from laststep.checkpoint.opaque import Share
-from laststep.checkpoint.pack import serialized_structure
-from laststep.checkpoint.part import Part, PartCopier
+from laststep.checkpoint.pack import WHOLE, Layout, Packed, Stripe, own_stripe, serialized_structure, stripe_count
 from laststep.checkpoint.store import (
     BY_LOSS,
+    FORMAT,
+    SHARDED_FORMAT,
     STRUCTURE,
-    CheckpointError,
     CheckpointStore,
-    FileEntry,
     Manifest,
     fsync,
+    shard_name,
     syncs_names,
 )
 from laststep.config.ranking import Ranking
@@ -361,3 +367,248 @@ def write_file(path: Path, chunks: Iterable[memoryview], sync_bytes: int | None 
 def reason_of(error: Exception) -> str:
     """The error in one line, for the message that a checkpoint could not be written."""
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+class Part(NamedTuple):
+    """A stripe of a shard of the state."""
+
+    structure: Any  # of the whole state, see `laststep.checkpoint.pack`
+    sharding: list[int]  # see `Manifest`
+    file: str | None  # for the stripe, if this rank writes one
+    data: memoryview  # its bytes
+
+
+class PartCopier:
+    """Copies this rank's part into a buffer that is used again by every save."""
+
+    def __init__(self, place: ShardPlace, device: torch.device) -> None:
+        self.place, self._device = place, device
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The size of the buffer so far."""
+        return self._buffer.numel()
+
+    def part_bytes(self, state: Any) -> int:
+        """The size of this rank's part of `state`."""
+        packed, place = Packed(state, self.place), self.place
+        stripe = own_stripe(packed.most_bytes, place.replica, place.replicas)
+        start, stop = (0, 0) if stripe is None else stripe.bounds(packed.bytes)
+        return stop - start
+
+    def reserve(self, count: int) -> None:
+        """Have a buffer for a part of this size. One of 12 GB, which is pinned for a GPU, takes seconds."""
+        if self._buffer.numel() < count:
+            self._buffer = reusable_buffer(count, self._device)
+
+    def copy(self, state: Any) -> Part:
+        """This rank's part of `state`, valid until the next call."""
+        place = self.place
+        packed = Packed(state, place)
+        files = stripe_count(packed.most_bytes, place.replicas)  # of each shard
+        sharding = [files] * place.shards if place.shards > 1 else []
+        stripe = own_stripe(packed.most_bytes, place.replica, place.replicas)
+        if stripe is None:
+            return Part(packed.structure, sharding, None, memoryview(b""))
+        start, stop = stripe.bounds(packed.bytes)
+        self.reserve(stop - start)
+        data = self._buffer[: stop - start]
+        packed.copy(start, stop, data)
+        name = shard_name(place.shard * files + stripe.number, place.shards * files)
+        return Part(packed.structure, sharding, name, data.numpy().data)
+
+
+# A writer whose sync takes as long as that of a whole stripe would look stuck to those that wait for it.
+SYNC_BYTES = 256 << 20
+
+
+class FrozenState:
+    """A state that no longer changes, as far as this rank holds it. It references the tensors.
+
+    `before_commit` runs before a commit; if it raises, the save fails. The state is read chunk by chunk through
+    `buffer`, host memory; after each, `is_whole` says whether a GPU that was stuck has changed it after all.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        info: CheckpointInfo,
+        state: Any,
+        world_size: int,
+        before_commit: Callable[[], None],
+        buffer: Tensor,
+        is_whole: Callable[[], bool],
+        place: ShardPlace = WHOLE,
+        copies: Mapping[int, memoryview] = MappingProxyType({}),
+        structure: Any = None,
+        ask: Callable[[Callable[[], bool]], bool] = lambda read: read(),
+    ) -> None:
+        """`place` says which shard of the state this rank holds. `copies` has the bytes of shards in host memory, by
+        their numbers: what `Packed.copy` has copied here or on another rank. If `state` is None, only these can be
+        written, and this rank can commit only with the `structure` of the state that they were copied from. `ask`
+        calls what reads the device's memory, and may raise what it likes.
+        """
+        self._store, self._info, self._world_size, self._before_commit = store, info, world_size, before_commit
+        self._buffer, self._is_whole, self._ask = buffer, is_whole, ask
+        self._place, self._copies = place, copies
+        self._packed = None if state is None else Packed(state, place)
+        self._structure = structure if self._packed is None else self._packed.structure
+
+    @property
+    def bytes(self) -> int:
+        """The size of this rank's shard."""
+        return self.bytes_of(self._place.shard)
+
+    def bytes_of(self, shard: int) -> int:
+        """The size of a shard that this rank can write."""
+        if shard in self._copies:
+            return len(self._copies[shard])
+        assert self._packed is not None and shard == self._place.shard, f"shard {shard} is held elsewhere"
+        return self._packed.bytes
+
+    def write_part(self, tag: str, shard: int, stripe: Stripe, name: str, after_chunk: Callable[[], None]) -> FileEntry:
+        """Write a stripe of a shard into the file `name` of the writing folder; returns its entry in the manifest.
+
+        `tag` as for `CheckpointStore.writing_folder`. What `after_chunk` raises ends the write. Raises StateChanged,
+        and OSError.
+        """
+        path = self._store.create_writing_folder(self._info.step, tag) / name
+        path.unlink(missing_ok=True)  # what this rank left unfinished
+        try:
+            return write_file(path, self._chunks(shard, stripe, after_chunk), SYNC_BYTES)
+        except Exception:
+            with suppress(OSError):  # on a full disk it would take space that others need
+                path.unlink(missing_ok=True)
+                path.parent.rmdir()  # unless others write there
+            raise
+
+    def commit(self, tag: str, parts: Mapping[str, FileEntry], patience: Patience = NO_PATIENCE) -> None:
+        """Commit the parts, files in the writing folder, by shard and in the order of their bytes. One rank calls this,
+        once all parts are written. An intact checkpoint of this step remains. Raises CheckpointError when the disk
+        refuses for longer than the `patience`.
+        """
+        step, store = self._info.step, self._store
+        store.look_anew()  # a rank on another host may have committed this step
+        writing, exists = store.writing_folder(step, tag), store.path(step).exists()
+        if exists and store.is_intact(step):
+            return store.discard(writing)
+        try:
+            sharding = self._sharding([entry["bytes"] for entry in parts.values()])
+            files = {STRUCTURE: patience.insist(lambda: self._write_structure(writing / STRUCTURE))}
+            for number, (name, entry) in enumerate(parts.items()):
+                shard = shard_name(number, len(parts))
+                patience.insist(partial(_rename, writing / name, writing / shard))
+                files[shard] = entry
+            patience.insist(self._before_commit)
+        except Exception as error:  # of any kind: the caller only asks whether the state is saved
+            store.discard(writing)
+            raise store.write_error(step, reason_of(error)) from error
+        try:
+            manifest = make_manifest(self._info, self._world_size, files, sharding)
+            store.commit(writing, manifest, replaces=exists, patience=patience)
+        except CheckpointError:
+            if exists or not store.is_intact(step):  # the save that all ranks had begun together may have come first
+                raise
+
+    def _write_structure(self, path: Path) -> FileEntry:
+        path.unlink(missing_ok=True)  # what this rank left unfinished
+        return write_file(path, [serialized_structure(self._structure)])
+
+    def _sharding(self, sizes: list[int]) -> list[int]:
+        """How many of these files, in their order, each shard has; see `Manifest`. Raises OSError when they are not the
+        whole state. The last file of a shard is never empty, unless the shard is."""
+        layout, left = Layout.of(self._structure, self._place.shards), iter(sizes)
+        counts = []
+        for shard in range(layout.shards):
+            missing, count = layout.shard_bytes(shard), 0
+            while missing > 0 or not count:
+                missing, count = missing - next(left, missing + 1), count + 1
+            if missing:
+                raise OSError(errno.EIO, "its parts are not the whole state")
+            counts.append(count)
+        if next(left, None) is not None:
+            raise OSError(errno.EIO, "its parts are not the whole state")
+        return counts if layout.shards > 1 else []
+
+    def _chunks(self, shard: int, stripe: Stripe, after_chunk: Callable[[], None]) -> Iterator[memoryview]:
+        """The bytes of a stripe, chunk by chunk. A chunk is valid until the next one is asked for."""
+        begin, end = stripe.bounds(self.bytes_of(shard))
+        copy = self._copies.get(shard)
+        for start in range(begin, end, len(self._buffer)):
+            stop = min(start + len(self._buffer), end)
+            if copy is not None:
+                yield copy[start:stop]
+            else:
+                assert self._packed is not None
+                chunk = self._buffer[: stop - start]
+                if not self._ask(partial(self._read, self._packed, start, stop, chunk)):
+                    raise StateChanged
+                yield chunk.numpy().data
+            after_chunk()
+
+    def _read(self, packed: Packed, start: int, stop: int, chunk: Tensor) -> bool:
+        packed.copy(start, stop, chunk)
+        return self._is_whole()
+
+
+def _rename(before: Path, after: Path) -> None:
+    """Rename a file, unless that has happened and was reported as failed. Raises OSError."""
+    try:
+        before.rename(after)
+    except FileNotFoundError:
+        after.stat()
+
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device (CUDA Runtime API, section 6.11)
+
+
+class HostMemory:
+    """Zeroed memory of this process alone, as a tensor of bytes.
+
+    It is hidden from processes forked later, such as loader workers: otherwise each page would be copied on the next
+    write, which makes a save ten times as slow, and would stay in memory as long as they live.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_DONTFORK"):  # Linux
+            self._memory.madvise(mmap.MADV_DONTFORK)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)[:count]
+
+    def release(self, start: int, stop: int) -> None:
+        """Return the whole pages in [start, stop) to the system. Their bytes are zero from now on."""
+        start, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < stop and hasattr(mmap, "MADV_DONTNEED"):
+            self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def reusable_buffer(count: int, device: torch.device) -> Tensor:
+    """A buffer of `count` bytes that every save copies its stripe into, so that only the first save pays for new pages.
+
+    For a GPU the memory is pinned. torch's own pinned memory would be up to twice as large: its allocator rounds every
+    request up to a power of two (PowerOf2Ceil in ATen/core/CachingHostAllocator.h). So whole pages are mapped and then
+    pinned, as torch/cuda/_pin_memory_utils.py does; where CUDA refuses that, torch's allocator is used.
+    """
+    if device.type == "cuda":
+        pinned = _pinned(whole_pages(count), device)
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True) if pinned is None else pinned[:count]
+    return HostMemory(count).tensor.zero_()
+
+
+def whole_pages(count: int) -> int:
+    """`count` bytes, at least one, rounded up to whole pages."""
+    return -(-max(count, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _pinned(count: int, device: torch.device) -> Tensor | None:
+    """`count` bytes of pinned memory, which is unpinned before it is freed; None if CUDA refuses."""
+    # Written to first: the driver keeps its lock while it pins pages, and other threads launch kernels meanwhile.
+    memory = HostMemory(count).tensor.zero_()
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    if int(runtime.cudaHostRegister(address, count, PORTABLE)):
+        with suppress(RuntimeError):  # CUDA reports the refusal once more, at the next kernel: let it be this one
+            torch.zeros(1, device=device)
+        return None
+    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+    return memory

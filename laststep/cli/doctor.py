@@ -16,8 +16,7 @@ from laststep.cli.parsers import JOB_OPTIONS, KeyOptions, Parser, add_key_option
 from laststep.config.checks import check_values
 from laststep.config.config import Config
 from laststep.doctor import determinism
-from laststep.doctor.diagnosis import diagnose
-from laststep.doctor.file_system import RunRoot
+from laststep.doctor.diagnosis import RunRoot, diagnose
 from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding
 from laststep.ranks.slurm import SlurmError
 from laststep.runs import run_folders
@@ -70,7 +69,7 @@ def _check_here(config: Config) -> int:
 
 def _check_nodes(config: Config) -> int:
     """Let every rank of a short job say hello, and print what they measured; returns the exit status."""
-    from laststep.doctor.hello import bad_nodes, report, wrong_sums
+    from laststep.doctor.greeting import bad_nodes, report, wrong_sums
     from laststep.doctor.roll_call import LIMIT_MIN, RollCall
 
     launch = config.launch

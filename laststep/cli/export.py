@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laststep import __version__
-from laststep.checkpoint.export_files import DCP, check_target, write, write_folder
+from laststep.checkpoint.export import DCP, check_target, write, write_folder
 from laststep.cli.parsers import ROOT_KEY, Parser, add_checkpoint
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
@@ -71,7 +71,7 @@ def _size(files: Sequence[Path]) -> str:
 
 def _metadata(run: RunDir, weights: Weights) -> dict[str, str]:
     """What the header of a .safetensors file says about the weights; its values are strings."""
-    from laststep.checkpoint.weights import weights_sha256
+    from laststep.checkpoint.export import weights_sha256
 
     config = run_config.as_submitted(run)
     found: dict[str, object] = {

@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the text; returns the exit status."""
-    from laststep.data.corpus import Corpus
+    from laststep.data.tokens import Corpus
     from laststep.runs import run_config, run_folders
     from laststep.tasks.sizes import size_of
 
@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from laststep.checkpoint.export import read_run
-    from laststep.tasks.decoder import Decoder
-    from laststep.tasks.generation import generate
+    from laststep.tasks.decoder import Decoder, generate
 
     weights = read_run(folder, args.step, args.best, args.raw)
     on_gpu = config.device != "cpu" and torch.cuda.is_available()

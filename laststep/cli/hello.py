@@ -12,7 +12,7 @@ from pathlib import Path
 
 from laststep.cli.parsers import Parser
 from laststep.config.config import Config
-from laststep.doctor.hello import gather_greetings, greet, wrong_sums
+from laststep.doctor.greeting import gather_greetings, greet, wrong_sums
 from laststep.ranks.launchers import detect_world
 from laststep.ranks.signals import Signals
 from laststep.ranks.world import MeetingError, World

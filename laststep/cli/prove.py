@@ -57,7 +57,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the runs and print what they show; returns 0 when the script is exact, else 1. Raises ConfigError."""
-    from laststep.proof import report
+    from laststep.proof import verdict
     from laststep.proof.runs import LEAST_STEPS, Prover
     from laststep.runs import run_folders
 
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
         say(f"ranks  {ranks} on this machine; seed={config.seed} chooses where they are disturbed")
         say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks")
         say(f"folder {folder}, removed at the end")
-        prover = Prover(config, args.steps, _train, lambda attempt: say(report.line_of(attempt)))
+        prover = Prover(config, args.steps, _train, lambda attempt: say(verdict.line_of(attempt)))
         proof = prover.prove()
-        say("\n".join(report.summary(proof)))
+        say("\n".join(verdict.summary(proof)))
         if args.json:
-            print(json.dumps(report.as_json(proof, ranks, config.seed), indent=1))
+            print(json.dumps(verdict.as_json(proof, ranks, config.seed), indent=1))
     return int(proof.verdict != "exact")
 
 

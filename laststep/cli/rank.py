@@ -12,8 +12,8 @@ from pathlib import Path
 
 from laststep.attempt import user_error
 from laststep.attempt.finished import finish_of
-from laststep.checkpoint.newest import START_S
-from laststep.checkpoint.patience import Patience
+from laststep.checkpoint.files import Patience
+from laststep.checkpoint.store import START_S
 from laststep.cli import hello
 from laststep.cli.parsers import Parser, add_config, split
 from laststep.config.config import Config, find_config

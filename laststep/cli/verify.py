@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from laststep.checkpoint.files import files_sha256
-from laststep.checkpoint.store import CheckpointError, CheckpointGone, CheckpointStore, Manifest
+from laststep.checkpoint.files import CheckpointError, files_sha256
+from laststep.checkpoint.store import CheckpointGone, CheckpointStore, Manifest
 from laststep.cli.parsers import Parser, add_run
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
@@ -85,7 +85,7 @@ def _fingerprint(record: dict[str, Any]) -> str:
 
 
 def _weights(folder: Path, manifest: Manifest) -> str:
+    from laststep.checkpoint.export import weights_of, weights_sha256
     from laststep.checkpoint.pack import load
-    from laststep.checkpoint.weights import weights_of, weights_sha256
 
     return weights_sha256(weights_of(load(folder, manifest)))

@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy
 import numpy.typing
 import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from laststep.compat import generator_state
+from laststep.config.errors import ConfigError
 
 _64_BITS = 2**64 - 1
 Indices = numpy.typing.NDArray[numpy.int64]  # of samples
@@ -167,3 +173,112 @@ def _permutation(samples: int, seed: int, epoch: int) -> Indices:
     generator = torch.Generator().manual_seed(seed_of("order", seed, epoch))
     # Slicing an array takes a tenth of the time of slicing a tensor.
     return torch.randperm(samples, generator=generator).numpy()
+
+
+KEPT_EPOCHS = 2  # the current one, and the next, which the loader may be prefetching
+
+
+@dataclass(frozen=True)
+class SampledOrder(Order):
+    """The order of a sampler: a sequence of indices, the same in each epoch, or an object that gives them anew in each.
+
+    An object is iterated once per epoch, after `set_epoch(epoch)` if it has that, with the generators of Python, NumPy
+    and torch seeded by (seed, epoch). So WeightedRandomSampler and the like need no state in a checkpoint.
+    """
+
+    sampler: Any = None
+    _epochs: dict[int, Indices] = field(default_factory=dict, compare=False, repr=False)
+
+    def indices(self, epoch: int) -> Indices:
+        """All samples of an epoch, in order. Raises ConfigError when their number differs from that of other epochs."""
+        if epoch not in self._epochs:
+            while len(self._epochs) >= KEPT_EPOCHS:
+                self._epochs.pop(next(iter(self._epochs)))
+            self._epochs[epoch] = drawn = draw(self.sampler, self.seed, epoch)
+            if len(drawn) != self.samples:
+                raise _refused(f"it gave {self.samples} samples in one epoch and {len(drawn)} in another")
+        return self._epochs[epoch]
+
+
+def order_of(sampler: Any, dataset_size: int, batch_size: int, seed: int, drop_last: bool) -> SampledOrder:
+    """The order of a sampler. Raises ConfigError for one whose order a resumed run could not repeat."""
+    if isinstance(sampler, DistributedSampler):
+        raise _refused(
+            "a DistributedSampler gives one rank's share; run.loader(...) shares each batch out itself: leave the "
+            "sampler out, or give the one that it wraps"
+        )
+    if getattr(sampler, "generator", None) is not None:
+        raise _refused("its generator has a state that no checkpoint holds; make the sampler without one")
+    indices = draw(sampler, seed, 0)
+    if not numpy.array_equal(indices, draw(sampler, seed, 0)):
+        raise _refused(
+            "its order differs when it is asked twice; it must follow from set_epoch(epoch) and the generators of "
+            "Python, NumPy and torch alone"
+        )
+    if not len(indices) or indices.min() < 0 or indices.max() >= dataset_size:
+        raise _refused(f"it must give indices from 0 to {dataset_size - 1}")
+    return SampledOrder(len(indices), batch_size, seed, drop_last, sampler)
+
+
+def draw(sampler: Any, seed: int, epoch: int) -> Indices:
+    """The indices of an epoch. Leaves the generators as they were."""
+    if isinstance(sampler, (Sequence, Tensor, numpy.ndarray)):
+        return numpy.asarray(sampler, dtype=numpy.int64)
+    if not hasattr(sampler, "__iter__"):
+        raise _refused("it must be a torch Sampler or a sequence of indices")
+    with preserved_generators():
+        seed_generators(seed_of("order", seed, epoch))
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        return torch.as_tensor([int(index) for index in sampler], dtype=torch.int64).numpy()
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(f"run.loader(sampler=...): {why}")
+
+
+_SEED: dict[str, Callable[[int], object]] = {
+    "random": random.seed,
+    "numpy": lambda seed: numpy.random.seed(seed & 0xFFFFFFFF),
+}
+
+
+class Generators:
+    """The global generators of torch, and of the modules that a task names in `Task.draws`.
+
+    `seed` seeds them as `seed_generators` does. The other modules' must not move until `check`: whatever is drawn from
+    them would be another number after a resume.
+    """
+
+    def __init__(self, named: Collection[str], device: torch.device, task: str) -> None:
+        """`named` are the draws of `task`. Raises ConfigError for a name that is unknown."""
+        if isinstance(named, str) or not _SEED.keys() >= set(named):
+            raise ConfigError(f"task={task}: draws={named!r}: must be a tuple with some of 'random' and 'numpy'")
+        self._task = task
+        marks = {"random": generator_state.python_mark(), "numpy": generator_state.numpy_mark()}
+        self._watched = {name: mark for name, mark in marks.items() if name not in named and mark is not None}
+        self._seeded = [seed for name, seed in _SEED.items() if name not in self._watched]
+        self._of_torch = [torch.default_generator]
+        if device.type == "cuda":
+            self._of_torch.append(gpu_generator(device))
+        self._marks = self._marks_now()
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators of torch and of the modules named."""
+        for seed_one in self._seeded:
+            seed_one(seed)
+        for generator in self._of_torch:
+            generator.manual_seed(seed)
+        self._marks = self._marks_now()
+
+    def check(self) -> None:
+        """Raise ConfigError if another generator has moved since `seed`."""
+        if self._marks != self._marks_now():
+            moved = [name for (name, mark), before in zip(self._watched.items(), self._marks) if mark() != before]
+            raise ConfigError(
+                f"task={self._task}: it draws from the global generator of {' and '.join(moved)}, which its draws "
+                f"leaves out; add {', '.join(map(repr, moved))} there, or a resumed run would draw other numbers"
+            )
+
+    def _marks_now(self) -> list[object]:
+        return [mark() for mark in self._watched.values()]

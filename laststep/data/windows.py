@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from laststep.data.corpus import Corpus, Mixture
 from laststep.data.tokenizer import Tokens
-from laststep.data.tokens import TRAIN
+from laststep.data.tokens import TRAIN, Corpus, Mixture
 
 IN_MEMORY_BYTES = 1 << 27  # windows that take no more are held in memory, and their batches gathered there
 

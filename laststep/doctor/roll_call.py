@@ -17,7 +17,7 @@ from submitit.core.utils import pickle_load
 from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.doctor.hello import Greeting, Hello, signed_in
+from laststep.doctor.greeting import Greeting, Hello, signed_in
 from laststep.ranks.fresh_view import FreshView
 from laststep.ranks.slurm import SlurmError, command
 from laststep.rundir import RunDir

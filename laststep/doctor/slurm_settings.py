@@ -14,7 +14,6 @@ from laststep import say
 from laststep.attempt.grace import LAST_MOMENT_S
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.schema import Launch
-from laststep.doctor.problem import Problem
 from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S, SlurmError, can_expedite, command, parse_records, scontrol
 
 CRED_EXPIRE_S = 120  # Slurm's default
@@ -177,3 +176,14 @@ def _cancels_on_preemption(slurm: SlurmSettings) -> Iterator[str]:
                 yield f"partition {partition['PartitionName']}"
     elif kind == "preempt/qos" and "CANCEL" in slurm.config.get("PreemptMode", ""):
         yield "every QOS that sets no other mode"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that could break a run, and how to fix it."""
+
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.fix}"

@@ -40,8 +40,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from laststep.attempt.finished import finish_of
 from laststep.attempt.predecessor import Predecessor
 from laststep.attempt.signal_cause import EARLY_S, comes_back, judge
-from laststep.checkpoint.newest import COUNT_S, newest_step
-from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.store import COUNT_S, CheckpointStore, newest_step
 from laststep.config.checks import nodes_for
 from laststep.config.errors import DiskError
 from laststep.config.schema import Launch

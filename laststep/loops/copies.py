@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laststep.checkpoint.buffers import HostMemory, reusable_buffer
+from laststep.checkpoint.manager import Position
 from laststep.checkpoint.pack import Packed
-from laststep.checkpoint.position import Position
-from laststep.checkpoint.writer import CheckpointInfo
+from laststep.checkpoint.writer import CheckpointInfo, HostMemory, reusable_buffer
 from laststep.config.errors import ConfigError
 from laststep.loops.readback import Measured
 from laststep.ranks.group import Group

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from laststep.checkpoint.position import Position
+from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import OPAQUE
 from laststep.config.config import Config

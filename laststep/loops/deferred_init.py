@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from laststep import compat
-from laststep.compat import fsdp as compat_fsdp
+from laststep.compat import sharding
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 GIVES_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.linspace)
@@ -53,7 +53,7 @@ class Ref:
     def of(cls, tensor: Tensor) -> Ref:
         """The tensor's place."""
         offset = int(tensor.storage_offset())
-        return cls(compat_fsdp.storage_of(tensor), offset, tuple(tensor.size()), tensor.stride(), tensor.dtype)
+        return cls(sharding.storage_of(tensor), offset, tuple(tensor.size()), tensor.stride(), tensor.dtype)
 
 
 @dataclass
@@ -83,11 +83,11 @@ class Tape:
         """The model that `build` makes, on the meta device. Raises CannotDefer; then the generators are as before."""
         before = random.getstate(), numpy.random.get_state()
         try:
-            with self._pretend, compat_fsdp.recording(self._note), compat_fsdp.trunc_normal_by(self._noted):
+            with self._pretend, sharding.recording(self._note), sharding.trunc_normal_by(self._noted):
                 model = build()
             self._check_generator()
             for tensor in (*model.parameters(), *model.buffers()):
-                if _is_meta(tensor) and compat_fsdp.storage_of(tensor) not in self._bytes:
+                if _is_meta(tensor) and sharding.storage_of(tensor) not in self._bytes:
                     raise CannotDefer("a tensor comes from nowhere")
             if any(not _is_meta(parameter) for parameter in model.parameters()):
                 raise CannotDefer("it makes parameters on a device that it names itself")
@@ -134,35 +134,35 @@ class Tape:
             if draws:
                 raise CannotDefer("it draws random numbers on a device that it names itself")
             return
-        name = compat_fsdp.name_of(function)
+        name = sharding.name_of(function)
         if name in FORBIDDEN:
             raise CannotDefer(f"it calls {name}")
-        read = {compat_fsdp.storage_of(tensor) for tensor in given}
+        read = {sharding.storage_of(tensor) for tensor in given}
         if name in UNDEFINED:
             read = set()
         void = self._pretend.void & read
         if void and (void != read or self._pretend.asked == "cpu"):
             raise CannotDefer(f"{name} mixes tensors with and without data")
         if void or self._pretend.asked == "meta":
-            self._pretend.void |= {compat_fsdp.storage_of(tensor) for tensor in results}
+            self._pretend.void |= {sharding.storage_of(tensor) for tensor in results}
             self._kept += results
             return
         if read - self._bytes.keys():
             raise CannotDefer(f"{name} reads a tensor that comes from nowhere")
         if draws:
             self._check_generator()
-        made = {compat_fsdp.storage_of(tensor): tensor for tensor in results}
+        made = {sharding.storage_of(tensor): tensor for tensor in results}
         made = {storage: tensor for storage, tensor in made.items() if storage not in self._bytes}
         for storage, tensor in made.items():
             self._bytes[storage] = tensor.untyped_storage().nbytes()
         self._kept += [*given, *results]
-        targets = _metas(compat_fsdp.written_by(function, args, kwargs))
+        targets = _metas(sharding.written_by(function, args, kwargs))
         if not targets and (not made or name in UNDEFINED):
             return  # a view, or memory without contents
         overwrites = name in OVERWRITE and all(map(self._is_whole, targets))
-        written = {compat_fsdp.storage_of(tensor) for tensor in targets}
+        written = {sharding.storage_of(tensor) for tensor in targets}
         if overwrites:
-            read = {compat_fsdp.storage_of(tensor) for tensor in _metas((args[1:], kwargs))}
+            read = {sharding.storage_of(tensor) for tensor in _metas((args[1:], kwargs))}
         args, kwargs = compat.tree_map(_ref, (args, kwargs))
         refs = [Ref.of(tensor) for tensor in results]
         self._ops.append(_Op(function, args, kwargs, refs, read, written, set(made), overwrites, draws))
@@ -184,7 +184,7 @@ class Tape:
 
     def _is_whole(self, tensor: Tensor) -> bool:
         """Whether the tensor is all that there is in its memory."""
-        return tensor.numel() * tensor.itemsize == self._bytes.get(compat_fsdp.storage_of(tensor))
+        return tensor.numel() * tensor.itemsize == self._bytes.get(sharding.storage_of(tensor))
 
     def _check_generator(self) -> None:
         """Nothing draws on the meta device."""
@@ -243,12 +243,12 @@ class _Pretend(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
-            return compat_fsdp.storage_of(args[0]) in self.void  # torch does not initialise a meta tensor
+            return sharding.storage_of(args[0]) in self.void  # torch does not initialise a meta tensor
         if func == Tensor.to and len(args) > 1 and isinstance(args[1], (str, torch.device)):
             args, kwargs = (args[0], *args[2:]), {**kwargs, "device": args[1]}
         given = kwargs.get("device")
         asked = None if given is None else torch.device(given).type
-        if asked is None and compat_fsdp.takes_default_device(func):
+        if asked is None and sharding.takes_default_device(func):
             asked = "cpu"
         if asked == "cpu":
             kwargs["device"] = CPU if func in GIVES_NUMBERS else META

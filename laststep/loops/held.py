@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from laststep.checkpoint.manager import Position
 from laststep.checkpoint.pack import map_tensors
-from laststep.checkpoint.position import Position
 
 
 class HeldState(Protocol):

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laststep.checkpoint.export import read_source
+from laststep.checkpoint.export import plain_name, read_source, weights_sha256
 from laststep.checkpoint.shards import local_of, shard_count
-from laststep.checkpoint.weights import plain_name, weights_sha256
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.loops.buffers import bytes_of, is_dense

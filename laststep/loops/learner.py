@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from laststep import compat
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.data.generators import Generators
 from laststep.data.loader import for_each_tensor
-from laststep.data.order import nth_seed, seed_generators, seed_of
+from laststep.data.order import Generators, nth_seed, seed_generators, seed_of
 from laststep.loops.buffers import Buffers, Committed
 from laststep.loops.gradients import make_gradients
 from laststep.loops.held import HeldOptimizer, HeldState, addresses

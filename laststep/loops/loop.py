@@ -14,20 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from laststep.checkpoint.manager import RETRY_LAST_S, CheckpointManager
-from laststep.checkpoint.newest import START_S
-from laststep.checkpoint.position import Position
+from laststep.checkpoint.manager import RETRY_LAST_S, CheckpointManager, Position
 from laststep.checkpoint.restore import SharedCheckpoint
-from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.store import START_S, CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.checks import check_replicas
 from laststep.config.config import Config
 from laststep.loops.copies import Copies, open_link
 from laststep.loops.readback import Measured, Readback
 from laststep.loops.rescued import Rescued
-from laststep.observe.progress import Progress
-from laststep.observe.startup import StartupTimer
-from laststep.observe.tensorboard import TensorBoard
+from laststep.observe.progress import Progress, StartupTimer
+from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
 from laststep.ranks.device import changed_numerics, describe_numerics
 from laststep.ranks.group import Group

@@ -11,7 +11,7 @@ from zlib import crc32
 
 from torch import Tensor, nn
 
-from laststep.checkpoint.position import Position
+from laststep.checkpoint.manager import Position
 
 OTHER_MODE = (
     "WARNING: other modules are in training mode than before the run was resumed, so it may end with other results: "

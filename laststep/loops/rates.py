@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from laststep.config.errors import ConfigError
-from laststep.optim.schedule import scheduled
+from laststep.optim.build import scheduled
 from laststep.task import Task
 
 

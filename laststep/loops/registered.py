@@ -16,7 +16,7 @@ from laststep import compat
 from laststep.checkpoint.pack import Packed, map_tensors, serialized_structure
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.shards import is_distributed, local_of
-from laststep.compat import fsdp as compat_fsdp
+from laststep.compat import sharding
 from laststep.config.errors import ConfigError
 from laststep.loops.buffers import Buffers, Committed
 from laststep.loops.custom_sharding import check_sharded, is_sharded, likes_of, live_state, place_of
@@ -209,7 +209,7 @@ class Registered:
         for name, registered in self.objects.items():
             if name in self._sharded:
                 parameters = [each for each in self._sharded[name].values() if isinstance(each, nn.Parameter)]
-                found += addresses(map(compat_fsdp.on_this_rank, parameters))
+                found += addresses(map(sharding.on_this_rank, parameters))
             elif isinstance(registered, nn.Module):
                 found += addresses(registered.parameters())
         return found

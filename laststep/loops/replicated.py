@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laststep import compat
-from laststep.compat import autograd
+from laststep.compat import kernels
 from laststep.config.config import Config
 from laststep.config.schema import Train
 from laststep.loops.finite_check import FiniteCheck
@@ -71,9 +71,9 @@ class Replicated:
     def backward(self, scaled: Tensor, loss: Tensor) -> None:
         """See Gradients."""
         if not self._alone:
-            autograd.backward(scaled, self._loss_tap, loss)
+            kernels.backward(scaled, self._loss_tap, loss)
         else:  # the same, faster
-            autograd.backward(scaled)
+            kernels.backward(scaled)
             self._loss_tap.grad = loss if self._loss_tap.grad is None else self._loss_tap.grad + loss
 
     def gathered(self, steps: int | None) -> Gathered | None:

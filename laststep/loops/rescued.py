@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from laststep.checkpoint.files import StateChanged
-from laststep.checkpoint.frozen import FrozenState
-from laststep.checkpoint.position import Position
+from laststep.checkpoint.manager import Position
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
+from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState
 from laststep.loops.copies import Copies
 from laststep.loops.held import HeldState, HeldStep
 from laststep.loops.readback import Measured, Readback

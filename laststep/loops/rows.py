@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from laststep.checkpoint.shards import Like, is_distributed, local_of
 from laststep.config.checks import NOT_BY_ROWS, NOT_BY_ROWS_WHY
 from laststep.config.errors import ConfigError
-from laststep.optim.by_rows import needs_other_rows
+from laststep.optim.build import needs_other_rows
 
 # On a CPU torch's fused optimisers compute the elements at the end of a tensor that do not fill a vector in float64.
 WHOLE_VECTORS = 64  # bytes: the widest

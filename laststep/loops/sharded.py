@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from laststep import compat
-from laststep.compat import fsdp as compat_fsdp
+from laststep.compat import sharding
 from laststep.config.config import Config
 from laststep.loops.exact_square import ExactSquare
 from laststep.loops.rows import Rows
@@ -174,14 +174,14 @@ class Sharded:
         met = self._met[self._reduced]
         gradients, self._gradients = self._gradients, []  # whose memory is not kept beyond the update
         if scaler.is_enabled():
-            compat_fsdp.set_found_inf(scaler, optimizer, (met[1] > 0).float())
+            sharding.set_found_inf(scaler, optimizer, (met[1] > 0).float())
         loss = met[0].float()
         bad = ~torch.isfinite(loss)
         measured: dict[str, Tensor] = {}
         if self._clip_norm is not None:
             norm = measured["grad_norm"] = met[2].sqrt().float()
             if not math.isinf(self._clip_norm) and gradients:
-                compat_fsdp.scale_each(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+                sharding.scale_each(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if not scaler.is_enabled():
             bad |= ~torch.isfinite(met[1:]).all() | (met[1] > 0)
         return {"loss": loss, "nonfinite": bad.float(), **measured}

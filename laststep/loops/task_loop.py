@@ -23,7 +23,7 @@ from laststep.loops.loop import AttemptContext, Loop, finite
 from laststep.loops.rescued import NotFinite
 from laststep.loops.validation import Validation, make_loading, named, open_datasets
 from laststep.optim.build import check_order
-from laststep.records.data_record import check_fingerprint, write_fingerprint
+from laststep.records.plan import check_fingerprint, write_fingerprint
 from laststep.say import counted
 from laststep.task import Task
 

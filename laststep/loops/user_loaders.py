@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 from laststep import compat
 from laststep.config.errors import ConfigError
 from laststep.data.loader import LoaderFactory, StepLoader, end_workers, set_up_workers
-from laststep.data.order import Order, seed_of
-from laststep.data.sampled_order import SampledOrder, order_of
+from laststep.data.order import Order, SampledOrder, order_of, seed_of
 from laststep.ranks.group import Group
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -136,3 +138,54 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
             live = optimizer.state[parameter][name]
             if isinstance(saved, Tensor) and saved.dtype != live.dtype:
                 optimizer.state[parameter][name] = saved.to(live.device)
+
+
+def scheduled(lr: float, optim: Optim, step: int, total_steps: int) -> float:
+    """The learning rate of `step` (from 0) for the peak `lr`, a pure function: linear warm-up, then cosine to 0, or a
+    tenth after each third of the run (step), or constant, or constant and at the end linearly to 0 (wsd)."""
+    if step < optim.warmup_steps:
+        return lr * (step + 1) / (optim.warmup_steps + 1)
+    done = (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps)
+    if optim.schedule == "cosine":
+        return lr * 0.5 * (1 + math.cos(math.pi * done))
+    if optim.schedule == "step":
+        return lr * 0.1 ** int(3 * done)
+    if optim.schedule == "wsd":  # warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395)
+        return lr * min(1.0, (total_steps - step) / max(1, round(optim.decay_share * total_steps)))
+    return lr
+
+
+ROWS, COLUMNS = 8, 6
+STEPS = 3  # the first step of some optimisers is different
+
+
+def needs_other_rows(optimizer: Optimizer) -> bool:
+    """Whether what the optimiser does to a row depends on other rows. False for one that cannot be tried."""
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    values = torch.linspace(-1, 2, ROWS * COLUMNS, device=device).view(ROWS, COLUMNS)
+    parts = (values, values, *values.split(ROWS // 2))
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            (whole, only_rows), (again, _), *halves = (_tried(optimizer, part) for part in parts)
+    except Exception:  # it may keep something for each parameter that it was made with
+        return False
+    together = torch.cat([half for half, _ in halves])
+    return not only_rows or (torch.equal(whole, again) and not torch.allclose(whole, together, rtol=1e-3, atol=1e-5))
+
+
+def _tried(optimizer: Optimizer, values: Tensor) -> tuple[Tensor, bool]:
+    """What these values are after some steps, and whether all that the optimiser keeps has their shape."""
+    parameter = nn.Parameter(values.clone())
+    trial: Any = object.__new__(type(optimizer))
+    trial.__dict__.update(vars(optimizer))
+    trial.__dict__.pop("step", None)  # a schedule may have put its own there, which steps the optimiser itself
+    for name, value in vars(optimizer).items():
+        if isinstance(value, OrderedDict):  # hooks
+            setattr(trial, name, OrderedDict())
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**optimizer.param_groups[0], "params": [parameter], "lr": 0.1}]
+    for step in range(STEPS):
+        parameter.grad = values.cos() * (step + 1)
+        trial.step()
+    kept = [tensor for tensor in trial.state[parameter].values() if isinstance(tensor, Tensor) and tensor.numel() > 1]
+    return parameter.detach(), all(tensor.shape == values.shape for tensor in kept)

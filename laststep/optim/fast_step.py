@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laststep.compat import autograd, optimizers
+from laststep.compat import kernels
 
 _KERNELS: dict[type[Optimizer], Callable[..., None]] = {
-    torch.optim.SGD: optimizers.fused_sgd,
-    torch.optim.Adam: optimizers.fused_adam,
-    torch.optim.AdamW: optimizers.fused_adam,
+    torch.optim.SGD: kernels.fused_sgd,
+    torch.optim.Adam: kernels.fused_adam,
+    torch.optim.AdamW: kernels.fused_adam,
 }
 
 
@@ -51,20 +51,18 @@ class FastStep:
         else:
             found_inf = getattr(self._optimizer, "found_inf", None)
             recorded = torch.is_grad_enabled()
-            autograd.set_grad_enabled(False)
+            kernels.set_grad_enabled(False)
             try:
                 for group, grads in zip(self._groups, gradients):
                     self._kernel(group.settings, group.params, grads, group.states, found_inf)
             finally:
-                autograd.set_grad_enabled(recorded)
+                kernels.set_grad_enabled(recorded)
 
     def _calls_others(self) -> bool:
         """Whether step() would call anything but torch's own code."""
         optimizer = self._optimizer
         return (
-            type(optimizer).step is not self._of_class
-            or "step" in vars(optimizer)
-            or optimizers.has_step_hooks(optimizer)
+            type(optimizer).step is not self._of_class or "step" in vars(optimizer) or kernels.has_step_hooks(optimizer)
         )
 
     def _is_current(self) -> bool:

@@ -14,11 +14,11 @@ from laststep.config.schema import READY_MADE
 from laststep.observe.progress import duration
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.submissions import SubmissionRecord
-from laststep.records.time_split import TimeSplit
 from laststep.report.curves import Curves
 from laststep.report.figures import Figure, colour, legend
 from laststep.report.figures import html as figures_html
 from laststep.report.timeline import Timeline, steps, when
+from laststep.runs.time_split import TimeSplit
 from laststep.say import counted
 
 STYLE = Path(__file__).with_name("page.css")

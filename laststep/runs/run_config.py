@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from laststep.checkpoint.store import CheckpointError, CheckpointStore
+from laststep.checkpoint.files import CheckpointError
+from laststep.checkpoint.store import CheckpointStore
 from laststep.config.checks import validate
 from laststep.config.config import Config, missing_keys
 from laststep.config.errors import ConfigError

@@ -25,10 +25,10 @@ from laststep.records.metrics import StepLine, is_step, last_lines
 from laststep.records.plan import read_plan
 from laststep.records.retry import FAILURES
 from laststep.records.submissions import SubmissionRecord, open_intents, read_submissions
-from laststep.records.time_split import TimeSplit, Waiting, split_time
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.queue import CLOCKS_S, NO_ANSWER, Job, Owner, Queue, owners, submissions_of, why_unclear
+from laststep.runs.time_split import TimeSplit, Waiting, split_time
 from laststep.say import command, counted
 
 READ_THREADS = 16  # on a network file system each waits for its run's files

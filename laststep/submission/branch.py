@@ -11,7 +11,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from laststep.checkpoint.store import CheckpointError, CheckpointGone, CheckpointStore, fsync
+from laststep.checkpoint.files import CheckpointError
+from laststep.checkpoint.store import CheckpointGone, CheckpointStore, fsync
 from laststep.config.checks import validate
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError

@@ -24,8 +24,8 @@ from typing import IO, TYPE_CHECKING
 
 from laststep import say
 from laststep.attempt import user_error
-from laststep.checkpoint.newest import START_S, newest_step
-from laststep.checkpoint.patience import Patience
+from laststep.checkpoint.files import Patience
+from laststep.checkpoint.store import START_S, newest_step
 from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError

@@ -14,15 +14,12 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from laststep.config.config import Config
-from laststep.data.corpus import Corpus
-from laststep.data.tokens import TRAIN, VALIDATION
+from laststep.data.tokens import TRAIN, VALIDATION, Corpus
 from laststep.data.windows import open_windows
 from laststep.optim.build import make_optimizer
 from laststep.task import Task
 from laststep.tasks.decoder import Decoder
-from laststep.tasks.language_checks import z_loss_of
-from laststep.tasks.peak_flops import peak_flops
-from laststep.tasks.sizes import size_of
+from laststep.tasks.sizes import size_of, z_loss_of
 
 
 class Language(Task):
@@ -85,3 +82,38 @@ class Language(Task):
 
 def _exp(loss: float) -> float:
     return math.exp(min(loss, 700.0))
+
+
+# The first that is part of the name counts, so variants stand before their family.
+PEAK = (
+    ("GB300", 2.5e15),
+    ("B300", 2.25e15),
+    ("GB200", 2.5e15),
+    ("B200", 2.25e15),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("GH200", 989e12),
+    ("H200", 989e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("V100", 125e12),
+    ("T4", 65e12),
+    ("MI300X", 1307.4e12),
+    ("MI250X", 383e12),
+)
+
+
+def peak_flops(gpu: str) -> float | None:
+    """FLOPs per second of a GPU of this name; None for one that the table lacks."""
+    return next((peak for name, peak in PEAK if name in gpu), None)

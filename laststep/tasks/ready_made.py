@@ -17,7 +17,7 @@ def check(config: Config, machine: Machine) -> None:
     """Raise ConfigError unless the optimiser, the model and the data set of a ready-made task exist, and the data are
     those that a run began with."""
     if config.task == "language":
-        from laststep.tasks.language_checks import check_language, check_same_data  # imports numpy
+        from laststep.tasks.sizes import check_language, check_same_data  # imports numpy
 
         check_optimizer(config.optim)
         check_language(config)

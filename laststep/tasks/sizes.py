@@ -5,9 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from laststep.checkpoint.store import CheckpointStore
+from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
+from laststep.data.tokens import Corpus
+from laststep.records.plan import check_fingerprint
+from laststep.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -101,3 +107,32 @@ def size_of(name: str, args: Mapping[str, Any], vocabulary: int) -> Size:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+TASK_ARGS = ("z_loss",)
+
+
+def check_language(config: Config) -> None:
+    """Raise ConfigError unless the data are there, and the model fits them."""
+    z_loss_of(config)
+    corpus = Corpus.open(config.data)
+    size_of(config.model.name, config.model.args, corpus.vocabulary.size)
+
+
+def check_same_data(config: Config) -> None:
+    """Raise ConfigError if the run of this configuration has checkpoints, and began with other data. The ranks check
+    this again."""
+    run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    if CheckpointStore(run.checkpoints).steps():
+        check_fingerprint(run.data, Corpus.open(config.data).fingerprint, f"data.name={config.data.name}")
+
+
+def z_loss_of(config: Config) -> float:
+    """The weight of the z-loss. Raises ConfigError for args that the task does not read."""
+    for name in config.args:
+        if name not in TASK_ARGS:
+            raise ConfigError(f"args.{name}: task={config.task} does not read it; {nearest(name, TASK_ARGS)}")
+    found = config.args.get("z_loss", 0.0)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < 1:
+        raise ConfigError(f"args.z_loss={found}: must be at least 0 and below 1, e.g. 1e-4")
+    return float(found)

@@ -31,7 +31,7 @@ from laststep.attempt.rescue_records import Holding, Plan, Survivor
 from laststep.attempt.rescuer import Rescuer
 from laststep.attempt.signal_cause import SHELL_KILLED, Ending
 from laststep.attempt.state import AttemptState
-from laststep.checkpoint import stripes
+from laststep.checkpoint import pack
 from laststep.checkpoint.store import CheckpointStore
 from laststep.cli.verify import inspect
 from laststep.ranks import group
@@ -475,7 +475,7 @@ def test_a_device_error_while_the_state_is_frozen(root: Path, capfd: pytest.Capt
 
 def small_stripes() -> None:
     """In this rank states are cut as finely as large ones."""
-    stripes.STRIPE_BYTES = 1 << 16
+    pack.STRIPE_BYTES = 1 << 16
 
 
 def dies_in_its_stripe() -> None:

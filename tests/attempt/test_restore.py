@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from laststep.checkpoint import newest, stripes
+from laststep.checkpoint import pack, store
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.support.ranks import Attempt, fingerprint, reasons, train
@@ -26,7 +26,7 @@ OPTIONS = ("task=tests.support.tasks.Signalled", "checkpoint.every_steps=2")
 
 def a_file_per_rank() -> None:
     """However small the state is."""
-    stripes.STRIPE_BYTES = 1
+    pack.STRIPE_BYTES = 1
 
 
 def stopped_at_5(root: Path, name: str) -> RunDir:
@@ -93,7 +93,7 @@ def test_a_fault_while_the_checkpoint_is_read(
 
 def fail_listings(number: int, times: int) -> None:
     """The first listings of checkpoints/ fail, by whatever function. The disk is not looked at for longer than 2 s."""
-    newest.START_S = 2.0
+    store.START_S = 2.0
     left = times
 
     def failing(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,8 +23,8 @@ from laststep.attempt.grace import GracePeriod
 from laststep.attempt.rescue_records import Part, Plan
 from laststep.attempt.rescuer import Rescuer
 from laststep.attempt.state import AttemptState
+from laststep.checkpoint.pack import Stripe
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.stripes import Stripe
 from laststep.config.config import Config
 from laststep.loops.loop import Loop
 from laststep.loops.rescued import HeldCopy

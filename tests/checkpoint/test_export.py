@@ -23,12 +23,18 @@ from torch.distributed import checkpoint
 from torch.optim.swa_utils import AveragedModel
 
 from laststep import compat
-from laststep.checkpoint import export_files
-from laststep.checkpoint.export import read_file, read_run, read_source
-from laststep.checkpoint.export_files import check_target, write, write_folder
+from laststep.checkpoint import export
+from laststep.checkpoint.export import (
+    check_target,
+    read_file,
+    read_run,
+    read_source,
+    weights_sha256,
+    write,
+    write_folder,
+)
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore, Manifest
-from laststep.checkpoint.weights import weights_sha256
 from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
@@ -100,7 +106,7 @@ def test_large_weights(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     save(run, 5, state_of(model))
     path = run.path / "model.safetensors"
     write(path, {"old": torch.ones(3)}, {})
-    monkeypatch.setattr(export_files, "FILE_BYTES", 1000)
+    monkeypatch.setattr(export, "FILE_BYTES", 1000)
     index, *files = write(path, read_run(run).tensors, {"run": "first"})
     assert [file.name for file in files] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert index.name == "model.safetensors.index.json" and not path.exists(), "the old file would be taken instead"
@@ -111,7 +117,7 @@ def test_large_weights(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
     with pytest.raises(ConfigError, match="names a file in another folder"):
         read_source(index)
-    monkeypatch.setattr(export_files, "FILE_BYTES", 5000)
+    monkeypatch.setattr(export, "FILE_BYTES", 5000)
     assert write(path, read_run(run).tensors, {}) == [path]
     assert not index.exists(), "it would lead to the old files"
 

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from laststep.checkpoint.goodput import NODE_MTBF_S, Conditions, daly, goodput, lost_s, young
+from laststep.checkpoint.interval import NODE_MTBF_S, Conditions, daly, goodput, lost_s, young
 from tools.scale_goodput import Size, rows
 
 HOUR = 3600.0

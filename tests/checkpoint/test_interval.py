@@ -10,8 +10,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from laststep.checkpoint import interval
-from laststep.checkpoint.goodput import NODE_MTBF_S, daly
-from laststep.checkpoint.interval import LEAST_S, MOST_S, AutoInterval
+from laststep.checkpoint.interval import LEAST_S, MOST_S, NODE_MTBF_S, AutoInterval, daly
 from laststep.cli.verify import inspect
 from laststep.records.attempt_record import EndedAttempt
 from laststep.tasks.classification import Classification

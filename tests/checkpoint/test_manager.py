@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laststep.checkpoint.manager import CheckpointManager
-from laststep.checkpoint.position import Position
+from laststep.checkpoint.manager import CheckpointManager, Position
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.schema import Checkpoint

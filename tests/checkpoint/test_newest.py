@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from laststep.checkpoint import newest
-from laststep.checkpoint.newest import newest_step, recover
-from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint import store as store_module
+from laststep.checkpoint.store import CheckpointStore, newest_step, recover
 from laststep.config.errors import DiskError
 from laststep.config.schema import Launch
 from laststep.records.attempts import begin_attempt, end_attempt
@@ -42,8 +41,8 @@ def start(run: RunDir, warn: Callable[[str], None] = print) -> list[int]:
 
 def test_an_old_view(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system may show the folder as it was. It is looked at again, and then the start is refused."""
-    monkeypatch.setattr(newest, "COUNT_S", 0.0)
-    monkeypatch.setattr(newest, "START_S", 0.0)
+    monkeypatch.setattr(store_module, "COUNT_S", 0.0)
+    monkeypatch.setattr(store_module, "START_S", 0.0)
     with pytest.raises(
         DiskError, match="checkpoints: only goes up to step 3, but the run's records say that step 7 is"
     ):
@@ -62,8 +61,8 @@ def test_an_old_view(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unmounted_disk(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left is the empty folder on which it is mounted elsewhere."""
-    monkeypatch.setattr(newest, "START_S", 0.0)
-    monkeypatch.setattr(newest, "COUNT_S", 0.0)
+    monkeypatch.setattr(store_module, "START_S", 0.0)
+    monkeypatch.setattr(store_module, "COUNT_S", 0.0)
     run.checkpoints.rename(run.path / "elsewhere")
     run.checkpoints.mkdir()
     with pytest.raises(DiskError, match="has no checkpoint, but the run's records say that step 7 is saved"):
@@ -87,7 +86,7 @@ def test_a_later_one_than_recorded(run: RunDir) -> None:
 
 def test_a_lost_attempt(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has recorded no end. It has kept at least the step that it began with."""
-    monkeypatch.setattr(newest, "START_S", 0.0)
+    monkeypatch.setattr(store_module, "START_S", 0.0)
     begin_attempt(run, replace(WORLD, restart=1), start_step=9)
     with pytest.raises(DiskError, match="step 9 is saved"):
         start(run)

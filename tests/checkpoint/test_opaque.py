@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from laststep.checkpoint import files, opaque
-from laststep.checkpoint.manager import CheckpointManager
+from laststep.checkpoint.manager import CheckpointManager, Position
 from laststep.checkpoint.opaque import OpaqueFiles, Share, reporting_growth
-from laststep.checkpoint.position import Position
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from laststep.config.errors import ConfigError

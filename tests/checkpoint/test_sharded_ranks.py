@@ -17,12 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from laststep.checkpoint.export import read_store
-from laststep.checkpoint.export_files import write_folder
+from laststep.checkpoint.export import read_store, weights_of, weights_sha256, write_folder
 from laststep.checkpoint.pack import load, tensors_of
 from laststep.checkpoint.restore import read_newest
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.weights import weights_of, weights_sha256
 from laststep.loops.custom_sharding import live_state
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal

@@ -21,8 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laststep.checkpoint.patience import Patience
-from laststep.checkpoint.store import CheckpointError, CheckpointGone, CheckpointStore, FileEntry, Manifest, fsync
+from laststep.checkpoint.files import CheckpointError, FileEntry, Patience
+from laststep.checkpoint.store import CheckpointGone, CheckpointStore, Manifest, fsync
 from laststep.config.errors import DiskError
 from tests.support.disk import acting_at, failing_at, refusing
 from tests.support.waiting import DEADLINE_S

@@ -9,10 +9,9 @@ import numpy
 import pytest
 import torch
 
-from laststep.compat import generators as compat
+from laststep.compat import generator_state as compat
 from laststep.config.errors import ConfigError
-from laststep.data.generators import Generators
-from laststep.data.order import seed_generators
+from laststep.data.order import Generators, seed_generators
 
 CPU = torch.device("cpu")
 DRAWS: dict[str, Callable[[], object]] = {

@@ -29,7 +29,7 @@ from torchvision.transforms.v2 import functional as transforms
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.data import datasets, decoded_cache, memory_batches
+from laststep.data import datasets, decoded_cache, loader
 from laststep.data import loader as loader_module
 from laststep.data.image_files import ImageFiles, read_image
 from laststep.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys
@@ -225,7 +225,7 @@ def test_memory_gives_the_batches_of_samples() -> None:
 def test_batches_fetched_together_are_those_fetched_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From wherever an attempt starts, over the ends of epochs, which have a short batch; each lies in memory where it
     would if it were fetched alone, since a product may round otherwise at another address."""
-    monkeypatch.setattr(memory_batches, "BLOCK", 3)
+    monkeypatch.setattr(loader, "BLOCK", 3)
     tensors, order = TensorDataset(torch.randn(70, 4), torch.arange(70)), Order(70, size, 3)
     for first in range(6):
         keys = list(TrainBatchKeys(order, range(first, 2 * order.steps_per_epoch), [0], 1, 1))

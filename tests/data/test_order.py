@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from laststep.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
-from laststep.data.memory_batches import BatchKey
+from laststep.data.loader import VALIDATION, BatchKey, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from laststep.data.order import Order, seed_generators, seed_of
 
 ORDERS = st.builds(Order, st.integers(1, 200), st.integers(1, 64), st.integers(0, 2**40))

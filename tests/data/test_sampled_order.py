@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from laststep.config.errors import ConfigError
-from laststep.data.order import Order
-from laststep.data.sampled_order import order_of
+from laststep.data.order import Order, order_of
 
 DATA: Any = torch.arange(10)
 

@@ -16,7 +16,7 @@ import pytest
 from laststep.cli.main import main
 from laststep.config.errors import ConfigError
 from laststep.data import token_writer
-from laststep.data.texts import Piece, read_pieces
+from laststep.data.token_writer import Piece, read_pieces
 from laststep.data.tokenizer import Bytes
 from laststep.data.tokens import TRAIN, VALIDATION, TokenFolder
 from tests.support.needs import require_package

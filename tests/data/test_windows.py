@@ -14,8 +14,7 @@ from torch.utils.data import TensorDataset
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.data import windows
-from laststep.data.corpus import Corpus, Mixture
-from laststep.data.tokens import TRAIN, VALIDATION
+from laststep.data.tokens import TRAIN, VALIDATION, Corpus, Mixture
 from laststep.data.windows import Windows, open_windows
 from tests.support.language_tasks import make_texts
 

@@ -21,11 +21,10 @@ from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Launch
-from laststep.doctor import file_system, hello, roll_call
-from laststep.doctor.bad_nodes import check_bad_nodes
-from laststep.doctor.file_system import RunRoot, check_run_root, mount_of
-from laststep.doctor.gpus import check_gpus
-from laststep.doctor.hello import Greeting
+from laststep.doctor import diagnosis, roll_call
+from laststep.doctor import greeting as hello
+from laststep.doctor.diagnosis import RunRoot, check_bad_nodes, check_gpus, check_run_root, mount_of
+from laststep.doctor.greeting import Greeting
 from laststep.doctor.roll_call import RollCall
 from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding, check_slurm, parse_config
 from laststep.ranks.slurm import parse_records
@@ -270,7 +269,7 @@ SAY_HELLO = """
 import sys
 from pathlib import Path
 from laststep.config.config import Config
-from laststep.doctor import hello
+from laststep.doctor import greeting as hello
 hello.SIZES = hello.SIZES[:2]
 hello.EDGE = 64
 greeting = hello.Hello(Config.load(), Path(sys.argv[1]))()
@@ -344,7 +343,7 @@ def test_a_machine_without_slurm(
     here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lack of a Slurm is no problem, but a roll call needs one. Three ranks are fine with any batch size."""
-    monkeypatch.setattr(file_system, "MIN_FREE_GB", 0)  # the disk of the tests may be nearly full
+    monkeypatch.setattr(diagnosis, "MIN_FREE_GB", 0)  # the disk of the tests may be nearly full
     assert main(["doctor"]) == 0
     said = capfd.readouterr().out
     assert "no Slurm on this machine" in said and "GPUs            none" in said

@@ -13,16 +13,15 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
-from laststep.checkpoint.buffers import reusable_buffer
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.restore import read_newest
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter, reusable_buffer
 from laststep.config.config import Config
 from laststep.data.image_files import ImageFiles, decode_batch
 from laststep.data.loader import LoaderFactory
 from laststep.data.pixels import Augmentation, Images, normalized
-from laststep.doctor.hello import measure
+from laststep.doctor.greeting import measure
 from laststep.loops.learner import Learner
 from laststep.ranks.device import set_up_device
 from laststep.ranks.device_queue import open_queue

@@ -19,8 +19,9 @@ from unittest.mock import Mock
 import pytest
 
 from laststep.attempt.attempt import Attempt
-from laststep.checkpoint import newest
-from laststep.checkpoint.store import STRUCTURE, CheckpointStore, FileEntry, Manifest, shard_name
+from laststep.checkpoint import store as store_module
+from laststep.checkpoint.files import FileEntry
+from laststep.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, shard_name
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Launch
 from laststep.job.after_ranks import after_ranks, main
@@ -376,7 +377,7 @@ def test_the_disk_does_not_show_the_checkpoints(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The shell requeues all the same, and does not record as lost what the records say is saved."""
-    monkeypatch.setattr(newest, "COUNT_S", 0.0)
+    monkeypatch.setattr(store_module, "COUNT_S", 0.0)
     world = begin(run)
     end_attempt(run, world, LAUNCH, "preempted", 7, 7)
     begin_attempt(run, replace(world, restart=1), start_step=7)

@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 
 from laststep.checkpoint.files import StateChanged
-from laststep.checkpoint.frozen import FrozenState
-from laststep.checkpoint.pack import load
+from laststep.checkpoint.pack import Stripe, load
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.stripes import Stripe
-from laststep.checkpoint.writer import CheckpointInfo
+from laststep.checkpoint.writer import CheckpointInfo, FrozenState
 from laststep.config.errors import ConfigError
 from laststep.loops.copies import Copies, open_link
 from laststep.loops.held import HeldState

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laststep.checkpoint.buffers import reusable_buffer
+from laststep.checkpoint.writer import reusable_buffer
 from tests.support.loops import a_loop, settings_of
 
 
@@ -24,7 +24,7 @@ def test_its_buffer_is_there(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
         made.append((threading.current_thread().name, count))
         return reusable_buffer(count, device)
 
-    monkeypatch.setattr("laststep.checkpoint.part.reusable_buffer", note)
+    monkeypatch.setattr("laststep.checkpoint.writer.reusable_buffer", note)
     for name, steps in (("new", 4), ("resumed", 9)):
         settings = settings_of(tmp_path, "run", f"train.max_steps={steps}", "checkpoint.every_steps=3")
         with contextlib.ExitStack() as closing, a_loop(kind, settings, closing) as loop:

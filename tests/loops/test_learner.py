@@ -24,7 +24,7 @@ from laststep.config.schema import Optim
 from laststep.data.order import Order
 from laststep.loops import replicated
 from laststep.loops.learner import Learner
-from laststep.optim.schedule import scheduled
+from laststep.optim.build import scheduled
 from laststep.ranks.group import Group
 from laststep.tasks.models import build_model
 from tests.support.images import IMAGES, LABELS, Images, resnet

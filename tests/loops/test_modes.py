@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 from laststep import Run
-from laststep.checkpoint.position import Position
+from laststep.checkpoint.manager import Position
 from laststep.loops.modes import OTHER_FROZEN, OTHER_MODE, Modes
 from tests.support.loops import run_function
 

@@ -20,9 +20,7 @@ from torch.distributed import checkpoint
 from torchvision import models
 
 from laststep import load_weights
-from laststep.checkpoint.export import read_run
-from laststep.checkpoint.export_files import write
-from laststep.checkpoint.weights import weights_sha256
+from laststep.checkpoint.export import read_run, weights_sha256, write
 from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laststep.config.config import Config
-from laststep.observe.hints import likely_cause
+from laststep.observe.progress import likely_cause
 from tests.support.worlds import a_world
 
 GONE = (

@@ -29,8 +29,8 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 
 import laststep.observe
 from laststep.checkpoint.store import CheckpointStore
-from laststep.observe import hparams, tensorboard
-from laststep.observe.tensorboard import TensorBoard
+from laststep.observe import event_files, tensorboard_writer
+from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.records import append_only
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
@@ -213,10 +213,10 @@ def test_the_runs_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     run.path.mkdir()
     run.logs.symlink_to("../scan/logs")
     run.metrics.write_bytes(metrics(10))
-    monkeypatch.setattr(tensorboard, "EVERY_S", 0.001)
+    monkeypatch.setattr(tensorboard_writer, "EVERY_S", 0.001)
     writer = TensorBoard(run, LOG_EVERY, writes=True)
     writer.start()
-    path = run.tensorboard / hparams.FILE
+    path = run.tensorboard / event_files.FILE
     until(path.exists, "the values")
     writer.end()
     writer._thread.join(60)
@@ -235,7 +235,7 @@ def test_the_runs_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_of_its_own(run: RunDir) -> None:
     """It varies nothing, and would be an empty line in the tab."""
     attempt(run, metrics(10))
-    assert not (run.tensorboard / hparams.FILE).exists()
+    assert not (run.tensorboard / event_files.FILE).exists()
 
 
 def test_files_of_others(run: RunDir) -> None:
@@ -257,10 +257,10 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 def test_a_full_disk(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs one line in the log. The training continues, and once there is room again the curve is complete."""
-    monkeypatch.setattr(tensorboard, "EVERY_S", 0.001)
+    monkeypatch.setattr(tensorboard_writer, "EVERY_S", 0.001)
     run.metrics.write_bytes(metrics(500))
     said: list[str] = []
-    monkeypatch.setattr(tensorboard, "say", said.append)
+    monkeypatch.setattr(tensorboard_writer, "say", said.append)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
@@ -283,14 +283,14 @@ def test_the_last_copy_insists(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> 
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         append(path, data)
 
-    monkeypatch.setattr("laststep.observe.tensorboard.append", append_later)
+    monkeypatch.setattr("laststep.observe.tensorboard_writer.append", append_later)
     attempt(run, metrics(21))
     assert on_disk(run) == loaded(loader(run)) == expected(run)
 
 
 def test_deleted_while_it_is_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is deleted during an attempt, which then writes the whole curve again."""
-    monkeypatch.setattr(tensorboard, "EVERY_S", 0.001)
+    monkeypatch.setattr(tensorboard_writer, "EVERY_S", 0.001)
     run.metrics.write_bytes(metrics(10))
     writer = TensorBoard(run, LOG_EVERY, writes=True)
     writer.start()
@@ -307,8 +307,8 @@ def test_a_stop_waits_for_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
     nothing that it has not compared."""
     attempt(run, metrics(2000))
     before = files(run)[0].read_bytes()
-    monkeypatch.setattr(tensorboard, "EVERY_S", 0.0)
-    monkeypatch.setattr(tensorboard, "PAUSE_S", 60.0)
+    monkeypatch.setattr(tensorboard_writer, "EVERY_S", 0.0)
+    monkeypatch.setattr(tensorboard_writer, "PAUSE_S", 60.0)
     run.metrics.write_bytes(metrics(3000))
     writer = TensorBoard(run, LOG_EVERY, writes=True)
     writer.start()
@@ -331,11 +331,11 @@ def test_a_stop_of_a_young_attempt(run: RunDir) -> None:
 
 def test_without_tensorboard(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment made by hand may lack tensorboard; training works without it."""
-    monkeypatch.delitem(sys.modules, "laststep.observe.events", raising=False)
-    monkeypatch.delattr(laststep.observe, "events", raising=False)
+    monkeypatch.delitem(sys.modules, "laststep.observe.event_files", raising=False)
+    monkeypatch.delattr(laststep.observe, "event_files", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     said: list[str] = []
-    monkeypatch.setattr(tensorboard, "say", said.append)
+    monkeypatch.setattr(tensorboard_writer, "say", said.append)
     attempt(run, metrics(10))
     assert len(said) == 1 and said[0].startswith("no curves for TensorBoard: import of tensorboard")
     assert not run.tensorboard.exists()
@@ -347,7 +347,7 @@ def test_tensorflow_stays_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(metrics(10))
     code = """
         import sys
-        from laststep.observe.tensorboard import TensorBoard
+        from laststep.observe.tensorboard_writer import TensorBoard
         from laststep.rundir import RunDir
         assert "tensorboard" not in sys.modules
         TensorBoard(RunDir(sys.argv[1]), 3, writes=True).complete()
@@ -370,9 +370,9 @@ def test_a_worker_that_is_forked_while_tensorboard_is_imported(tmp_path: Path) -
     code = """
         import multiprocessing, time
         from pathlib import Path
-        from laststep.observe.tensorboard import TensorBoard
+        from laststep.observe.tensorboard_writer import TensorBoard
         from laststep.rundir import RunDir
-        import laststep.observe.tensorboard as module
+        import laststep.observe.tensorboard_writer as module
 
         def work():
             import tensorboard

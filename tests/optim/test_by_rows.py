@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from laststep.config.errors import ConfigError
 from laststep.loops.rows import Rows
-from laststep.optim.by_rows import needs_other_rows
+from laststep.optim.build import needs_other_rows
 
 
 class Own(Optimizer):

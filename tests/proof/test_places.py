@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from laststep.proof.compare import differs_by_rank, first_difference, unsteady_metrics
-from laststep.proof.places import AT_AN_END, KILL, STOP, choose_places, missing_kinds
-from laststep.proof.rules import rule_of
+from laststep.proof.differences import differs_by_rank, first_difference, rule_of, unsteady_metrics
+from laststep.proof.runs import AT_AN_END, KILL, STOP, choose_places, missing_kinds
 from laststep.records.probes import Probed, ProbedStep, ProbePlan, Strike
 
 EPOCH = 10

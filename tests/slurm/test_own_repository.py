@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from laststep.checkpoint.weights import weights_sha256
+from laststep.checkpoint.export import weights_sha256
 from laststep.config.config import Config
 from laststep.records.submissions import read_submissions
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED

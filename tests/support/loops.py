@@ -23,7 +23,7 @@ from laststep.config.config import Config
 from laststep.loops.loop import AttemptContext, Loop
 from laststep.loops.run import make_custom_loop
 from laststep.loops.task_loop import TaskLoop
-from laststep.observe.startup import StartupTimer
+from laststep.observe.progress import StartupTimer
 from laststep.ranks.device import set_up_device
 from laststep.ranks.group import Group
 from laststep.ranks.stop import Stop

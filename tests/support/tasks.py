@@ -24,7 +24,7 @@ from laststep.config.config import Config
 from laststep.data import image_files
 from laststep.loops.learner import Learner
 from laststep.loops.loop import Loop
-from laststep.observe import tensorboard
+from laststep.observe import tensorboard_writer
 from laststep.ranks.launchers import detect_world
 from laststep.records.metrics import MetricsFile, read_lines
 from laststep.tasks.classification import Classification
@@ -317,7 +317,7 @@ class Drawn(Faulty):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        tensorboard.EVERY_S = 0.01
+        tensorboard_writer.EVERY_S = 0.01
         begin = MetricsFile.begin
 
         def remember(file: MetricsFile, *words: Any) -> None:
@@ -336,7 +336,7 @@ class Drawn(Faulty):
 
     def await_curves(self) -> None:
         """Wait until metrics.jsonl has every line, and the newest event file ends with the newest point."""
-        from laststep.observe.events import Points
+        from laststep.observe.event_files import Points
 
         run = Trainer(self.config).run
         wait_until(lambda: len(read_lines(run.metrics)) == self.metrics.count, "metrics.jsonl was not written")

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from laststep.config.errors import ConfigError
-from laststep.tasks.decoder import Decoder
-from laststep.tasks.generation import generate
-from laststep.tasks.peak_flops import peak_flops
+from laststep.tasks.decoder import Decoder, generate
+from laststep.tasks.language import peak_flops
 from laststep.tasks.sizes import SIZES, Size, size_of
 
 SMALL = Size(layers=2, width=32, heads=4, kv_heads=2, ffn=48, vocabulary=50)

@@ -23,7 +23,7 @@ from laststep.rundir import RunDir
 from laststep.say import say
 
 if TYPE_CHECKING:
-    from laststep.observe.events import Point, Points
+    from laststep.observe.event_files import Point, Points
 
 EVERY_S = 5.0  # between two copies; TensorBoard reloads no more often either
 PAUSE_S = 0.02  # now and then during a long copy, so that the training gets the interpreter's lock
@@ -88,7 +88,7 @@ class TensorBoard:
             return
         try:
             with _importing:
-                from laststep.observe import events, hparams  # noqa: F401
+                from laststep.observe import event_files  # noqa: F401
         except Exception as error:  # not installed, or incompatible with the installed protobuf
             say(f"no curves for TensorBoard: {error}")
             return
@@ -109,11 +109,11 @@ class TensorBoard:
 
     def _copy_all(self) -> None:
         """Append what is missing, and write the run's settings. Raises OSError."""
-        from laststep.observe import hparams
+        from laststep.observe import event_files
 
         try:
             self._copy()
-            hparams.write_hparams(self._run_folder, finished=self._stage is _Stage.FINISHED)
+            event_files.write_hparams(self._run_folder, finished=self._stage is _Stage.FINISHED)
         except OSError:
             self._points = None  # the files must be compared
             raise
@@ -132,7 +132,7 @@ class TensorBoard:
 
     def _compare(self) -> Iterator[Point]:
         """Cut the existing files where they differ from metrics.jsonl; returns the points that they lack."""
-        from laststep.observe.events import Points, fit
+        from laststep.observe.event_files import Points, fit
 
         self._folder.mkdir(exist_ok=True)
         files = sorted(self._folder.glob(FILE.format("*")))

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from laststep.proof.compare import Difference
-from laststep.proof.places import KILL, WITHIN, Place, missing_kinds
-from laststep.proof.rules import MOST_NAMES, RULES, iterators_of, variables_of
-from laststep.proof.runs import AGAIN, DISTURBED, UNDISTURBED, Attempt, Proof
+from laststep.proof.differences import MOST_NAMES, RULES, Difference, iterators_of, variables_of
+from laststep.proof.runs import AGAIN, DISTURBED, KILL, UNDISTURBED, WITHIN, Attempt, Place, Proof, missing_kinds
 from laststep.say import counted
 
 WIDTH, LABEL = 80, 10  # of a line, and of the word that begins it
