@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import ClassVar, TypedDict
 
-from laststep.ranks import patience
+from laststep.ranks import disk
 
 READING_THREADS = 4  # that share the files of a checkpoint: the first access to new memory takes most of the time
 HASHING_THREADS = 4  # files that are hashed at the same time: a SHA-256 is computed from front to back
@@ -37,7 +37,7 @@ class CheckpointUnreadable(CheckpointError):
         self.is_damaged = error.errno in BYTES_ARE_LOST
 
 
-class Patience(patience.Patience):
+class Patience(disk.Patience):
     """Waits for a file of a checkpoint that cannot be read, too."""
 
     passing: ClassVar[tuple[type[Exception], ...]] = (OSError, CheckpointUnreadable)

@@ -29,7 +29,7 @@ from torch import Tensor
 from laststep.checkpoint.files import READ_BYTES, READING_THREADS, CheckpointError
 from laststep.checkpoint.shards import is_distributed, local_of, range_of, shard_count
 from laststep.checkpoint.store import STRUCTURE, Manifest
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 
 WHOLE = ShardPlace(0, 1, 0, 1)
 

@@ -64,8 +64,8 @@ from laststep.checkpoint.store import (
     syncs_names,
 )
 from laststep.config.ranking import Ranking
-from laststep.ranks.sealed_store import with_prefix
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.store import with_prefix
+from laststep.ranks.world import ShardPlace
 
 # Bytes hashed and written at a time. `close` can interrupt a write after each of them, and a `FrozenState` needs a
 # buffer of this size instead of one as large as the state.

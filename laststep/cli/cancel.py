@@ -14,7 +14,7 @@ from laststep import say
 from laststep.cli.parsers import NO_RUN, Parser, add_runs, add_sweep, split
 from laststep.config.errors import ConfigError
 from laststep.observe.progress import duration
-from laststep.ranks import run_lock
+from laststep.ranks import disk
 from laststep.ranks.process import is_here, lives_here
 from laststep.ranks.slurm import SlurmError, command, is_job_id
 from laststep.records.submissions import read_submissions
@@ -166,7 +166,7 @@ class _Stop:
 
 def _request_local_stop(run: RunDir, job_id: str) -> None:
     """Signal the launcher, whose pid is part of the job id. Raises SlurmError when it is elsewhere."""
-    host = (run_lock.current_holder(run.lock) or "").rpartition(" on ")[2]
+    host = (disk.lock_holder(run.lock) or "").rpartition(" on ")[2]
     if host and host != socket.gethostname():
         raise SlurmError(f"it runs with --local on {host}; cancel it there")
     pid = int(job_id.rpartition("-")[2])

@@ -14,7 +14,7 @@ from laststep.cli.parsers import Parser
 from laststep.config.config import Config
 from laststep.doctor.greeting import gather_greetings, greet, wrong_sums
 from laststep.ranks.launchers import detect_world
-from laststep.ranks.signals import Signals
+from laststep.ranks.process import Signals
 from laststep.ranks.world import MeetingError, World
 from laststep.runs import run_folders
 from laststep.submission.local import spawn
@@ -69,7 +69,7 @@ def _hello(config: Config, show_variables: bool) -> int:
         os._exit(128 + number)  # not sys.exit: the main thread may be waiting in a collective
 
     signals.on_first(stop)
-    from laststep.ranks.peer_loss import is_peer_loss
+    from laststep.ranks.group import is_peer_loss
 
     try:
         return _meet_and_greet(config, world, meeting, show_variables)
@@ -84,7 +84,7 @@ def _hello(config: Config, show_variables: bool) -> int:
 
 def _meet_and_greet(config: Config, world: World, meeting: Path, show_variables: bool) -> int:
     """Meet the other ranks. Rank 0 prints all greetings. Returns the exit status, 1 for a wrong sum."""
-    from laststep.ranks.join import join
+    from laststep.ranks.group import join
 
     group = join(config, world, meeting, timeout_s=0)
     group.connect(timeout_s=0)

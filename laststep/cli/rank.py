@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laststep.attempt import user_error
-from laststep.attempt.finished import finish_of
+from laststep.attempt.predecessor import finish_of
 from laststep.checkpoint.files import Patience
 from laststep.checkpoint.store import START_S
 from laststep.cli import hello
@@ -21,7 +21,7 @@ from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
 from laststep.config.machine import Machine, Way
 from laststep.ranks.launchers import detect_world
-from laststep.ranks.signals import die_with_parent
+from laststep.ranks.process import die_with_parent
 from laststep.ranks.world import World
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders

@@ -15,12 +15,11 @@ import pytest
 
 from laststep.attempt import rescue as rescue_module
 from laststep.attempt.rescue import Rescue, Superseded
-from laststep.attempt.rescue_records import Holding, Part, Place, Plan
-from laststep.attempt.rescue_roll import ALONE_S, GATHER_S, SILENT_S, STUCK_S
+from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Place, Plan
 from laststep.checkpoint import pack
 from laststep.ranks.seal import Seal
-from laststep.ranks.shard_place import Gathered
 from laststep.ranks.watchdog import Fault
+from laststep.ranks.world import Gathered
 
 BYTES = 4096
 SEAL = Seal()

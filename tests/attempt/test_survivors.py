@@ -17,8 +17,7 @@ import torch
 
 from laststep.attempt import rescue as rescue_module
 from laststep.attempt.rescue import Rescue, Superseded, read_fields
-from laststep.attempt.rescue_records import Holding, Part, Plan
-from laststep.attempt.rescue_roll import ALONE_S, GATHER_S, SILENT_S, STUCK_S
+from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Plan
 from laststep.checkpoint import pack
 from laststep.checkpoint.files import CheckpointError
 from laststep.checkpoint.pack import load

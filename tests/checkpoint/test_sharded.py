@@ -28,7 +28,7 @@ from laststep.checkpoint.shards import Like, shard_count
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointWriter, FrozenState
 from laststep.loops.custom_sharding import live_state
-from laststep.ranks.shard_place import ShardPlace, shard_rows
+from laststep.ranks.world import ShardPlace, shard_rows
 from tests.checkpoint.test_restore import Rank, ThreadGroup, flip, together
 from tests.checkpoint.test_writer import info_of, nothing, same
 from tests.support.sharded import is_cut, local, places, pretended_rank, sharded, sharded_state
