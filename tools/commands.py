@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from unittest import mock
 
-from laststep.cli import hello, rank
+from laststep.cli import rank
 from laststep.cli.verbs import VERBS
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
@@ -54,7 +54,7 @@ Under any launcher: see [Other launchers](launchers.md).
 def page() -> str:
     """The whole page."""
     texts = {**{name: _help(verb.run) for name, verb in VERBS.items()}, "rank": _help(rank.main)}
-    texts["hello"] = _help(hello.main)
+    texts["hello"] = _help(rank.hello)
     shared = _shared(texts.values())
     blocks = {name: _block(text, shared) for name, text in texts.items()}
     head = HEAD.format(
