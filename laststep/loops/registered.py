@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from laststep import compat
-from laststep.checkpoint.manager import CheckpointManager
 from laststep.checkpoint.pack import Packed, map_tensors, serialized_structure, tensors_of
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
@@ -30,7 +29,6 @@ from laststep.compat import sharding
 from laststep.config.errors import ConfigError
 from laststep.loops.snapshot import Buffers, Committed, HeldOptimizer, HeldState, addresses
 from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
-from laststep.ranks.device import changed_numerics
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 
@@ -392,22 +390,6 @@ def _place_of(name: str, tensor: DTensor, group: Group) -> ShardPlace:
         )
     rank = group.world.rank
     return ShardPlace(rank % shards, shards, rank // shards, size // shards)
-
-
-def hold_shard(
-    place: ShardPlace,
-    saves: CheckpointManager,
-    numerics: dict[str, str | int],
-    checkpoint: SharedCheckpoint | None,
-    say: Callable[[str], None],
-) -> None:
-    """From now on this rank saves that shard of the state. Notes in `numerics` how the state is sharded, and warns if
-    the steps of the checkpoint were computed in another way."""
-    saves.hold(place)
-    if place.shards > 1:
-        numerics["sharding"] = "full" if place.replicas == 1 else "hybrid"
-    if checkpoint is not None and (changed := changed_numerics(checkpoint.manifest.numerics, numerics)):
-        say(f"WARNING: {changed}")
 
 
 def check_sharded(name: str, registered: Any) -> None:
