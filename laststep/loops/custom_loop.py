@@ -1,4 +1,9 @@
-"""The loop around a user's training function: it hands out batches, and leaves the function when the ranks stop."""
+"""The loop around a user's training function: it hands out batches, and leaves the function when the ranks stop.
+
+`Phase`, `Event` and `NEXT` are the order of events. `CustomLoop` follows the function through it: first what the
+function calls through `Run`, then what the engine calls, then what happens in between. `CustomState` is what a
+checkpoint would hold at each moment; `UserLoaders` and `SideBatches` are where the batches come from.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +36,11 @@ from laststep.data.order import Order, SampledOrder, order_of, preserved_generat
 from laststep.loops import loop_rules
 from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
 from laststep.loops.gradients import rehearse
-from laststep.loops.loop_rules import Modes, TurnChecks
+from laststep.loops.loop_rules import Modes, StepChecks
 from laststep.loops.measured import LoggedValues, as_numbers, finite
 from laststep.loops.registered import FingerprintedState, Registered, State, difference_between_ranks
 from laststep.loops.shares import CustomShares
-from laststep.loops.snapshot import HeldState
+from laststep.loops.snapshot import HostSnapshot
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 from laststep.say import counted
@@ -119,7 +124,7 @@ class CustomLoop(Loop):
         self._held = CustomState(self.group, self._logged.row, self.engine.ring.update, self.engine.watch.advance)
         self.shares = CustomShares(self.config, self.group, self._logged)
         self._samples = 0  # of the open step, over all ranks
-        self._checks: TurnChecks  # from run.restore(...) on
+        self._checks: StepChecks  # from run.restore(...) on
         self._warned = False  # of an update before the steps
         self._modes = Modes(self.engine.progress.say)
         self.loaders = UserLoaders(self.group, self.config.task, self.shares.here)
@@ -154,7 +159,7 @@ class CustomLoop(Loop):
                 rehearse(module, ddp, self.group.device)
         for optimizer in registered.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
-        self._checks = TurnChecks(registered)
+        self._checks = StepChecks(registered)
         self._held.restore()
         if framework is not None:
             self._restore_framework(framework)
@@ -300,20 +305,19 @@ class CustomLoop(Loop):
     def before_save(self) -> None:
         """Make the state the same on every rank, and raise ConfigError if it is not. A collective."""
         self._held.sync()
-        compares = self.engine.size > 1 and not self.engine.saves.saved.same_place(
-            self.engine.position
-        )  # each rank writes a part
-        if compares and (
-            difference := difference_between_ranks(self._held.current(), self.group, self.engine.place.shards)
-        ):
-            self.engine.spoil()
-            raise self._misuse(loop_rules.of_state(self.engine.position.step, difference))
+        engine = self.engine
+        if engine.size == 1 or engine.saves.saved.same_place(engine.position):
+            return
+        # Each rank writes a part of the state, so it must be the same on all.
+        if difference := difference_between_ranks(self._held.current(), self.group, engine.place.shards):
+            engine.spoil()
+            raise self._misuse(loop_rules.of_state(engine.position.step, difference))
 
     def state(self) -> State:
         """See Loop: what the registered objects have to be at the next resume."""
         return self._held.current()
 
-    def hold(self) -> HeldState:
+    def hold(self) -> HostSnapshot:
         """The same, as the host has it."""
         return self._held.hold(self.engine.queue.on_host)
 
@@ -604,8 +608,8 @@ class CustomState:
         if self.registered is not None:
             self.registered.meet()
 
-    def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
-        """What the host holds of the state now, see `HeldState`."""
+    def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
+        """What the host holds of the state now, see `HostSnapshot`."""
         return self._after_steps or self._known().hold(on_host)
 
     def snapshot(self) -> None:

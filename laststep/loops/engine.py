@@ -5,8 +5,7 @@ what a step computes. `TaskLoop` and `CustomLoop` have an engine, and each is th
 
     attempt -- restore, run ------------>  Engine  -- restore, train ---------------------->  Loop
                                              |
-    loop ---- begin_work, end_work --------->|  this rank's own work of a step, on the device's clock
-         ---- begin_update, end_update ----->|  the state changes in between         -- hold -->  Loop
+    loop ---- begin_update, end_update ----->|  the state changes in between         -- hold -->  Loop
          ---- step_done -------------------->|  read the metrics back    -- before_request, record, lines -->
          ---- end_epoch -------------------->|  the line of the epoch              -- epoch_written -->
          ---- save, save_last -------------->|  a checkpoint                 -- before_save, state, epoch -->
@@ -51,7 +50,7 @@ from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState
 from laststep.config.checks import check_replicas
 from laststep.config.config import Config
 from laststep.loops.measured import Measured, Readback
-from laststep.loops.snapshot import Copies, HeldState, HeldStep, Ring, open_link
+from laststep.loops.snapshot import Copies, HostSnapshot, Ring, StepSnapshot, open_link
 from laststep.observe.progress import Progress, StartupTimer
 from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
@@ -76,7 +75,7 @@ class NotFinite(ArithmeticError):
 
 
 @dataclass(frozen=True)
-class HeldCopy:
+class SavableCopy:
     """A shard of the state in host memory."""
 
     place: Place
@@ -118,7 +117,7 @@ class Loop(ABC):
         """What a checkpoint holds besides the position: references, the same on every rank."""
 
     @abstractmethod
-    def hold(self) -> HeldState:
+    def hold(self) -> HostSnapshot:
         """Snapshot of the host's part of `state`. The contents of tensors on the device are not copied."""
 
     @abstractmethod
@@ -271,14 +270,6 @@ class Engine:
     def position(self) -> Position:
         """How far the run has come: up to what is queued on the device; once it is frozen, that of the frozen state."""
         return self._frozen or self._position
-
-    def begin_work(self) -> None:
-        """The step begins with this rank's own work."""
-        self.ring.begin_work()
-
-    def end_work(self) -> None:
-        """From here on the step may wait for other ranks."""
-        self.ring.end_work()
 
     def begin_update(self) -> None:
         """The state changes from here on. In a rescue this does not return."""
@@ -460,7 +451,7 @@ class Engine:
             return None
         return self.late_update.gathered(self.position.step)
 
-    def freeze_copies(self, timeout_s: float) -> list[HeldCopy]:
+    def freeze_copies(self, timeout_s: float) -> list[SavableCopy]:
         """Let the copies in host memory change no more. Call after `freeze`. Returns what can be saved of them."""
         copies = self.copies
         if copies is None or not self.restored:
@@ -518,13 +509,13 @@ class Engine:
         """What the steps before this one measured, and whether the chosen state is still what it was."""
         return self.readback.read_now(step), self._unchanged()
 
-    def _held_copies(self, copies: Copies) -> list[HeldCopy]:
+    def _held_copies(self, copies: Copies) -> list[SavableCopy]:
         """What can be saved of the frozen copies: nothing after a step that was not finite."""
         own = copies.own() if self.restored else []
         kept = copies.kept() if self.restored else []
         return [
-            *(HeldCopy(copy.position.place, self.place.shard, len(copy.data), True) for copy in own),
-            *(HeldCopy(copy.place, copies.ward_shard, len(copy.data), False) for copy in kept),
+            *(SavableCopy(copy.position.place, self.place.shard, len(copy.data), True) for copy in own),
+            *(SavableCopy(copy.place, copies.ward_shard, len(copy.data), False) for copy in kept),
         ]
 
     def _lock_records(self, timeout_s: float) -> bool:
@@ -547,8 +538,8 @@ class Engine:
         position.loss_sum, position.loss_samples, position.skipped = now.loss_sum, now.loss_samples, now.skipped
         return position
 
-    def _hold_step(self) -> HeldStep:
-        return HeldStep(copy.copy(self._position), self.loop.hold())
+    def _hold_step(self) -> StepSnapshot:
+        return StepSnapshot(copy.copy(self._position), self.loop.hold())
 
     def _frozen_state(self) -> dict[str, Any]:
         held = self.ring.held

@@ -29,10 +29,10 @@ from laststep.loops.snapshot import (
     POLL_S,
     Buffers,
     Committed,
-    HeldOptimizer,
-    HeldState,
-    HeldStep,
+    HostSnapshot,
+    OptimizerSnapshot,
     Ring,
+    StepSnapshot,
     addresses,
     bytes_of,
     is_dense,
@@ -198,10 +198,10 @@ class Learner:
         references: copy it to keep it beyond the next step."""
         return self._state_dict(self.buffers.committed, self.optimizer.state_dict())
 
-    def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
-        """What the host holds of the state now, see `HeldState`; the CPU itself changes the tensors that `on_host`
+    def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
+        """What the host holds of the state now, see `HostSnapshot`; the CPU itself changes the tensors that `on_host`
         names."""
-        return HeldLearner(self, on_host)
+        return LearnerSnapshot(self, on_host)
 
     def _state_dict(self, buffers: Committed, optimizer: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -285,23 +285,23 @@ class Learner:
         return bool(nonfinite)
 
 
-class HeldLearner:
+class LearnerSnapshot:
     """A learner's state. Weights, average and scaler change on the device alone, each in its place."""
 
     def __init__(self, learner: Learner, on_host: Callable[[Tensor], bool]) -> None:
         self._learner = learner
         self._buffers = learner.buffers.committed
-        self._optimizer = HeldOptimizer(learner.optimizer, on_host)
+        self._optimizer = OptimizerSnapshot(learner.optimizer, on_host)
         self._addresses = addresses(learner.gradients.in_place)
         self._inputs = _Inputs(learner) if learner.keeps_inputs else None
 
     @property
     def state(self) -> dict[str, Any]:
-        """See HeldState."""
+        """See HostSnapshot."""
         return self._learner._state_dict(self._buffers, self._optimizer.state_dict())
 
     def unchanged(self) -> bool:
-        """See HeldState."""
+        """See HostSnapshot."""
         return self._addresses == addresses(self._learner.gradients.in_place)
 
     def put_back(self) -> bool:
@@ -510,7 +510,7 @@ class LateUpdate:
     that is not fused allocates, for which a driver may wait for the device. The rescue's deadline ends that.
     """
 
-    def __init__(self, learner: Learner, order: Order, ring: Ring[HeldStep], queue: DeviceQueue) -> None:
+    def __init__(self, learner: Learner, order: Order, ring: Ring[StepSnapshot], queue: DeviceQueue) -> None:
         self.tried = False
         self._learner, self._order, self._ring, self._queue = learner, order, ring, queue
         if queue.runs_ahead:
@@ -548,7 +548,7 @@ class LateUpdate:
     def _update(self, gathered: Gathered) -> Mapping[str, Tensor] | None:
         held = self._ring.held
         if held is not None:
-            assert isinstance(held.state, HeldLearner)
+            assert isinstance(held.state, LearnerSnapshot)
             if not held.state.put_back():
                 return None
         if not self._learner.gradients.take(gathered):

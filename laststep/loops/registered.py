@@ -27,7 +27,7 @@ from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
 from laststep.compat import sharding
 from laststep.config.errors import ConfigError
-from laststep.loops.snapshot import Buffers, Committed, HeldOptimizer, HeldState, addresses
+from laststep.loops.snapshot import Buffers, Committed, HostSnapshot, OptimizerSnapshot, addresses
 from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
@@ -148,10 +148,10 @@ class Registered:
         """The state of the last finished step; after the first update of a step, a mixture. References."""
         return self._state(self.buffers.committed, self._copies)
 
-    def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
-        """What the host holds of the state now, see `HeldState`; the CPU itself changes the tensors that `on_host`
+    def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
+        """What the host holds of the state now, see `HostSnapshot`; the CPU itself changes the tensors that `on_host`
         names."""
-        return _HeldRegistered(self, on_host)
+        return _RegisteredSnapshot(self, on_host)
 
     def restore(self, checkpoint: SharedCheckpoint, advance: Callable[[], None], last: bool) -> None:
         """Load what `state` returned, see `SharedCheckpoint.load`. A collective. Raises ConfigError when it does not
@@ -226,17 +226,17 @@ class Registered:
         return found
 
 
-class _HeldRegistered:
+class _RegisteredSnapshot:
     """The state of registered objects. Weights and scalers change on the device alone, each in its place."""
 
     def __init__(self, registered: Registered, on_host: Callable[[Tensor], bool]) -> None:
         self._registered = registered
         self._buffers, self._copies = registered.buffers.committed, dict(registered._copies)
-        self._optimizers: dict[str, HeldOptimizer] = {}
+        self._optimizers: dict[str, OptimizerSnapshot] = {}
         self._addresses = registered._addresses()
         for name, item in registered.objects.items():
             if isinstance(item, Optimizer):
-                self._optimizers[name] = HeldOptimizer(item, on_host)
+                self._optimizers[name] = OptimizerSnapshot(item, on_host)
             elif isinstance(item, LRScheduler):
                 self._copies[name] = copy.deepcopy(item.state_dict())
 

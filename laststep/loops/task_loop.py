@@ -29,7 +29,7 @@ from laststep.loops.learner import LateUpdate, Learner
 from laststep.loops.measured import finite
 from laststep.loops.probe import Probe
 from laststep.loops.shares import in_order, shares_of
-from laststep.loops.snapshot import HeldState
+from laststep.loops.snapshot import HostSnapshot
 from laststep.optim.build import check_order
 from laststep.ranks.group import Group, join, tree_sum
 from laststep.ranks.world import World, hostname
@@ -164,7 +164,7 @@ class TaskLoop(Loop):
         step = self.engine.position.step
         if self.engine.probe is not None:
             batches = self._probed(self.engine.probe, step, batches)
-        self.engine.begin_work()
+        self.engine.ring.begin_work()
         began = time.perf_counter()
         counts = self._keys.counts(step)
         micro_batches: Collection[tuple[Any, int]]
@@ -190,7 +190,7 @@ class TaskLoop(Loop):
         """See Learner.state_dict."""
         return self.learner.state_dict()
 
-    def hold(self) -> HeldState:
+    def hold(self) -> HostSnapshot:
         """The same, as the host has it."""
         return self.learner.hold(self.engine.queue.on_host)
 

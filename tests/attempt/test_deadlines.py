@@ -128,8 +128,9 @@ def an_attempt(root: Path, name: str) -> tuple[Attempt, Any, Any]:
     small.save(run.config)
     signals = cast(Signals, SimpleNamespace(first=None, first_at=None, received=[], requeue=None))
     attempt = Attempt(small, run, a_world(), signals)
-    engine, group = Mock(name="loop"), Mock(name="group")
+    engine, group = Mock(name="engine"), Mock(name="group")
     engine.position.step, engine.position.metrics, engine.rescuable = 5, {"val_loss": 1.0}, True
+    engine.can_advance = False
     engine.progress.step_s.return_value, engine.saves.stalled_s = 0.1, 0.0
     group.world = a_world()
     begin_attempt(run, group.world, 0)

@@ -428,9 +428,10 @@ def a_rank(root: Path, name: str, rank: int) -> AttemptState:
     state = AttemptState(
         small, run, a_world(rank=rank, size=2), cast(Signals, SimpleNamespace(first=None, first_at=None, received=[]))
     )
-    state.engine = engine = Mock(name="loop")
+    state.engine = engine = Mock(name="engine")
     engine.position.step, engine.saves.saved.step, engine.saves.saving = 5, 3, None
     engine.position.place, engine.rescuable = (5, 0, False, False), True
+    engine.can_advance = False
     engine.freeze_copies.return_value, engine.gathered = [], None
     engine.progress.step_s.return_value, engine.saves.stalled_s = 0.1, 0.0
     begin_attempt(run, state.world, 0)

@@ -25,7 +25,7 @@ from laststep.attempt.state import AttemptState
 from laststep.checkpoint.pack import Stripe
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
-from laststep.loops.engine import Engine, HeldCopy
+from laststep.loops.engine import Engine, SavableCopy
 from laststep.ranks import device as device_thread
 from laststep.ranks import disk
 from laststep.ranks.process import Signals
@@ -169,10 +169,10 @@ PLACE = (8, 0, False, False)
 def a_rescuer(tmp_path: Path) -> tuple[Rescuer, Mock, Mock]:
     """One whose loop has a copy of its shard in host memory; its loop and its rescue are stand-ins."""
     settings = settings_of(tmp_path, "copies")
-    engine, rescue = Mock(name="loop"), Mock(name="rescue")
+    engine, rescue = Mock(name="engine"), Mock(name="rescue")
     engine.saves.saved.step, engine.saves.saving, engine.position.step, engine.position.place = 3, None, 8, PLACE
-    engine.place, engine.rescuable, engine.late_update, engine.gathered = ShardPlace(1, 2, 0, 1), True, None, None
-    engine.freeze_copies.return_value = [HeldCopy(PLACE, 1, 64, own=True)]
+    engine.place, engine.rescuable, engine.can_advance, engine.gathered = ShardPlace(1, 2, 0, 1), True, False, None
+    engine.freeze_copies.return_value = [SavableCopy(PLACE, 1, 64, own=True)]
     engine.frozen.return_value.__enter__ = Mock(return_value=Mock(bytes=64))
     engine.frozen.return_value.__exit__ = Mock(return_value=None)
     (tmp_path / "copies").mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ from laststep.checkpoint.pack import Stripe, load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, FrozenState
 from laststep.config.errors import ConfigError
-from laststep.loops.engine import Engine, HeldCopy, Loop
+from laststep.loops.engine import Engine, Loop, SavableCopy
 from laststep.loops.learner import LateUpdate
 from laststep.loops.measured import Measured, Readback
 from laststep.loops.snapshot import Copies, open_link
@@ -141,7 +141,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(tmp_path, closing)
 
 
-def freeze(ranks: Sequence[Rank], live: bool = True) -> list[list[HeldCopy]]:
+def freeze(ranks: Sequence[Rank], live: bool = True) -> list[list[SavableCopy]]:
     """What each of these ranks can save of its copies. Without `live`, none can read what it trains with."""
     for rank in ranks:
         assert not live or rank.freeze(0.0)
