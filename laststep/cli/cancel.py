@@ -47,13 +47,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(NO_RUN)
     runs = run_folders.find_runs(names, run_folders.runs_root(overrides), args.sweep)
     try:
-        return _stop_all(runs, StatusReader(POLL_S))
+        return stop_all(runs, StatusReader(POLL_S))
     except KeyboardInterrupt:
         print("\nstill stopping" if len(runs) > 1 else f"\n{runs[0].name}: still stopping", file=sys.stderr)
         return 130
 
 
-def _stop_all(runs: list[RunDir], reader: StatusReader) -> int:
+def stop_all(runs: list[RunDir], reader: StatusReader) -> int:
     """Request each stop until its run has ended; returns 1 if one of them cannot be stopped, else 0."""
     failed = 0
     stops: dict[str, _Stop] = {}
