@@ -102,7 +102,7 @@ class Launch:
     root: str = setting("runs", "folder of all runs; on a cluster it must be on a file system that all nodes share")
     nodes: int | str = setting(
         1,
-        "number of nodes, or a range such as 1-4: each start takes as many as are free (--local: the smallest number)",
+        "number of nodes, or a range such as 1-4: each start takes as many as are free (--local: the fewest)",
         least=1,
     )
     spare_nodes: int = setting(
@@ -134,19 +134,16 @@ class Launch:
         "without an answer",
         least=1,
     )
-    max_timeouts: int = setting(
-        100, "attempts of a job that may end at the time limit before it is no longer requeued", least=0
-    )
+    max_timeouts: int = setting(100, "attempts of a job that may end at the time limit", least=0)
     max_restarts: int = setting(
         3,
-        "times that the ranks start again in the same allocation after a crash, a hang or a loss, before the job is "
-        "requeued; counted anew once a new step is kept",
+        "restarts in the same allocation after a crash, a hang or a loss, before the job is requeued; counted anew "
+        "once a new step is kept",
         least=0,
     )
     max_failures: int = setting(
         3,
-        "allocations of a job that may end without keeping a new step (after a crash, a hang, a loss, or steps "
-        "until the time limit) before it is no longer requeued",
+        "allocations of a job that may end without keeping a new step, before it is no longer requeued",
         least=0,
     )
     exclude_after: int | None = setting(
@@ -158,8 +155,8 @@ class Launch:
     hang_timeout_s: int = setting(600, "seconds that a rank waits for its peers before it ends the attempt", least=1)
     init_method: str | None = setting(
         None,
-        "where the ranks meet: tcp://HOST:PORT, env:// (MASTER_ADDR and MASTER_PORT), or file://PATH on a shared disk; "
-        "null: env:// where those variables are set, else a file in the run's folder",
+        "where the ranks meet: tcp://HOST:PORT, env:// (MASTER_ADDR and MASTER_PORT), or file://PATH on a shared "
+        "disk; null: env:// where those are set, else a file in the run's folder",
     )
     backend: str = setting(
         "auto",
@@ -169,8 +166,8 @@ class Launch:
     )
     preflight: bool = setting(
         True,
-        "check GPUs (their errors with nvidia-ml-py installed, and a product of matrices), memory, disks and clock "
-        "of each node as its ranks start. A node that fails is blamed, and the attempt is retried",
+        "check GPUs (their errors with nvidia-ml-py installed), memory, disks and clock of each node as its ranks "
+        "start. A node that fails is blamed, and the attempt is retried",
     )
     setup: list[str] = setting(
         [], "shell lines that run once on every node before the ranks start, e.g. 'module load cuda'"
@@ -253,8 +250,8 @@ class Model:
 
     name: str = setting(
         "convnet",
-        "convnet, or the name of any torchvision classification model; task=language: a size, such as tiny-1m, "
-        "gpt2-124m or llama-8b",
+        "convnet, or any torchvision classification model; task=language: a size, such as tiny-1m, gpt2-124m or "
+        "llama-8b",
     )
     args: dict[str, Any] = setting({}, "keyword arguments for the model's constructor, e.g. model.args.dropout=0.1")
     weights: str | None = setting(
@@ -344,16 +341,14 @@ class Train:
     accumulate: int = setting(1, "micro-batches per step and rank: less memory, the same global batch", least=1)
     shares: int | None = setting(
         None,
-        "compute the global batch as this many shares, divided among the ranks: the run ends with the same bits on "
-        "any number of ranks that is shares / 2^k, also if it changes; a custom loop loops over run.shares(batch). "
-        "null: one per rank",
+        "compute the global batch as this many shares: the run ends with the same bits on any number of ranks that "
+        "is shares / 2^k, also if it changes; a custom loop loops over run.shares(batch). null: one per rank",
         least=1,
     )
     sharding: str = setting(
         "none",
-        "where weights, gradients and the optimiser's state are. none: on every rank (DistributedDataParallel). "
-        "full: cut into one shard per rank (FSDP2), for models that do not fit one GPU. hybrid: cut within each "
-        "node, and each node has a copy",
+        "where weights, gradients and the optimiser's state are. none: on every rank. full: cut into one shard per "
+        "rank (FSDP2), for models that do not fit one GPU. hybrid: cut within each node",
         choices=("none", "full", "hybrid"),
     )
     precision: str = setting(
@@ -365,9 +360,8 @@ class Train:
     compile: bool = setting(False, "compile the model with torch.compile")
     cuda_graphs: bool = setting(
         False,
-        "run the compiled model as CUDA graphs (torch.compile's mode reduce-overhead), for models so small that "
-        "launching kernels takes longer than running them; a Task that keeps what the model returns beyond a step "
-        "must clone it",
+        "run the compiled model as CUDA graphs, for models so small that launching kernels takes longer than "
+        "running them; a Task that keeps what the model returns beyond a step must clone it",
     )
     channels_last: bool = setting(False, "store images as NHWC in memory; convolutions are faster on a GPU")
     ema_decay: float = setting(
@@ -420,8 +414,8 @@ class Checkpoint:
     )
     replicas: int = setting(
         0,
-        "copies of each rank's shard in another node's host memory, 0 or 1, with train.sharding=full or in a custom "
-        "loop that shards its model: without one, a rank that dies costs the steps since the last save",
+        "copies of each rank's shard in another node's host memory, 0 or 1, for sharded models without hybrid: "
+        "without one, a rank that dies costs the steps since the last save",
         least=0,
     )
     replica_every_steps: int = setting(
@@ -447,7 +441,7 @@ class Settings:
     args: dict[str, Any] = setting(
         {},
         "settings of your own for your task, e.g. args.width=64: a custom loop reads run.args.width; task=language: "
-        "z_loss, the weight of the z-loss, e.g. 1e-4",
+        "z_loss",
     )
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
