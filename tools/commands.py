@@ -23,10 +23,8 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEAD = """\
 # Commands
 
-`laststep VERB`, where Laststep is installed, and `python launch.py VERB`, in a clone, are the same program.
+`laststep VERB`, where Laststep is installed, and `python launch.py VERB`, in a clone, are the same program. The verbs:
 
-| verb | what it does |
-| --- | --- |
 {verbs}
 
 Exit status: 0 done; 1 the run failed; 2 the command or configuration is wrong (one line names the problem and the
@@ -59,8 +57,9 @@ def page() -> str:
     texts["hello"] = _help(rank.hello)
     shared = _shared(texts.values())
     blocks = {name: _block(text, shared) for name, text in texts.items()}
-    rows = "\n".join(f"| [`{verb.usage}`](#{name}) | {verb.help} |" for name, verb in VERBS.items())
-    head = HEAD.format(verbs=rows, shared=_columns(shared))
+    head = HEAD.format(
+        verbs=textwrap.fill(", ".join(f"[{name}](#{name})" for name in VERBS), 120), shared=_columns(shared)
+    )
     verbs = [f"## {name}\n\n{blocks[name]}" for name in VERBS]
     return "\n".join([head, *verbs, RANKS, blocks["rank"], blocks["hello"]])
 
@@ -89,7 +88,7 @@ def _block(text: str, shared: Container[Entry]) -> str:
     text = ENTRY.sub(lambda found: "" if _entry(found) in shared else found[0], text)
     text = re.sub(r"^verbs \(default.*?\n\n", "", text, flags=ANYWHERE)
     text = re.sub(r"^Start it (?:under|the way).*?(?=^\S)", "", text, flags=ANYWHERE)  # see launchers.md
-    text = re.sub(r"^Exit status: 0 done.*?(?=^\S|\Z)", "", text, flags=ANYWHERE)
+    text = re.sub(r"^Exit status: 0 done.*?(?=\n\n|\Z)", "", text, flags=ANYWHERE)
     text = re.sub(r"^(?:positional arguments|options):\n\n", "", text, flags=re.MULTILINE)  # nothing of it is left
     return f"```text\n{text.replace(' [-h]', '').rstrip()}\n```\n"
 
