@@ -245,7 +245,7 @@ class Position:
     over: bool = False  # all steps of the current epoch are done, the code that follows them in the epoch is not
     measured: int = 0  # the step of the newest validation within an epoch
     finished: bool = False  # the loop has returned; `metrics` is its result
-    modes: str = ""  # of its modules in the last step, see laststep.loops.modes
+    modes: str = ""  # of its modules in the last step, see laststep.loops.loop_rules
 
     def end_epoch(self, record: dict[str, Any]) -> None:
         """End the current epoch after the last finished step. `record` is its line of metrics.jsonl."""

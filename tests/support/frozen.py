@@ -11,7 +11,7 @@ from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.pack import Stripe
 from laststep.checkpoint.store import CheckpointStore, shard_name
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState, reason_of
-from laststep.loops.rescued import Rescued
+from laststep.loops.engine import Rescued
 
 
 def frozen_state(
