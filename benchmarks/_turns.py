@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks._measure import PROJECT
-from laststep.ranks.exported import free_port
+from laststep.ranks.launchers import free_port
 
 CLOCK = "LASTSTEP_BENCHMARK_CLOCK"  # in the environment of rank 0: the file to which it writes when its steps begin
 MOST_STEPS = 1 << 22

@@ -74,8 +74,8 @@ def _rank(rank: int, meeting: Path, repeats: int, results: multiprocessing.queue
     """The body of a rank's process."""
     import torch
 
-    from laststep.ranks.join import register_rank
-    from laststep.ranks.signals import Signals
+    from laststep.ranks.group import register_rank
+    from laststep.ranks.process import Signals
     from laststep.ranks.stop import Stop
     from laststep.ranks.world import World
 

@@ -107,8 +107,8 @@ def _rank(
     """The body of a rank's process."""
     import torch
 
-    from laststep.ranks.join import register_rank
-    from laststep.ranks.signals import Signals
+    from laststep.ranks.group import register_rank
+    from laststep.ranks.process import Signals
     from laststep.ranks.stop import Stop
     from laststep.ranks.world import World
 

@@ -25,12 +25,11 @@ from benchmarks._measure import DEADLINE_S, write_results
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.writer import CheckpointInfo, HostMemory
 from laststep.loops.copies import Copies
-from laststep.ranks.exported import free_port
-from laststep.ranks.replica_link import ReplicaLink
+from laststep.ranks.launchers import free_port
+from laststep.ranks.replicas import ReplicaLink
 from laststep.ranks.seal import Seal
-from laststep.ranks.sealed_store import SealedStore
-from laststep.ranks.shard_place import ShardPlace
-from laststep.ranks.world import World
+from laststep.ranks.store import SealedStore
+from laststep.ranks.world import ShardPlace, World
 
 EVERY = (None, 10, 1)  # steps between copies
 ROW = 1024  # floats

@@ -47,7 +47,7 @@ from laststep.checkpoint.pack import load, map_tensors
 from laststep.checkpoint.restore import PIECE_BYTES, read_newest
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from laststep.ranks.join import register_rank
+from laststep.ranks.group import register_rank
 from laststep.ranks.world import World
 
 LIMIT = 1.2  # times `read`

@@ -35,13 +35,13 @@ import torch.distributed as dist
 
 from benchmarks._measure import DEADLINE_S, write_results
 from laststep.attempt.rescue import Rescue, write_fields
-from laststep.attempt.rescue_records import Holding, Survivor
+from laststep.attempt.rescue_plan import Holding, Survivor
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from laststep.ranks.join import register_rank
+from laststep.ranks.group import register_rank
+from laststep.ranks.process import Signals
 from laststep.ranks.seal import Seal
-from laststep.ranks.signals import Signals
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Beat, Probes, Watchdog
 from laststep.ranks.world import World

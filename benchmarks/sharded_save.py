@@ -44,10 +44,8 @@ from benchmarks.restore import cache, io_so_far, status_of
 from laststep.checkpoint.restore import PIECE_BYTES, read_newest
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from laststep.ranks.group import Group
-from laststep.ranks.join import register_rank
-from laststep.ranks.shard_place import ShardPlace, shard_rows
-from laststep.ranks.world import World
+from laststep.ranks.group import Group, register_rank
+from laststep.ranks.world import ShardPlace, World, shard_rows
 
 SIZES = (1, 2, 4, 8)
 TENSORS = 100

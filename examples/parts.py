@@ -12,9 +12,9 @@ from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from laststep.data.order import Order
-from laststep.ranks.join import join
+from laststep.ranks.group import join
 from laststep.ranks.launchers import detect_world
-from laststep.ranks.signals import Signals
+from laststep.ranks.process import Signals
 from laststep.ranks.stop import Stop
 from laststep.rundir import RunDir
 

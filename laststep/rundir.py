@@ -141,7 +141,7 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """Locked by rank 0 of the attempt that is running; see laststep.ranks.run_lock."""
+        """Locked by rank 0 of the attempt that is running; see laststep.ranks.disk."""
         return self.path / "lock"
 
     def meeting(self, attempt: str) -> Path:
@@ -155,7 +155,7 @@ class RunDir:
 
     @property
     def step_restart(self) -> Path:
-        """The answer to the ranks' supervisors whether their ranks start again, see laststep.records.step_restart."""
+        """The answer to the ranks' supervisors whether their ranks start again, see laststep.records.attempts."""
         return self.path / "restart.json"
 
     @property

@@ -16,7 +16,7 @@ from submitit.helpers import DelayedSubmission
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks.launchers import WORKING_FOLDER, detect_world
-from laststep.ranks.signals import Signals
+from laststep.ranks.process import Signals
 from laststep.ranks.world import World
 from laststep.records import former_names
 from laststep.records.attempt_record import read_ended_attempts
@@ -52,7 +52,7 @@ class Trainer:
             with contextlib.suppress(Exception):  # a notebook's stderr is no file
                 faulthandler.enable()  # a rank that crashes in C prints its Python stack
         from laststep.attempt.attempt import Attempt  # here, as the command only pickles this class
-        from laststep.attempt.finished import finish_of
+        from laststep.attempt.predecessor import finish_of
         from laststep.checkpoint.files import Patience
         from laststep.checkpoint.store import START_S
 

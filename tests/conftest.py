@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from laststep.ranks.signals import STOP_SIGNALS
+from laststep.ranks.process import STOP_SIGNALS
 from tests.support.commands import FAKE_SBATCH, NO_SLURM, fake_squeue
 from tests.support.project import SILENT, SILENT_PATH
 from tests.support.running_order import arrange

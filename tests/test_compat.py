@@ -36,7 +36,7 @@ from laststep.compat import compiler as compat_compiler
 from laststep.compat import cuda_driver, generator_state, kernels, sharding
 from laststep.compat.cuda_driver import RELAXED, CudaDriver
 from laststep.config.config import Config
-from laststep.ranks.shard_place import ShardPlace, shard_rows
+from laststep.ranks.world import ShardPlace, shard_rows
 from laststep.rundir import RunDir
 from laststep.submission.sbatch import run_executor
 from tests.support.editable import install_finder

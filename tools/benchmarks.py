@@ -25,11 +25,11 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PAGE = """\
 # Benchmarks
 
-Each figure comes from a script in `benchmarks/`, named in brackets. `make bench` runs all but `goodput`, `memory`,
-`replicas`, `scale`, `sharded_save`, `sharding`, `shares` and `step_profile`, and ends with a table of its limits;
-`overhead --all` also measures Lightning and Accelerate. `python -m tools.benchmarks` writes this page.
+Each figure comes from a script in `benchmarks/`, named in brackets. `make bench` runs most of them, and ends with a
+table of its limits; `overhead --all` also measures Lightning and Accelerate. `python -m tools.benchmarks` writes this
+page.
 
-Medians, some with a 95 % confidence interval; a goal that is missed by more than the noise is bold. On {cores} cores of
+Medians, some with a 95 % confidence interval; a goal missed by more than the noise is bold. On {cores} cores of
 an {cpu}, Python {python}, torch {torch}, submitit {submitit}, {dates}; two gloo ranks where nothing
 else is said, no GPU.
 
@@ -41,10 +41,10 @@ On a machine with a GPU, `python -m benchmarks.gpu` measures throughput, saves a
 Row = tuple[str, str, str]
 SAVE_WAYS = ("laststep", "dcp.async_save")
 SAVE_FIGURES = {
-    "stall_s": ("the training loop pauses for a save of", "s"),
-    "save_s": ("until the disk has", "s"),
-    "restore_s": ("from the disk, the ranks restore", "s"),
-    "written_mb": ("a rank writes, of", "MB"),
+    "stall_s": ("the training loop pauses for a save", "s"),
+    "save_s": ("until it is on the disk", "s"),
+    "restore_s": ("restoring it from the disk", "s"),
+    "written_mb": ("a rank writes of it", "MB"),
 }
 
 
@@ -154,7 +154,7 @@ def _sharded_save(save: dict[str, Any]) -> Iterator[Row]:
         digits = 2 if unit == "s" else 0
         figures = [_list(f"{figure:.{digits}f}" for figure in way[of]) for way in (ours, theirs)]
         yield (
-            f"{title} {what} (`sharded_save`)",
+            f"{title} of {what} (`sharded_save`)" if of == "stall_s" else title,
             f"{figures[0]} {unit}",
             f"`torch.distributed.checkpoint` {figures[1]} {unit}",
         )

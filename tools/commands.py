@@ -16,17 +16,15 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from unittest import mock
 
-from laststep.cli import hello, rank
+from laststep.cli import rank
 from laststep.cli.verbs import VERBS
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEAD = """\
 # Commands
 
-`laststep VERB`, where Laststep is installed, and `python launch.py VERB`, in a clone, are the same program.
+`laststep VERB`, where Laststep is installed, and `python launch.py VERB`, in a clone, are the same program. The verbs:
 
-| verb | what it does |
-| --- | --- |
 {verbs}
 
 Exit status: 0 done; 1 the run failed; 2 the command or configuration is wrong (one line names the problem and the
@@ -56,11 +54,12 @@ Under any launcher: see [Other launchers](launchers.md).
 def page() -> str:
     """The whole page."""
     texts = {**{name: _help(verb.run) for name, verb in VERBS.items()}, "rank": _help(rank.main)}
-    texts["hello"] = _help(hello.main)
+    texts["hello"] = _help(rank.hello)
     shared = _shared(texts.values())
     blocks = {name: _block(text, shared) for name, text in texts.items()}
-    rows = "\n".join(f"| [`{verb.usage}`](#{name}) | {verb.help} |" for name, verb in VERBS.items())
-    head = HEAD.format(verbs=rows, shared=_columns(shared))
+    head = HEAD.format(
+        verbs=textwrap.fill(", ".join(f"[{name}](#{name})" for name in VERBS), 120), shared=_columns(shared)
+    )
     verbs = [f"## {name}\n\n{blocks[name]}" for name in VERBS]
     return "\n".join([head, *verbs, RANKS, blocks["rank"], blocks["hello"]])
 
@@ -89,7 +88,7 @@ def _block(text: str, shared: Container[Entry]) -> str:
     text = ENTRY.sub(lambda found: "" if _entry(found) in shared else found[0], text)
     text = re.sub(r"^verbs \(default.*?\n\n", "", text, flags=ANYWHERE)
     text = re.sub(r"^Start it (?:under|the way).*?(?=^\S)", "", text, flags=ANYWHERE)  # see launchers.md
-    text = re.sub(r"^Exit status: 0 done.*?(?=^\S|\Z)", "", text, flags=ANYWHERE)
+    text = re.sub(r"^Exit status: 0 done.*?(?=\n\n|\Z)", "", text, flags=ANYWHERE)
     text = re.sub(r"^(?:positional arguments|options):\n\n", "", text, flags=re.MULTILINE)  # nothing of it is left
     return f"```text\n{text.replace(' [-h]', '').rstrip()}\n```\n"
 

@@ -54,7 +54,7 @@ def _type(key: str, field: dataclasses.Field[Any]) -> str:
     kind, null = kind_of(field).removesuffix(" | None"), str(field.type).endswith("None")
     above = least == 0 and _refused(f"{key}=0")
     bound = "" if least is None else f" {'>' if above else '>='} {least:g}"
-    return f"{kind}{bound}{' or null' if null else ''}"
+    return f"{kind}{bound}{' or null' if null and field.default is not None else ''}"
 
 
 def _refused(word: str) -> bool:

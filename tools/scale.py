@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from laststep.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
-from laststep.attempt.rescue_roll import GATHER_S, SETTLE_S, SILENT_S
-from laststep.checkpoint.files import READ_BYTES
+from laststep.attempt.rescue_plan import GATHER_S, SETTLE_S, SILENT_S
+from laststep.checkpoint.files import READ_BYTES, stripe_count
 from laststep.checkpoint.interval import NODE_MTBF_S, Conditions, best_interval, goodput
-from laststep.checkpoint.pack import STRIPE_BYTES, stripe_count
 from laststep.checkpoint.restore import PIECE_BYTES
 from laststep.config.schema import Checkpoint, Launch
-from laststep.ranks.address import POLL_S
 from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S
 from laststep.ranks.stop import ANSWER_S
+from laststep.ranks.store import POLL_S
 from laststep.ranks.watchdog import BEAT_S
 from tools.scale_goodput import HEAD, Size, rows, summary
 
@@ -95,9 +94,9 @@ collectives, take longer to meet: {met} s on {ranks}, by the growth [measured](b
 
 ## A rescue
 
-Calculated: how long {ranks} ranks that lose one of them take to save the last step, and how many operations of the
-file system: {per_round} per round of {round:.2g} s, {load:.0f} % of what it can do. They wait {gather:g} s for each
-other. Slurm kills the survivors {kill_wait} s after the first rank has ended (KillWait).
+Calculated: how long {ranks} ranks that lose one of them take to save the last step. A round of {round:.2g} s has
+{per_round} operations on files, {load:.0f} % of what the file system can do. Slurm kills the survivors {kill_wait} s
+after the first rank has ended (KillWait).
 
 {rescues}
 
@@ -148,7 +147,6 @@ def page() -> str:
         beat=BEAT_S,
         state=f"{scale['state_bytes'] / 1e6:.0f}",
         met=f"{met_s():.0f}",
-        gather=GATHER_S,
         round=round_s(RANKS),
         per_round=f"{OPERATIONS * RANKS:,}",
         load=100 * OPERATIONS * RANKS / round_s(RANKS) / FILES_S,
@@ -249,16 +247,13 @@ def rescue_s(size: float, ranks: int) -> float:
 
 
 def rescues(checkpoints: dict[str, float]) -> str:
-    """How long a rescue takes, and how many operations on files."""
+    """How long a rescue takes."""
     rows = []
     for name, size in checkpoints.items():
         files, writing, total = stripe_count(int(size), RANKS), size / DISK_BYTES_S, rescue_s(size, RANKS)
-        rounds = math.ceil(total / round_s(RANKS))
         fits = "yes" if total < DEFAULT_KILL_WAIT_S else "**no**"
-        rows.append(
-            (name, files, f"{_three(writing)} s", f"{_three(total)} s", f"{RANKS * (2 + OPERATIONS * rounds):,}", fits)
-        )
-    head = ["state", "files", "writing", "until the last rank leaves", "operations", f"within {DEFAULT_KILL_WAIT_S} s"]
+        rows.append((name, files, f"{_three(writing)} s", f"{_three(total)} s", fits))
+    head = ["state", "files", "writing", "until the last rank leaves", f"within {DEFAULT_KILL_WAIT_S} s"]
     return table(head, rows)
 
 
@@ -277,39 +272,32 @@ def limits(scale: dict[str, Any]) -> str:
             f"{(4096 - own) // each} ranks",
         ),
         (
-            "rescue: the leader reads every survivor's file in each round (calculated)",
-            f"{RANKS / FILES_S:.2f} s",
-            f"{SILENT_S:g} s, then another rank takes over",
-            "not reached",
-        ),
-        (
             f"waiting ranks look for rank 0's address on the disk every {POLL_S} s (calculated)",
             f"{RANKS / POLL_S:,.0f} per second",
             f"{FILES_S:,} per second",
             f"{FILES_S * POLL_S:,.0f} ranks; rank 0's own reads are delayed meanwhile",
         ),
         (
-            "agreeing on a stop (measured, see above)",
-            f"{most['agreeing on a stop']:.1f} s, of which the store {most['agreeing on a stop: the store']:.1f} s",
+            "agreeing on a stop (measured)",
+            f"{most['agreeing on a stop']:.1f} s",
             f"{ANSWER_S:.0f} s, then the attempt ends by fault",
             _reached(most["agreeing on a stop"], ANSWER_S),
         ),
         (
             "a beat (measured)",
-            f"{most['a beat']:.2f} s, of which the store {most['a beat: the store']:.2f} s",
+            f"{most['a beat']:.2f} s",
             f"{BEAT_S} s, then heartbeats are late",
             _reached(most["a beat"], BEAT_S),
         ),
         (
             "meeting (measured), collectives not counted",
-            f"{most['meeting']:.1f} s, of which the store {most['meeting: the store']:.1f} s",
+            f"{most['meeting']:.1f} s",
             f"{HANG_TIMEOUT_S} s, `launch.hang_timeout_s`",
             _reached(most["meeting"], HANG_TIMEOUT_S),
         ),
         (
-            f"files: one for each {STRIPE_BYTES >> 20} MB of a checkpoint, at most one per rank; a log per rank and "
-            "job (calculated)",
-            f"at most {RANKS + 2:,} in a checkpoint, {RANKS:,} logs",
+            "files in a checkpoint; logs of a job (calculated)",
+            f"at most {RANKS + 2:,}; {RANKS:,}",
             "the file quota",
             "",
         ),

@@ -13,7 +13,7 @@ import torch
 from benchmarks._gpu.contenders import DEVICE, GPU
 from laststep.checkpoint.pack import Packed
 from laststep.checkpoint.writer import WRITE_BYTES
-from laststep.ranks.device_queue import open_queue
+from laststep.ranks.device import open_queue
 
 TENSOR = 64 << 20  # bytes per tensor
 TURNS = 3

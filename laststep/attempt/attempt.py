@@ -17,13 +17,21 @@ from typing import TYPE_CHECKING
 
 from laststep import compat
 from laststep.attempt import user_error
-from laststep.attempt.deadline import Deadline, LastExit, run_for
 from laststep.attempt.end_by_fault import EndByFault
-from laststep.attempt.ending import end_srun, ending_by_signal, print_hint, record_end, requeue
+from laststep.attempt.ending import (
+    Deadline,
+    LastExit,
+    end_srun,
+    ending_by_signal,
+    print_hint,
+    record_end,
+    requeue,
+    run_for,
+)
 from laststep.attempt.grace import GracePeriod, LimitWarning
 from laststep.attempt.predecessor import Predecessor
 from laststep.attempt.preflight import Preflight
-from laststep.attempt.rescue_files import clear
+from laststep.attempt.rescue import clear
 from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import CheckpointError, Patience
 from laststep.checkpoint.store import START_S, Manifest, recover
@@ -31,14 +39,13 @@ from laststep.compat import compiler
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, DiskError
 from laststep.observe.progress import StartupTimer
-from laststep.ranks import run_lock
-from laststep.ranks.bad_node import BadNode, blamed_host
-from laststep.ranks.fresh_view import look_anew
+from laststep.ranks import disk
+from laststep.ranks.disk import look_anew
 from laststep.ranks.interpreter_watch import InterpreterWatch
 from laststep.ranks.launchers import restarts_in_place
-from laststep.ranks.signals import Signals
+from laststep.ranks.process import Signals
 from laststep.ranks.slurm import kill_wait_s
-from laststep.ranks.watchdog import Fault, Probes, Retry, Watchdog
+from laststep.ranks.watchdog import BadNode, Fault, Probes, Retry, Watchdog, blamed_host
 from laststep.ranks.world import DeviceConflict, MeetingError, World
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.attempts import begin_attempt, find_record, never_began, recorded_step
@@ -166,7 +173,7 @@ class Attempt:
         """
         state = self._state
         patience = Patience(START_S, say)
-        run_lock.acquire(self._run_dir.lock, state.world, Predecessor(self._run_dir, state.world))
+        disk.acquire_run_lock(self._run_dir.lock, state.world, Predecessor(self._run_dir, state.world))
         look_anew(self._run_dir.path)  # the attempt before may have ended on another host, a second ago
         state.store.look_anew()
         if patience.insist(lambda: never_began(self._run_dir, state.world, restarts_in_place(os.environ))):
@@ -282,7 +289,7 @@ class Attempt:
 
         Returns the record of the attempt.
         """
-        from laststep.ranks.peer_loss import is_peer_loss  # imports torch
+        from laststep.ranks.group import is_peer_loss  # imports torch
 
         printed_in_main = isinstance(error, ConfigError) and user_error.main_is_ours
         self._end_by_fault.main_thread_failed()

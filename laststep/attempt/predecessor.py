@@ -13,17 +13,22 @@ What is known of them:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
+from typing import NamedTuple
 
-from laststep.attempt.rescue_files import leader_file
-from laststep.ranks.fresh_view import look_anew
-from laststep.ranks.patience import Patience
+from laststep.attempt.rescue import leader_file
+from laststep.checkpoint.files import CheckpointError
+from laststep.checkpoint.store import CheckpointStore
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.ranks.disk import LOCK_START_S, Before, Patience, look_anew
 from laststep.ranks.process import is_running
-from laststep.ranks.run_lock import START_S, Before
 from laststep.ranks.slurm import NEVER, UNENDED, SlurmError, UnknownJob, is_job_id, show_other_job, unix_time
 from laststep.ranks.world import World, hostname
-from laststep.records.attempt_record import OpenAttempt, read_attempts, record_start
+from laststep.records.attempt_record import OpenAttempt, read_attempts, read_ended_attempts, record_start
+from laststep.records.plan import read_plan
 from laststep.rundir import RunDir
 from laststep.say import say
 
@@ -39,7 +44,7 @@ CLOCKS_S = 120.0  # by which the clocks of a node and of the controller may diff
 class Predecessor(Before):
     """What the run folder and Slurm say about the attempt that has signed the lock."""
 
-    def __init__(self, run: RunDir, world: World, patience_s: float = START_S) -> None:
+    def __init__(self, run: RunDir, world: World, patience_s: float = LOCK_START_S) -> None:
         """`patience_s`: how long to wait for a disk that does not show attempt.json; then OSError is raised."""
         self._run, self._world, self._patience_s = run, world, patience_s
         self._seen_at = time.monotonic()
@@ -130,3 +135,25 @@ def _lives_on_slurm(record: OpenAttempt) -> bool | None:
     if record["start"] + CLOCKS_S < unix_time(job.get("StartTime", "")) < NEVER:
         return False  # another job has the id now
     return job.get("JobState") in (*UNENDED, "COMPLETING")
+
+
+class Finish(NamedTuple):
+    """The end of a run."""
+
+    step: int
+    total_steps: int
+    metrics: dict[str, float]  # those of its last epoch
+
+
+def finish_of(run: RunDir, config: Config) -> Finish | None:
+    """The end of the run if it has come to it; None if it has not, if this configuration ends later, or in doubt."""
+    ended = read_ended_attempts(run.attempts)
+    if not ended or ended[-1]["reason"] != "finished" or run.attempt_now.exists():
+        return None
+    step, plan = ended[-1]["end_step"], read_plan(run.plan)
+    with contextlib.suppress(CheckpointError, ConfigError):
+        manifest = CheckpointStore(run.checkpoints).manifest(step)
+        trained = Config.parse(manifest.config).train
+        if (trained.epochs, trained.max_steps) == (config.train.epochs, config.train.max_steps):
+            return Finish(step, plan["total_steps"] if plan else step, manifest.metrics)
+    return None

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -33,14 +34,22 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from laststep.attempt.rescue_files import gone_file, leader_file, survivor_file
-from laststep.attempt.rescue_plan import is_behind, next_plan
-from laststep.attempt.rescue_records import Board, Holding, Part, Plan, Survivor
-from laststep.attempt.rescue_roll import ALONE_S, SILENT_S, Roll
+from laststep.attempt.rescue_plan import (
+    ALONE_S,
+    SILENT_S,
+    Board,
+    Holding,
+    Part,
+    Plan,
+    Roll,
+    Survivor,
+    is_behind,
+    next_plan,
+)
 from laststep.ranks.process import start_thread
 from laststep.ranks.seal import Seal
-from laststep.ranks.shard_place import Gathered
 from laststep.ranks.watchdog import Fault
+from laststep.ranks.world import Gathered
 from laststep.rundir import aside
 from laststep.say import say
 
@@ -304,3 +313,61 @@ def read_fields(path: Path, seal: Seal) -> dict[str, Any] | None:
 
 def _key(path: Path) -> str:
     return f"rescue/{path.name}"
+
+
+def survivor_file(folder: Path, rank: int) -> Path:
+    """The file with which a rank takes part in the rescue."""
+    return folder / f"rank_{rank}.json"
+
+
+GONE = "gone_"
+
+
+def leader_file(folder: Path, term: int) -> Path:
+    """The file of the leader of a term, from 0."""
+    return folder / f"leader_{term}.json"
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether any rank has begun its end by fault, and so given up on the others."""
+    return leader_file(folder, 0).exists()
+
+
+def gone_file(folder: Path, rank: int) -> Path:
+    """A rank's supervisor writes the rank's exit status there, the negative number of the signal that killed it."""
+    return folder / f"{GONE}{rank}"
+
+
+def exit_status(folder: Path, rank: int) -> int | None:
+    """What the rank's supervisor has written there; None if the rank lives, as far as this host sees."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(gone_file(folder, rank).read_text())
+    return None
+
+
+def exiting_file(folder: Path, rank: int) -> Path:
+    """Exists if the rank's supervisor sees its process end, which takes long: it has much memory to give back."""
+    return folder / f"exiting_{rank}"
+
+
+def is_ending(folder: Path, rank: int) -> bool:
+    """Whether a rank that is not gone will be soon: it lived when the rescue began, or is being torn down."""
+    return survivor_file(folder, rank).exists() or exiting_file(folder, rank).exists()
+
+
+def silent_file(folder: Path) -> Path:
+    """Exists if a rank gave no sign of life."""
+    return folder / "silent"
+
+
+def clear(rescues: Path, attempt: str) -> None:
+    """Remove what earlier rescues have left, as this attempt begins. A rank of it may have died already: what its
+    supervisor says of that stays. Raises OSError if files of this attempt's name may be left."""
+    with contextlib.suppress(OSError):  # no attempt looks into the folder of another
+        for folder in rescues.iterdir():
+            if folder.name != attempt:
+                shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        for file in (rescues / attempt).iterdir():
+            if not file.name.startswith(GONE):
+                file.unlink(missing_ok=True)

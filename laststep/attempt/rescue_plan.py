@@ -1,19 +1,328 @@
 """What the leader of a rescue decides: which survivors write which part of the last finished step, and who commits it.
 
-The newest place is saved at which the survivors hold every shard. Those that hold a shard share its bytes. Survivors
-may be one step apart, so that they hold no step as a whole; those behind then do the update of the newest step, if that
-completes it. Nothing here touches a file or a clock, as in laststep.attempt.rescue_roll.
+A state consists of shards: one that is not sharded is a single shard, of which each rank has a replica. A survivor may
+hold several shards, and one shard of several steps: what it trains with, and copies in host memory. The newest place is
+saved at which the survivors hold every shard. Those that hold a shard share its bytes. Survivors may be one step apart,
+so that they hold no step as a whole; those behind then do the update of the newest step, if that completes it.
+
+First what the files of a rescue say (`Survivor`, `Plan`, `Board`), then the survivors as the leader sees them (`Roll`),
+then the decision (`next_plan`). Nothing here touches a file or a clock. Time is counted in rounds of the leader, so a
+process that was suspended does not make a rank look dead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from laststep.attempt.rescue_records import Holding, Part, Place, Plan
-from laststep.attempt.rescue_roll import Roll
-from laststep.checkpoint.pack import Stripe, stripe_count
+from laststep.checkpoint.files import Stripe, stripe_count
+from laststep.ranks.watchdog import Fault
+from laststep.ranks.world import Gathered
+
+Place = tuple[int, int, bool, bool]  # see `Position.place`
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A shard of a state that a survivor can write. It has at most one with this place and shard."""
+
+    place: Place
+    bytes: int  # of the shard
+    saved: bool  # whether there is a checkpoint of this state
+    savable: bool = True  # whether the ranks that hold the shards have all of the state
+    shard: int = 0
+    shards: int = 1  # that the state consists of
+    commits: bool = True  # whether this rank can also write what is no part of a shard, and so commit
+    advances: bool = False  # whether this rank can do the update after it, given what others have gathered
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """A surviving rank, as it describes itself."""
+
+    rank: int
+    began_step: bool = False  # in this attempt: only then can a step be lost
+    failure: Fault | None = None  # this rank's own, if it had one
+    beat: int = 0
+    progress: int = 0  # counts what it has done, to the chunk
+    frozen: bool = False  # whether it knows what it holds
+    holdings: tuple[Holding, ...] = ()
+    gathered: Gathered | None = None  # by all ranks, at the end of the last step of which it knows that
+    silence: str = ""  # why its device cannot be read; the holdings are those in host memory
+    unable: str | None = None  # why it could not save its state
+    generation: str = ""  # of the plan that `written` and `acted` belong to
+    written: dict[str, Any] = field(default_factory=dict)  # the manifest's entry of each part that it wrote, by file
+    acted: bool = False  # it has committed and recorded, as the plan asked
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Survivor:
+        """The survivor with these fields, as `dataclasses.asdict` made them. Raises TypeError or KeyError."""
+        holdings = tuple(Holding(**{**one, "place": tuple(one["place"])}) for one in fields["holdings"])
+        failure, gathered = fields["failure"] and Fault(**fields["failure"]), _gathered(fields)
+        return cls(**{**fields, "failure": failure, "holdings": holdings, "gathered": gathered})
+
+    def can_advance(self, gathered: Gathered) -> bool:
+        """Whether it holds the state before this step, and can do the step's update."""
+        return self.unable is None and any(_is_before(holding, gathered) for holding in self.holdings)
+
+    def advanced(self, gathered: Gathered) -> Survivor:
+        """What it will be once it has done that."""
+        if not self.can_advance(gathered):
+            return self
+        holdings = (
+            replace(one, place=(gathered.step, *one.place[1:])) if _is_before(one, gathered) else one
+            for one in self.holdings
+        )
+        return replace(self, holdings=tuple(holdings))
+
+
+def _is_before(holding: Holding, gathered: Gathered) -> bool:
+    return holding.advances and holding.place[0] == gathered.step - 1
+
+
+def _gathered(fields: Mapping[str, Any]) -> Gathered | None:
+    if (found := fields["gathered"]) is None:
+        return None
+    step, values = found
+    return Gathered(step, tuple(values))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stripe of a shard of the state, and the rank that writes it."""
+
+    shard: int
+    number: int
+    of: int
+    rank: int
+
+    @property
+    def stripe(self) -> Stripe:
+        """The bytes of the shard that it covers."""
+        return Stripe(self.number, self.of)
+
+    @property
+    def file(self) -> str:
+        """The name of its file until the commit. No two ranks write to one file."""
+        return f"shard_{self.shard}-part_{self.number}-of-{self.of}-by-{self.rank}.bin"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who does what. A plan with another `generation` has nothing in common with the one before it, not even files."""
+
+    generation: str
+    actor: int  # the rank that commits and records the end; the lowest of those that can
+    place: Place | None  # of the state to save; None: the survivors do not hold all of any
+    parts: tuple[Part, ...] = ()  # by shard, in the order of their bytes; empty if the state is saved or not savable
+    gathered: Gathered | None = None  # nothing is saved yet: those that hold the step before do this update
+    act: bool = False  # everything is written, and nobody is waited for: the actor acts
+    written: dict[str, Any] = field(default_factory=dict)  # with `act`: the manifest's entry of each part, by file
+    present: tuple[int, ...] = ()  # with `act`: the ranks that signed in
+    failures: tuple[Fault, ...] = ()  # with `act`: theirs
+    done_step: int = -1  # with `act`: the last step that is done, as far as they know
+    lost_shards: tuple[int, ...] = ()  # with `act`: the shards of that step that no survivor can write
+    silences: tuple[tuple[int, str], ...] = ()  # with `act`: the ranks whose device cannot be read, and why
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Plan:
+        """The plan with these fields, as `dataclasses.asdict` made them. Raises TypeError or KeyError."""
+        return cls(
+            **{
+                **fields,
+                "place": fields["place"] and tuple(fields["place"]),
+                "parts": tuple(Part(**part) for part in fields["parts"]),
+                "gathered": _gathered(fields),
+                "present": tuple(fields["present"]),
+                "failures": tuple(Fault(**failure) for failure in fields["failures"]),
+                "lost_shards": tuple(fields["lost_shards"]),
+                "silences": tuple((rank, why) for rank, why in fields["silences"]),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Board:
+    """What a leader publishes."""
+
+    leader: int
+    beat: int = 0
+    progress: int = 0  # of all survivors together
+    plan: Plan | None = None
+    over: bool = False  # the end is recorded, and there is nothing left to save
+
+
+# Ranks that have not signed in are waited for this long after the last one that did, before anything is committed: they
+# may be a step ahead. All survivors notice a fault within half a second.
+GATHER_S = 1.5
+# The same while steps depend on the ranks that are missing: the survivors do not hold all of the newest state. So long
+# a wait is measured in seconds: on a busy machine a round may take ten times as long as it should, and SIGKILL nears.
+ALONE_S = 15.0
+LONGEST_ROUND_S = 1.0  # a round that takes longer counts as this much: the process may have been suspended
+# Writing begins this long after the last rank has said what it holds.
+SETTLE_S = 0.3
+# A survivor whose heartbeat stands still for this long counts as dead; if it comes back, it takes part again.
+SILENT_S = 5.0
+# A survivor that is alive but gets nothing done for this long, because its disk hangs, is given up. One whose device
+# does not answer says so itself, much earlier.
+STUCK_S = 30.0
+
+Held = dict[Place, dict[int, list[int]]]
+
+
+class Roll:
+    """The survivors, as the leader has seen them in its rounds."""
+
+    def __init__(self, size: int, round_s: float) -> None:
+        self.size = size
+        self.found: dict[int, Survivor] = {}
+        self.gone: set[int] = set()  # ranks whose process has ended
+        self._round_s = round_s
+        self._silent: dict[int, int] = {}  # rounds without a new heartbeat
+        self._idle: dict[int, int] = {}  # rounds in which it should have done something
+        self._unjoined = self._unannounced = 0  # rounds since the last rank signed in, or said what it holds
+        self._unjoined_s = 0.0  # the same in seconds
+
+    def observe(self, survivors: Iterable[Survivor], plan: Plan | None, passed_s: float = 0.0) -> None:
+        """One round: the survivors whose files could be read, while this plan is in force. `passed_s`: how long the
+        round took."""
+        before, self.found = self.found, {**self.found, **{one.rank: one for one in survivors}}
+        joined = announced = False
+        for rank, one in self.found.items():
+            old = before.get(rank)
+            joined |= old is None
+            announced |= one.frozen and not (old and old.frozen)
+            self._silent[rank] = self._silent[rank] + 1 if old and old.beat == one.beat else 0
+            if old is None or replace(old, beat=one.beat) != one:
+                self._idle[rank] = 0
+            elif _has_work(one, plan):  # a rank that was given up stays so until it does something
+                self._idle[rank] += 1
+        self._unjoined = 0 if joined else self._unjoined + 1
+        self._unjoined_s = 0.0 if joined else self._unjoined_s + min(max(passed_s, self._round_s), LONGEST_ROUND_S)
+        self._unannounced = 0 if joined or announced else self._unannounced + 1
+
+    @property
+    def shards(self) -> int:
+        """Of how many shards the state consists."""
+        return max((holding.shards for one in self.found.values() for holding in one.holdings), default=1)
+
+    @property
+    def alive(self) -> list[Survivor]:
+        """Those whose heart beats, the lowest rank first."""
+        return [self.found[rank] for rank in sorted(self.found) if self._silent[rank] * self._round_s < SILENT_S]
+
+    @property
+    def able(self) -> list[Survivor]:
+        """Those of them that get something done."""
+        return [one for one in self.alive if not self._is_stuck(one.rank)]
+
+    def held(self) -> Held:
+        """Which of them can write which shard of the state at which place; the lowest rank first."""
+        return _held(self.able)
+
+    def committers(self, place: Place) -> list[int]:
+        """Which of them can commit the state at this place; the lowest rank first."""
+        return _committers(self.able, place)
+
+    @property
+    def best(self) -> Place | None:
+        """The newest place of which all shards are held."""
+        return self._best(self.able)
+
+    def to_advance(self) -> Gathered | None:
+        """What those that are one step behind need to do its update, if that completes the newest step. None where the
+        step before can be saved as it is: no step that all ranks have done is lost then, and no update can fail."""
+        gathered = max((one.gathered for one in self.found.values() if one.gathered), default=None)
+        if gathered is None:
+            return None
+        best, able = self.best, self.able
+        if best is not None and best[0] >= gathered.step - 1:
+            return None
+        best = self._best([one.advanced(gathered) for one in able])
+        return gathered if best is not None and best[0] == gathered.step else None
+
+    def _best(self, able: Sequence[Survivor]) -> Place | None:
+        count = self.shards
+        whole = (p for p, shards in _held(able).items() if len(shards) == count and _committers(able, p))
+        return max(whole, default=None)
+
+    @property
+    def all_frozen(self) -> bool:
+        """Whether each survivor has said what it holds, as far as it ever will."""
+        return all(one.frozen or self._is_stuck(one.rank) for one in self.alive)
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether writing should begin with the holders known so far."""
+        everybody = self.all_frozen and self._is_complete
+        return everybody or self._unannounced * self._round_s >= SETTLE_S
+
+    def has_gathered(self, place: Place | None) -> bool:
+        """Whether nobody is waited for any more, neither survivors that freeze nor ranks that did not sign in, when the
+        state at this place can be saved."""
+        if not self.all_frozen:
+            return False
+        newest = max(self.held(), default=None)
+        # A step that not even the survivors have all done is none of these: SIGKILL may be nearer than the wait for it.
+        steps_at_stake = place is None or (newest is not None and min(newest[0], self.done_step) > place[0])
+        if steps_at_stake and any(one.began_step for one in self.found.values()):
+            return self._is_complete or self._unjoined_s >= ALONE_S
+        return self._is_complete or self._unjoined * self._round_s >= GATHER_S
+
+    @property
+    def done_step(self) -> int:
+        """The last step that all ranks have done, as far as the survivors know; -1 if they hold nothing.
+
+        Ranks are at most one step apart. So a shard of which there is only an older copy has come further than that.
+        """
+        steps: dict[int, int] = {}
+        for one in self.found.values():
+            for holding in one.holdings:
+                steps[holding.shard] = max(steps.get(holding.shard, -1), holding.place[0])
+        newest = max(steps.values(), default=-1)
+        return min((step for step in steps.values() if step >= newest - 1), default=-1)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether no rank is left that could still sign in."""
+        return not self.unseen
+
+    @property
+    def unseen(self) -> set[int]:
+        """The ranks that may live, but have not signed in."""
+        return set(range(self.size)) - self.found.keys() - self.gone
+
+    def _is_stuck(self, rank: int) -> bool:
+        return self._idle[rank] * self._round_s >= STUCK_S
+
+
+def _held(able: Iterable[Survivor]) -> Held:
+    held: Held = {}
+    for one in able:
+        for holding in one.holdings if one.unable is None else ():
+            held.setdefault(holding.place, {}).setdefault(holding.shard, []).append(one.rank)
+    return held
+
+
+def _committers(able: Iterable[Survivor], place: Place) -> list[int]:
+    return [
+        one.rank
+        for one in able
+        if one.unable is None and any(holding.place == place and holding.commits for holding in one.holdings)
+    ]
+
+
+def _has_work(one: Survivor, plan: Plan | None) -> bool:
+    """Whether the rescue waits for this survivor to do something."""
+    if plan is None or not one.frozen:
+        return not one.frozen
+    if plan.gathered is not None:
+        return one.can_advance(plan.gathered)
+    if plan.act:
+        return plan.actor == one.rank
+    written = one.written if one.generation == plan.generation else {}
+    return any(part.rank == one.rank and part.file not in written for part in plan.parts)
 
 
 def next_plan(plan: Plan | None, roll: Roll, new_generation: Callable[[], str]) -> Plan | None:

@@ -22,12 +22,9 @@ from laststep.loops.task_loop import TaskLoop
 from laststep.observe.progress import StartupTimer
 from laststep.ranks import nccl
 from laststep.ranks.device import is_deterministic
-from laststep.ranks.exported import export_world, free_port
-from laststep.ranks.group import Group
-from laststep.ranks.join import join
-from laststep.ranks.launchers import WORKING_FOLDER
-from laststep.ranks.lent_group import lend_group
-from laststep.ranks.patience import Patience
+from laststep.ranks.disk import Patience
+from laststep.ranks.group import Group, join, lend_group
+from laststep.ranks.launchers import WORKING_FOLDER, export_world, free_port
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Fault, Watchdog
 from laststep.records.attempts import lower_start_step, raise_kept_step

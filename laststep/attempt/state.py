@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
-from laststep.ranks.signals import Signals
+from laststep.ranks.process import Signals
 from laststep.ranks.world import World
 from laststep.rundir import RunDir
 

@@ -26,11 +26,10 @@ from laststep.config.errors import DiskError
 from laststep.config.ranking import Ranking
 from laststep.config.schema import Checkpoint
 from laststep.observe.progress import Progress
-from laststep.ranks.group import Group
-from laststep.ranks.peer_loss import PeerLost
-from laststep.ranks.run_time import run_time
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.group import Group, PeerLost
+from laststep.ranks.process import run_time
 from laststep.ranks.watchdog import Watchdog
+from laststep.ranks.world import ShardPlace
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.metrics import MetricsFile
 from laststep.rundir import RunDir

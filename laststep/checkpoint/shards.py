@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from laststep.ranks.shard_place import shard_rows
+from laststep.ranks.world import shard_rows
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

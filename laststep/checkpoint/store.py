@@ -52,7 +52,7 @@ from laststep.checkpoint.files import (
 )
 from laststep.config.errors import DiskError
 from laststep.config.ranking import Ranking
-from laststep.ranks.fresh_view import MARK, look_anew
+from laststep.ranks.disk import MARK, look_anew
 from laststep.records.attempts import recorded_step
 from laststep.rundir import RunDir
 
@@ -101,7 +101,7 @@ class CheckpointStore:
             raise DiskError(f"{self.folder}: cannot be listed: {error.strerror or error}") from error
 
     def look_anew(self) -> None:
-        """See what other hosts have committed, see `laststep.ranks.fresh_view`."""
+        """See what other hosts have committed, see `laststep.ranks.disk`."""
         look_anew(self.folder)
 
     # Writing

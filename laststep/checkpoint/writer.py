@@ -49,9 +49,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laststep.checkpoint.files import NO_PATIENCE, CheckpointError, FileEntry, Patience, StateChanged
+from laststep.checkpoint.files import (
+    NO_PATIENCE,
+    CheckpointError,
+    FileEntry,
+    Patience,
+    StateChanged,
+    Stripe,
+    own_stripe,
+    stripe_count,
+)
 from laststep.checkpoint.opaque import Share
-from laststep.checkpoint.pack import WHOLE, Layout, Packed, Stripe, own_stripe, serialized_structure, stripe_count
+from laststep.checkpoint.pack import WHOLE, Layout, Packed, serialized_structure
 from laststep.checkpoint.store import (
     BY_LOSS,
     FORMAT,
@@ -64,8 +73,8 @@ from laststep.checkpoint.store import (
     syncs_names,
 )
 from laststep.config.ranking import Ranking
-from laststep.ranks.sealed_store import with_prefix
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.store import with_prefix
+from laststep.ranks.world import ShardPlace
 
 # Bytes hashed and written at a time. `close` can interrupt a write after each of them, and a `FrozenState` needs a
 # buffer of this size instead of one as large as the state.

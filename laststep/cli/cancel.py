@@ -14,7 +14,7 @@ from laststep import say
 from laststep.cli.parsers import NO_RUN, Parser, add_runs, add_sweep, split
 from laststep.config.errors import ConfigError
 from laststep.observe.progress import duration
-from laststep.ranks import run_lock
+from laststep.ranks import disk
 from laststep.ranks.process import is_here, lives_here
 from laststep.ranks.slurm import SlurmError, command, is_job_id
 from laststep.records.submissions import read_submissions
@@ -47,13 +47,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(NO_RUN)
     runs = run_folders.find_runs(names, run_folders.runs_root(overrides), args.sweep)
     try:
-        return _stop_all(runs, StatusReader(POLL_S))
+        return stop_all(runs, StatusReader(POLL_S))
     except KeyboardInterrupt:
         print("\nstill stopping" if len(runs) > 1 else f"\n{runs[0].name}: still stopping", file=sys.stderr)
         return 130
 
 
-def _stop_all(runs: list[RunDir], reader: StatusReader) -> int:
+def stop_all(runs: list[RunDir], reader: StatusReader) -> int:
     """Request each stop until its run has ended; returns 1 if one of them cannot be stopped, else 0."""
     failed = 0
     stops: dict[str, _Stop] = {}
@@ -166,7 +166,7 @@ class _Stop:
 
 def _request_local_stop(run: RunDir, job_id: str) -> None:
     """Signal the launcher, whose pid is part of the job id. Raises SlurmError when it is elsewhere."""
-    host = (run_lock.current_holder(run.lock) or "").rpartition(" on ")[2]
+    host = (disk.lock_holder(run.lock) or "").rpartition(" on ")[2]
     if host and host != socket.gethostname():
         raise SlurmError(f"it runs with --local on {host}; cancel it there")
     pid = int(job_id.rpartition("-")[2])

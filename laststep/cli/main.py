@@ -37,7 +37,9 @@ def main(words: Sequence[str]) -> int:
         if verb not in VERBS:
             if words and words[0] in VERBS:
                 raise ConfigError(f"{verb}: no such verb; the verb comes first: `{command(f'{words[0]} {verb}')}`")
-            raise ConfigError(f"{verb}: no such verb; {nearest(verb, list(VERBS))}")
+            if not _is_run(verb, words):
+                raise ConfigError(f"{verb}: no such verb, and no such run; {nearest(verb, list(VERBS))}")
+            verb, words = "status", [verb, *words]  # `laststep RUN` shows that run
         return VERBS[verb].run(words)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -57,6 +59,17 @@ def main(words: Sequence[str]) -> int:
     except BrokenPipeError:  # `launch.py logs RUN | head` is no error; the flush at exit must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _is_run(name: str, words: Sequence[str]) -> bool:
+    """Whether a word that is no verb names a run."""
+    from laststep.runs import run_folders
+
+    try:
+        run_folders.find_run(name, run_folders.runs_root([word for word in words if word.startswith("launch.root=")]))
+    except ConfigError:
+        return False
+    return True
 
 
 def _in_project(words: Sequence[str]) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -64,9 +65,15 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
+@functools.cache
+def known_fields() -> dict[str, dataclasses.Field[Any]]:
+    """The field of each key, by its dotted name."""
+    return {key: field for key, field, _ in fields_of(Settings)}
+
+
 def assign(tree: Any, key: str, value: Any) -> None:
     """Set a dotted key of an OmegaConf tree. Raises ConfigError for a key or a value that does not fit the schema."""
-    known = {k: f for k, f, _ in fields_of(Settings)}
+    known = known_fields()
     given = f"{key}={'null' if value is None else value}"
     open_key = next((k for k, f in known.items() if f.type.startswith("dict") and key.startswith(k + ".")), None)
     if key not in known and open_key is None:
@@ -109,9 +116,8 @@ def escaped(value: Any) -> Any:
 
 def _type_of(key: str) -> str | None:
     """The type of a key, or of the dictionary that it is in; None for a key that does not exist."""
-    types = {name: field.type for name, field, _ in fields_of(Settings)}
-    found = next((types[name] for name in types if key == name or key.startswith(f"{name}.")), None)
-    return None if found is None else str(found)
+    fields = known_fields()
+    return next((str(fields[name].type) for name in fields if key == name or key.startswith(f"{name}.")), None)
 
 
 def _nearest_leaf(name: str, known: dict[str, Any]) -> str:

@@ -107,8 +107,8 @@ class Launch:
     )
     spare_nodes: int = setting(
         0,
-        "nodes that the job allocates beyond launch.nodes: after a fault one replaces a node that is dead or blamed, "
-        "without a requeue. launch.setup runs there too",
+        "nodes beyond launch.nodes: after a fault one replaces a node that is dead or blamed, without a requeue. "
+        "launch.setup runs there too",
         least=0,
     )
     gpus_per_node: int = setting(
@@ -119,7 +119,7 @@ class Launch:
     mem_gb: float | None = setting(None, "memory per node, in GB; null: the cluster's default", least=0)
     time_min: int = setting(
         60,
-        "time limit of one attempt: minutes, or H:M:S, D-H or D-H:M:S as for sbatch; a run may take many attempts",
+        "time limit of one attempt: minutes, or H:M:S, D-H or D-H:M:S as for sbatch",
         least=1,
     )
     partition: str | None = setting(None, "Slurm partition; null: the cluster's default")
@@ -130,8 +130,8 @@ class Launch:
     signal_delay_s: int = setting(90, "seconds before the time limit at which the run saves and is requeued", least=1)
     grace_s: int | None = setting(
         None,
-        "seconds that the cluster leaves between SIGTERM and SIGKILL; null: ask Slurm for its KillWait, or 30 without "
-        "an answer. Not used under --local, where nothing sends SIGKILL",
+        "seconds between SIGTERM and SIGKILL on this cluster (never under --local); null: Slurm's KillWait, or 30 "
+        "without an answer",
         least=1,
     )
     max_timeouts: int = setting(
@@ -139,21 +139,20 @@ class Launch:
     )
     max_restarts: int = setting(
         3,
-        "times that the ranks are started again in the same allocation after a crash, a hang or a loss, before the job "
-        "is requeued; counted anew once a new step is kept",
+        "times that the ranks start again in the same allocation after a crash, a hang or a loss, before the job is "
+        "requeued; counted anew once a new step is kept",
         least=0,
     )
     max_failures: int = setting(
         3,
-        "allocations of a job in which attempts may crash, hang, be lost, or do steps until the time limit, without "
-        "keeping a new step before it is no longer requeued",
+        "allocations of a job that may end without keeping a new step (after a crash, a hang, a loss, or steps "
+        "until the time limit) before it is no longer requeued",
         least=0,
     )
     exclude_after: int | None = setting(
         2,
-        "faults of a run that one node may be blamed for within a day (its rank was killed or stuck, its GPU failed) "
-        "before the run leaves it: at the next start of the ranks if enough nodes are left, and in any requeue and "
-        "resume; null: never",
+        "faults within a day that one node may be blamed for (its rank was killed or stuck, its GPU failed) before "
+        "the run leaves it; null: never",
         least=1,
     )
     hang_timeout_s: int = setting(600, "seconds that a rank waits for its peers before it ends the attempt", least=1)
@@ -164,14 +163,14 @@ class Launch:
     )
     backend: str = setting(
         "auto",
-        "backend of the ranks' collectives; auto: nccl on GPUs, gloo on CPUs. gloo runs on both, slowly on GPUs: use "
-        "it to find out whether NCCL is the problem",
+        "backend of the ranks' collectives; auto: nccl on GPUs, gloo on CPUs. gloo runs on GPUs too, slowly: to "
+        "find out whether NCCL is the problem",
         choices=("auto", "nccl", "gloo"),
     )
     preflight: bool = setting(
         True,
-        "check each node while its ranks start: GPUs (their errors with nvidia-ml-py installed, and a product of "
-        "matrices), memory, disks, clock. A node that fails is named and blamed, and the attempt is retried",
+        "check GPUs (their errors with nvidia-ml-py installed, and a product of matrices), memory, disks and clock "
+        "of each node as its ranks start. A node that fails is blamed, and the attempt is retried",
     )
     setup: list[str] = setting(
         [], "shell lines that run once on every node before the ranks start, e.g. 'module load cuda'"
@@ -187,8 +186,7 @@ class Launch:
     env: dict[str, str] = setting({}, "environment variables of the job, e.g. launch.env.NCCL_DEBUG=INFO")
     slurm: dict[str, Any] = setting(
         {},
-        "any other sbatch option, by its long name, e.g. launch.slurm.reservation=lab or launch.slurm.gres=gpu:a100:4; "
-        "null: not this option",
+        "any other sbatch option, by its long name, e.g. launch.slurm.gres=gpu:a100:4; null: not this option",
     )
 
     @property
@@ -261,9 +259,8 @@ class Model:
     args: dict[str, Any] = setting({}, "keyword arguments for the model's constructor, e.g. model.args.dropout=0.1")
     weights: str | None = setting(
         None,
-        "start from these weights: a .safetensors or .pt file, a run (its newest checkpoint; the averaged weights if "
-        "there are any), or torchvision's name for them, e.g. DEFAULT. The last layer stays as initialised if the "
-        "number of classes differs. null: start from random weights",
+        "start from these weights: a .safetensors or .pt file, a run (its newest checkpoint), or torchvision's name "
+        "for them, e.g. DEFAULT. null: start from random weights",
     )
 
 
@@ -295,15 +292,13 @@ class Data:
 class Optim:
     """The optimiser and its learning rate."""
 
-    name: str = setting(
-        "sgd", "optimiser: sgd, adamw, or any other class of torch.optim, such as Adam, NAdam or RMSprop, in any case"
-    )
+    name: str = setting("sgd", "optimiser: sgd, adamw, or any other class of torch.optim, such as NAdam, in any case")
     lr: float = setting(0.1, "peak learning rate", least=0)
     weight_decay: float = setting(0.0, "weight decay (coupled for sgd, decoupled for adamw)", least=0)
     decay_norms_and_biases: bool = setting(
         True,
-        "false: no weight decay for parameters of one dimension, which are biases and the parameters of normalisation "
-        "layers, nor for the embedding of task=language",
+        "false: no weight decay for parameters of one dimension (biases, normalisation layers), nor for the "
+        "embedding of task=language",
     )
     momentum: float = setting(0.9, "momentum, for sgd only; for others optim.args.momentum", least=0)
     args: dict[str, Any] = setting(
@@ -311,8 +306,8 @@ class Optim:
     )
     schedule: str = setting(
         "cosine",
-        "learning rate after the warm-up; cosine: falls to 0, step: divided by 10 after each third, constant: lr, wsd: "
-        "lr, and falls linearly to 0 at the end, see optim.decay_share",
+        "learning rate after the warm-up; cosine: falls to 0, step: divided by 10 after each third, constant: lr, "
+        "wsd: lr, then falls linearly to 0, see optim.decay_share",
         choices=("cosine", "step", "constant", "wsd"),
     )
     decay_share: float = setting(
@@ -321,8 +316,8 @@ class Optim:
     warmup_steps: int = setting(0, "steps of warm-up, in which the learning rate rises linearly from 0 to lr", least=0)
     clip_norm: float | None = setting(
         None,
-        "clip the gradient to this norm (over all parameters), and log its norm before as grad_norm; .inf: log it, and "
-        "do not clip; null: neither",
+        "clip the gradient to this norm (over all parameters), and log its norm before as grad_norm; .inf: only log "
+        "it; null: neither",
         least=0,
     )
 
@@ -331,48 +326,48 @@ class Optim:
 class Train:
     """How long to train, the batch size, and the arithmetic."""
 
-    epochs: int = setting(10, "passes over the training set (epochs)", least=1)
+    epochs: int = setting(10, "passes over the training set", least=1)
     max_steps: int | None = setting(
-        None, "end after this many steps, even if fewer than train.epochs epochs are done; null: no limit", least=1
+        None, "end after this many steps, even if fewer than train.epochs are done; null: no limit", least=1
     )
     epoch_samples: int | None = setting(
         None,
-        "samples per epoch: the next epoch continues where this one ended within the pass over the training set. A "
-        "validation follows each epoch. null: an epoch is a pass",
+        "samples per epoch: the next epoch continues where this one ended within the pass over the training set. "
+        "null: an epoch is a pass",
         least=1,
     )
     batch_size: int = setting(
         64,
-        "samples per step over all ranks together (the global batch); it does not change with the number of ranks",
+        "samples per step over all ranks together (the global batch)",
         least=1,
     )
     accumulate: int = setting(1, "micro-batches per step and rank: less memory, the same global batch", least=1)
     shares: int | None = setting(
         None,
-        "always compute the global batch as this many shares, divided among the ranks: a run then ends with the same "
-        "bits on any number of ranks that is shares / 2^k, also if that number changes; a custom loop computes them in "
-        "a loop over run.shares(batch). null: one per rank",
+        "compute the global batch as this many shares, divided among the ranks: the run ends with the same bits on "
+        "any number of ranks that is shares / 2^k, also if it changes; a custom loop loops over run.shares(batch). "
+        "null: one per rank",
         least=1,
     )
     sharding: str = setting(
         "none",
-        "where the weights, their gradients and the state of the optimiser are. none: on every rank "
-        "(DistributedDataParallel). full: cut into as many shards as there are ranks (FSDP2), for models that do not "
-        "fit one GPU. hybrid: cut within each node, and each node has a copy",
+        "where weights, gradients and the optimiser's state are. none: on every rank (DistributedDataParallel). "
+        "full: cut into one shard per rank (FSDP2), for models that do not fit one GPU. hybrid: cut within each "
+        "node, and each node has a copy",
         choices=("none", "full", "hybrid"),
     )
     precision: str = setting(
         "fp32",
         "arithmetic of the forward and backward passes. tf32 (GPUs only): fp32, but products and convolutions round "
-        "their inputs to 10 bits of mantissa, which is several times as fast; fp32 never does. bf16, fp16: autocast",
+        "their inputs to 10 bits of mantissa, several times as fast. bf16, fp16: autocast",
         choices=("fp32", "tf32", "bf16", "fp16"),
     )
     compile: bool = setting(False, "compile the model with torch.compile")
     cuda_graphs: bool = setting(
         False,
-        "launch the kernels of the compiled model as CUDA graphs (torch.compile's mode reduce-overhead): for models so "
-        "small that launching them takes longer than running them; a Task that keeps what the model returns beyond a "
-        "step must clone it",
+        "run the compiled model as CUDA graphs (torch.compile's mode reduce-overhead), for models so small that "
+        "launching kernels takes longer than running them; a Task that keeps what the model returns beyond a step "
+        "must clone it",
     )
     channels_last: bool = setting(False, "store images as NHWC in memory; convolutions are faster on a GPU")
     ema_decay: float = setting(
@@ -386,19 +381,17 @@ class Train:
     deterministic: bool = setting(
         True,
         "use only deterministic kernels on GPUs, and NCCL's ring algorithm and simple protocol unless NCCL_ALGO and "
-        "NCCL_PROTO are set: a bit-exact resume on GPUs needs this. false: faster, but a resumed run's last bits may "
-        "differ. Without effect on CPUs",
+        "NCCL_PROTO are set. false: faster, but a resumed run's last bits may differ. Without effect on CPUs",
     )
     nonfinite: str = setting(
         "fail",
-        "what to do when a loss or gradient is NaN or infinite: end the run, or skip the step",
+        "when a loss or gradient is NaN or infinite: end the run, or skip the step",
         choices=("fail", "skip"),
     )
     rehearsal: bool = setting(
         True,
         "custom loops on three or more ranks: process each attempt's first batch twice and undo the first pass, so "
-        "that DistributedDataParallel adds gradients in the same order in every attempt. false: the last bits of a "
-        "resumed run may differ",
+        "that DistributedDataParallel always adds in the same order. false: a resumed run's last bits may differ",
     )
     log_every: int = setting(10, "steps between progress lines; metrics.jsonl always has every step", least=1)
 
@@ -410,8 +403,8 @@ class Checkpoint:
     every_steps: int | None = setting(None, "save every N steps; null: not by steps", least=1)
     every_minutes: float | int | str | None = setting(
         10.0,
-        "save every N minutes, at the next progress line; auto: choose the interval from the measured cost of a save "
-        "and how often the run fails; null: not by time",
+        "save every N minutes, at the next progress line; auto: by the measured cost of a save and how often the "
+        "run fails; null: not by time",
         least=0,
     )
     every_epochs: int | None = setting(1, "save after the validation of every N-th epoch; null: not by epochs", least=1)
@@ -423,18 +416,18 @@ class Checkpoint:
     best_by: str = setting(
         "val_loss",
         "the validation metric that ranks checkpoints, with :min or :max for which values are better, e.g. "
-        "val_accuracy:max; of a name with loss in it, the lowest",
+        "val_accuracy:max; with loss in its name, the lowest is best",
     )
     replicas: int = setting(
         0,
-        "copies of each rank's shard in the host memory of another node, 0 or 1, with train.sharding=full or in a "
-        "custom loop that shards its model: without one, a rank that dies costs the steps since the last save",
+        "copies of each rank's shard in another node's host memory, 0 or 1, with train.sharding=full or in a custom "
+        "loop that shards its model: without one, a rank that dies costs the steps since the last save",
         least=0,
     )
     replica_every_steps: int = setting(
         1,
-        "renew these copies every N steps. 1: a step ends when its copies are complete, so none is lost. More: the "
-        "copies travel beside the next steps, and a rank that dies costs up to N",
+        "renew these copies every N steps. 1: a step ends when its copies are complete, so none is lost. More: a "
+        "rank that dies costs up to N",
         least=1,
     )
 
@@ -454,7 +447,7 @@ class Settings:
     args: dict[str, Any] = setting(
         {},
         "settings of your own for your task, e.g. args.width=64: a custom loop reads run.args.width; task=language: "
-        "z_loss, the weight of the squared log of the softmax's sum, e.g. 1e-4",
+        "z_loss, the weight of the z-loss, e.g. 1e-4",
     )
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

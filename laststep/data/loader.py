@@ -21,7 +21,7 @@ from laststep import compat
 from laststep.config.errors import ConfigError
 from laststep.data.order import Indices, Order, seed_generators, seed_of
 from laststep.data.pixels import Images
-from laststep.ranks.signals import held_back, set_up_worker
+from laststep.ranks.process import held_back, set_up_worker
 
 VALIDATION = -1  # takes the place of the epoch: a validation sample is the same in every epoch
 # A data set in memory is copied to the GPU as a whole if it is no larger than this; batches are then indexed there.

@@ -18,7 +18,7 @@ from laststep.config.schema import Launch
 from laststep.doctor.slurm_settings import Problem, SlurmSettings, check_slurm
 from laststep.ranks.slurm import SlurmError
 from laststep.records.attempt_record import read_attempts
-from laststep.records.blame import times_blamed
+from laststep.records.retry import times_blamed
 from laststep.runs import run_folders
 from laststep.say import command, counted
 from laststep.submission.machine_checks import count_gpus

@@ -15,11 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laststep.attempt.preflight import Preflight, checks_of
+from laststep.attempt.preflight import Finding, Preflight, checks_of, product_error
 from laststep.config.config import Config
-from laststep.ranks.gpu_checks import product_error
 from laststep.ranks.launchers import detect_world
-from laststep.ranks.node_checks import Finding
 from laststep.ranks.world import World
 from laststep.rundir import RunDir
 
@@ -68,7 +66,7 @@ class Hello:
         sign_in(self.folder, world)
         preflight = Preflight(checks_of(self.config, world) if world.local_rank == 0 else [])
         # Imported after signing in: a rank whose import takes long, e.g. from a slow disk, has started all the same.
-        from laststep.ranks.join import join
+        from laststep.ranks.group import join
 
         group = join(self.config, world, RunDir(self.folder).meeting(world.attempt), timeout_s=0)
         group.connect(timeout_s=0)

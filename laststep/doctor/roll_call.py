@@ -18,7 +18,7 @@ from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.doctor.greeting import Greeting, Hello, signed_in
-from laststep.ranks.fresh_view import FreshView
+from laststep.ranks.disk import FreshView
 from laststep.ranks.slurm import SlurmError, command
 from laststep.rundir import RunDir
 from laststep.runs.queue import Queue

@@ -37,19 +37,17 @@ from typing import NamedTuple
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from laststep.attempt.finished import finish_of
-from laststep.attempt.predecessor import Predecessor
-from laststep.attempt.signal_cause import EARLY_S, comes_back, judge
+from laststep.attempt.grace import EARLY_S, comes_back, judge
+from laststep.attempt.predecessor import Predecessor, finish_of
 from laststep.checkpoint.store import COUNT_S, CheckpointStore, newest_step
 from laststep.config.checks import nodes_for
 from laststep.config.errors import DiskError
 from laststep.config.schema import Launch
 from laststep.job import nodes
-from laststep.ranks import run_lock
-from laststep.ranks.fresh_view import look_anew
+from laststep.ranks import disk
+from laststep.ranks.disk import Patience, look_anew
 from laststep.ranks.launchers import UNDECIDED, detect_world, restarts_in_place
-from laststep.ranks.patience import Patience
-from laststep.ranks.signals import SIGNALLED, STOP_SIGNALS
+from laststep.ranks.process import SIGNALLED, STOP_SIGNALS
 from laststep.ranks.slurm import (
     EXPEDITE,
     REPLACED,
@@ -71,13 +69,13 @@ from laststep.records.attempts import (
     begin_attempt,
     belongs_to,
     correct_lost_attempt,
+    count_in_steps,
     end_attempt,
     ended_attempts,
     record_abandoned_attempts,
     recorded_step,
 )
 from laststep.records.retry import FAILURES, Next, decide, why_not_requeued
-from laststep.records.step_restart import count_in_steps
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.say import command, counted, say
@@ -128,7 +126,7 @@ def _after_ranks(
     shares: int | None,
 ) -> bool:
     # A rank that survived srun does not begin meanwhile.
-    with run_lock.no_start(run.lock, Predecessor(run, world, run_lock.LOOK_S)) as holder:
+    with disk.no_start(run.lock, Predecessor(run, world, disk.LOCK_LOOK_S)) as holder:
         if _is_anothers(holder, world):
             say(f"not requeued: another attempt is at work on this run ({holder})")
             _end_for_good(world, launch)
@@ -170,14 +168,14 @@ def _after_ranks(
 
 def _is_anothers(holder: str | None, world: World) -> bool:
     """Whether the lock is held by another job."""
-    return holder is not None and not run_lock.belongs_to_job(holder, world)
+    return holder is not None and not disk.signed_by_job(holder, world)
 
 
 def _is_of_this_start(holder: str, world: World, earlier: Sequence[EndedAttempt]) -> bool:
     """Whether the holder of the lock is an attempt of this start of the ranks: not one of an earlier start of the job,
     nor one of the `earlier` ones in this allocation. A network file system may keep the lock of a dead node."""
     of_earlier = any(holder.startswith(f"{record_start(record)}, on ") for record in earlier)
-    return run_lock.belongs_to_start(holder, world) and not of_earlier
+    return disk.signed_by_start(holder, world) and not of_earlier
 
 
 def _requeue_unrecorded(run: RunDir, world: World, launch: Launch | None, error: OSError) -> None:
@@ -200,7 +198,7 @@ def _why_not_requeued_unrecorded(run: RunDir, world: World, launch: Launch) -> s
         of_start = [record for record in ended if belongs_to(record, world)]
         if of_start and not _should_continue(ended, of_start[-1], launch):
             return f"the attempt ended ({of_start[-1]['reason']})"
-    with suppress(OSError), run_lock.no_start(run.lock, Predecessor(run, world, 0.0)) as holder:
+    with suppress(OSError), disk.no_start(run.lock, Predecessor(run, world, 0.0)) as holder:
         if _is_anothers(holder, world):
             return f"another attempt is at work on this run ({holder})"
     job = _ask_slurm(world)

@@ -25,7 +25,7 @@ from laststep.ranks.slurm import (
 )
 from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import AttemptRecord, read_attempts
-from laststep.records.blame import excluded_nodes, times_blamed
+from laststep.records.retry import excluded_nodes, times_blamed
 from laststep.rundir import RunDir
 from laststep.say import counted, say
 

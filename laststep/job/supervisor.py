@@ -44,20 +44,27 @@ from typing import NoReturn, TypeVar
 from submitit import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 
-from laststep.attempt.finished import finish_of
-from laststep.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
-from laststep.attempt.rescue_files import exit_status, exiting_file, gone_file, has_begun, is_ending, silent_file
-from laststep.attempt.signal_cause import SHELL_KILLED, ending
+from laststep.attempt.grace import SHELL_KILLED, ending
+from laststep.attempt.predecessor import finish_of
+from laststep.attempt.rescue import (
+    ROUND_S_PER_RANK,
+    SHORTEST_ROUND_S,
+    exit_status,
+    exiting_file,
+    gone_file,
+    has_begun,
+    is_ending,
+    silent_file,
+)
 from laststep.compat.compiler import compile_each_shape
 from laststep.config.config import Config
 from laststep.job.after_ranks import after_ranks, starts_again_here
-from laststep.ranks.fresh_view import FreshView, look_anew
+from laststep.ranks.disk import FreshView, look_anew
 from laststep.ranks.launchers import STEP_RESTARTS, detect_world, restarts_in_place
-from laststep.ranks.signals import STOP_SIGNALS, die_with_parent, next_signal
+from laststep.ranks.process import STOP_SIGNALS, die_with_parent, next_signal
 from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import EndedAttempt
-from laststep.records.attempts import find_record
-from laststep.records.step_restart import read_answer, write_answer
+from laststep.records.attempts import find_record, read_answer, write_answer
 from laststep.rundir import RunDir, aside
 from laststep.runs import run_config
 from laststep.runs.unanswered import complete_in_job

@@ -26,8 +26,8 @@ from laststep.checkpoint.writer import CheckpointInfo, HostMemory, reusable_buff
 from laststep.config.errors import ConfigError
 from laststep.loops.readback import Measured
 from laststep.ranks.group import Group
-from laststep.ranks.replica_link import Copy, Place, ReplicaLink, keeper_of
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.replicas import Copy, Place, ReplicaLink, keeper_of
+from laststep.ranks.world import ShardPlace
 from laststep.say import say
 
 ARRIVES_S = 1.0  # how long a rescue waits for a copy that is on its way from a ward that lives

@@ -20,7 +20,7 @@ from laststep.config.errors import ConfigError
 from laststep.loops.digests import leaves_of
 from laststep.ranks.device import changed_numerics
 from laststep.ranks.group import Group
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -2,7 +2,7 @@
 
 The function makes the forward and backward passes of one share after another. Each share begins with the same buffers
 and has a seed of its own, its gradients are weighted by its part of the samples, and the sums of gradients and logged
-values follow the tree of `laststep.ranks.tree_sum`.
+values follow the tree of `laststep.ranks.group`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from laststep.loops import misuse
 from laststep.loops.logged import LoggedValues
 from laststep.loops.registered import Registered
 from laststep.loops.shares import PartialSums, shares_of
-from laststep.ranks.group import Group
-from laststep.ranks.tree_sum import TreeHook
+from laststep.ranks.group import Group, TreeHook
 
 
 class SharedBatch:

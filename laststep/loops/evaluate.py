@@ -10,7 +10,7 @@ from laststep.config.errors import ConfigError
 from laststep.loops.initial_weights import fit, start_from
 from laststep.loops.learner import Learner
 from laststep.loops.validation import Validation, make_loading, named, open_datasets
-from laststep.ranks.join import join
+from laststep.ranks.group import join
 from laststep.ranks.world import World, hostname
 from laststep.rundir import RunDir
 from laststep.task import find_task

@@ -17,9 +17,8 @@ from laststep.checkpoint.shards import shard_count
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, first_line
 from laststep.loops.blocks import repeated_blocks
-from laststep.ranks.group import Group
-from laststep.ranks.mesh import make_mesh
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.group import Group, make_mesh
+from laststep.ranks.world import ShardPlace
 from laststep.task import Task
 
 LEAST_SHARE = 0.01  # of the largest block: a smaller one is not worth a collective of its own

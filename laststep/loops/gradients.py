@@ -14,7 +14,7 @@ from laststep.config.config import Config
 from laststep.loops.replicated import Replicated
 from laststep.loops.shares import AddsShares
 from laststep.ranks.group import Group
-from laststep.ranks.shard_place import Gathered, ShardPlace
+from laststep.ranks.world import Gathered, ShardPlace
 
 
 class Gradients(Protocol):

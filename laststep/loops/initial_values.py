@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laststep.checkpoint.shards import local_of
 from laststep.loops.deferred_init import CannotDefer, Ref, Tape
-from laststep.ranks.shard_place import ShardPlace, shard_rows
+from laststep.ranks.world import ShardPlace, shard_rows
 from laststep.say import say
 
 Slot = tuple[nn.Module, str]  # a module, and the name of its parameter or buffer

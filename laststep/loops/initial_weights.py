@@ -18,7 +18,7 @@ from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.loops.buffers import bytes_of, is_dense
 from laststep.loops.learner import Learner
-from laststep.ranks.shard_place import shard_rows
+from laststep.ranks.world import shard_rows
 from laststep.tasks.models import is_weights_name, pretrained_weights
 
 SHOWN = 3  # names in a message

@@ -29,9 +29,9 @@ from laststep.data.order import Order
 from laststep.loops.held import HeldStep
 from laststep.loops.learner import HeldLearner, Learner
 from laststep.loops.ring import DEVICE_S, POLL_S, Ring
-from laststep.ranks.device_queue import DeviceQueue
-from laststep.ranks.run_time import run_time
-from laststep.ranks.shard_place import Gathered
+from laststep.ranks.device import DeviceQueue
+from laststep.ranks.process import run_time
+from laststep.ranks.world import Gathered
 
 UPDATE_S = 3 * DEVICE_S  # how long the launches may take, and then the device
 

@@ -23,7 +23,7 @@ from laststep.loops.shares import shares_of
 from laststep.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, take_made
 from laststep.optim.fast_step import FastStep
 from laststep.ranks.group import Group
-from laststep.ranks.shard_place import shard_place
+from laststep.ranks.world import shard_place
 from laststep.task import Task
 
 PRECISION = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

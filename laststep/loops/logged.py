@@ -12,8 +12,7 @@ from torch import Tensor
 
 from laststep.config.errors import ConfigError
 from laststep.loops.loop import finite
-from laststep.ranks.group import Group
-from laststep.ranks.tree_sum import tree_sum
+from laststep.ranks.group import Group, tree_sum
 
 MAX_NAMES = 32  # of a step's values: ranks broadcast a row with a place for each name, whether it is in use or not
 

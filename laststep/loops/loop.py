@@ -27,11 +27,11 @@ from laststep.observe.progress import Progress, StartupTimer
 from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
 from laststep.ranks.device import changed_numerics, describe_numerics
+from laststep.ranks.disk import Patience
 from laststep.ranks.group import Group
-from laststep.ranks.patience import Patience
-from laststep.ranks.shard_place import ShardPlace
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
+from laststep.ranks.world import ShardPlace
 from laststep.records.metrics import MetricsFile
 from laststep.rundir import RunDir
 

@@ -13,7 +13,7 @@ from laststep.data.order import seed_generators, seed_of
 from laststep.loops.average import Average
 from laststep.loops.blocks import checkpoint_activations, repeated_blocks
 from laststep.ranks.group import Group
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 from laststep.say import say
 from laststep.task import Task
 

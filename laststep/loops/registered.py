@@ -23,7 +23,7 @@ from laststep.loops.custom_sharding import check_sharded, is_sharded, likes_of, 
 from laststep.loops.held import HeldOptimizer, HeldState, addresses
 from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
 from laststep.ranks.group import Group
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 
 State = dict[str, Any]
 # Their state changes in the update of a step or after it, buffers excepted. All other objects may change earlier, so

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laststep.compat import tree_leaves, tree_map
-from laststep.ranks.peer_loss import is_peer_loss
+from laststep.ranks.group import is_peer_loss
 
 FAILED = (
     "the rehearsal failed: with three or more ranks, a custom loop's first batch goes through the model once more in "

@@ -19,9 +19,8 @@ from laststep.config.config import Config
 from laststep.config.schema import Train
 from laststep.loops.finite_check import FiniteCheck
 from laststep.loops.shares import AddsShares, ShareSum, shares_of
-from laststep.ranks.group import Group
-from laststep.ranks.shard_place import Gathered
-from laststep.ranks.tree_sum import TreeHook
+from laststep.ranks.group import Group, TreeHook
+from laststep.ranks.world import Gathered
 
 
 class Replicated:

@@ -22,9 +22,9 @@ from laststep.loops.copies import Copies
 from laststep.loops.held import HeldState, HeldStep
 from laststep.loops.readback import Measured, Readback
 from laststep.loops.ring import Ring
-from laststep.ranks.device_queue import open_queue
-from laststep.ranks.replica_link import Place
-from laststep.ranks.shard_place import Gathered, ShardPlace
+from laststep.ranks.device import open_queue
+from laststep.ranks.replicas import Place
+from laststep.ranks.world import Gathered, ShardPlace
 from laststep.records.metrics import MetricsFile
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from laststep.ranks.device_queue import DeviceQueue, is_due_to_capture
-from laststep.ranks.device_thread import DeviceSilent
-from laststep.ranks.run_time import run_time
+from laststep.ranks.device import DeviceQueue, is_due_to_capture
+from laststep.ranks.process import run_time
+from laststep.ranks.world import DeviceSilent
 
 SLOTS = 3
 DEVICE_S = 5.0  # how long a device may take to end an update that is queued

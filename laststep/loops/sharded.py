@@ -22,9 +22,8 @@ from laststep.loops.exact_square import ExactSquare
 from laststep.loops.rows import Rows
 from laststep.loops.shares import AddsShares, ShareSum, in_order
 from laststep.loops.turn_sums import turn_sums
-from laststep.ranks.group import Group
-from laststep.ranks.shard_place import Gathered, ShardPlace
-from laststep.ranks.tree_sum import tree_sum
+from laststep.ranks.group import Group, tree_sum
+from laststep.ranks.world import Gathered, ShardPlace
 
 # In these types the norm of finite gradients is finite, or the gradient is beyond any use.
 NORM_SUFFICES = (torch.float32, torch.float64, torch.bfloat16)

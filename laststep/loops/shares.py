@@ -47,7 +47,7 @@ class AddsShares(Protocol):
 
 class PartialSums:
     """The sums of the gradients of a rank's shares, of which there are 2^k, in the binary tree of
-    `laststep.ranks.tree_sum`.
+    `laststep.ranks.group`.
 
     Autograd itself would add them one after another. So each parameter's gradient is taken out when a share has
     computed it. Like a binary counter, level i holds a sum of 2^i shares or nothing. The last share's gradient stays

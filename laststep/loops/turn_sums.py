@@ -1,4 +1,4 @@
-"""The sums of sharded gradients over the shares of `train.shares`, in the tree of `laststep.ranks.tree_sum`.
+"""The sums of sharded gradients over the shares of `train.shares`, in the tree of `laststep.ranks.group`.
 
 FSDP2 reduces the gradients of a block as soon as a backward pass is through with it, so that no rank ever holds a whole
 gradient. So the ranks add before a rank's shares are added, and the shares are dealt out accordingly, see
@@ -25,10 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.loops.shares import shares_of, team_of
-from laststep.ranks.group import Group
-from laststep.ranks.mesh import replica_group
-from laststep.ranks.shard_place import ShardPlace
-from laststep.ranks.tree_sum import BucketSum, tree_sum
+from laststep.ranks.group import BucketSum, Group, replica_group, tree_sum
+from laststep.ranks.world import ShardPlace
 
 UNEQUAL = (
     "train.shares, train.sharding: a parameter of the model has a gradient in some shares only; use all parameters in "

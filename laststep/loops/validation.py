@@ -16,8 +16,7 @@ from laststep.data.loader import LoaderFactory, ValidationBatchKeys
 from laststep.loops.learner import Learner
 from laststep.loops.loop import finite
 from laststep.loops.shares import in_order, shares_of
-from laststep.ranks.group import Group
-from laststep.ranks.tree_sum import tree_sum
+from laststep.ranks.group import Group, tree_sum
 from laststep.task import Task
 
 

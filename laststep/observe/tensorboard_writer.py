@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laststep.ranks.patience import NO_PATIENCE, Patience
+from laststep.ranks.disk import NO_PATIENCE, Patience
 from laststep.records.append_only import append
 from laststep.rundir import RunDir
 from laststep.say import say

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
+import os
+import re
+import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from laststep import compat
-from laststep.config.errors import first_line
-from laststep.ranks import nccl_graph
-from laststep.ranks.address import use_interface
-from laststep.ranks.alarm import alarm
-from laststep.ranks.device import SLICE
-from laststep.ranks.node_checks import skewed_clocks
+from laststep.compat import replace_default_timeouts, replace_group_functions
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError, first_line
+from laststep.ranks import nccl
+from laststep.ranks.device import SLICE, choose_backend, gpu_uuid, set_up_device
+from laststep.ranks.disk import Patience
+from laststep.ranks.process import alarm
 from laststep.ranks.seal import Seal
-from laststep.ranks.sealed_store import SealedStore
-from laststep.ranks.world import DeviceConflict, MeetingError, World
+from laststep.ranks.store import PUBLISH_S, SealedStore, connect_to_store, use_interface
+from laststep.ranks.world import DeviceConflict, MeetingError, ShardPlace, World, hostname
 from laststep.say import say
 
 # The nodes of one job start seconds apart, on a busy cluster up to a minute (a slow prolog, a cold file system). So the
@@ -37,6 +45,7 @@ SLOW_MEETING_S = 30.0  # after this a rank logs which ranks it is waiting for
 COLLECTIVE = timedelta(days=20)  # less than 32 bits of milliseconds
 # How long the ranks wait for each other in `Group.close`, when all the work is done.
 CLOSE_S = 10.0
+MOST_SKEW_S = 10.0  # between the clocks of two nodes
 
 
 class Registration(TypedDict):
@@ -78,7 +87,7 @@ class Group:
         self.address = address
         self._meeting_files = meeting_files
         self.skewed_clocks: list[str] = []  # on rank 0: one line for each host whose clock is wrong
-        self.nccl_graph: str | None = None  # along which NCCL adds, see laststep.ranks.nccl_graph; None: not known
+        self.nccl_graph: str | None = None  # along which NCCL adds, see laststep.ranks.nccl; None: not known
         self._barriers = 0
 
     def connect(self, timeout_s: float) -> None:
@@ -128,13 +137,13 @@ class Group:
 
     def _init_nccl(self, timeout: timedelta) -> None:
         """Set up collectives over NCCL, and learn along which graph it adds."""
-        with nccl_graph.noted() as own_part:
+        with nccl.noted() as own_part:
             self._init_process_group(timeout)
             self.gather(torch.zeros(1, device=self.device))  # torch may have made the communicator in the background
             own = own_part()
-        texts = self.gather(nccl_graph.to_tensor(own).to(self.device))
+        texts = self.gather(nccl.to_tensor(own).to(self.device))
         try:
-            self.nccl_graph = nccl_graph.combined([nccl_graph.from_tensor(text) for text in texts], self.world.nodes)
+            self.nccl_graph = nccl.combined([nccl.from_tensor(text) for text in texts], self.world.nodes)
         except ValueError as error:
             if self.world.rank == 0:
                 say(f"NCCL's graph is not recorded, so a resume over another one will not be noticed ({error})")
@@ -299,3 +308,342 @@ def meeting_timeout(timeout_s: float) -> timedelta:
 def registration_key(rank: int) -> str:
     """The key under which a rank registers."""
     return f"met/{rank}"
+
+
+def join(config: Config, world: World, address_file: Path, timeout_s: float) -> Group:
+    """The group that this rank now belongs to; call `Group.connect` next. Raises as `register_rank` does."""
+    device = set_up_device(config, world)
+    return register_rank(
+        world, device, choose_backend(config, device), address_file, timeout_s, config.launch.init_method
+    )
+
+
+def register_rank(
+    world: World,
+    device: torch.device,
+    backend: str,
+    address_file: Path,
+    timeout_s: float,
+    init_method: str | None = None,
+) -> Group:
+    """Connect to the store at which the ranks meet, and register this rank there. Does not wait for the other ranks:
+    `Group.connect` does. Collectives will run over `backend`, nccl or gloo.
+
+    As in `torch.distributed.init_process_group`, `init_method` says where rank 0 is found: `tcp://HOST:PORT`, `env://`
+    (MASTER_ADDR and MASTER_PORT), or `file://PATH`, a file in which rank 0 publishes the free port that it took and
+    every address of its host. The default is env:// where both variables are set, else file:// with `address_file`,
+    which belongs to this attempt alone. Beside it, and so on a disk that all ranks share, rank 0 leaves the secret of
+    the attempt's seal.
+
+    Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right, or when
+    another job or another process with the same rank is there.
+    """
+    if world.size == 1:
+        return Group(world, dist.HashStore(), device, backend)
+    _raise_open_files_limit()
+    _shorten_name_lookups()
+    seal, secret = Seal(), secret_file(address_file)
+    timeout = meeting_timeout(timeout_s)
+    if world.rank == 0:
+        Patience(PUBLISH_S, say).insist(lambda: seal.save(secret))
+    purpose = f"{address_file.parent.parent.name}, attempt {address_file.stem}, {world.size} ranks"
+    with log_if_slow(lambda: f"rank 0 on {world.host_of(0)}"):
+        met = connect_to_store(world, purpose, address_file, init_method, timeout)
+    me = Registration(
+        host=hostname(),
+        pid=str(os.getpid()),
+        device=device.type,
+        backend=backend,
+        gpu=gpu_uuid(device),
+        at=time.time(),
+        local_ip=met.local_ip,
+        rank_0_ip=met.rank_0_ip,
+    )
+    try:
+        if world.rank == 0:
+            met.store.set("purpose", purpose)
+            met.store.set("seal", seal.fingerprint)
+        if (other := met.store.get("purpose").decode()) != purpose:
+            raise ConfigError(
+                f"{world}: two jobs use {met.address}: this one ({purpose}) and another ({other}); give each its own "
+                "port, or none"
+            )
+        if world.rank:
+            seal = _load_seal(world, secret, met.store.get("seal").decode(), timeout)
+        mine, store = json.dumps(me), SealedStore(met.store, seal)
+        if (first := store.compare_set(registration_key(world.rank), "", mine).decode()) != mine:
+            places = " and ".join(f"process {one['pid']} on {one['host']}" for one in (json.loads(first), me))
+            raise ConfigError(
+                f"{world}: two processes claim rank {world.rank}: {places}; give each process its own rank"
+            )
+    except dist.DistError as error:
+        raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} is gone: {first_line(error)}") from error
+    files = [file for file in (secret, met.address_file) if file is not None and world.rank == 0]
+    return Group(world, met.store, device, backend, met.address, seal, files)
+
+
+def secret_file(address_file: Path) -> Path:
+    """Where rank 0 leaves the secret of the attempt's seal until all ranks have read it."""
+    return address_file.with_suffix(".key")
+
+
+def _load_seal(world: World, file: Path, fingerprint: str, timeout: timedelta) -> Seal:
+    """The seal that rank 0 has made. Raises MeetingError when this host does not see it in time."""
+    try:
+        seal = Seal.load(file, fingerprint, timeout, world.size)
+        why = "does this host see its disk, or was this rank started twice?"
+    except OSError as error:
+        seal, why = None, str(error.strerror)
+    if seal is None:
+        raise MeetingError(
+            f"{world}: rank 0 on {world.host_of(0)} left this attempt's secret in {file}, which {hostname()} did not "
+            f"find within {timeout.seconds} s: {why}"
+        )
+    return seal
+
+
+def _raise_open_files_limit() -> None:
+    """Allow as many open files as the system does.
+
+    Each rank costs rank 0 seven connections, and every other rank one of gloo's. A shell's usual limit of 1,024 would
+    be too low for 150 ranks.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _shorten_name_lookups() -> None:
+    """Limit each name server query to 1 s.
+
+    Torch's store looks up the name of each address that connects to it, in its only thread. A lost query would delay
+    all ranks by 5 s, a name server that is down by half a minute (resolv.conf(5)).
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
+
+def tree_sum(rows: Tensor) -> Tensor:
+    """The sum over the first dimension, in a fixed order; overwrites `rows`.
+
+    Neighbours are added pairwise as long as the number of rows is even, then the odd number that is left from left to
+    right. So 12 rows are 6 sums, then 3, and these are added one after another.
+    """
+    while len(rows) % 2 == 0:
+        rows = rows[0::2].add_(rows[1::2])
+    total = rows[0]
+    for row in rows[1:]:
+        total.add_(row)
+    return total
+
+
+class ScatteredSum:
+    """A sum over the ranks of a group under way, of which each rank gets one chunk. The first half of an all-reduce."""
+
+    def __init__(
+        self, flat: Tensor, size: int, received: Tensor | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Start it. `flat` has one dimension; its length is a multiple of `size`, the number of ranks. `received` is
+        memory of the same shape to use."""
+        self._received = torch.empty_like(flat) if received is None else received
+        self._size = size
+        self._work = dist.all_to_all_single(self._received, flat, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """This rank's chunk of the sum. With NCCL only the current stream waits."""
+        self._work.wait()
+        return tree_sum(self._received.view(self._size, -1))
+
+
+class BucketSum:
+    """The sum of one of DDP's buckets over the ranks of a group, in the bucket's own memory."""
+
+    def __init__(
+        self, buffer: Tensor, size: int, received: Tensor | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._buffer, self._group = buffer, group
+        missing = -len(buffer) % size
+        self._whole = torch.nn.functional.pad(buffer, (0, missing)) if missing else buffer
+        self._scattered = ScatteredSum(self._whole, size, received, group)
+        self._gathering: list[dist.Work] = []
+
+    def gather(self) -> None:
+        """The second half: start to collect the chunks."""
+        if self._gathering:
+            return
+        chunk, group = self._scattered.wait(), self._group
+        if self._whole.is_cuda:
+            self._gathering = [compat.all_gather_single(self._whole, chunk, group=group, async_op=True)]
+            return
+        chunks = self._whole.chunk(dist.get_world_size(group))
+        chunks[dist.get_rank(group)].copy_(chunk)
+        self._gathering = [
+            dist.broadcast(one, group=group, group_src=rank, async_op=True) for rank, one in enumerate(chunks)
+        ]
+
+    def wait(self) -> Tensor:
+        """The bucket with the sum in it."""
+        assert self._gathering
+        for work in self._gathering:
+            work.wait()
+        if self._whole is not self._buffer:
+            self._buffer.copy_(self._whole[: len(self._buffer)])
+        return self._buffer
+
+
+class TreeHook:
+    """DDP's communication hook: gives each bucket its sum over the ranks, not the mean.
+
+    DDP calls it for one bucket after another, in the same order on every rank, while the backward pass is under way. On
+    a GPU everything is queued on a stream beside it. On a CPU somebody has to wait between the two halves: the second
+    half of a bucket begins when the next bucket is ready.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size = size
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._under_way: list[tuple[BucketSum, Future[Tensor]]] = []
+        self.sums = 0  # how often all buckets have been summed
+        self._received: dict[int, Tensor] = {}  # by bucket, on a CPU: new memory costs as much time as the sum
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        """Have DDP call this from now on."""
+        ddp.register_comm_hook(None, lambda _, bucket: self._bucket_ready(bucket))  # DDP rejects annotations as text
+
+    def _bucket_ready(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        self.sums += bucket.is_last()
+        if self._stream is not None:
+            return self._queue(bucket.buffer(), self._stream)
+        started, future = BucketSum(bucket.buffer(), self._size, self._memory_for(bucket)), Future[Tensor]()
+        for earlier, _ in self._under_way:
+            earlier.gather()
+        self._under_way.append((started, future))
+        if bucket.is_last():
+            started.gather()
+            under_way, self._under_way = self._under_way, []
+            for each, its_future in under_way:
+                its_future.set_result(each.wait())
+        return future
+
+    def _memory_for(self, bucket: dist.GradBucket) -> Tensor:
+        buffer, known = bucket.buffer(), self._received.get(bucket.index())
+        length = -(-len(buffer) // self._size) * self._size
+        if known is None or len(known) != length or known.dtype != buffer.dtype:  # DDP changes its buckets once
+            known = self._received[bucket.index()] = buffer.new_empty(length)
+        return known
+
+    def _queue(self, buffer: Tensor, stream: torch.cuda.Stream) -> Future[Tensor]:
+        """Queue both halves on a GPU. DDP's wait for the result is a wait of its stream for this one."""
+        stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(stream):
+            started, future = BucketSum(buffer, self._size), Future[Tensor](devices=[buffer.device])
+            started.gather()
+            future.set_result(started.wait())
+        return future
+
+
+def make_mesh(place: ShardPlace, device: torch.device, adds_replicas: bool = True) -> DeviceMesh:
+    """The mesh of all ranks. One replica: of the dimension "shard". Several: of "replicate" and "shard"; unless FSDP2
+    `adds_replicas`, the mesh of this rank's replica alone.
+
+    A collective.
+    """
+    names = ("replicate", "shard")
+    if place.replicas == 1:
+        assert dist.group.WORLD is not None
+        return DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=names[1:])
+    shards = _group(place.ranks)
+    if not adds_replicas:
+        return DeviceMesh.from_group(shards, device.type, mesh_dim_names=names[1:])
+    groups = [replica_group(place), shards]
+    return DeviceMesh.from_group(groups, device.type, mesh=place.ranks, mesh_dim_names=names)
+
+
+def replica_group(place: ShardPlace) -> dist.ProcessGroup:
+    """The ranks that hold this rank's shard. A collective."""
+    return _group(list(zip(*place.ranks)))
+
+
+def _group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """That of these groups of ranks which this rank is in."""
+    group, _ = dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout=COLLECTIVE)
+    return group
+
+
+def lend_group(group: Group) -> Callable[[], None]:
+    """From now on `init_process_group` joins the process group that exists, and `destroy_process_group` leaves the
+    default one alone: Laststep still needs it when the script is done. What other groups do may take as long as what
+    this one does. Call what this returns to undo that.
+
+    A module that has imported the two functions before by their names keeps torch's own.
+    """
+    init, destroy = dist.init_process_group, dist.destroy_process_group
+
+    def join(*args: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            _check(group, inspect.signature(init).bind(*args, **kwargs).arguments)
+        else:
+            init(*args, **kwargs)
+
+    def leave(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            destroy(group)
+
+    undo, undo_timeouts = replace_group_functions(join, leave), replace_default_timeouts(COLLECTIVE)
+
+    def undo_all() -> None:
+        undo()
+        undo_timeouts()
+
+    return undo_all
+
+
+def _check(group: Group, given: dict[str, Any]) -> None:
+    """Raise ConfigError if the script asks for other ranks, and warn if it asks for another backend."""
+    world = group.world
+    for name, ours in (("rank", world.rank), ("world_size", world.size)):
+        if given.get(name, -1) not in (-1, ours):
+            raise ConfigError(
+                f"init_process_group({name}={given[name]}): this is rank {world.rank} of {world.size}; leave {name} out"
+            )
+    wanted = str(given.get("backend") or group.backend).lower()
+    by_device = dict(part.split(":", 1) for part in wanted.split(",") if ":" in part)
+    needed = {by_device.get(device, group.backend) for device in ("cpu", group.device.type)} if by_device else {wanted}
+    if needed != {group.backend} and world.rank == 0:
+        say(
+            f"WARNING: init_process_group(backend={wanted}): the ranks are connected by {group.backend} already; "
+            "launch.backend chooses the backend"
+        )
+
+
+# gloo has no type of its own: its errors are RuntimeErrors that begin with the place in its source that lost the peer.
+# Its checks of arguments begin with "[enforce fail at" instead.
+GLOO_PEER_LOSS = re.compile(r"\[\S*gloo/transport/\S+:\d+\] |Application timeout caused pair closure")
+# NCCL reports with one type that a peer is gone, and what is wrong with this rank's own GPU or call.
+NCCL_OWN_ERROR = re.compile("^nccl(UnhandledCudaError|InvalidArgument|InvalidUsage):", re.MULTILINE)
+
+
+class PeerLost(RuntimeError):
+    """Another rank is gone."""
+
+
+def is_peer_loss(error: Exception) -> bool:
+    """Whether an error says only that a peer is gone. Then the peer's own error, if it had one, is what matters."""
+    if isinstance(error, dist.DistBackendError):
+        return not NCCL_OWN_ERROR.search(str(error))
+    if isinstance(error, (PeerLost, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(GLOO_PEER_LOSS.match(str(error)))
+
+
+def skewed_clocks(hosts: Sequence[str], registered_at: Sequence[float], now: float) -> list[str]:
+    """One line for each host whose clock differs too much from that of rank 0's host.
+
+    Each rank notes the time when it registers at rank 0's store. Rank 0 did so first, and it is `now` there once it
+    has read all of them. So a time outside of these two shows at least by how much a clock is wrong.
+    """
+    lines = {}
+    for host, at in zip(hosts, registered_at):
+        skew_s = min(0.0, at - registered_at[0]) + max(0.0, at - now)
+        if abs(skew_s) > MOST_SKEW_S and host != hosts[0]:
+            way = "ahead of" if skew_s > 0 else "behind"
+            lines[host] = f"{host}: its clock is {abs(skew_s):.0f} s {way} that of {hosts[0]}"
+    return list(lines.values())

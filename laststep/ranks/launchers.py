@@ -1,31 +1,28 @@
 """detect_world: which rank of an attempt this process is, from the environment variables that its launcher set.
 
 There is a small class for each launcher. Where launchers are nested (torchrun within srun), the innermost is right, and
-the others' variables must agree with it.
+the others' variables must agree with it. Once the ranks have met, `export_world` sets the variables by which code
+written for torchrun learns its rank. A process that a rank starts inherits them. It is not that rank, so `detect_world`
+forgets them first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 from submitit import JobEnvironment
+from submitit.slurm.slurm import SlurmParseException
 
 from laststep import compat
 from laststep.config.errors import ConfigError
-from laststep.ranks.exported import forget_exported
-from laststep.ranks.slurm_environment import (
-    Env,
-    read_int,
-    slurm_job,
-    slurm_step,
-    step_task_hosts,
-    step_tasks_per_node,
-)
 from laststep.ranks.world import World, hostname
 
 STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the process id, a name that is unique to this process
@@ -333,3 +330,94 @@ def _check_agreement(world: World, env: Env) -> None:
             "python": f"start it with srun, torchrun or mpirun, or unset {variable}",
         }.get(world.launcher, "make them agree")
         raise ConfigError(f"{ours}, but {who} says {variable}={claim}: {fix}")
+
+
+Env = Mapping[str, str]
+
+
+def read_int(env: Env, variable: str) -> int:
+    """A number that the launcher should have set. Raises ConfigError when it is missing or not a number."""
+    value = env.get(variable, "")
+    if not value.isdecimal():
+        raise ConfigError(f"{variable}={value or '(not set)'}: the launcher should have set it to a number")
+    return int(value)
+
+
+def slurm_job(env: Env) -> tuple[str, int]:
+    """The Slurm id of this process's job, such as 12, or 12_3 in an array, and how often the job was requeued."""
+    job_id = env["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_TASK_ID" in env:
+        job_id = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return job_id, read_int({"SLURM_RESTART_COUNT": "0", **env}, "SLURM_RESTART_COUNT")
+
+
+def slurm_step(env: Env) -> int | None:
+    """The number of the step that this process is a task of; None in the shell of a batch script, where Slurm 26.05
+    sets SLURM_STEP_ID to -5."""
+    return int(env["SLURM_STEP_ID"]) if env.get("SLURM_STEP_ID", "").isdecimal() else None
+
+
+def step_tasks_per_node(env: Env) -> list[int]:
+    """The number of tasks on each node of the step: [2, 2, 2, 1] for SLURM_STEP_TASKS_PER_NODE=2(x3),1."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+
+
+def step_task_hosts(env: Env, tasks_per_node: Sequence[int]) -> tuple[str, ...] | None:
+    """The node of each task of the step. None when srun distributed them neither block by block nor in turn."""
+    names: list[str] = []
+    with contextlib.suppress(SlurmParseException):
+        names = compat.step_hostnames()
+    distribution = env.get("SLURM_DISTRIBUTION", "block").partition(":")[0]
+    if distribution not in ("block", "cyclic") or len(names) != len(tasks_per_node):
+        return None
+    tasks = [(turn, node) for node, count in enumerate(tasks_per_node) for turn in range(count)]
+    return tuple(names[node] for _, node in (sorted(tasks) if distribution == "cyclic" else tasks))
+
+
+# The id of the process that has set all of VARIABLES, and the MASTER_ADDR:MASTER_PORT that it has set.
+EXPORTED = "LASTSTEP_EXPORTED"
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def export_world(world: World, host: str, port: int) -> Callable[[], None]:
+    """Set VARIABLES, after the ranks have met, as MASTER_ADDR says where they meet. Call what this returns to put back
+    what was there before.
+
+    `host` is rank 0's, `port` one that is free there: torch's own code connects to the process group that exists, but
+    a script may serve a store of its own. torchrun has set all of them itself, and serves a store there.
+    """
+    if world.launcher == "torchrun":
+        return lambda: None
+    values = (world.rank, world.size, world.local_rank, world.local_size, host, port)
+    before = {name: os.environ.get(name) for name in (*VARIABLES, EXPORTED)}
+    if world.launcher == "env":  # a user has set most of them
+        for name, value in zip(VARIABLES, values):
+            os.environ.setdefault(name, str(value))
+    else:
+        os.environ.update(zip(VARIABLES, map(str, values)), LASTSTEP_EXPORTED=f"{os.getpid()}:{host}:{port}")
+
+    def undo() -> None:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    return undo
+
+
+def forget_exported() -> None:
+    """Remove the variables that a rank which started this process has set, unless a launcher has set them anew."""
+    exported = os.environ.get(EXPORTED, "")
+    if not exported or exported.startswith(f"{os.getpid()}:"):  # this process is that rank
+        return
+    del os.environ[EXPORTED]
+    if exported.partition(":")[2] == f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}":
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+
+
+def free_port() -> int:
+    """A port of this host at which nothing listens."""
+    with socket.create_server(("", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -21,8 +21,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from laststep.ranks.fresh_view import FreshView
-from laststep.ranks.run_time import run_time
+from laststep.ranks.disk import FreshView
+from laststep.ranks.process import run_time
 from laststep.say import say
 
 SECRET_BYTES = 32

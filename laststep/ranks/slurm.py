@@ -59,6 +59,12 @@ class UnknownJob(SlurmError):
     """Slurm has no job with this id."""
 
 
+def job_start(env: Mapping[str, str]) -> float | None:
+    """When this start of the job began, in Unix seconds; None where Slurm does not say (before 23.02)."""
+    began = env.get("SLURM_JOB_START_TIME", "")
+    return float(began) if began.isdecimal() else None
+
+
 def new_tag() -> str:
     """A tag for the job of one submission."""
     return f"laststep:{uuid.uuid4().hex[:12]}"

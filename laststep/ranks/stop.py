@@ -22,8 +22,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from laststep.config.errors import first_line
-from laststep.ranks.run_time import run_time
-from laststep.ranks.signals import Signals
+from laststep.ranks.process import Signals, run_time
 from laststep.ranks.world import World
 from laststep.say import say
 

@@ -1,7 +1,7 @@
 """The watchdog: ends an attempt in which a rank died or is stuck, and names that rank and its line of code.
 
 Rank 0 holds a connection to each other rank, and so notices at once if one dies, whether collectives fail or not
-(laststep/ranks/lifeline.py).
+(laststep/ranks/watchdog.py).
 
 Three threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the key-value store, and
 reads from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The watch thread
@@ -18,6 +18,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import secrets
+import selectors
+import socket
 import statistics
 import sys
 import threading
@@ -26,15 +30,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from laststep.ranks.bad_node import blamed_host
-from laststep.ranks.process import cpu_s_of_descendants, identity, is_running, start_thread
+from laststep.ranks.process import cpu_s_of_descendants, identity, is_running, run_time, start_thread
+from laststep.ranks.seal import Seal
 from laststep.ranks.world import World
 from laststep.say import say
 
 if TYPE_CHECKING:
-    from laststep.ranks.lifeline import Lifeline, Lifelines
-    from laststep.ranks.seal import Seal
-    from laststep.ranks.sealed_store import SealedStore
+    from laststep.ranks.store import SealedStore
+
 
 BEAT_S = 0.5
 SLOW_WINDOW_S = 60.0
@@ -123,7 +126,6 @@ class Watchdog:
 
     def join(self, store: SealedStore, host: str, seal: Seal) -> None:
         """This rank has reached the store that connects the ranks, at rank 0's `host`: start sending heartbeats."""
-        from laststep.ranks.lifeline import Lifeline, Lifelines  # imports torch
 
         world = self._probes.world()
         # A client of TCPStore serves one caller at a time.
@@ -378,3 +380,225 @@ def innermost_line(thread: int) -> tuple[str, bool]:
     folder = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "")
     in_torch = bool(folder) and file.startswith(folder + os.sep)
     return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})", in_torch
+
+
+PORT = 9  # "discard"
+EVERY_S = 5.0
+ANSWER_S = 3.0
+
+
+class Neighbour:
+    """Asks a host, in a thread, until it is dead. `ticks` counts this rank's progress."""
+
+    def __init__(self, host: str, ticks: Callable[[], int], answers: Callable[[str], bool] | None = None) -> None:
+        self.host = host
+        self._ticks = ticks
+        self._answers = answers or host_answers
+        self._silent_rounds = 0  # not by a clock, so a process that was suspended finds nobody dead
+        self._closed = threading.Event()
+        threading.Thread(target=self._ask, name="neighbour", daemon=True).start()
+
+    @classmethod
+    def of(cls, world: World, ticks: Callable[[], int]) -> Neighbour | None:
+        """The neighbour that this rank has to ask, if any. Call once the ranks know each other's hosts."""
+        hosts = list(dict.fromkeys(world.hosts))
+        if len(hosts) < 2 or world.hosts.index(world.hosts[world.rank]) != world.rank:
+            return None
+        return cls(hosts[(hosts.index(world.hosts[world.rank]) + 1) % len(hosts)], ticks)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the host has lost power, or its network."""
+        return self._silent_rounds * EVERY_S >= DEAD_AFTER_S
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._closed.set()
+
+    def _ask(self) -> None:
+        answered, done = False, -1
+        while not self.is_dead and not self._closed.wait(EVERY_S):
+            if self._answers(self.host):
+                answered, self._silent_rounds = True, 0
+            elif answered:
+                before, done = done, self._ticks()
+                self._silent_rounds = self._silent_rounds + 1 if done == before else 0
+
+
+def host_answers(host: str) -> bool:
+    """Whether the host accepts or refuses a connection."""
+    try:
+        socket.create_connection((host, PORT), ANSWER_S).close()
+    except (ConnectionRefusedError, ConnectionResetError):
+        return True
+    except OSError:
+        return False
+    return True
+
+
+KEY = "lifeline"
+LEAVES = b"."
+CONNECT_S = 30.0
+LOOK_S = 0.05
+LONGEST_LINE = 1024  # bytes of a connection's first line
+
+
+class Lifelines:
+    """Rank 0's ends, at the address `host` that its store has.
+
+    `on_end` is called, in another thread, with the number of each rank whose process has ended.
+    """
+
+    def __init__(self, world: World, host: str, store: SealedStore, seal: Seal, on_end: Callable[[int], None]) -> None:
+        self._size, self._seal, self._on_end = world.size, seal, on_end
+        self._nonce = secrets.token_hex(8)
+        self._listener = _listen(world, host)
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        for one in (self._listener, self._woken):
+            one.setblocking(False)
+            self._selector.register(one, selectors.EVENT_READ)
+        self._said: dict[socket.socket, bytes] = {}  # the first lines of those that have not said who they are
+        self._ranks: dict[socket.socket, int] = {}
+        store.set(KEY, json.dumps({"port": self._listener.getsockname()[1], "nonce": self._nonce}))
+        self._thread = threading.Thread(target=self._watch, name="lifelines", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Report no further end."""
+        self._wake.close()
+        self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                one = key.fileobj
+                assert isinstance(one, socket.socket)
+                if one is self._woken:
+                    return self._end()
+                if one is self._listener:
+                    self._accept()
+                elif one in self._ranks:
+                    self._read_end(one)
+                else:
+                    self._read_line(one)
+
+    def _end(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it has gone again
+            connected, _ = self._listener.accept()
+            connected.setblocking(False)
+            self._said[connected] = b""
+            self._selector.register(connected, selectors.EVENT_READ)
+
+    def _read_line(self, one: socket.socket) -> None:
+        """Read who this is. Anybody but a rank of this attempt, once, is refused."""
+        data = b""
+        with contextlib.suppress(OSError):
+            data = one.recv(LONGEST_LINE)
+        self._said[one] += data
+        line, end, rest = self._said[one].partition(b"\n")
+        if data and not end and len(line) < LONGEST_LINE:
+            return
+        del self._said[one]
+        rank = self._seal.open(f"{KEY}/{self._nonce}", line) if end and not rest else None
+        if rank is None or not 0 < int(rank) < self._size or int(rank) in self._ranks.values():
+            return self._drop(one)
+        self._ranks[one] = int(rank)
+
+    def _read_end(self, one: socket.socket) -> None:
+        try:
+            ended = not one.recv(1)
+        except ConnectionResetError:
+            ended = True
+        except OSError:  # of the network: nothing is known any more
+            ended = False
+        rank = self._ranks.pop(one)
+        self._drop(one)
+        if ended:
+            self._on_end(rank)
+
+    def _drop(self, one: socket.socket) -> None:
+        self._selector.unregister(one)
+        one.close()
+
+
+class Lifeline:
+    """Another rank's end. It connects in a thread, to the host at which this rank reaches rank 0."""
+
+    def __init__(self, world: World, host: str, store: SealedStore, seal: Seal) -> None:
+        self._rank, self._host, self._store, self._seal = world.rank, host, store, seal
+        self._socket: socket.socket | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._connect, name="lifeline", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave: from now on the end of this process is no death."""
+        self._closed.set()
+        self._thread.join(timeout=5)
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.sendall(LEAVES)
+            self._socket.close()
+
+    def _connect(self) -> None:
+        deadline = run_time() + CONNECT_S
+        try:
+            while not self._store.check([KEY]):  # not `get`, which would wait in C
+                if self._closed.wait(LOOK_S) or run_time() > deadline:
+                    return
+            place = json.loads(self._store.get(KEY))
+            connected = socket.create_connection((self._host, place["port"]), timeout=CONNECT_S)
+            # A child that outlived this process would keep the connection open, and nobody would notice the death.
+            os.register_at_fork(after_in_child=connected.close)
+            connected.sendall(self._seal.seal(f"{KEY}/{place['nonce']}", str(self._rank)) + b"\n")
+            self._socket = connected
+        except OSError as error:
+            say(
+                f"WARNING: rank {self._rank} cannot connect to rank 0 on {self._host} ({error}): where collectives do "
+                "not fail, its death is noticed only after launch.hang_timeout_s"
+            )
+        except Exception:  # the store is gone, and with it rank 0
+            return
+
+
+def _listen(world: World, host: str) -> socket.socket:
+    from laststep.ranks.store import named_address  # imports torch
+
+    if address := named_address(world, host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=world.size)
+    dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=dual_stack, backlog=world.size)
+
+
+# What CUDA and torch say of a GPU or a driver that has failed. Not of an illegal memory access or a failed assertion,
+# which a kernel of the user's may cause, nor of memory that runs out.
+_HARDWARE = re.compile(
+    r"CUDA error: (uncorrectable|unknown error|no CUDA-capable device|CUDA-capable device\(s\) is/are busy"
+    r"|startup failure|system (not yet initialized|has unsupported display driver)"
+    r"|Invalid access of peer GPU memory over nvlink or a hardware error)"
+    r"|No CUDA GPUs are available|Found no NVIDIA driver|CUDA driver initialization failed"
+)
+
+
+class BadNode(RuntimeError):
+    """A check has found that a node is bad. Raised in a rank, it ends the attempt, and the record blames the node."""
+
+    def __init__(self, host: str, reason: str) -> None:
+        super().__init__(f"{host}: {reason}")
+        self.host = host
+
+
+def blamed_host(error: BaseException, host: str) -> str:
+    """The node that is to blame for an error of a rank on `host`; empty if none is."""
+    if isinstance(error, BadNode):
+        return error.host
+    return host if isinstance(error, RuntimeError) and _HARDWARE.search(str(error)) else ""

@@ -1,10 +1,11 @@
-"""World: this process's place among the ranks of one attempt."""
+"""World: this process's place among the ranks of one attempt. ShardPlace: which part of the state it holds."""
 
 from __future__ import annotations
 
 import os
 import socket
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from laststep.config.errors import ConfigError
 
@@ -65,6 +66,10 @@ class DeviceConflict(ConfigError):
     message names those ranks."""
 
 
+class DeviceSilent(Exception):
+    """The device does not answer. The message says so of a rank's device, in words for the log and the record."""
+
+
 class MeetingError(RuntimeError):
     """The ranks of an attempt did not find each other."""
 
@@ -79,3 +84,45 @@ def start_text(job_id: str, restart: int, step_id: int | None, step_restarts: in
 def hostname() -> str:
     """The name of this node: Slurm's name for it in a Slurm step, else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+class ShardPlace(NamedTuple):
+    """A state is cut into `shards`; `replicas` ranks hold the same shard. Without sharding, every rank holds all of it:
+    one shard, with as many replicas as there are ranks."""
+
+    shard: int  # from 0
+    shards: int
+    replica: int  # from 0
+    replicas: int
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """All ranks: for each replica, those that hold its shards."""
+        return [[self.rank_of(shard, replica) for shard in range(self.shards)] for replica in range(self.replicas)]
+
+    def rank_of(self, shard: int, replica: int) -> int:
+        """The rank that holds this copy of this shard."""
+        return replica * self.shards + shard
+
+
+class Gathered(NamedTuple):
+    """What all ranks have told each other at the end of a step: with it, a rank that has its gradients can update."""
+
+    step: int  # that the update completes, from 1
+    values: tuple[str, ...]  # as float.hex writes them: exact, and equal to themselves even if they are NaN
+
+
+def shard_place(sharding: str, world: World) -> ShardPlace:
+    """A rank's place under `train.sharding`: full cuts the state over all ranks, hybrid over the ranks of a node."""
+    if sharding == "full":
+        return ShardPlace(world.rank, world.size, 0, 1)
+    if sharding == "hybrid":
+        return ShardPlace(world.rank % world.local_size, world.local_size, world.rank // world.local_size, world.nodes)
+    return ShardPlace(0, 1, world.rank, world.size)
+
+
+def shard_rows(rows: int, shard: int, shards: int) -> tuple[int, int]:
+    """Where a shard of a tensor with this many rows begins and ends, as torch.chunk and DTensor's Shard(0) cut it: each
+    shard has ceil(rows / shards) rows, those at the end fewer or none."""
+    each = -(-rows // shards)
+    return min(shard * each, rows), min((shard + 1) * each, rows)

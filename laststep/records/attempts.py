@@ -22,17 +22,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from laststep.config.schema import Launch
-from laststep.ranks.fresh_view import look_anew
-from laststep.ranks.patience import NO_PATIENCE, Patience
-from laststep.ranks.slurm_environment import job_start
+from laststep.ranks.disk import NO_PATIENCE, Patience, look_anew
+from laststep.ranks.slurm import job_start
 from laststep.ranks.watchdog import Retry
 from laststep.ranks.world import World
 from laststep.records.attempt_record import EndedAttempt, OpenAttempt, Reason, read_attempts, read_ended_attempts
 from laststep.records.metrics import is_step, read_lines
 from laststep.records.retry import Next, decide
-from laststep.records.step_restart import count_in_steps
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir, aside
 
@@ -347,3 +346,45 @@ def _write_temporary(path: Path, text: str) -> Path:
         file.flush()
         os.fsync(file.fileno())
     return temporary
+
+
+class Answer(NamedTuple):
+    """What follows an attempt."""
+
+    after: str  # the attempt's name, see World
+    again: bool  # whether the ranks start again
+    job_id: str
+    restart: int
+    starts: int  # how often ranks were started again within a step, in this start of the job
+
+
+def write_answer(path: Path, world: World, again: bool) -> None:
+    """Answer the supervisors of all ranks; repeated, it changes nothing. Raises OSError when the disk refuses."""
+    before = _read(path)
+    starts = before.starts if before and (before.job_id, before.restart) == (world.job_id, world.restart) else 0
+    if before and before.after == world.attempt:
+        starts -= before.again
+    answer = Answer(world.attempt, again, world.job_id, world.restart, starts + again)
+    temporary = aside(path)
+    temporary.write_text(json.dumps(answer._asdict()))
+    temporary.replace(path)
+
+
+def read_answer(path: Path) -> Answer | None:
+    """The newest answer, None if there is none that can be read."""
+    with contextlib.suppress(OSError):
+        return _read(path)
+    return None
+
+
+def _read(path: Path) -> Answer | None:
+    """The newest answer, None if there is none. Raises OSError when the disk does not say."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+        return Answer(**json.loads(path.read_text()))
+    return None
+
+
+def count_in_steps(path: Path, world: World) -> int:
+    """How often ranks were started again within a step, in this start of the job."""
+    answer = read_answer(path)
+    return answer.starts if answer and (answer.job_id, answer.restart) == (world.job_id, world.restart) else 0

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, TypedDict, TypeGuard
 
-from laststep.ranks.patience import NO_PATIENCE, Patience
+from laststep.ranks.disk import NO_PATIENCE, Patience
 from laststep.records import append_only
 from laststep.say import say
 

@@ -33,12 +33,13 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from laststep.config.schema import Launch
 from laststep.ranks.watchdog import Retry
-from laststep.records.attempt_record import EndedAttempt
+from laststep.records.attempt_record import AttemptRecord, EndedAttempt
 from laststep.records.submissions import SubmissionRecord
 
 FAILURES = ("failed", "hung", "lost")
@@ -142,3 +143,19 @@ def _restarts_in_a_row(allocation: Sequence[EndedAttempt]) -> int:
 def _made_progress(record: EndedAttempt) -> bool:
     """Whether the attempt kept a later step than it began at."""
     return record["end_step"] - record["lost_steps"] > record["start_step"]
+
+
+EXPIRES_S = 86_400.0  # a node may have been repaired since
+
+
+def times_blamed(records: Iterable[AttemptRecord], now: float) -> Counter[str]:
+    """How many attempts of the last day have blamed each node, by its name."""
+    recent = (record for record in records if record["end"] and record["end"] > now - EXPIRES_S)
+    return Counter(host for record in recent for host in dict.fromkeys(record["blamed"]))
+
+
+def excluded_nodes(records: Iterable[AttemptRecord], exclude_after: int | None, now: float) -> list[str]:
+    """The nodes that were blamed that often, the most often blamed first."""
+    if exclude_after is None:
+        return []
+    return [host for host, times in times_blamed(records, now).most_common() if times >= exclude_after]

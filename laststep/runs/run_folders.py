@@ -24,7 +24,7 @@ from typing import Any
 from laststep.config.config import Config, find_config
 from laststep.config.errors import ConfigError, Unanswered, nearest
 from laststep.config.machine import Machine, Way
-from laststep.ranks.patience import Patience
+from laststep.ranks.disk import Patience
 from laststep.ranks.process import here
 from laststep.ranks.slurm import is_job_id
 from laststep.records.append_only import append_line

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from laststep.config.errors import ConfigError
-from laststep.ranks import run_lock
+from laststep.ranks import disk
 from laststep.ranks.process import lives_here
 from laststep.ranks.slurm import UNENDED, Partition, is_job_id, show_job, show_partitions
 from laststep.records.attempt_record import AttemptRecord, EndedAttempt, Reason, read_attempts, reason_in
@@ -254,7 +254,7 @@ def _state(
 def still_prints(run: RunDir) -> bool:
     """Whether the last lines of a run that has ended may be still to come: its end is recorded before rank 0 leaves."""
     ended_at = max((record["end"] or 0.0 for record in records_of(run)[-1:]), default=0.0)
-    return time.time() < ended_at + LAST_LINES_S and run_lock.current_holder(run.lock) is not None
+    return time.time() < ended_at + LAST_LINES_S and disk.lock_holder(run.lock) is not None
 
 
 def is_finished(submissions: Sequence[SubmissionRecord], records: Sequence[AttemptRecord]) -> bool:
@@ -269,7 +269,7 @@ def _not_on_slurm(
     run: RunDir, job_id: str, newest: SubmissionRecord | None, last: AttemptRecord | None
 ) -> tuple[str, str]:
     """State and reason of a run whose ranks another launcher started, such as --local."""
-    if at_work := run_lock.current_holder(run.lock):
+    if at_work := disk.lock_holder(run.lock):
         return "running", f"on {at_work.rpartition(' on ')[2]}"
     launcher_lives = newest is not None and _launcher_lives(job_id, newest)
     if last and not last["reason"] and launcher_lives:  # a file system without locks
@@ -315,7 +315,7 @@ def _is_at_work(run: RunDir, job_id: str, job: Job, record: AttemptRecord) -> bo
     """
     if _is_of_start(job, record):
         return True
-    holder = run_lock.current_holder(run.lock) or ""
+    holder = disk.lock_holder(run.lock) or ""
     return holder.startswith(f"job {job_id}, ") or record["start"] >= (job.starts_at or 0.0) - CLOCKS_S
 
 

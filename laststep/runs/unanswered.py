@@ -37,7 +37,6 @@ from laststep.records.submissions import (
 from laststep.rundir import RunDir, aside
 from laststep.runs import run_folders
 from laststep.runs.queue import id_of_tag
-from laststep.runs.run_status import jobs_in_queue
 from laststep.say import command
 from laststep.trainer import NO_LIMIT, Trainer
 
@@ -106,6 +105,8 @@ def check_has_no_job(run: RunDir, without_slurm: bool = False) -> int:
 
     Raises ConfigError when it has one, or may have one. `without_slurm`: not where Slurm does not answer.
     """
+    from laststep.runs.run_status import jobs_in_queue  # here, because a new run has no use for it
+
     find_jobs(run, without_slurm)
     known = len(read_submissions(run.submissions))
     if jobs := jobs_in_queue(run, without_slurm):

@@ -30,12 +30,10 @@ from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks.launchers import RESTARTS, STEP_RESTARTS, detect_world
-from laststep.ranks.process import SUPERVISED, session, started
-from laststep.ranks.signals import STOP_SIGNALS
-from laststep.records.attempts import ended_attempts, record_abandoned_attempts
+from laststep.ranks.process import STOP_SIGNALS, SUPERVISED, session, started
+from laststep.records.attempts import ended_attempts, read_answer, record_abandoned_attempts
 from laststep.records.metrics import is_step, last_lines
 from laststep.records.retry import Next, decide
-from laststep.records.step_restart import read_answer
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.run_logs import LiveLog

@@ -126,7 +126,7 @@ def job_executor(
 # How long the ranks that survived a node may take to end once the end is recorded. Then srun is killed, and they too.
 OVER_S = 3
 # The shell looks every second whether it is, and every this many looks with a fresh view of the folder
-# (laststep/ranks/fresh_view.py): it does so for as long as the job lasts.
+# (laststep/ranks/disk.py): it does so for as long as the job lasts.
 LOOKS = 5
 # srun's options for a restart. Where a node has died, Slurm may still count the old step, although the node is back:
 # srun would wait without end for what that step held, so the new step shares it. If it must wait for anything else, it

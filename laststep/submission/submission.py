@@ -41,7 +41,6 @@ from laststep.records.submissions import Submission, read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_folders, unanswered, weights_source
 from laststep.runs.run_folders import short, typed
-from laststep.runs.run_status import StatusReader, may_never_start, records_of
 from laststep.say import command, counted
 from laststep.submission import machine_checks, sbatch
 from laststep.tasks import ready_made
@@ -199,6 +198,8 @@ def start(config: Config, run: RunDir, way: Way, known: int = 0) -> int:
         elif status > 128:
             print(f"[laststep] {_how_far(run)}: {command(f'resume {typed(run)} --local')}")
         return status
+    from laststep.runs.run_status import StatusReader, may_never_start
+
     (job,) = hand_over(run, config, [ReadyRun(run, config, known)])
     print(f"run    {run.name}")
     spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
@@ -230,6 +231,8 @@ def _print_result(run: RunDir) -> None:
 
 def _how_far(run: RunDir) -> str:
     """What is saved of a run that a signal has ended on this machine; ends with "to continue"."""
+    from laststep.runs.run_status import records_of
+
     (start,) = read_submissions(run.submissions)[-1:]
     for end in records_of(run)[-1:]:
         if end["job_id"] == start["job_id"] and end["reason"]:

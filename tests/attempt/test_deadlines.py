@@ -24,16 +24,14 @@ import pytest
 from laststep.attempt import attempt as attempt_module
 from laststep.attempt import end_by_fault
 from laststep.attempt.attempt import Attempt, Stopped
-from laststep.attempt.deadline import print_stacks
 from laststep.attempt.end_by_fault import EndByFault
+from laststep.attempt.ending import print_stacks
 from laststep.attempt.grace import GracePeriod
-from laststep.attempt.rescue_files import gone_file
-from laststep.ranks import run_lock
-from laststep.ranks.neighbour import Neighbour
-from laststep.ranks.shard_place import ShardPlace
-from laststep.ranks.signals import Signals
-from laststep.ranks.watchdog import Fault
-from laststep.ranks.world import World
+from laststep.attempt.rescue import gone_file
+from laststep.ranks import disk
+from laststep.ranks.process import Signals
+from laststep.ranks.watchdog import Fault, Neighbour
+from laststep.ranks.world import ShardPlace, World
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
@@ -53,7 +51,7 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
 
 HANGS_AT_EXIT = """
     import atexit, sys, time
-    from laststep.attempt.deadline import LastExit, run_for
+    from laststep.attempt.ending import LastExit, run_for
     last = LastExit()
     atexit.register(print, "the user's own handler ran")
     class Connection:
@@ -84,7 +82,7 @@ def test_an_end_that_hangs_anywhere() -> None:
     done = python(
         """
         import time
-        from laststep.attempt.deadline import Deadline
+        from laststep.attempt.ending import Deadline
         Deadline(0.2, status=1).status = 143
         time.sleep(1000)
         """
@@ -173,7 +171,7 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(end_by_fault, "MAIN_THREAD_S", 0.0)
     monkeypatch.setattr(end_by_fault, "exit_now", Mock(side_effect=Ended))
     attempt, loop, _ = an_attempt(root, f"hangs-{place}")
-    run_lock.acquire(attempt._run_dir.lock, attempt._state.world)
+    disk.acquire_run_lock(attempt._run_dir.lock, attempt._state.world)
     forever = threading.Event()
     loop.position.place, loop.saves.saving, loop.saves.saved.step = (5, 0, False, False), None, 3
     loop.place, loop.freeze_copies.return_value, loop.gathered = ShardPlace(0, 1, 0, 1), [], None

@@ -14,7 +14,7 @@ from laststep.attempt import grace
 from laststep.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod, LimitWarning, seconds_left
 from laststep.attempt.state import AttemptState
 from laststep.config.schema import Launch
-from laststep.ranks.signals import SIGNALLED, Signals
+from laststep.ranks.process import SIGNALLED, Signals
 from laststep.ranks.slurm import NEVER, Job, KillLimits
 from laststep.ranks.world import World
 from tests.support.waiting import DEADLINE_S, wait_until

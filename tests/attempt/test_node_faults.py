@@ -32,7 +32,7 @@ RESTARTED = {**ON_SLURM, "SLURM_RESTART_COUNT": "1"}
 
 def no_gpu() -> None:
     """Make this rank one whose node has lost its GPU."""
-    mock.patch("laststep.ranks.join.set_up_device", side_effect=ConfigError(NO_GPU)).start()
+    mock.patch("laststep.ranks.group.set_up_device", side_effect=ConfigError(NO_GPU)).start()
 
 
 def no_data() -> None:
@@ -70,7 +70,7 @@ def test_what_is_wrong_from_the_first_start_is_not_retried(root: Path, fault: Ca
 def gpu_on_rank_0_only() -> None:
     """Make this rank, if it is the first, one that has found a GPU."""
     device = torch.device("cpu" if detect_world().rank else "meta")
-    mock.patch("laststep.ranks.join.set_up_device", return_value=device).start()
+    mock.patch("laststep.ranks.group.set_up_device", return_value=device).start()
 
 
 def test_a_rank_that_fell_back_to_the_cpu(root: Path) -> None:
@@ -86,8 +86,8 @@ def test_a_rank_that_fell_back_to_the_cpu(root: Path) -> None:
 
 def one_gpu(backend: str) -> None:
     """Make this rank one that trains on the same GPU as every other rank."""
-    mock.patch("laststep.ranks.join.choose_backend", return_value=backend).start()
-    mock.patch("laststep.ranks.join.gpu_uuid", return_value="MIG-77").start()
+    mock.patch("laststep.ranks.group.choose_backend", return_value=backend).start()
+    mock.patch("laststep.ranks.group.gpu_uuid", return_value="MIG-77").start()
 
 
 def test_two_ranks_with_one_gpu(root: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from laststep.attempt import predecessor
 from laststep.attempt.predecessor import Predecessor
-from laststep.attempt.rescue_files import leader_file
+from laststep.attempt.rescue import leader_file
 from laststep.config.schema import Launch
-from laststep.ranks import run_lock
+from laststep.ranks import disk
 from laststep.ranks.world import World
 from laststep.records.attempts import begin_attempt, end_attempt
 from laststep.rundir import RunDir
@@ -34,7 +34,7 @@ NOTICED_S, SHOWN_S = predecessor.UNSEEN_S[False], predecessor.UNSEEN_S[True]
 def run(tmp_path: Path) -> Iterator[RunDir]:
     run = RunDir(tmp_path)
     yield run
-    run_lock._held.pop(run.lock, None)
+    disk._held_locks.pop(run.lock, None)
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def dies(run: RunDir, world: World = FIRST) -> str:
     """The attempt has begun, and its rank 0 has died; returns what it has signed."""
     begin_attempt(run, world, start_step=0)
-    run.lock.write_text(f"{run_lock.signature(world)}\n4711 12\n")
-    return run_lock.signature(world)
+    run.lock.write_text(f"{disk.lock_signature(world)}\n4711 12\n")
+    return disk.lock_signature(world)
 
 
 def test_survivors_are_waited_for(run: RunDir, passes: Callable[[float], None]) -> None:
@@ -80,7 +80,7 @@ def test_nobody_is_waited_for(run: RunDir, why: str) -> None:
     elif why == "not begun":
         run.attempt_now.unlink()
     elif why == "another signature":
-        signed = run_lock.signature(a_world(job_id="local-11"))
+        signed = disk.lock_signature(a_world(job_id="local-11"))
     ours = a_world(size=2, job_id="local-1", restart=1) if why == "the same job" else SECOND
     assert not Predecessor(run, ours).may_save(signed)
 
@@ -128,11 +128,11 @@ def test_what_slurm_knows(
 @contextmanager
 def a_newcomer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Thread]:
     """Another attempt, which looks all the time whether the lock is free."""
-    monkeypatch.setattr(run_lock, "POLL_S", 0.0)
+    monkeypatch.setattr(disk, "LOCK_POLL_S", 0.0)
     monkeypatch.setattr(predecessor, "LOOK_S", 0.0)
     monkeypatch.setattr(predecessor, "UNSEEN_S", {True: DEADLINE_S, False: DEADLINE_S})
     thread = threading.Thread(
-        target=run_lock.acquire, args=(run.lock, SECOND, Predecessor(run, SECOND)), name="newcomer", daemon=True
+        target=disk.acquire_run_lock, args=(run.lock, SECOND, Predecessor(run, SECOND)), name="newcomer", daemon=True
     )
     thread.start()
     yield thread
@@ -149,14 +149,14 @@ def test_a_survivor_saves_while_another_attempt_waits(
     with a_newcomer(run, monkeypatch):
         wait_until(lambda: "waiting for survivors" in capsys.readouterr().out, "the newcomer does not wait")
         for _ in range(100):
-            with run_lock.no_start(run.lock) as holder:
+            with disk.no_start(run.lock) as holder:
                 assert holder is None
         for _ in range(20):
-            assert run_lock.still_ours(run.lock, FIRST)
-        wait_until(lambda: run_lock.still_ours(run.lock, FIRST) and run.lock in run_lock._held, "it got no lock")
+            assert disk.lock_is_ours(run.lock, FIRST)
+        wait_until(lambda: disk.lock_is_ours(run.lock, FIRST) and run.lock in disk._held_locks, "it got no lock")
         end_attempt(run, FIRST, Launch(), "failed", 5, 5)
-        assert run_lock.current_holder(run.lock) == signed, "the newcomer has taken the lock from a survivor"
-        run_lock._held.pop(run.lock).close()  # the survivor exits
-    assert run_lock.current_holder(run.lock) == run_lock.signature(SECOND)
-    run_lock._held.pop(run.lock).close()
-    assert not run_lock.still_ours(run.lock, FIRST), "a survivor that wakes up late must not commit any more"
+        assert disk.lock_holder(run.lock) == signed, "the newcomer has taken the lock from a survivor"
+        disk._held_locks.pop(run.lock).close()  # the survivor exits
+    assert disk.lock_holder(run.lock) == disk.lock_signature(SECOND)
+    disk._held_locks.pop(run.lock).close()
+    assert not disk.lock_is_ours(run.lock, FIRST), "a survivor that wakes up late must not commit any more"

@@ -19,12 +19,11 @@ import torch
 
 from laststep.attempt import preflight as preflight_module
 from laststep.attempt.attempt import Attempt
-from laststep.attempt.preflight import Preflight, check_device, checks_of
+from laststep.attempt.preflight import GB, MB, Finding, Preflight, check_device, check_host, checks_of
 from laststep.config.config import Config
-from laststep.ranks import gpu_checks, node_checks
-from laststep.ranks.bad_node import BadNode
-from laststep.ranks.node_checks import GB, MB, Finding, check_host, skewed_clocks
-from laststep.ranks.signals import Signals
+from laststep.ranks.group import skewed_clocks
+from laststep.ranks.process import Signals
+from laststep.ranks.watchdog import BadNode
 from laststep.ranks.world import hostname
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.rundir import RunDir
@@ -85,22 +84,22 @@ def value(number: int, error: int = 0) -> Any:
 def test_healthy_gpus() -> None:
     """Also with an older package, on GPUs that cannot answer, and without a driver of this maker."""
     nvml = FakeNvml()
-    assert list(gpu_checks.check_gpus(nvml, 2, None)) == []
+    assert list(preflight_module.check_gpus(nvml, 2, None)) == []
     assert nvml.asked[-1] == ("nvmlShutdown",)
     questions = ("TotalEccErrors", "RemappedRows", "FieldValues", "CurrentClocksEventReasons")
     old = FakeNvml(**{f"nvmlDeviceGet{name}": FakeNvml.NVMLError_NotSupported() for name in questions})
-    assert list(gpu_checks.check_gpus(old, 2, None)) == []
+    assert list(preflight_module.check_gpus(old, 2, None)) == []
     older = FakeNvml(nvmlDeviceGetCurrentClocksEventReasons="missing", nvmlDeviceGetRemappedRows="missing")
-    assert list(gpu_checks.check_gpus(older, 2, None)) == []
-    assert list(gpu_checks.check_gpus(FakeNvml(nvmlInit=FakeNvml.NVMLError_LibraryNotFound()), 2, None)) == []
+    assert list(preflight_module.check_gpus(older, 2, None)) == []
+    assert list(preflight_module.check_gpus(FakeNvml(nvmlInit=FakeNvml.NVMLError_LibraryNotFound()), 2, None)) == []
     unknown = FakeNvml(nvmlDeviceGetFieldValues=[value(1, error=3)])
-    assert list(gpu_checks.check_gpus(unknown, 2, None)) == [], "the driver does not know this field"
+    assert list(preflight_module.check_gpus(unknown, 2, None)) == [], "the driver does not know this field"
 
 
 def test_the_gpus_of_this_job() -> None:
     """On a node that is shared, the others' GPUs are none of our business."""
     nvml = FakeNvml()
-    assert list(gpu_checks.check_gpus(nvml, 4, "1,GPU-12ab,MIG-77")) == []
+    assert list(preflight_module.check_gpus(nvml, 4, "1,GPU-12ab,MIG-77")) == []
     handles = [call for call in nvml.asked if call[0].startswith("nvmlDeviceGetHandle")]
     assert handles == [("nvmlDeviceGetHandleByIndex", 1), ("nvmlDeviceGetHandleByUUID", "GPU-12ab")]
 
@@ -125,7 +124,7 @@ def test_the_gpus_of_this_job() -> None:
 )
 def test_bad_gpus(broken: dict[str, Any], text: str, fatal: bool) -> None:
     """What would make a step wrong, or end it, fails the node; what only makes it slow is a warning."""
-    found = next(gpu_checks.check_gpus(FakeNvml(**broken), 2, None))
+    found = next(preflight_module.check_gpus(FakeNvml(**broken), 2, None))
     assert found.text.startswith(text) and found.fatal == fatal
 
 
@@ -133,28 +132,28 @@ def test_uncorrectable_errors_refuse_no_gpu() -> None:
     """They count since the driver was loaded, which may be months ago. An H100 has replaced such a row, or will at its
     next reset, and until then keeps off it: refusing the GPU would waste the whole node."""
     replaced = {"nvmlDeviceGetTotalEccErrors": 3, "nvmlDeviceGetRemappedRows": (0, 1, 0, 0)}
-    assert list(gpu_checks.check_gpus(FakeNvml(**replaced), 1, "0")) == []
+    assert list(preflight_module.check_gpus(FakeNvml(**replaced), 1, "0")) == []
     waits = {**replaced, "nvmlDeviceGetRemappedRows": (0, 1, 1, 0), "nvmlDeviceGetFieldValues": [value(4)]}
-    (found,) = gpu_checks.check_gpus(FakeNvml(**waits), 1, "0")
+    (found,) = preflight_module.check_gpus(FakeNvml(**waits), 1, "0")
     assert found == Finding(
         "GPU 0: rows of its memory are broken. The GPU works; a reset will finish their replacement", fatal=False
     )
     older = {"nvmlDeviceGetTotalEccErrors": 1, "nvmlDeviceGetRemappedRows": FakeNvml.NVMLError_NotSupported()}
-    (found,) = gpu_checks.check_gpus(FakeNvml(**older), 1, "0")
+    (found,) = preflight_module.check_gpus(FakeNvml(**older), 1, "0")
     assert found == Finding("GPU 0: 1 uncorrectable ECC error since its driver was loaded", fatal=False)
 
 
 def test_a_reset_that_is_due_refuses_the_gpu_whatever_its_rows() -> None:
     """Both may hold at once: the one that leaves the GPU unusable must not hide behind the other."""
     both = {"nvmlDeviceGetRemappedRows": (0, 1, 1, 0), "nvmlDeviceGetFieldValues": [value(1)]}
-    findings = list(gpu_checks.check_gpus(FakeNvml(**both), 1, "0"))
+    findings = list(preflight_module.check_gpus(FakeNvml(**both), 1, "0"))
     assert [found.fatal for found in findings] == [False, True]
 
 
 def test_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that computes wrongly ruins a run silently, and its other checks may all pass."""
     cpu = torch.device("cpu")
-    assert gpu_checks.product_error(cpu) is None
+    assert preflight_module.product_error(cpu) is None
     before = torch.Tensor.__matmul__
 
     def one_bit_wrong(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -164,7 +163,7 @@ def test_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
         return product
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", one_bit_wrong)
-    assert gpu_checks.product_error(cpu) == "a product of matrices is wrong in 1 row of 512"
+    assert preflight_module.product_error(cpu) == "a product of matrices is wrong in 1 row of 512"
     with pytest.raises(BadNode, match=f"{hostname()}: preflight: cpu: a product"):
         check_device(cpu, Mock())
 
@@ -175,14 +174,14 @@ def test_a_gpu_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     watchdog = Mock()
     watchdog.report.side_effect = lambda fault: reported.set()
     monkeypatch.setattr(preflight_module, "DEADLINE_S", 0.05)
-    monkeypatch.setattr(gpu_checks, "product_error", lambda device: None if reported.wait(20) else "not reported")
+    monkeypatch.setattr(preflight_module, "product_error", lambda device: None if reported.wait(20) else "not reported")
     check_device(torch.device("cpu"), watchdog)
     (fault,) = watchdog.report.call_args.args
     assert (fault.reason, fault.blames) == ("hung", hostname())
     assert "cpu has not multiplied two matrices" in fault.text
 
 
-def room(**free: tuple[int, int]) -> node_checks.Room:
+def room(**free: tuple[int, int]) -> preflight_module.Room:
     """A statvfs: free bytes and free inodes of a folder, by the last part of its path; plenty elsewhere."""
 
     def statvfs(folder: str) -> Any:
@@ -233,7 +232,7 @@ def test_which_rank_checks_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert asked() == ["its memory or disks"]
     assert asked("launch.gpus_per_node=2") == ["its memory or disks", "the GPU driver"]
     assert asked("device=cuda") == ["its memory or disks", "the GPU driver"]
-    assert not list(gpu_checks.check_gpus(None, 8, None)), "nvidia-ml-py is not installed"
+    assert not list(preflight_module.check_gpus(None, 8, None)), "nvidia-ml-py is not installed"
     monkeypatch.setattr(preflight_module, "checks_of", lambda *_: pytest.fail("another rank checks this node"))
     Preflight.of(Config.load(None, ["launch.preflight=false"]), a_world()).wait()
     Preflight.of(Config.load(None), a_world(rank=1, size=2)).wait()
@@ -268,7 +267,7 @@ def test_a_check_that_hangs() -> None:
 def test_a_bad_node_is_blamed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line names it, the record blames it, and the run continues: under Slurm or a launcher that restarts its
     ranks, an error of the node must not end it."""
-    monkeypatch.setattr(node_checks, "check_host", lambda *_: [Finding("/dev/shm: full", fatal=True)])
+    monkeypatch.setattr(preflight_module, "check_host", lambda *_: [Finding("/dev/shm: full", fatal=True)])
     small = config(root, "bad-node", 1, ())
     run = RunDir(root / "bad-node")
     run.path.mkdir()

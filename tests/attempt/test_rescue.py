@@ -22,22 +22,19 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from laststep.attempt import rescuer
-from laststep.attempt.end_by_fault import EndByFault
-from laststep.attempt.grace import GracePeriod
+from laststep.attempt import end_by_fault as rescuer
+from laststep.attempt.end_by_fault import EndByFault, Rescuer, blamed_hosts
+from laststep.attempt.grace import SHELL_KILLED, Ending, GracePeriod
 from laststep.attempt.rescue import Rescue, write_fields
-from laststep.attempt.rescue_cause import blamed_hosts
-from laststep.attempt.rescue_records import Holding, Plan, Survivor
-from laststep.attempt.rescuer import Rescuer
-from laststep.attempt.signal_cause import SHELL_KILLED, Ending
+from laststep.attempt.rescue_plan import Holding, Plan, Survivor
 from laststep.attempt.state import AttemptState
-from laststep.checkpoint import pack
+from laststep.checkpoint import files
 from laststep.checkpoint.store import CheckpointStore
 from laststep.cli.verify import inspect
 from laststep.ranks import group
-from laststep.ranks.peer_loss import is_peer_loss
+from laststep.ranks.group import is_peer_loss
+from laststep.ranks.process import Signals
 from laststep.ranks.seal import Seal
-from laststep.ranks.signals import Signals
 from laststep.ranks.watchdog import Fault
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
@@ -475,7 +472,7 @@ def test_a_device_error_while_the_state_is_frozen(root: Path, capfd: pytest.Capt
 
 def small_stripes() -> None:
     """In this rank states are cut as finely as large ones."""
-    pack.STRIPE_BYTES = 1 << 16
+    files.STRIPE_BYTES = 1 << 16
 
 
 def dies_in_its_stripe() -> None:

@@ -1,4 +1,4 @@
-"""Why a signal was sent: the table in laststep/attempt/signal_cause.py, row by row.
+"""Why a signal was sent: the table in laststep/attempt/grace.py, row by row.
 
 If the judgement is wrong, a job that would restart by itself is requeued twice, a cancelled job restarts, or a run that
 reached its time limit never continues.
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from laststep.attempt.signal_cause import EARLY_S, Ending, ending, judge
+from laststep.attempt.grace import EARLY_S, Ending, ending, judge
 from laststep.ranks.slurm import cluster_settings, kill_limits, kill_wait_s
 from laststep.ranks.world import World
 from tests.support.worlds import a_world

@@ -18,21 +18,20 @@ from unittest.mock import Mock
 import pytest
 
 from laststep.attempt import end_by_fault
-from laststep.attempt.end_by_fault import EndByFault
+from laststep.attempt.end_by_fault import EndByFault, Rescuer
 from laststep.attempt.grace import GracePeriod
-from laststep.attempt.rescue_records import Part, Plan
-from laststep.attempt.rescuer import Rescuer
+from laststep.attempt.rescue_plan import Part, Plan
 from laststep.attempt.state import AttemptState
-from laststep.checkpoint.pack import Stripe
+from laststep.checkpoint.files import Stripe
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.loops.loop import Loop
 from laststep.loops.rescued import HeldCopy
-from laststep.ranks import device_thread, run_lock
-from laststep.ranks.device_thread import DeviceSilent
-from laststep.ranks.shard_place import ShardPlace
-from laststep.ranks.signals import Signals
+from laststep.ranks import device as device_thread
+from laststep.ranks import disk
+from laststep.ranks.process import Signals
 from laststep.ranks.watchdog import Fault
+from laststep.ranks.world import DeviceSilent, ShardPlace
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
@@ -76,7 +75,7 @@ def state_of(settings: Config, loop: Loop) -> AttemptState:
     settings.save(run.config)
     state = AttemptState(settings, run, a_world(), signals)
     begin_attempt(run, state.world, 0)
-    run_lock.acquire(run.lock, state.world)
+    disk.acquire_run_lock(run.lock, state.world)
     state.loop = loop
     return state
 

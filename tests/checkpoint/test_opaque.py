@@ -25,8 +25,7 @@ from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Checkpoint
-from laststep.ranks.group import Group
-from laststep.ranks.peer_loss import PeerLost
+from laststep.ranks.group import Group, PeerLost
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import World
 from tests.checkpoint.test_restore import flip, together

@@ -24,7 +24,7 @@ from laststep.checkpoint.store import CheckpointStore
 from laststep.loops.custom_sharding import live_state
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 from tests.checkpoint.test_writer import Rank, Ranks, end, info_of, nothing
 from tests.support.sharded import local
 from tests.support.worlds import a_world

@@ -74,7 +74,7 @@ WRONG = [
     (["data.name=imagefolder"], "data.root=data: data/train is missing; imagefolder reads train/CLASS/*.jpg"),
     (["data.name=mnist", "data.root=/proc/version"], "data.root=/proc/version: is not a folder"),
     (["launch.root=/proc/version/runs"], "launch.root=/proc/version/runs: /proc/version is not a folder"),
-    (["sumbit"], "sumbit: no such verb; did you mean submit?"),
+    (["sumbit"], "sumbit: no such verb, and no such run; did you mean submit?"),
     (["submit", "resume"], "submit resume: two verbs; type one of them"),
     (["--nods", "2"], "--nods: no such option; did you mean --nodes?"),
     (["--nods=2"], "--nods=2: no such option; did you mean --nodes?"),

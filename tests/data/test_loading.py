@@ -36,7 +36,7 @@ from laststep.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys
 from laststep.data.order import Order, seed_generators
 from laststep.data.pixels import Augmentation, Images, normalized
 from laststep.ranks.group import Group
-from laststep.ranks.signals import set_up_worker
+from laststep.ranks.process import set_up_worker
 from laststep.tasks.classification import Classification
 from tests.support.photos import make_folder, photo
 from tests.support.worlds import a_world

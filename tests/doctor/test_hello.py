@@ -26,7 +26,7 @@ TWO = {"WORLD_SIZE": "2"}  # set by any launcher that sets torch's own variables
 
 def a_script(patch: str) -> list[str]:
     """`python -m laststep hello` in a rank that first runs this Python code."""
-    code = f"import sys, os\n{patch}\nfrom laststep.cli import hello\nsys.exit(hello.main([]))"
+    code = f"import sys, os\n{patch}\nfrom laststep.cli.rank import hello\nsys.exit(hello([]))"
     return [forked_python(), "-c", code]
 
 

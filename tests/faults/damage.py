@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from laststep.ranks import run_lock
+from laststep.ranks import disk
 from tests.faults.plan import Fault, Inject, Loss, Moment, Return, Shot
 from tests.faults.signals import AT_WORK, WITH_RANKS, requeue
 from tests.faults.victim import Missed, Victim, identity
@@ -99,7 +99,7 @@ def resume_twice(victim: Victim, shot: Shot) -> None:
 
 def start_beside(victim: Victim, shot: Shot) -> None:
     """Resume a run on a machine without Slurm, which cannot see its job: the ranks must find the folder locked."""
-    if run_lock.current_holder(victim.run.lock) is None:  # Slurm has just ended the attempt once more
+    if disk.lock_holder(victim.run.lock) is None:  # Slurm has just ended the attempt once more
         raise Missed("no rank is running")
     empty = victim.aside / "no-slurm-here"
     empty.mkdir(exist_ok=True)

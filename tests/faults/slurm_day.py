@@ -500,11 +500,11 @@ class Result:
         ]
         rows: list[tuple[str, ...]] = [("how a call misbehaves", "faults", "what the user typed", "longest phase")]
         rows += [self._row(how, HOW[how], [one for one in hit if one.target.how == how]) for how in HOW]
-        phases: list[tuple[str, ...]] = [("phase", "calls", "faults", "what the user typed", "longest phase")]
+        phases: list[tuple[str, ...]] = [("phase", "calls", "faults", "longest phase")]
         for phase in PHASES:
             made = sum(count for (of, _, _), count in self.calls.items() if of == phase)
-            _, *rest = self._row(phase, "", [one for one in hit if one.target.phase == phase])
-            phases.append((phase, str(made), *rest))
+            _, faults, _, longest = self._row(phase, "", [one for one in hit if one.target.phase == phase])
+            phases.append((phase, str(made), faults, longest))
         text = [HEAD, *(f"* {line}" for line in lines), *(f"* VIOLATION: {what}" for what in self.violations), ""]
         return "\n".join([*text, *table(rows), "", *table(phases), "", FOOT])
 

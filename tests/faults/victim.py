@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from laststep.records.attempts import read_answer
 from laststep.records.metrics import read_lines
-from laststep.records.step_restart import read_answer
 from laststep.rundir import RunDir
 from tests.faults.checks import Attempt
 from tests.faults.plan import Setting, Shape

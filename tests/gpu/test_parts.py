@@ -23,8 +23,7 @@ from laststep.data.loader import LoaderFactory
 from laststep.data.pixels import Augmentation, Images, normalized
 from laststep.doctor.greeting import measure
 from laststep.loops.learner import Learner
-from laststep.ranks.device import set_up_device
-from laststep.ranks.device_queue import open_queue
+from laststep.ranks.device import open_queue, set_up_device
 from laststep.ranks.group import Group
 from laststep.ranks.world import World
 from tests.gpu.devices import DEVICES, EXACT, needs_gpu, place, skip_without, skip_without_nvjpeg

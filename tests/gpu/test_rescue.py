@@ -18,8 +18,8 @@ from laststep.checkpoint.pack import Packed
 from laststep.loops.custom_steps import Phase
 from laststep.loops.loop import Loop
 from laststep.loops.ring import Ring
-from laststep.ranks.device_queue import open_queue
-from laststep.ranks.device_thread import ANSWER_S, DeviceSilent
+from laststep.ranks.device import ANSWER_S, open_queue
+from laststep.ranks.world import DeviceSilent
 from laststep.rundir import RunDir
 from tests.gpu.devices import DEVICES, needs_gpu, place
 from tests.support.frozen import save_frozen

@@ -25,10 +25,10 @@ from laststep.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, shar
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Launch
 from laststep.job.after_ranks import after_ranks, main
-from laststep.ranks import run_lock
+from laststep.ranks import disk
 from laststep.ranks.launchers import RESTARTS as RESTARTS_VARIABLE
 from laststep.ranks.launchers import UNDECIDED
-from laststep.ranks.signals import Signals
+from laststep.ranks.process import Signals
 from laststep.ranks.slurm import TAG_VARIABLE
 from laststep.ranks.watchdog import Retry
 from laststep.ranks.world import World
@@ -410,13 +410,13 @@ def test_srun_was_killed_while_a_rank_starts(
 ) -> None:
     """That rank lives on until the requeue ends it. If it began while the shell decides, the shell would record it as
     lost although it lives; if it began after that, its start would have two records."""
-    monkeypatch.setattr(run_lock, "WAIT_S", {True: -1.0})
+    monkeypatch.setattr(disk, "LOCK_WAIT_S", {True: -1.0})
     monkeypatch.setenv(RESTARTS_VARIABLE, "0")
     rank_0, signals = replace(WORLD, step_id=0), SimpleNamespace(first=None, first_at=None, received=[], requeue=None)
 
     def meanwhile(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         with pytest.raises(ConfigError, match="another attempt is at work on this run"):
-            run_lock.acquire(run.lock, rank_0)
+            disk.acquire_run_lock(run.lock, rank_0)
         return slurm.answer(words)
 
     with monkeypatch.context() as while_the_shell_decides:  # not when rank 0 asks Slurm for its time limit
@@ -451,7 +451,7 @@ def test_the_lock_of_an_earlier_step(run: RunDir, slurm: FakeSlurm, locked: Path
     start counts as alive, also while it still ends."""
     first = replace(WORLD, step_id=0)
     begin_attempt(run, first, start_step=0)
-    locked.write_text(f"{run_lock.signature(first)}\n4711 12")
+    locked.write_text(f"{disk.lock_signature(first)}\n4711 12")
     assert not restarts(run, 0), "rank 0 of this start lives"
     assert ends(run) == [] and slurm.requeues == 1
     end_attempt(run, first, RESTARTS, "failed", 0, 0)
@@ -534,7 +534,7 @@ def test_the_disk_fails_where_nothing_is_to_be_requeued(
 
 def test_the_lock_cannot_be_read(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows whether rank 0 lives, so nothing is recorded. The requeue ends it if it does."""
-    monkeypatch.setattr(run_lock, "LOOK_S", 0.0)
+    monkeypatch.setattr(disk, "LOCK_LOOK_S", 0.0)
     monkeypatch.setattr(fcntl, "flock", fcntl.flock)
     begin(run)
     flock_fails(errno.ENOLCK)
@@ -548,7 +548,7 @@ def test_the_folder_cannot_be_read(
 ) -> None:
     """A bad mount on this node: not even the configuration is there. The job is requeued, and leaves the node if the
     partition has enough others. The shell is told that there is nothing left for it to do."""
-    monkeypatch.setattr(run_lock, "LOOK_S", 0.0)
+    monkeypatch.setattr(disk, "LOCK_LOOK_S", 0.0)
     undecided = run.path / "undecided"
     undecided.touch()
     environ = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}

@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from laststep.attempt.rescue_files import gone_file, silent_file
+from laststep.attempt.rescue import gone_file, silent_file
 from laststep.config.config import Config
 from laststep.job.supervisor import GONE_S
 from laststep.ranks.world import World
 from laststep.records.attempt_record import Reason
-from laststep.records.attempts import begin_attempt, end_attempt
-from laststep.records.step_restart import read_answer
+from laststep.records.attempts import begin_attempt, end_attempt, read_answer
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.trainer import Trainer

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laststep.checkpoint.files import StateChanged
-from laststep.checkpoint.pack import Stripe, load
+from laststep.checkpoint.files import StateChanged, Stripe
+from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, FrozenState
 from laststep.config.errors import ConfigError
@@ -29,8 +29,8 @@ from laststep.loops.readback import Measured, Readback
 from laststep.loops.rescued import HeldCopy, Rescued
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
-from laststep.ranks.sealed_store import SealedStore
-from laststep.ranks.shard_place import Gathered, ShardPlace
+from laststep.ranks.store import SealedStore
+from laststep.ranks.world import Gathered, ShardPlace
 from laststep.records.metrics import MetricsFile
 from tests.support.sharded import places, pretended_rank, sharded_state
 from tests.support.waiting import DEADLINE_S

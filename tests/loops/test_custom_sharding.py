@@ -25,7 +25,7 @@ from laststep.config.errors import ConfigError
 from laststep.loops.custom_sharding import place_of
 from laststep.loops.registered import Registered
 from laststep.ranks.group import Group
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 from laststep.records.metrics import read_lines
 from tests.support.loops import run_function
 from tests.support.ranks import Attempt, fingerprint, train

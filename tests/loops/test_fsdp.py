@@ -23,7 +23,7 @@ from laststep.loops.fsdp import shard
 from laststep.loops.learner import Learner
 from laststep.loops.model_setup import prepare_model
 from laststep.ranks.group import Group
-from laststep.ranks.shard_place import ShardPlace
+from laststep.ranks.world import ShardPlace
 from tests.support.images import Images
 from tests.support.sharded import local, pretended_rank
 from tests.support.worlds import a_world

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
-from laststep.attempt.deadline import exit_now
+from laststep.attempt.ending import exit_now
 from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.pack import map_tensors
 from laststep.checkpoint.shards import local_of
 from laststep.loops.task_loop import TaskLoop
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
-from laststep.ranks.shard_place import Gathered
+from laststep.ranks.world import Gathered
 from laststep.rundir import RunDir
 from tests.loops.test_behind_a_device import Disturbed
 from tests.support.loops import Doubling, a_loop, lines

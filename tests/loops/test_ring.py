@@ -10,9 +10,9 @@ import pytest
 
 from laststep.loops import ring as module
 from laststep.loops.ring import Ring
-from laststep.ranks import device_thread
-from laststep.ranks.device_queue import DeviceQueue
-from laststep.ranks.device_thread import DeviceSilent
+from laststep.ranks import device as device_thread
+from laststep.ranks.device import DeviceQueue
+from laststep.ranks.world import DeviceSilent
 from tests.support.scripted import ScriptedQueue
 from tests.support.waiting import wait_until
 

@@ -21,8 +21,8 @@ from laststep.config.schema import Train
 from laststep.loops.exact_square import ExactSquare, row_squares
 from laststep.loops.shares import in_order, shares_of, team_of
 from laststep.loops.turn_sums import BlockSum
-from laststep.ranks.shard_place import shard_rows
-from laststep.ranks.tree_sum import tree_sum
+from laststep.ranks.group import tree_sum
+from laststep.ranks.world import shard_rows
 from laststep.records.metrics import read_lines
 from tests.loops.test_learner import blocks
 from tests.support.forked_learners import Result, learn

@@ -27,8 +27,7 @@ from laststep.loops import replicated
 from laststep.loops.learner import Learner
 from laststep.loops.shares import ShareSum
 from laststep.ranks.device import set_up_device
-from laststep.ranks.group import Group
-from laststep.ranks.tree_sum import tree_sum
+from laststep.ranks.group import Group, tree_sum
 from laststep.records.metrics import read_lines
 from laststep.submission.sbatch import rank_count
 from tests.loops.test_learner import blocks, learner

@@ -234,7 +234,7 @@ def test_an_attempt_in_progress(root: Path, capfd: pytest.CaptureFixture[str], m
     run = make(root, "mine", [step(n, 1.0) for n in range(1, 31)], [attempt(0, 0, 20, (0, 20), "preempted")])
     run.attempt_now.write_text(lines([attempt(1, 30, None, (20, 20), None, job_id="local-1")]))
     run.submissions.write_text(lines([{"job_id": "local-1", "time": BEGAN}]))
-    monkeypatch.setattr("laststep.ranks.run_lock.current_holder", lambda path: "job local-1")
+    monkeypatch.setattr("laststep.ranks.disk.lock_holder", lambda path: "job local-1")
     page = report(capfd, root, "mine")
     assert "running" in page.text and ">in progress<" in page.source and "from 20" in page.text
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laststep.compat.cuda_driver import RELAXED, CudaDriver
-from laststep.ranks.device_queue import CudaEvent, CudaQueue, ReadThrough, is_due_to_capture
+from laststep.ranks.device import CudaEvent, CudaQueue, ReadThrough, is_due_to_capture
 from tests.support.stub_driver import StubDriver
 
 
@@ -109,7 +109,7 @@ def test_an_event_is_asked_without_torch(
 
 
 def test_an_error_has_torchs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They say whether the node is at fault, see laststep/ranks/bad_node.py."""
+    """They say whether the node is at fault, see laststep/ranks/watchdog.py."""
     stub, runtime = StubDriver(tmp_path), Runtime(1)
     stub.set("status", 214)  # uncorrectable ECC
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: runtime)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from laststep.ranks import device_thread as module
-from laststep.ranks.device_thread import DeviceSilent, DeviceThread
+from laststep.ranks import device as module
+from laststep.ranks.device import DeviceThread
+from laststep.ranks.world import DeviceSilent
 from tests.support.waiting import DEADLINE_S, wait_until
 
 SHORT_S = 0.2

@@ -7,8 +7,7 @@ import socket
 
 import pytest
 
-from laststep.ranks.exported import EXPORTED, VARIABLES, export_world, forget_exported, free_port
-from laststep.ranks.launchers import detect_world
+from laststep.ranks.launchers import EXPORTED, VARIABLES, detect_world, export_world, forget_exported, free_port
 from tests.support.worlds import a_world
 
 

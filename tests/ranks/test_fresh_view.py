@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from laststep.ranks import fresh_view
-from laststep.ranks.fresh_view import FreshView, look_anew
+from laststep.ranks import disk as fresh_view
+from laststep.ranks.disk import FreshView, look_anew
 from laststep.ranks.world import hostname
 from tests.support.clients import Clients, missing
 from tests.support.needs import require

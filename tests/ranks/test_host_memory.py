@@ -16,7 +16,7 @@ ROUNDS, BLOCKS, MEGABYTES = 10, 8, 20  # more than what glibc keeps by itself
 PAGES = ROUNDS * BLOCKS * MEGABYTES * 256
 FREED = f"""
 import resource
-from laststep.ranks.host_memory import keep_freed_memory
+from laststep.ranks.device import keep_freed_memory
 
 keep_freed_memory()
 for number in range(1 + {ROUNDS}):

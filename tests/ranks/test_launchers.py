@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from laststep.config.errors import ConfigError
-from laststep.ranks import run_lock
+from laststep.ranks import disk
 from laststep.ranks.launchers import detect_world
 from laststep.ranks.world import World
 
@@ -142,8 +142,8 @@ def test_starts_in_one_allocation(monkeypatch: pytest.MonkeyPatch, launcher: str
     again = detect(monkeypatch, launcher, "LASTSTEP_RESTARTS=3", "SLURM_STEP_ID=3" if "SLURM" in launcher else "")
     assert (again.job_id, again.restart, again.step_id) == (first.job_id, first.restart, 3)
     assert again.supervised and again.attempt != first.attempt
-    assert run_lock.signature(again) != run_lock.signature(first)
-    assert run_lock.belongs_to_job(run_lock.signature(first), again)
+    assert disk.lock_signature(again) != disk.lock_signature(first)
+    assert disk.signed_by_job(disk.lock_signature(first), again)
 
 
 def test_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from laststep.ranks.lifeline import KEY, Lifeline, Lifelines
 from laststep.ranks.seal import Seal
-from laststep.ranks.sealed_store import SealedStore
+from laststep.ranks.store import SealedStore
+from laststep.ranks.watchdog import KEY, Lifeline, Lifelines
 from tests.support.ranks import forked
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laststep.ranks import nccl_graph
+from laststep.ranks import nccl as nccl_graph
 from laststep.ranks.device import NCCL_GRAPH, changed_numerics, describe_numerics
 from laststep.ranks.group import Group
-from laststep.ranks.nccl_graph import combined, from_tensor, noted, summary, to_tensor
+from laststep.ranks.nccl import combined, from_tensor, noted, summary, to_tensor
 from tests.support.worlds import a_world
 
 FORMS = (

@@ -7,8 +7,8 @@ from itertools import chain, repeat
 
 import pytest
 
-from laststep.ranks import neighbour
-from laststep.ranks.neighbour import Neighbour, host_answers
+from laststep.ranks import watchdog as neighbour
+from laststep.ranks.watchdog import Neighbour, host_answers
 from tests.support.waiting import wait_until
 from tests.support.worlds import a_world
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from laststep.config.errors import ConfigError, DiskError
-from laststep.ranks import run_lock
+from laststep.ranks import disk
+from laststep.ranks.disk import Before
 from laststep.ranks.process import identity
-from laststep.ranks.run_lock import Before
 from tests.support.clients import Clients, missing
 from tests.support.disk import flock_fails
 from tests.support.needs import require
@@ -33,7 +33,7 @@ def flock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def lock(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "lock"
-    run_lock._held.pop(tmp_path / "lock", None)
+    disk._held_locks.pop(tmp_path / "lock", None)
 
 
 class OnlySigned(Before):
@@ -50,9 +50,9 @@ def test_other_hosts_read_who_holds_it(tmp_path: Path) -> None:
     with Clients(tmp_path, 2, REMEMBERED_S) as (host, another):
         lock = another.view / "lock"
         assert not lock.exists(), "the other host believes that there is no lock"
-        run_lock.acquire(host.view / "lock", OURS)
-        assert run_lock.still_ours(lock, OURS) and not run_lock.still_ours(lock, OTHER)
-        assert run_lock.current_holder(lock) == run_lock.signature(OURS)
+        disk.acquire_run_lock(host.view / "lock", OURS)
+        assert disk.lock_is_ours(lock, OURS) and not disk.lock_is_ours(lock, OTHER)
+        assert disk.lock_holder(lock) == disk.lock_signature(OURS)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
@@ -60,25 +60,25 @@ def test_without_locks(lock: Path, number: int, capsys: pytest.CaptureFixture[st
     """On such a file system the signature is all that says whose the run is. If rank 0 did not write it, no survivor
     would dare to save the last step of any rank's death."""
     flock_fails(number)
-    run_lock.acquire(lock, OURS)
+    disk.acquire_run_lock(lock, OURS)
     assert f"{lock}: this file system has no locks; do not start a second attempt" in capsys.readouterr().out
-    run_lock._held.clear()  # what follows is another process
-    assert run_lock.still_ours(lock, OURS) and not run_lock.still_ours(lock, OTHER)
+    disk._held_locks.clear()  # what follows is another process
+    assert disk.lock_is_ours(lock, OURS) and not disk.lock_is_ours(lock, OTHER)
 
 
 def test_a_second_attempt_without_locks(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known to live is left alone; what is dead, or unknown, must not keep the user from training."""
-    monkeypatch.setattr(run_lock, "WAIT_S", {False: 0.0})
+    monkeypatch.setattr(disk, "LOCK_WAIT_S", {False: 0.0})
     flock_fails(errno.ENOSYS)
-    run_lock.acquire(lock, OURS)
+    disk.acquire_run_lock(lock, OURS)
     with pytest.raises(ConfigError, match=r"another attempt is at work on this run \(job 7, restart 0, on here\)"):
-        run_lock.acquire(lock, OTHER, OnlySigned())
-    with run_lock.no_start(lock, OnlySigned()) as holder:
+        disk.acquire_run_lock(lock, OTHER, OnlySigned())
+    with disk.no_start(lock, OnlySigned()) as holder:
         assert holder == "job 7, restart 0, on here", "a shell would record the attempt as lost, which lives"
-    assert run_lock.still_ours(lock, OURS)
+    assert disk.lock_is_ours(lock, OURS)
     monkeypatch.setattr("tests.ranks.test_run_lock.identity", lambda: "it has died")
-    run_lock.acquire(lock, OTHER, OnlySigned())
-    assert not run_lock.still_ours(lock, OURS)
+    disk.acquire_run_lock(lock, OTHER, OnlySigned())
+    assert not disk.lock_is_ours(lock, OURS)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO, errno.ESTALE])
@@ -86,8 +86,8 @@ def test_an_error_that_passes(lock: Path, number: int, capsys: pytest.CaptureFix
     """The lock daemon of an NFS server that restarts, say: it must not pass for a file system without locks, on which
     nothing keeps a second attempt from tearing the run apart."""
     failed = flock_fails(number, times=1)
-    run_lock.acquire(lock, OURS)
-    assert failed and run_lock.current_holder(lock) == run_lock.signature(OURS)
+    disk.acquire_run_lock(lock, OURS)
+    assert failed and disk.lock_holder(lock) == disk.lock_signature(OURS)
     said = capsys.readouterr().out
     assert said.count(f"{os.strerror(number)}; looking again for 30 s") == 1 and "no locks" not in said
 
@@ -95,26 +95,26 @@ def test_an_error_that_passes(lock: Path, number: int, capsys: pytest.CaptureFix
 def test_an_error_that_stays(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody may be told that the lock is free: neither an attempt that begins, nor a shell that is about to record an
     attempt as lost. But a survivor of the attempt that has signed may save: nobody else has."""
-    monkeypatch.setattr(run_lock, "START_S", 0.0)
-    monkeypatch.setattr(run_lock, "LOOK_S", 0.0)
-    run_lock.acquire(lock, OURS)
-    run_lock._held.clear()
+    monkeypatch.setattr(disk, "LOCK_START_S", 0.0)
+    monkeypatch.setattr(disk, "LOCK_LOOK_S", 0.0)
+    disk.acquire_run_lock(lock, OURS)
+    disk._held_locks.clear()
     flock_fails(errno.ENOLCK)
     with pytest.raises(DiskError, match=f"{lock}: the disk refuses the run's lock: No locks available"):
-        run_lock.acquire(lock, OTHER)
-    with pytest.raises(DiskError, match="No locks available"), run_lock.no_start(lock):
+        disk.acquire_run_lock(lock, OTHER)
+    with pytest.raises(DiskError, match="No locks available"), disk.no_start(lock):
         pytest.fail("the lock was said to be free")
-    assert run_lock.still_ours(lock, OURS) and not run_lock.still_ours(lock, OTHER)
+    assert disk.lock_is_ours(lock, OURS) and not disk.lock_is_ours(lock, OTHER)
 
 
 def test_a_dead_nodes_lock(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An NFS server may keep it for days. The next start of the job must not be refused as if the user had started two
     runs: with that status its shell would not count the failure, or end without a word of what helps."""
-    monkeypatch.setattr(run_lock, "WAIT_S", {True: 0.0})
+    monkeypatch.setattr(disk, "LOCK_WAIT_S", {True: 0.0})
     first = a_world(size=2, launcher="submitit-slurm")
     with lock.open("w") as file:
-        file.write(run_lock.signature(first))
+        file.write(disk.lock_signature(first))
         file.flush()
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(DiskError, match=r"locked by an earlier start of this job \(job 7, restart 0, on here\)"):
-            run_lock.acquire(lock, replace(first, restart=1))
+            disk.acquire_run_lock(lock, replace(first, restart=1))

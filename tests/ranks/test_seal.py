@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from laststep.ranks.join import _load_seal
+from laststep.ranks.group import _load_seal
+from laststep.ranks.process import Signals
 from laststep.ranks.seal import Seal
-from laststep.ranks.sealed_store import SealedStore, with_prefix
-from laststep.ranks.signals import Signals
 from laststep.ranks.stop import Stop
+from laststep.ranks.store import SealedStore, with_prefix
 from laststep.ranks.watchdog import Beat, Fault, Probes, Watchdog
 from laststep.ranks.world import MeetingError
 from tests.support.ranks import Attempt, fingerprint, reasons

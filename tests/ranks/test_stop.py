@@ -11,10 +11,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from laststep.ranks.process import Signals
 from laststep.ranks.seal import Seal
-from laststep.ranks.sealed_store import SealedStore
-from laststep.ranks.signals import Signals
 from laststep.ranks.stop import Stop
+from laststep.ranks.store import SealedStore
 from tests.support.waiting import DEADLINE_S, read_until, wait_until
 from tests.support.worlds import a_world
 
@@ -37,7 +37,7 @@ def test_it_does_not_wait_for_a_dead_rank_once_it_is_closed(sealed: bool) -> Non
 
 HOST = """
 import asyncio, os, signal, threading
-from laststep.ranks.signals import Signals
+from laststep.ranks.process import Signals
 
 async def main():
     arrived = asyncio.Event()
@@ -73,7 +73,7 @@ def test_a_program_with_signals_of_its_own() -> None:
 
 WAITS = """
 import os, signal
-from laststep.ranks.signals import next_signal
+from laststep.ranks.process import next_signal
 held = {signal.SIGTERM, signal.SIGUSR2}
 signal.pthread_sigmask(signal.SIG_BLOCK, held)
 print("waits", flush=True)

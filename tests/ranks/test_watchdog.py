@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from laststep.ranks import process, watchdog
 from laststep.ranks.seal import Seal
-from laststep.ranks.sealed_store import SealedStore
+from laststep.ranks.store import SealedStore
 from laststep.ranks.watchdog import Beat, Fault, Probes, Watchdog, name_stuck, straggler
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laststep.records.attempt_record import EndedAttempt, OpenAttempt
-from laststep.records.blame import EXPIRES_S, excluded_nodes, times_blamed
+from laststep.records.retry import EXPIRES_S, excluded_nodes, times_blamed
 from tests.support.records import ended_attempt
 
 NOW = 1_000_000.0

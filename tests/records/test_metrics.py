@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laststep.ranks.patience import Patience
+from laststep.ranks.disk import Patience
 from laststep.records import append_only
 from laststep.records.metrics import MetricsFile, first_step_since, newest_step, read_lines
 from tests.support.disk import refusing

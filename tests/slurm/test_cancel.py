@@ -96,3 +96,18 @@ def test_cancel_while_training(user: User) -> None:
     said = user.types("cancel", "training")
     assert "training: waiting for the ranks of job " in said and "every step is kept" in said
     assert accounted(user, user.job_of("training")).startswith("CANCELLED")
+
+
+def test_delete_ends_the_job_first(user: User) -> None:
+    """A folder that vanishes under its ranks leaves a job behind of which no command knows. `delete` cancels the job,
+    waits for its end, and only then removes the folder; a run that waits in the queue likewise."""
+    user.types("--name", "gone", *LONG)
+    user.waits_for("gone", "step 10/")
+    user.types("--name", "queued", *LONG, "launch.slurm.hold=true")
+    job, waiting, folder = user.job_of("gone"), user.job_of("queued"), user.run("gone").path
+    said = user.types("delete", "gone", "queued", "--yes")
+    assert "gone: stopped after step" in said and "gone: deleted" in said
+    assert "queued: cancelled before it started" in said and "queued: deleted" in said
+    assert not folder.exists()
+    assert accounted(user, job) and accounted(user, waiting)
+    assert not list(folder.parent.glob("gone*")), "no half of it is left"

@@ -37,7 +37,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from laststep.ranks.signals import die_with_parent
+from laststep.ranks.process import die_with_parent
 from tests.support.fuse import Mount, Op, Request, attributes, entry, names_from
 
 ROOT = 1  # the kernel's number of the topmost folder

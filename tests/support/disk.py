@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from laststep.ranks import run_lock
+from laststep.ranks import disk
 
 # Every call by which a commit or a deletion touches the disk; Path and shutil go through these too.
 DISK_CALLS = [
@@ -118,4 +118,4 @@ def without_locks() -> None:
 
 def eager() -> None:
     """Have this process, a rank that begins, look all the time whether the run's lock is free."""
-    run_lock.POLL_S = 0.001
+    disk.LOCK_POLL_S = 0.001

@@ -16,7 +16,7 @@ from examples.ports import data
 from laststep import Run
 from laststep.config.errors import ConfigError
 from laststep.loops.digests import digest
-from laststep.ranks.exported import VARIABLES
+from laststep.ranks.launchers import VARIABLES
 from tests.support.custom_loops import Struck
 
 SIZES = {"EPOCHS": 2, "BATCH_SIZE": 4, "BLOCK": 16, "ITERATIONS": 14, "EVAL_EVERY": 5}

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from laststep.ranks.device_queue import DeviceQueue
-from laststep.ranks.device_thread import DeviceThread
+from laststep.ranks.device import DeviceQueue, DeviceThread
 from tests.support.waiting import DEADLINE_S
 
 T = TypeVar("T")

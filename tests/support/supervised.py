@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from laststep.ranks.launchers import detect_world
-from laststep.ranks.signals import STOP_SIGNALS
+from laststep.ranks.process import STOP_SIGNALS
 
 if __name__ == "__main__":
     world = detect_world()

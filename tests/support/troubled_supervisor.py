@@ -20,7 +20,7 @@ from typing import Any
 
 from laststep.job import supervisor
 from laststep.ranks.world import World
-from laststep.records.step_restart import write_answer
+from laststep.records.attempts import write_answer
 from laststep.rundir import RunDir
 
 TIMES = 3

@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from laststep.ranks.address import interfaces
 from laststep.ranks.seal import Seal
-from laststep.ranks.sealed_store import SealedStore
+from laststep.ranks.store import SealedStore, interfaces
 from laststep.ranks.world import World, hostname
 from laststep.say import say
 

@@ -1,12 +1,22 @@
-"""The lock of a run folder: only one attempt at a time may use it. Two would corrupt its metrics and checkpoints.
+"""The run folder on a shared disk, as the processes of a run have to use it: with patience, anew, and one at a time.
 
-Rank 0 holds a lock (flock) on a file for as long as it lives, and signs the file for its attempt. Where the file system
-has no locks, the signature is all there is. Any other error of the disk is waited for and then reported: it means
-neither that the lock is free nor that none is needed.
+`Patience` tries again what a disk refuses: an error that passes says nothing about what is there. A network file system
+answers with ESTALE, EIO or ENOSPC while a server fails over, a quota is raised or a mount comes back. So what an
+attempt needs to begin and to end is tried until it succeeds or the patience ends. Each such work must leave the same
+behind however often it is done, also after it was done and reported as failed.
 
-Once rank 0 is dead the lock is free, but its survivors may be saving the last step. Any of them may, as long as no
-other attempt has signed the file. So an attempt that begins first looks whether the one that has signed may still save
-(`Before`).
+`look_anew` and `FreshView` see what another host has changed. An NFS client remembers for up to a minute which names a
+folder has, that a name does not exist, and how long a file is (nfs(5): acdirmax, lookupcache). But a client that itself
+changes a folder gets the folder's new attributes with the answer, sees that others have changed it too, and forgets
+what it remembered of it. Files need no such care: opening one shows what was closed before. On a coherent file system
+(Lustre, GPFS, a local disk) it costs two operations and changes nothing.
+
+`acquire_run_lock`: only one attempt at a time may use the folder. Two would corrupt its metrics and checkpoints. Rank 0
+holds a lock (flock) on a file for as long as it lives, and signs the file for its attempt. Where the file system has no
+locks, the signature is all there is. Any other error of the disk is waited for and then reported: it means neither that
+the lock is free nor that none is needed. Once rank 0 is dead the lock is free, but its survivors may be saving the last
+step. Any of them may, as long as no other attempt has signed the file. So an attempt that begins first looks whether
+the one that has signed may still save (`Before`).
 """
 
 from __future__ import annotations
@@ -18,30 +28,112 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from laststep.config.errors import ConfigError, DiskError
-from laststep.ranks.patience import Patience
 from laststep.ranks.process import identity
-from laststep.ranks.world import World
+from laststep.ranks.world import World, hostname
 from laststep.say import say
+
+POLL_S = 0.5
+
+LASTING = (FileExistsError, IsADirectoryError, NotADirectoryError)  # errors that do not pass
+
+T = TypeVar("T")
+
+
+class Patience:
+    """Time in which a disk may come back. All looks share it, so that they do not add up.
+
+    Calls `warn` with each error that it waits for, once.
+    """
+
+    passing: ClassVar[tuple[type[Exception], ...]] = (OSError,)  # the errors that may pass
+
+    def __init__(self, seconds: float, warn: Callable[[str], None]) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._warn = warn
+        self._said: set[str] = set()
+
+    def insist(self, work: Callable[[], T], before_again: Callable[[], object] = lambda: None) -> T:
+        """What `work` returns. While it raises an error that may pass and there is time left, do it again."""
+        while True:
+            try:
+                return work()
+            except self.passing as error:
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0 or isinstance(error, LASTING):
+                    raise
+                if str(error) not in self._said:
+                    self._said.add(str(error))
+                    self._warn(f"{error}; looking again for {left_s:.0f} s")
+            time.sleep(min(POLL_S, left_s))
+            before_again()
+
+
+NO_PATIENCE = Patience(0.0, lambda text: None)
+
+
+MARK = ".look-"  # how the name of the folder begins that `look_anew` makes and removes
+# How often a process that polls refreshes its view: at most once in this time for each rank of the attempt, so that
+# many ranks do not overload the file system, and once in the shortest.
+PERIOD_S_PER_RANK = 0.001
+SHORTEST_PERIOD_S = 0.1
+
+
+def look_anew(folder: Path) -> None:
+    """See what other hosts have changed in a folder: from now on its names are those of the server.
+
+    Makes and removes a folder in it, `.look-HOST`. A killed process may leave it there; the next look removes it. Where
+    that is refused, nothing happens. If the folder itself is not there, it may have appeared elsewhere: then the folder
+    above is refreshed.
+    """
+    own = folder / f"{MARK}{hostname()}"
+    try:
+        with suppress(FileExistsError):  # another process of this host is here, or has died here
+            own.mkdir()
+    except FileNotFoundError:
+        if folder.parent != folder:
+            look_anew(folder.parent)
+        return
+    except OSError:
+        return
+    with suppress(OSError):
+        own.rmdir()
+
+
+class FreshView:
+    """A view of folders that a process polls: refreshed often enough, and not too often for the file system."""
+
+    def __init__(self, ranks: int, *folders: Path) -> None:
+        """`ranks`: how many may poll at the same time."""
+        self._folders = folders
+        self._period_s = max(SHORTEST_PERIOD_S, PERIOD_S_PER_RANK * ranks)
+        self._next = 0.0
+
+    def refresh(self) -> None:
+        """Call before each look."""
+        if time.monotonic() >= self._next:
+            for folder in self._folders:
+                look_anew(folder)
+            self._next = time.monotonic() + self._period_s
+
 
 # How long to wait for a killed predecessor to exit. Its loader workers check for it every 5 s; after the death of a
 # node, an NFS server keeps the node's locks for a lease of 90 s.
-WAIT_S = {True: 120.0, False: 15.0}  # on Slurm and on Ray, elsewhere
-POLL_S = 0.2
+LOCK_WAIT_S = {True: 120.0, False: 15.0}  # on Slurm and on Ray, elsewhere
+LOCK_POLL_S = 0.2
 # What flock fails with where there are no locks (man 2 flock, fs/locks.c), for example on some Lustre mounts.
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 # How long rank 0 waits, as it begins, for a disk that refuses the lock for any other reason (ENOLCK, EIO, ESTALE).
-START_S = 30.0
+LOCK_START_S = 30.0
 # The same for a batch shell, which Slurm may be about to end, and for a survivor, as SIGKILL may be near.
-LOOK_S = 5.0
+LOCK_LOOK_S = 5.0
 # An attempt that begins holds the lock for an instant to see whether it is free, and for another until it has signed.
 # So a survivor that does not get the lock tries again.
 TRIES, TRY_S = 4, 0.02
-
-T = TypeVar("T")
 
 
 class Before:
@@ -111,21 +203,21 @@ class _LockFile:
             raise DiskError(f"{self.path}: the disk refuses the run's lock: {error.strerror or error}") from error
 
 
-_held: dict[Path, _LockFile] = {}  # that this process keeps open until it ends, as to close one would unlock it
+_held_locks: dict[Path, _LockFile] = {}  # that this process keeps open until it ends, as to close one would unlock it
 
 
-def acquire(path: Path, world: World, before: Before | None = None) -> None:
+def acquire_run_lock(path: Path, world: World, before: Before | None = None) -> None:
     """Lock the run for as long as this process lives, once no other attempt is at work on it or may save.
 
-    Raises ConfigError when another attempt does not release it, DiskError when the disk refuses for START_S or keeps
-    the lock of a dead node.
+    Raises ConfigError when another attempt does not release it, DiskError when the disk refuses for LOCK_START_S or
+    keeps the lock of a dead node.
     """
     before = before or Before()
-    deadline = time.monotonic() + WAIT_S[world.on_slurm or world.launcher == "ray"]
+    deadline = time.monotonic() + LOCK_WAIT_S[world.on_slurm or world.launcher == "ray"]
     said: set[str] = set()
-    file = _LockFile(path, START_S)
+    file = _LockFile(path, LOCK_START_S)
     try:
-        while (obstacle := _try(file, signature(world), before)) is not None:
+        while (obstacle := _try(file, lock_signature(world), before)) is not None:
             if obstacle.at_work and time.monotonic() > deadline:
                 raise _refusal(path, world, obstacle.signed)
             waiting = (
@@ -136,11 +228,11 @@ def acquire(path: Path, world: World, before: Before | None = None) -> None:
             if waiting not in said:
                 said.add(waiting)
                 say(waiting)
-            time.sleep(POLL_S)
+            time.sleep(LOCK_POLL_S)
     except BaseException:
         file.close()
         raise
-    _held[path] = file
+    _held_locks[path] = file
 
 
 class _Obstacle(NamedTuple):
@@ -186,20 +278,20 @@ def _refusal(path: Path, world: World, signed: str) -> Exception:
     return ConfigError(f"{path.parent.name}: another attempt is at work on this run ({signed})")
 
 
-def still_ours(path: Path, world: World) -> bool:
+def lock_is_ours(path: Path, world: World) -> bool:
     """Whether the run is still locked by this attempt, so that any of its ranks may stand in for rank 0.
 
     If rank 0 has died and no other attempt has taken the lock, this takes it. Raises DiskError when the disk refuses
-    for LOOK_S: then nothing is known.
+    for LOCK_LOOK_S: then nothing is known.
     """
-    ours = signature(world)
-    if path not in _held:
-        file = _LockFile(path, LOOK_S)
+    ours = lock_signature(world)
+    if path not in _held_locks:
+        file = _LockFile(path, LOCK_LOOK_S)
         if file.read()[0] == ours and _takes(file):
-            _held[path] = file
+            _held_locks[path] = file
         else:
             file.close()
-    found = _LockFile(path, LOOK_S)  # opened anew: so a client of a network file system asks its server
+    found = _LockFile(path, LOCK_LOOK_S)  # opened anew: so a client of a network file system asks its server
     try:
         return found.read()[0] == ours
     finally:
@@ -219,22 +311,22 @@ def _takes(file: _LockFile) -> bool:
     return False
 
 
-def signature(world: World) -> str:
+def lock_signature(world: World) -> str:
     """What the attempt that holds the lock writes into it."""
     return f"{world.start}, on {world.hosts[0]}"
 
 
-def belongs_to_job(signed: str, world: World) -> bool:
+def signed_by_job(signed: str, world: World) -> bool:
     """Whether a signature was written by any attempt of this job, the current start or an earlier one."""
     return signed.startswith(f"job {world.job_id}, ")
 
 
-def belongs_to_start(signed: str, world: World) -> bool:
+def signed_by_start(signed: str, world: World) -> bool:
     """Whether a signature was written by an attempt of this start of the job."""
     return signed.startswith(f"job {world.job_id}, restart {world.restart}, ")
 
 
-def current_holder(path: Path) -> str | None:
+def lock_holder(path: Path) -> str | None:
     """The signature of the attempt that holds the lock, such as "job 12, restart 0, on n1".
 
     None if it is not held, if the file system has no locks, or if the disk refuses to say.
@@ -252,10 +344,10 @@ def no_start(path: Path, before: Before | None = None) -> Iterator[str | None]:
     """Give the signature of the attempt that holds the lock. If none does, none can take it inside the `with`, unless
     the file system has no locks.
 
-    The lock is shared, as in `current_holder`: a look at the run is not mistaken for an attempt. Raises DiskError
-    when the disk refuses for LOOK_S.
+    The lock is shared, as in `lock_holder`: a look at the run is not mistaken for an attempt. Raises DiskError
+    when the disk refuses for LOCK_LOOK_S.
     """
-    file = _LockFile(path, LOOK_S)
+    file = _LockFile(path, LOCK_LOOK_S)
     try:
         found = file.lock(fcntl.LOCK_SH)
         signed, process = file.read()

@@ -1,0 +1,109 @@
+"""delete: remove runs for good, after a question; their jobs end first."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from laststep.cli import cancel
+from laststep.cli.parsers import NO_RUN, Parser, add_runs, add_sweep, split
+from laststep.config.errors import ConfigError
+from laststep.rundir import RunDir, aside
+from laststep.runs import run_folders
+from laststep.runs.run_status import RunStatus, StatusReader
+from laststep.say import counted
+
+DESCRIPTION = """\
+Remove runs for good: checkpoints, metrics, logs. Asks first, and then cancels
+the jobs that they still have. A RUN may be a pattern: 'scan-*'."""
+EPILOG = """\
+To keep the weights: {program} export RUN OUT.safetensors"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare what delete takes."""
+    add_sweep(parser, "delete the runs of this sweep")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    add_runs(parser, nargs="*")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Delete the runs; returns the exit status: 1 if one of them could not be deleted."""
+    names, overrides = split(args.words)
+    if not names and args.sweep is None:
+        raise ConfigError(NO_RUN)
+    root = run_folders.runs_root(overrides)
+    runs = run_folders.find_runs(names, root, args.sweep)
+    reader = StatusReader(cancel.POLL_S)
+    statuses = reader.read(runs)
+    for each, status in zip(runs, statuses):
+        _check(each, status)
+    for each, status in zip(runs, statuses):
+        print(_line(each, status))
+    what = f"delete {counted(len(runs), 'run')}"
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"{what}: nobody is here to answer; add --yes")
+        alive = sum(status.alive for status in statuses)
+        jobs = f", and cancel {counted(alive, 'job')}" if alive else ""
+        if input(f"{what}{jobs}? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing is deleted")
+            return 1
+    if cancel.stop_all([each for each, status in zip(runs, statuses) if status.alive], reader):
+        return 1  # a job that may still write: said, and nothing is deleted
+    failed = [each for each in runs if not _remove(each)]
+    if args.sweep is not None and not failed:
+        shutil.rmtree(
+            RunDir(Path(os.path.expanduser(root)) / args.sweep).path, ignore_errors=True
+        )  # its code, its logs
+    return int(bool(failed))
+
+
+def _check(run: RunDir, status: RunStatus) -> None:
+    """Raise ConfigError for a run that this user may not delete, or that may have a job which nobody can see."""
+    if not os.access(run.path.parent, os.W_OK | os.X_OK) or not os.access(run.path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{run.name}: you may not write to {run.path}, so you cannot delete it")
+    if status.state == "unknown":
+        raise ConfigError(f"{run.name}: {status.why}; a job that is left would write into a folder that is gone")
+
+
+def _line(run: RunDir, status: RunStatus) -> str:
+    step = f"step {status.step}, " if status.step else ""
+    return f"{run.name}: {status.state}, {step}{_size(run.path) / 1e6:,.1f} MB in {run_folders.short(run.path)}"
+
+
+def _size(folder: Path) -> int:
+    """The bytes of all files in a folder; a file that vanishes meanwhile has none."""
+    found = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                found += os.lstat(os.path.join(path, name)).st_size
+            except OSError:
+                continue
+    return found
+
+
+def _remove(run: RunDir) -> bool:
+    """Remove a run's folder; returns whether nothing is left. It first leaves the folder of all runs in one rename, so
+    that no command finds half a run."""
+    gone = aside(run.path)
+    errors: list[str] = []
+
+    def note(_: object, path: str, why: Sequence[object]) -> None:
+        errors.append(f"{path}: {why[1]}")
+
+    try:
+        run.path.rename(gone)
+        shutil.rmtree(gone, onerror=note)
+    except OSError as error:
+        errors.append(str(error))
+    if errors:
+        print(f"error: {run.name}: not all of it is deleted: {errors[0]}", file=sys.stderr)
+    else:
+        print(f"{run.name}: deleted", flush=True)
+    return not errors
