@@ -1,4 +1,4 @@
-"""The files of a checkpoint: into how many a state is divided, how they are read, hashed and compared with the manifest,
+"""The files of a checkpoint: into how many a state is cut, how they are read, hashed and compared with the manifest,
 and how long a disk that refuses is tried again. Imports no torch.
 """
 

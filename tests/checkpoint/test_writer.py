@@ -381,9 +381,9 @@ def test_a_state_that_could_not_be_loaded(store: CheckpointStore) -> None:
     assert_only_whole(store)
 
 
-@pytest.mark.parametrize(("stripe_bytes", "files"), [(1 << 30, 1), (300_000, 3), (1, 4)])
+@pytest.mark.parametrize(("stripe_bytes", "count"), [(1 << 30, 1), (300_000, 3), (1, 4)])
 def test_no_more_files_than_are_worth_it(
-    stripe_bytes: int, files: int, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    stripe_bytes: int, count: int, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1,024 ranks that save a small model must not create 1,024 files. Every rank still reports, so a rank that died
     is noticed; and a checkpoint with any number of files is read, by any number of ranks."""
@@ -392,7 +392,7 @@ def test_no_more_files_than_are_worth_it(
         save(ranks, 1)
         assert [writer.error for writer in ranks] == [None] * 4
     assert_only_whole(store, 1)
-    assert len(store.manifest(1).shards) == files
+    assert len(store.manifest(1).shards) == count
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 1000])
