@@ -30,16 +30,16 @@ PARTS = {
         *("torch.optim:SGD.step", "torch.optim:SGD.zero_grad"),
         *("laststep.optim.fast_step:FastStep.__call__", "laststep.loops.learner:clear_gradients"),
     ),
-    "whether the gradient is finite": ("laststep.loops.replicated:Replicated.measure",),
-    "readback and metrics lines": ("laststep.loops.loop:Loop._step_done",),
-    "saves": ("laststep.loops.loop:Loop.save",),
+    "whether the gradient is finite": ("laststep.loops.gradients:Replicated.measure",),
+    "readback and metrics lines": ("laststep.loops.engine:Loop._step_done",),
+    "saves": ("laststep.loops.engine:Loop.save",),
     "ring": tuple(
-        f"laststep.loops.ring:Ring.{name}" for name in ("begin_work", "end_work", "begin_update", "end_update")
+        f"laststep.loops.snapshot:Ring.{name}" for name in ("begin_work", "end_work", "begin_update", "end_update")
     ),
     "order": ("laststep.data.loader:TrainBatchKeys.counts", "laststep.data.order:Order.count"),
     "random seeds": ("laststep.data.order:Generators.seed", "laststep.data.order:Generators.check"),
-    "learning rate": ("laststep.loops.rates:LearningRates.at",),
-    "model's buffers": ("laststep.loops.buffers:Buffers.broadcast", "laststep.loops.buffers:Buffers.commit"),
+    "learning rate": ("laststep.loops.learner:LearningRates.at",),
+    "model's buffers": ("laststep.loops.snapshot:Buffers.broadcast", "laststep.loops.snapshot:Buffers.commit"),
 }
 REST = "everything else"
 ALL = (*PARTS, REST)

@@ -47,7 +47,7 @@ def main(words: list[str] | None = None) -> int:
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without a name server, torch warns about each connection
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["laststep.loops.loop"])
+    context.set_forkserver_preload(["laststep.loops.engine"])
     meet(context, 2)  # a warm-up, which starts the fork server and imports torch there
     measured: dict[int, list[Moments]] = {size: [] for size in SIZES}
     for _ in range(repeats):  # sizes alternate, so that other load on this machine affects all of them alike

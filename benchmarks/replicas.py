@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks._measure import DEADLINE_S, write_results
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.writer import CheckpointInfo, HostMemory
-from laststep.loops.copies import Copies
+from laststep.loops.snapshot import Copies
 from laststep.ranks.launchers import free_port
 from laststep.ranks.replicas import ReplicaLink
 from laststep.ranks.seal import Seal

@@ -95,7 +95,7 @@ class Task:
         Each parameter must be cut by its rows, as fully_shard does it. Called for the averaged model as well. `mesh`
         has the dimension "shard", and with train.sharding=hybrid also "replicate", unless train.shares adds the copies.
         """
-        raise NotImplementedError("the default is in laststep.loops.fsdp")
+        raise NotImplementedError("the default is in laststep.loops.sharded")
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """The optimiser of the model, which is on its device. By default what `optim` in the configuration says.

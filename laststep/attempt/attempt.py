@@ -53,7 +53,7 @@ from laststep.rundir import RunDir
 from laststep.say import say
 
 if TYPE_CHECKING:
-    from laststep.loops.loop import Loop
+    from laststep.loops.engine import Loop
     from laststep.ranks.group import Group
 
 # How long the threads of a rank that failed may take to end.

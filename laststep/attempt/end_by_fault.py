@@ -44,7 +44,7 @@ from laststep.records.retry import least_hopeful
 from laststep.say import counted, say
 
 if TYPE_CHECKING:
-    from laststep.loops.loop import Loop
+    from laststep.loops.engine import Loop
 
 
 # How long this rank stays in a rescue in which no survivor gets anything done, for example because the disk hangs.

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from laststep.checkpoint.files import Stripe, stripe_count
 from laststep.ranks.watchdog import Fault
 from laststep.ranks.world import Gathered
+
+if TYPE_CHECKING:
+    from laststep.checkpoint.pack import Stripe  # imports torch, which an attempt can do without until it has met
 
 Place = tuple[int, int, bool, bool]  # see `Position.place`
 
@@ -100,6 +102,8 @@ class Part:
     @property
     def stripe(self) -> Stripe:
         """The bytes of the shard that it covers."""
+        from laststep.checkpoint.pack import Stripe
+
         return Stripe(self.number, self.of)
 
     @property
@@ -399,13 +403,16 @@ def _begin(roll: Roll, new_generation: Callable[[], str]) -> Plan | None:
     if any(holding.saved or not holding.savable for holding in holdings):
         return plan
     sizes = {holding.shard: holding.bytes for holding in holdings}
-    shares = (_shared(shard, Stripe(0, 1), sizes[shard], held[place][shard]) for shard in range(roll.shards))
+    whole = Part(0, 0, 1, plan.actor).stripe
+    shares = (_shared(shard, whole, sizes[shard], held[place][shard]) for shard in range(roll.shards))
     return replace(plan, parts=tuple(part for parts in shares for part in parts))
 
 
 def _shared(shard: int, stripe: Stripe, count: int, ranks: Sequence[int]) -> Iterable[Part]:
     """A stripe of a shard of `count` bytes, cut into parts for the ranks that hold it. Where there are fewer parts than
     ranks, they go to ranks far apart, so to different nodes."""
+    from laststep.checkpoint.pack import stripe_count
+
     parts = stripe_count(count // stripe.of, len(ranks))
     for number in range(parts):
         yield Part(shard, stripe.number * parts + number, stripe.of * parts, ranks[number * len(ranks) // parts])

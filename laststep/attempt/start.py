@@ -16,8 +16,8 @@ from laststep.attempt.state import AttemptState
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
 from laststep.checkpoint.store import START_S, Manifest
 from laststep.compat.compiler import compile_each_shape
-from laststep.loops.loop import AttemptContext, Loop
-from laststep.loops.run import make_custom_loop
+from laststep.loops.engine import AttemptContext, Loop
+from laststep.loops.run import called_with_run, make_custom_loop
 from laststep.loops.task_loop import TaskLoop
 from laststep.observe.progress import StartupTimer
 from laststep.ranks import nccl
@@ -110,9 +110,11 @@ def create_loop(
     if group.world.rank == 0 and group.world.launcher == "submitit-slurm":
         check_origin(state.config.task, state.config.task.rpartition(".")[0] or task.__module__, state.run_dir)
     if plan := ProbePlan.of(os.environ):
-        from laststep.loops.probed import make_probed_loop
+        from laststep.loops.probe import make_probed_loop
 
-        state.loop = make_probed_loop(task, context, plan)
+        state.loop = make_probed_loop(
+            task if isinstance(task, type) else called_with_run(task, state.config), context, plan
+        )
         return state.loop
     state.loop = TaskLoop(task, context) if isinstance(task, type) else make_custom_loop(task, context)
     return state.loop

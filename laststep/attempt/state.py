@@ -17,7 +17,7 @@ from laststep.ranks.world import World
 from laststep.rundir import RunDir
 
 if TYPE_CHECKING:
-    from laststep.loops.loop import Loop
+    from laststep.loops.engine import Loop
     from laststep.ranks.group import Group
     from laststep.ranks.stop import Stop
 

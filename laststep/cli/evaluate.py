@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     ready_made.check(checked, machine)
     task_check.check(checked, machine)
     from laststep.checkpoint.export import read_run
-    from laststep.loops.evaluate import evaluate
+    from laststep.loops.task_loop import evaluate
 
     weights = read_run(folder, args.step, args.best, args.raw)
     config = _config(folder, args.overrides, weights.manifest.world_size, weights.averaged)

@@ -23,7 +23,7 @@ from laststep.frameworks import unusable
 from laststep.frameworks.fabric import ddp_options
 from laststep.frameworks.steps import FrameworkSteps, FrameworkValidation
 from laststep.loops.custom_loop import LeaveFunction
-from laststep.loops.rehearsal import rehearse_without_forward
+from laststep.loops.gradients import rehearse_without_forward
 from laststep.loops.run import Run, loop_of
 
 try:

@@ -2,23 +2,296 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
-from laststep.data.loader import StepLoader, StepNumbers, end_workers
-from laststep.loops import misuse
-from laststep.loops.custom_sharding import hold_shard
-from laststep.loops.custom_steps import IN_BODY, STEP_OPEN, CustomSteps, Event, Framework, Phase
-from laststep.loops.logged import as_numbers
-from laststep.loops.loop import AttemptContext
-from laststep.loops.rehearsal import rehearse
-from laststep.loops.side_batches import SideBatches
-from laststep.loops.turn_checks import TurnChecks
-from laststep.loops.user_loaders import UserLoaders
+from laststep import compat
+from laststep.checkpoint.manager import Position
+from laststep.checkpoint.restore import SharedCheckpoint
+from laststep.checkpoint.store import OPAQUE
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.config.ranking import Ranking
+from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers, end_workers, set_up_workers
+from laststep.data.order import Order, SampledOrder, order_of, preserved_generators, seed_generators, seed_of
+from laststep.loops import loop_rules
+from laststep.loops.engine import AttemptContext, Loop, NotFinite
+from laststep.loops.gradients import rehearse
+from laststep.loops.loop_rules import Modes, TurnChecks
+from laststep.loops.measured import LoggedValues, as_numbers, finite
+from laststep.loops.registered import FingerprintedState, Registered, State, difference_between_ranks, hold_shard
+from laststep.loops.shares import CustomShares
+from laststep.loops.snapshot import HeldState
+from laststep.ranks.group import Group
 from laststep.say import counted
+
+
+class Phase(Enum):
+    """Where the function is."""
+
+    SETUP = "before run.restore(...)"
+    READY = "objects are registered; no step in this attempt yet"
+    BETWEEN_STEPS = "within run.steps(...)"
+    IN_STEP = "in the body of the loop over run.steps(...), before the first update of this step"
+    UPDATING = "in the body of that loop, since the first update of this step"
+    BROKEN_OFF = "a break or an error left the body before an update; the step is still open"
+    BROKEN_OFF_UPDATING = "a break or an error left the body after an update; the step is still open"
+    AFTER_STEPS = "the epoch has no more steps: a validation, a schedule"
+
+
+class Event(Enum):
+    """What moves the function from one phase to the next."""
+
+    RESTORE = "run.restore(...) has registered the objects"
+    FIRST_BATCH = "run.steps(...) is asked for its first batch, and ends the epoch before"
+    BATCH = "run.steps(...) hands out a batch"
+    UPDATE = "an optimizer's step() begins"
+    STEP_ENDS = "the body of the loop over run.steps(...) is done, or a step that was broken off is closed"
+    BROKEN_OFF = "a break or an error leaves the body of that loop"
+    STEPS_END = "run.steps(...) is exhausted; after a break: at run.validation(...), run.steps(...) or the return"
+
+
+# A step that ends without an update (a gradient scaler has skipped it) passes through UPDATING all the same.
+NEXT = {
+    (Phase.SETUP, Event.RESTORE): Phase.READY,
+    (Phase.READY, Event.FIRST_BATCH): Phase.BETWEEN_STEPS,
+    (Phase.BETWEEN_STEPS, Event.BATCH): Phase.IN_STEP,
+    (Phase.IN_STEP, Event.UPDATE): Phase.UPDATING,
+    (Phase.UPDATING, Event.STEP_ENDS): Phase.BETWEEN_STEPS,
+    (Phase.IN_STEP, Event.BROKEN_OFF): Phase.BROKEN_OFF,
+    (Phase.UPDATING, Event.BROKEN_OFF): Phase.BROKEN_OFF_UPDATING,
+    (Phase.BROKEN_OFF, Event.UPDATE): Phase.BROKEN_OFF_UPDATING,
+    (Phase.BROKEN_OFF_UPDATING, Event.STEP_ENDS): Phase.BETWEEN_STEPS,
+    (Phase.BETWEEN_STEPS, Event.STEPS_END): Phase.AFTER_STEPS,
+    (Phase.AFTER_STEPS, Event.FIRST_BATCH): Phase.BETWEEN_STEPS,
+}
+IN_BODY = {Phase.IN_STEP, Phase.UPDATING}
+IN_UPDATE = {Phase.UPDATING, Phase.BROKEN_OFF_UPDATING}  # the state is not whole
+STEP_OPEN = {*IN_BODY, *IN_UPDATE, Phase.BROKEN_OFF}
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework that saves and loads its state by itself, in a folder: the two functions of run.checkpoint(...)."""
+
+    save: Callable[[Path], object]
+    load: Callable[[Path], object]
+
+
+class CustomSteps(Loop):
+    """Follows a function through its steps, so that its state can be saved and rescued.
+
+    A run can resume at two kinds of places: between two steps, and at the end of an epoch's steps. The state at such an
+    end is held until what follows the steps, for example a validation, is done. If an attempt ends before that, the
+    next one does all of it again.
+
+    Within a step the state changes from the first update on. Before that, forward and backward passes change only
+    buffers, and those are snapshotted.
+    """
+
+    def __init__(self, context: AttemptContext) -> None:
+        super().__init__(context)
+        self.phase = Phase.SETUP
+        self._logged = LoggedValues(self.group, Ranking.parse(self.config.checkpoint.best_by).metric)
+        self._validations: dict[int, dict[str, Any]] = {}  # lines of validations within a step, by that step (from 1)
+        self._held = CustomState(self.group, self._logged.row, self.ring.update, self.watch.advance)
+        self.shares = CustomShares(self.config, self.group, self._logged)
+        self._samples = 0  # of the open step, over all ranks
+        self._checks: TurnChecks  # from run.restore(...) on
+        self._warned = False  # of an update before the steps
+        self._modes = Modes(self.progress.say)
+
+    def restore(self, checkpoint: SharedCheckpoint | None) -> None:
+        """Take over the position of the checkpoint. The objects take over the rest when the function registers them."""
+        if checkpoint is not None:
+            self._held.checkpoint = checkpoint
+            self._position = Position(**checkpoint.position)
+            self._modes.resume(self.position)
+            if self.position.finished and _is_extended(checkpoint.manifest.config, self.config):
+                self.position.finished = False
+
+    def save(self) -> None:
+        """Start a save of this position. A collective."""
+        self._held.sync()
+        compares = self.size > 1 and not self.saves.saved.same_place(self.position)  # each rank writes a part
+        if compares and (difference := difference_between_ranks(self._held.current(), self.group, self.place.shards)):
+            self.restored = False  # the state of no rank is worth a checkpoint
+            raise self._misuse(loop_rules.of_state(self.position.step, difference))
+        super().save()
+
+    def _unchanged(self) -> bool:
+        """Also False when what follows the steps of an epoch has changed the state. Of no interest where it cannot be
+        saved anyway."""
+        if not self.rescuable:
+            return True
+        return super()._unchanged() and (self.ring.held is not None or self._held.unchanged())
+
+    def _can_leave_validation(self) -> bool:
+        """Whether a run could resume from here. The answer is the same on every rank; may wait for a save."""
+        if not self._held.steps_over or not self._held.unchanged_everywhere():
+            return False
+        if self.rescuable:
+            return True
+        self.saves.wait()  # nobody knows whether the framework's state is still that of the steps
+        return self.saves.saved.same_place(self.position)
+
+    def _restore_framework(self, framework: Framework) -> None:
+        """Have the framework load what it has saved, if it has, and save from now on."""
+        if self._held.checkpoint is not None:
+            self.watch.enter("starting")  # there is no telling how long it takes
+            framework.load(self.store.path(self.position.step).absolute() / OPAQUE)
+            self.watch.enter("restoring")
+        self.saves.add_opaque(framework.save)
+        self.rescuable = False
+        self.progress.say(
+            "run.checkpoint(...): only all ranks together can save this state; a rank that dies costs the steps since "
+            "the newest checkpoint"
+        )
+
+    def _move(self, event: Event) -> None:
+        self.phase = NEXT[self.phase, event]
+
+    def _before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook: an optimiser's step() begins. The optimisers of torch call a closure, which computes the gradients,
+        before they change anything: the update begins when it returns. Another optimiser may change the state first."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
+            self._before_update()
+            return None
+        begun = False
+
+        def compute() -> Any:
+            nonlocal begun
+            loss = closure()
+            if not begun:  # LBFGS calls it again during its update
+                self._before_update()
+            begun = True
+            return loss
+
+        return args[:1], {**kwargs, "closure": compute}
+
+    def _before_update(self, *_: Any) -> None:
+        """An optimiser is about to change the state: until the end of the step it is not consistent."""
+        if self.phase not in STEP_OPEN:
+            if self.phase is Phase.READY and not self._warned:
+                self._warned = True
+                self.progress.say(loop_rules.UPDATE_BEFORE_STEPS)
+            return
+        registered = self._held.registered
+        assert registered is not None
+        self.shares.check_complete()
+        if self.phase not in IN_UPDATE and registered.optimizers:
+            self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
+        registered.sync_buffers()  # before the update begins: it waits for ranks that may be dead
+        if self.phase not in IN_UPDATE:
+            self._modes.update_begins(registered.modules)
+            self.ring.begin_update()
+            self._move(Event.UPDATE)
+        registered.apply_synced()
+
+    def _end_step(self, ends_epoch: bool) -> None:
+        """Close the open step."""
+        registered = self._held.registered
+        assert registered is not None and self.phase in STEP_OPEN
+        if self.phase not in IN_UPDATE:  # for example, a gradient scaler has skipped the update
+            self._checks.no_update(self.position.step)
+            self._before_update()
+        registered.snapshot()
+        self._position.modes = self._modes.fingerprint
+        validation = self._take_validation()
+        self._end_update(self._logged.end_step(), self._samples, batches=1)
+        self._move(Event.STEP_ENDS)
+        self._step_done(self._samples, ends_epoch)
+        if validation is not None:
+            self._validation_done(validation)
+
+    def _take_validation(self) -> dict[str, Any] | None:
+        """The line of the validation within the open step, if there was one. It is written with the step's own line: no
+        step is rescued without it."""
+        values, position = self._logged.end_validation(), self.position
+        if values is None:
+            return None
+        line = self._validations[position.step + 1] = {"epoch": position.epoch + 1, **values}
+        if line["step"] > position.step:
+            position.metrics, position.measured = line, line["step"]
+        return line
+
+    def _validation_done(self, line: dict[str, Any]) -> None:
+        """Write the line now, and save if these are the best weights. A collective."""
+        self.flush()
+        self.progress.print_epoch(line)
+        if line["step"] == self.position.step:
+            best = self.rank == 0 and self.saves.would_be_best(line)
+            self.saves.due |= self.group.broadcast_bool(best)
+
+    def _with_validation(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        validation = self._validations.pop(record["step"], None)
+        return [record] if validation is None else sorted([record, validation], key=lambda line: line["step"])
+
+    def end_steps(self) -> None:
+        """The steps of this epoch are over, if it has begun any."""
+        if self.phase in (Phase.SETUP, Phase.READY, Phase.AFTER_STEPS):
+            return
+        if broken_off := self.phase in STEP_OPEN:
+            self._end_step(ends_epoch=True)
+        self._held.end_steps()
+        self.position.over = True
+        self._move(Event.STEPS_END)
+        # After a break the function may have done more than its steps already, and only registered state is held.
+        if self.saves.due and (self.rescuable or not broken_off):
+            self.save()
+        self._seed("after", self.position.epoch)  # after the save, in which a framework may draw random numbers
+
+    def _write_epoch(self, record: dict[str, Any]) -> None:
+        earlier = self.position.metrics if self.position.measured == self.position.step else {}
+        super()._write_epoch(record)
+        self.position.metrics = {**earlier, **record}
+        self._held.end_epoch()
+
+    def _sync_measured(self) -> None:
+        self._logged.sync_steps()
+
+    def _state(self) -> State:
+        return self._held.current()
+
+    def _hold(self) -> HeldState:
+        return self._held.hold(self.queue.on_host)
+
+    def _epoch(self) -> int:
+        within = self.position.over or self.position.batches > 0
+        return max(1, self.position.epoch + within)
+
+    def _record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
+        if self.config.train.nonfinite == "fail" and not math.isfinite(measured.get("loss", 0.0)):
+            self.restored = False  # the state since that step is not worth a checkpoint
+            raise NotFinite(f"step {step + 1}: the loss is not finite; train.nonfinite=skip would ignore that")
+        return {"epoch": self._epoch(), **{name: finite(value) for name, value in measured.items()}}
+
+    def _epoch_record(self, include_open: bool) -> dict[str, Any]:
+        values = self._logged.epoch_values(include_open)
+        self._held.meet()
+        return {"epoch": self.position.epoch + 1, "step": self.position.step, **values}
+
+    def _misuse(self, what: str) -> ConfigError:
+        return ConfigError(f"task={self.config.task}: {what}")
+
+    def _seed(self, *parts: int | str) -> None:
+        """Seed all generators: from here on, every attempt draws the same random numbers."""
+        seed_generators(seed_of(*parts, self.config.seed, self.shares.place), self.group.device)
 
 
 class LeaveFunction(BaseException):
@@ -118,7 +391,7 @@ class CustomLoop(CustomSteps):
 
     def batches(self, loader: StepLoader, per_step: int) -> SideBatches:
         """The batches of a second loader, `per_step` for each step."""
-        if problem := misuse.of_batches(loader, per_step, self.shares.total):
+        if problem := loop_rules.of_batches(loader, per_step, self.shares.total):
             raise self._misuse(problem)
         unit = lambda: self.shares.unit(self.position.step) if self.phase in IN_BODY else None  # noqa: E731
         return SideBatches(self.loaders.another(loader, self.config.seed), per_step, unit, self.shares.here)
@@ -174,15 +447,15 @@ class CustomLoop(CustomSteps):
     def _begin_steps(self, loader: StepLoader | StepNumbers, count: int | None) -> int:
         """Begin, or continue, the steps of the function's epoch; returns how many the epoch has."""
         position = self.position
-        if problem := misuse.of_steps(loader, self._held.registered is not None):
+        if problem := loop_rules.of_steps(loader, self._held.registered is not None):
             raise self._misuse(problem)
         if self.phase in IN_BODY and self._function_epoch == position.epoch:
-            raise self._misuse(misuse.TWICE)
+            raise self._misuse(loop_rules.TWICE)
         self.end_steps()
         self._held.snapshot()
         if self.phase is Phase.AFTER_STEPS:
             if self._function_epoch == position.epoch:
-                raise self._misuse(misuse.TWICE)
+                raise self._misuse(loop_rules.TWICE)
             self._end_epoch(self._epoch_record(include_open=False))
         position.epoch = self._function_epoch
         if isinstance(loader, StepLoader):
@@ -208,7 +481,7 @@ class CustomLoop(CustomSteps):
     def _finish(self, result: Any) -> None:
         """The function has returned."""
         trained = self.phase is not Phase.READY or self.position.step > 0
-        if problem := misuse.of_return(result, self.phase is not Phase.SETUP, trained):
+        if problem := loop_rules.of_return(result, self.phase is not Phase.SETUP, trained):
             raise self._misuse(problem)
         self.end_steps()
         if self.phase is Phase.AFTER_STEPS:
@@ -219,9 +492,253 @@ class CustomLoop(CustomSteps):
                 self.position.metrics = as_numbers(f"task={self.config.task}: the result", result)
 
     def _updates_too_early(self, *_: Any) -> None:
-        raise self._misuse(misuse.UPDATE_TOO_EARLY)
+        raise self._misuse(loop_rules.UPDATE_TOO_EARLY)
 
     def _leave(self) -> NoReturn:
         """Save everything, and leave the function."""
         self._save_last()
         raise LeaveFunction
+
+
+def _is_extended(before: str, now: Config) -> bool:
+    """Whether the run ended elsewhere by the configuration with which its checkpoint was saved, in YAML."""
+    if not before:
+        return False
+    then = Config.parse(before).train
+    return (then.epochs, then.max_steps) != (now.train.epochs, now.train.max_steps)
+
+
+class CustomState:
+    """What a checkpoint of a custom training loop holds.
+
+    Until the function has registered its objects, that is nothing. From then on it is the state of these objects at the
+    end of the last step. When an epoch has no more steps, it stays the state that these steps
+    have left, until everything that follows them in the epoch is done: a resumed run does all of that again.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        row: Tensor,
+        update: Callable[[], AbstractContextManager[None]],
+        advance: Callable[[], None],
+    ) -> None:
+        """`row` is broadcast with the buffers, see `Registered`. The state changes within `update`, see `Ring`;
+        `advance` is called while a checkpoint is loaded."""
+        self._group = group
+        self._row = row
+        self._update = update
+        self._advance = advance
+        self.checkpoint: SharedCheckpoint | None = None  # until the first step
+        self.registered: Registered | None = None
+        self._after_steps: FingerprintedState | None = None  # at the end of the epoch's steps
+        self._at_break: FingerprintedState | None = None  # the same, where a break has ended them
+
+    def register(self, objects: Mapping[str, Any], opaque: bool) -> Registered:
+        """Hold the state of these objects from now on; `opaque`: a framework holds the rest. Raises ConfigError."""
+        self.registered = Registered(objects, self._group, self._row, opaque)
+        return self.registered
+
+    def restore(self) -> None:
+        """Load the checkpoint into the registered objects, if there is one. A collective. Raises ConfigError."""
+        if self.checkpoint is not None:
+            self._known().restore(self.checkpoint, self._advance, last=False)
+
+    def restore_for_first_step(self) -> None:
+        """Load the checkpoint again: it already holds every change that the function makes before its first step. A
+        collective."""
+        if self.checkpoint is not None:
+            with self._update():
+                self._known().restore(self.checkpoint, self._advance, last=True)
+            self.checkpoint = None
+
+    def current(self) -> State:
+        """The state for a checkpoint. References."""
+        if self._after_steps is not None:
+            return self._after_steps.state
+        return {} if self.registered is None else self.registered.state()
+
+    @property
+    def steps_over(self) -> bool:
+        """Whether this is the state that the steps of an epoch have left."""
+        return self._after_steps is not None
+
+    def unchanged(self) -> bool:
+        """Whether what follows the steps of an epoch has left the state alone. True when no epoch's steps are over."""
+        return self._after_steps is None or self._after_steps.unchanged()
+
+    def unchanged_everywhere(self) -> bool:
+        """The same, on every rank: of a sharded state, what has changed may be another rank's rows. A collective."""
+        unchanged = self.unchanged()
+        if self._known().place.shards == 1:
+            return unchanged
+        return all(map(bool, self._group.gather(torch.tensor(unchanged, device=self._group.device))))
+
+    def meet(self) -> None:
+        """See `Registered.meet`."""
+        if self.registered is not None:
+            self.registered.meet()
+
+    def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
+        """What the host holds of the state now, see `HeldState`."""
+        return self._after_steps or self._known().hold(on_host)
+
+    def snapshot(self) -> None:
+        """Take over what the function has changed since the last epoch's steps."""
+        with self._update():
+            self._known().snapshot()
+
+    def sync(self) -> None:
+        """Make the state the same on every rank, for a save between two steps: a forward pass after the update has made
+        the buffers differ. A collective."""
+        if self.registered is not None and self._after_steps is None:
+            self.registered.sync_buffers()
+            with self._update():
+                self.registered.apply_synced()
+                self.registered.snapshot()
+
+    def break_off(self) -> None:
+        """A break has left the loop over steps after the update of a step: hold the state as it is now."""
+        self._known().snapshot()
+        self._at_break = FingerprintedState(self._known().state())
+
+    def end_steps(self) -> None:
+        """The epoch has no more steps: hold the state that they have left. A collective, except after `break_off`."""
+        if self._at_break is None:
+            self.sync()
+        with self._update():
+            self._after_steps = self._at_break or FingerprintedState(self._known().state())
+            self._at_break = None
+
+    def end_epoch(self) -> None:
+        """What follows the steps is done too: the state of the registered objects counts again."""
+        self._after_steps = None
+
+    def _known(self) -> Registered:
+        assert self.registered is not None
+        return self.registered
+
+
+class UserLoaders:
+    """Remembers the loaders that a function has used, so that their worker processes end with the attempt."""
+
+    def __init__(self, group: Group, task: str, shares: int) -> None:
+        """`task` is the function's name, for error messages; `shares` is how many shares of a step a rank has."""
+        self._group, self._shares = group, shares
+        self._task = task
+        self._loaders: list[StepLoader | DataLoader[Any]] = []
+        self._side_loaders = 0
+        self._checked: list[StepLoader] = []
+
+    def make(
+        self, loading: LoaderFactory, dataset: Any, seed: int, batch_size: int, sampler: Any, drop_last: bool
+    ) -> StepLoader:
+        """What run.loader(...) gives. Raises ConfigError."""
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"run.loader(): a {type(dataset).__name__} has no length or no __getitem__, so it cannot start in the "
+                "middle; draw the batches yourself in a loop over run.steps(count=N)"
+            )
+        if not len(dataset):
+            raise ConfigError("run.loader(): the data set is empty")
+        samples = len(dataset)
+        order = Order(samples, batch_size, seed, drop_last)
+        if sampler is not None:
+            order = order_of(sampler, samples, batch_size, seed, drop_last)
+        if not order.steps_per_epoch:
+            raise ConfigError(
+                f"run.loader(batch_size={batch_size}, drop_last=True): there are only {order.samples} samples"
+            )
+        world = self._group.world
+        loader = StepLoader(loading, dataset, order, world.rank, world.size, self._shares)
+        self.add(loader)
+        return loader
+
+    def add(self, loader: StepLoader) -> None:
+        """Remember a loader that run.loader(...) made."""
+        self._loaders.append(loader)
+
+    def another(self, loader: StepLoader, seed: int) -> StepLoader:
+        """A loader of the same samples in an order of its own, for run.batches(...). A collective. Raises
+        ConfigError."""
+        self._side_loaders += 1
+        own = loader.reseeded(seed_of("batches", seed, self._side_loaders))
+        self.check_order(own)
+        self.add(own)
+        return own
+
+    def check_order(self, loader: StepLoader) -> None:
+        """Raise ConfigError if ranks have different orders of samples. A collective, at the first use of a sampler."""
+        if not isinstance(loader.order, SampledOrder) or loader in self._checked:
+            return
+        self._checked.append(loader)
+        digest = hashlib.blake2b(loader.order.indices(0).tobytes(), digest_size=7).digest()
+        mine = torch.tensor(int.from_bytes(digest, "little"), device=self._group.device)
+        if len({int(each) for each in self._group.gather(mine)}) > 1:
+            raise ConfigError(
+                f"task={self._task}: run.loader(sampler=...): its order differs between ranks; it must be that of the "
+                "global batches, of which run.loader(...) gives each rank its share"
+            )
+
+    def prepare(self, loader: Any) -> None:
+        """Check and remember a DataLoader at its first use; its workers shall leave stop signals to the rank. Raises
+        ConfigError."""
+        if isinstance(loader, DataLoader) and loader not in self._loaders:
+            self._check_length(len(loader))
+            set_up_workers(loader)
+            self._loaders.append(loader)
+
+    def close(self) -> None:
+        """End all worker processes."""
+        for loader in self._loaders:
+            if isinstance(loader, StepLoader):
+                loader.close()
+            else:
+                end_workers(compat.kept_iterator(loader))
+
+    def _check_length(self, length: int) -> None:
+        """Raise ConfigError unless all ranks have the same number of batches: they could not agree on where to stop."""
+        lengths = [int(each) for each in self._group.gather(torch.tensor(length, device=self._group.device))]
+        if len(set(lengths)) > 1:
+            raise ConfigError(
+                f"task={self._task}: run.validation(...) needs as many batches on every rank, not {lengths}; "
+                "DistributedSampler gives them"
+            )
+
+
+class SideBatches(Iterator[Any]):
+    """`per_step` batches for each step: which ones follows from the number of the step alone, over all epochs. A step
+    may leave some out. With train.shares it is a batch for each share."""
+
+    def __init__(self, loader: StepLoader, per_step: int, open_step: Callable[[], int | None], shares: int = 1) -> None:
+        """`open_step()` is the step (from 0) whose turn it is, None outside the turns. Of several `shares`, each counts
+        as a step: the loader gives them one after another."""
+        self._loader, self._shares = loader, shares
+        self._per_step = per_step
+        self._open_step = open_step
+        self._step, self._taken = -1, 0
+        self._batches: Iterator[Any] = iter(())
+        self._next = -1  # the number of their next batch
+
+    def __next__(self) -> Any:
+        step = self._open_step()
+        if step is None:
+            raise ConfigError(
+                "next(...) on run.batches(...) outside the iterations of run.steps(...), or of run.shares(...) with "
+                "train.shares: draw each batch in the iteration that uses it"
+            )
+        if step != self._step:
+            self._step, self._taken = step, 0
+        if self._taken == self._per_step:
+            raise ConfigError(
+                f"run.batches(...) has {self._per_step} for each step, and this iteration draws more; write "
+                f"run.batches(loader, per_step={self._per_step + 1})"
+            )
+        number = step * self._per_step + self._taken
+        if number != self._next:
+            first, earlier = divmod(number, self._shares)
+            self._batches = islice(self._loader.batches(first, sys.maxsize - first), earlier, None)
+        with preserved_generators():  # a sample that this process loads is seeded by its own number
+            batch = next(self._batches)
+        self._taken, self._next = self._taken + 1, number + 1
+        return batch

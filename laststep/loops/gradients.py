@@ -1,20 +1,35 @@
-"""How the gradients of the ranks meet, and the loss with them."""
+"""How the gradients of the ranks meet, and the loss with them, where each rank has the whole model.
+
+`Gradients` is the face that a learner uses; `Replicated` is DistributedDataParallel behind it, and `Sharded` (in
+sharded.py, which takes a second to import) is FSDP2. Besides: the check that gradients are finite, the rehearsal that
+fixes DDP's buckets, and the recomputation of activations in the backward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from laststep import compat
+from laststep.compat import kernels, tree_leaves, tree_map
 from laststep.config.config import Config
-from laststep.loops.replicated import Replicated
-from laststep.loops.shares import AddsShares
-from laststep.ranks.group import Group
-from laststep.ranks.world import Gathered, ShardPlace
+from laststep.config.schema import Train
+from laststep.loops.shares import AddsShares, ShareSum, shares_of
+from laststep.ranks.group import Group, TreeHook, is_peer_loss
+from laststep.ranks.world import Gathered
 
 
 class Gradients(Protocol):
@@ -77,10 +92,321 @@ class Gradients(Protocol):
         """Drop the loss of the warm-up."""
 
 
-def make_gradients(model: nn.Module, group: Group, config: Config, place: ShardPlace) -> Gradients:
-    """Those of a model that is replicated, or has been sharded. A collective."""
-    if place.shards == 1:
-        return Replicated(model, group, config)
-    from laststep.loops.sharded import Sharded
+class Replicated:
+    """The gradients of a model that every rank has, and the loss.
 
-    return Sharded(model, group, config, place)
+    A backward pass also makes the loss the gradient of a parameter, the loss tap: DDP averages it with the other
+    gradients, so every rank knows the loss of every step without a further collective.
+    """
+
+    waits_in_forward = False
+
+    def __init__(self, model: nn.Module, group: Group, config: Config) -> None:
+        """A collective."""
+        self._clip_norm = config.optim.clip_norm
+        self._loss_tap = nn.Parameter(torch.zeros((), device=group.device))
+        self._parameters = list(model.parameters())
+        self.summed = [self._loss_tap, *self._parameters]
+        self.parallel = data_parallel(model, self._loss_tap, group, config.train)
+        self.share_sum: AddsShares = ShareSum(self.summed, len(shares_of(config.train, group.world)))
+        self._alone = self.parallel is model
+        # With several ranks it lies in a bucket, which the next all-reduce overwrites, as a CUDA graph does its memory.
+        self._loss_stays = self._alone and not config.train.cuda_graphs
+        in_buckets = not self._alone and lays_in_buckets(config.train, group.device)
+        self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets)
+
+    def adopt(self, optimizer: Optimizer, task: str) -> None:
+        """See Gradients."""
+
+    @property
+    def in_place(self) -> list[Tensor]:
+        """See Gradients."""
+        return list(self._parameters)
+
+    def release(self, model: nn.Module) -> None:
+        """See Gradients."""
+
+    def state_of(self, model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
+        """See Gradients."""
+        return model.state_dict(keep_vars=keep_vars)
+
+    def reducing(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """See Gradients. All micro-batches but the last keep their gradients on the rank."""
+        if last or not isinstance(self.parallel, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.parallel.no_sync()
+
+    def backward(self, scaled: Tensor, loss: Tensor) -> None:
+        """See Gradients."""
+        if not self._alone:
+            kernels.backward(scaled, self._loss_tap, loss)
+        else:  # the same, faster
+            kernels.backward(scaled)
+            self._loss_tap.grad = loss if self._loss_tap.grad is None else self._loss_tap.grad + loss
+
+    def gathered(self, steps: int | None) -> Gathered | None:
+        """See Gradients. Any rank that has done the update can save it for all."""
+        return None
+
+    def hold(self) -> Callable[[], None]:
+        """See Gradients."""
+        return lambda: None
+
+    def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """See Gradients. DDP has summed the loss with the gradients."""
+
+    def take(self, gathered: Gathered) -> bool:
+        """See Gradients."""
+        return False
+
+    def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
+        """See Gradients."""
+        measured: dict[str, Tensor] = {}
+        if self._clip_norm is not None:
+            scaler.unscale_(optimizer)
+            measured["grad_norm"] = _clip(self._parameters, self._clip_norm).float()
+        # Infinite gradients are part of fp16, and no fault: the scaler lowers its scale.
+        nonfinite = self._finite_check.nonfinite(measured.get("grad_norm"), loss_alone=scaler.is_enabled())
+        loss, self._loss_tap.grad = self._loss_tap.grad, None
+        assert loss is not None
+        return {"loss": loss if self._loss_stays else loss.clone(), "nonfinite": nonfinite, **measured}
+
+    def marked(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        """See Gradients."""
+        return optimizer
+
+    live = local = marked
+
+    def end_warm_up(self) -> None:
+        """See Gradients."""
+        self._loss_tap.grad = None
+
+
+def data_parallel(model: nn.Module, loss_tap: nn.Parameter, group: Group, train: Train) -> nn.Module:
+    """The model in DistributedDataParallel, which also sums the gradient of `loss_tap`; one rank: the model itself."""
+    if group.world.size == 1:
+        if not (train.shares and train.compile):
+            return model
+        group.connect_alone()  # torch compiles a model within DDP into other graphs: one for each bucket
+    parallel = DistributedDataParallel(
+        _WithLossTap(model, loss_tap),
+        device_ids=[group.device] if group.device.type == "cuda" else None,
+        gradient_as_bucket_view=lays_in_buckets(train, group.device),
+        **compat.no_buffer_sync(),  # `Buffers` broadcasts them instead
+    )
+    if train.shares:
+        TreeHook(group.world.size, group.device).register(parallel)
+    return parallel
+
+
+def lays_in_buckets(train: Train, device: torch.device) -> bool:
+    """Whether DDP leaves the gradients in its buckets, which saves a copy. On a GPU the order of a sum over a gradient,
+    such as its norm, depends on how its memory is aligned: with shares it stays where one rank has it, too."""
+    return device.type != "cuda" or not train.shares
+
+
+def _clip(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    """Clip the gradient to this norm; returns its norm before. One nonfinite gradient makes all nonfinite. An infinite
+    limit leaves the gradient as it is."""
+    if math.isinf(limit):
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return nn.utils.clip_grad_norm_(parameters, limit)
+
+
+class _WithLossTap(nn.Module):
+    """What DDP wraps: the model and the loss tap, see Replicated."""
+
+    def __init__(self, model: nn.Module, loss_tap: nn.Parameter) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_tap = loss_tap
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.model(*args, **kwargs)
+
+
+ZEROS = 256
+
+
+class FiniteCheck:
+    """Checks the gradients of these parameters, and of `loss_tap`, whose gradient is the loss.
+
+    `in_buckets` is True if DDP lays the gradients in its flat buckets. One large tensor is checked faster than many
+    small ones.
+    """
+
+    def __init__(self, loss_tap: nn.Parameter, parameters: Sequence[nn.Parameter], in_buckets: bool) -> None:
+        self._loss_tap = loss_tap
+        self._parameters = [loss_tap, *parameters]
+        # In other types the norm of finite gradients may be infinite: in fp16 itself, for fp64 as the fp32 that it is
+        # logged as. In these it is so only where the gradient is beyond any use.
+        self._one_type = len({p.dtype for p in self._parameters}) == 1
+        self._norm_suffices = all(p.dtype in (torch.float32, torch.bfloat16) for p in parameters)
+        self._in_buckets = in_buckets
+        self._addresses: list[int] = []  # of the gradients that `_buckets` are made of
+        self._buckets: list[Tensor] = []
+        self._one = torch.ones((), device=loss_tap.device)
+        self._zeros: Iterator[Tensor] = iter(())  # scalars made in advance, one for each of the next steps
+
+    def nonfinite(self, norm: Tensor | None, loss_alone: bool) -> Tensor:
+        """1.0 if the loss or a gradient holds an infinity or a NaN, else 0.0; a scalar on the device.
+
+        `norm` is that of the whole gradient, in fp32, if it has been computed. `loss_alone` leaves out the gradient.
+        """
+        loss = self._loss_tap.grad
+        assert loss is not None
+        if loss_alone:
+            checked = [loss]
+        elif norm is not None and self._norm_suffices:
+            checked = [loss, norm]
+        else:
+            checked = self._gradients()
+        found = self._zero()
+        for tensors in [checked] if self._one_type else _by_type(checked):
+            compat.note_nonfinite(tensors, found, self._one)
+        return found
+
+    def _zero(self) -> Tensor:
+        """A new scalar, in a quarter of the time of torch.zeros, and on a GPU without a kernel."""
+        zero = next(self._zeros, None)
+        if zero is None:
+            self._zeros = iter(torch.zeros(ZEROS, device=self._one.device).unbind())
+            zero = next(self._zeros)
+        return zero
+
+    def _gradients(self) -> list[Tensor]:
+        """All gradients, those in buckets as whole buckets."""
+        gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
+        if not self._in_buckets:
+            return gradients
+        addresses = [gradient.data_ptr() for gradient in gradients]
+        if addresses != self._addresses:  # at the first step, and whenever DDP has made other buckets
+            self._addresses, self._buckets = addresses, buckets_of(gradients)
+        return self._buckets or gradients
+
+
+def _by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [[tensor for tensor in tensors if tensor.dtype is dtype] for dtype in {t.dtype: None for t in tensors}]
+
+
+def buckets_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The memory in which these gradients lie, as flat tensors; an empty list if anything else lies there too."""
+    storages = {gradient.untyped_storage().data_ptr(): gradient for gradient in gradients}
+    buckets = [torch.empty(0, dtype=g.dtype, device=g.device).set_(g.untyped_storage()) for g in storages.values()]
+    are_full = sum(bucket.numel() for bucket in buckets) == sum(gradient.numel() for gradient in gradients)
+    return buckets if are_full else []
+
+
+FAILED = (
+    "the rehearsal failed: with three or more ranks, a custom loop's first batch goes through the model once more in "
+    "advance, forward and backward, with the error above. If the model does not allow that, train.rehearsal=false "
+    "leaves it out; the last bits of a resumed run may then differ"
+)
+
+
+def rehearse(module: nn.Module, ddp: DistributedDataParallel, device: torch.device) -> None:
+    """Rehearse the model's first forward pass, so that DistributedDataParallel adds gradients in the same order in
+    every attempt. `module` is `ddp` itself or wraps it, and is what the user calls.
+
+    DDP changes the layout of its gradient buckets after its first backward pass, and with three ranks or more the order
+    of a sum depends on the layout. A resumed run would take one step with the first layout that the undisturbed run
+    took with the second. So in every attempt the first forward pass is preceded by one on the same batch, whose
+    backward pass sends zeros. One and two ranks need none: a sum of two is the same in either order.
+    """
+
+    def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled():
+            hook.remove()
+            try:
+                _rehearse(module, ddp, device, args, kwargs)
+            except Exception as error:
+                if is_peer_loss(error):
+                    raise
+                raise RuntimeError(FAILED) from error
+
+    hook = module.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def rehearse_without_forward(ddp: DistributedDataParallel) -> None:
+    """Fix the layout of the buckets now, without the model's own forward pass: for a framework whose model may not be
+    called twice. The layout is that of parameters which are used in the order of their registration."""
+    if dist.get_world_size() <= 2:
+        return
+    module, parameters = ddp.module, [each for each in ddp.parameters() if each.requires_grad]
+    module.forward = lambda: sum(each.flatten()[:0].sum().float() for each in parameters)
+    try:
+        for _ in range(2):  # DDP changes the layout at the beginning of its second forward pass
+            ddp().backward()
+    finally:
+        del module.forward
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _rehearse(
+    module: nn.Module, ddp: DistributedDataParallel, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A forward and a backward pass that change nothing but the layout of the buckets."""
+    gradients = [parameter.grad for parameter in module.parameters()]
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    generators = random.getstate(), numpy.random.get_state()
+    syncs, ddp.require_backward_grad_sync = ddp.require_backward_grad_sync, True  # off within no_sync()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        args, kwargs = tree_map(_copy, (args, kwargs))
+        outputs = [leaf for leaf in tree_leaves(module(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        differentiable = [output for output in outputs if output.requires_grad]
+        if not differentiable:
+            raise TypeError("found no tensor that requires a gradient in what the model returned")
+        torch.autograd.backward(differentiable, [torch.zeros_like(output) for output in differentiable])
+    ddp.require_backward_grad_sync = syncs
+    random.setstate(generators[0])
+    numpy.random.set_state(generators[1])
+    with torch.no_grad():
+        for buffer, before in zip(module.buffers(), buffers):
+            buffer.copy_(before)
+    for parameter, gradient in zip(module.parameters(), gradients):
+        parameter.grad = gradient
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a tensor, for the rehearsal to change and to receive its gradient; any other value unchanged."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # what else torch.nn has is too small, or a container
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of which a model has several of a kind, such as residual blocks and encoder layers."""
+    kinds = Counter(
+        type(m) for m in model.modules() if type(m) in LAYERS or not type(m).__module__.startswith("torch.nn.")
+    )
+    blocks = [m for m in model.modules() if kinds[type(m)] > 1]
+    inner = {id(m) for block in blocks for m in block.modules() if m is not block}
+    return [block for block in blocks if id(block) not in inner]
+
+
+def checkpoint_activations(model: nn.Module, compiled: bool) -> None:
+    """Recompute the repeated blocks in the backward pass; a model without repeated blocks recomputes its children."""
+    chosen = {id(m) for m in repeated_blocks(model) or model.children()}
+    # torch.compile does its own recomputation, which does not repeat such side effects.
+    contexts = None if compiled else lambda: _statistics_once(model)
+    compat.checkpoint_activations(model, lambda m: id(m) in chosen, contexts)
+
+
+def _statistics_once(model: nn.Module) -> tuple[contextlib.AbstractContextManager[None], ...]:
+    """Contexts for the forward pass and for its recomputation, in which batch norm must not count the batch again."""
+
+    @contextlib.contextmanager
+    def recomputation() -> Iterator[None]:
+        norms = [m for m in model.modules() if compat.is_batch_norm(m)]
+        before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+        for norm in norms:
+            norm.momentum, norm.num_batches_tracked = 0.0, None
+        try:
+            yield
+        finally:
+            for norm, (momentum, batches) in zip(norms, before):
+                norm.momentum, norm.num_batches_tracked = momentum, batches
+
+    return contextlib.nullcontext(), recomputation()

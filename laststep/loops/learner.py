@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from laststep import compat
+from laststep.checkpoint.files import StateChanged
+from laststep.checkpoint.shards import local_of, shard_count
+from laststep.compat import compiler
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.schema import Train
 from laststep.data.loader import for_each_tensor
-from laststep.data.order import Generators, nth_seed, seed_generators, seed_of
-from laststep.loops.buffers import Buffers, Committed
-from laststep.loops.gradients import make_gradients
-from laststep.loops.held import HeldOptimizer, HeldState, addresses
-from laststep.loops.model_setup import channels_last, check_gradients, prepare_model, report_cuda_graphs
-from laststep.loops.rates import LearningRates
+from laststep.data.order import Generators, Order, nth_seed, seed_generators, seed_of
+from laststep.loops.gradients import Gradients, Replicated, checkpoint_activations, repeated_blocks
 from laststep.loops.shares import shares_of
-from laststep.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, take_made
+from laststep.loops.snapshot import (
+    DEVICE_S,
+    POLL_S,
+    Buffers,
+    Committed,
+    HeldOptimizer,
+    HeldState,
+    HeldStep,
+    Ring,
+    addresses,
+    bytes_of,
+    is_dense,
+)
+from laststep.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, scheduled, take_made
 from laststep.optim.fast_step import FastStep
+from laststep.ranks.device import DeviceQueue
 from laststep.ranks.group import Group
-from laststep.ranks.world import shard_place
+from laststep.ranks.process import run_time
+from laststep.ranks.world import Gathered, ShardPlace, shard_place, shard_rows
+from laststep.say import say
 from laststep.task import Task
 
 PRECISION = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -198,6 +218,37 @@ class Learner:
         load_optimizer(self.optimizer, self.gradients.local(state["optimizer"]))
         self.scaler.load_state_dict(state["scaler"])
 
+    def start_from(self, weights: Mapping[str, Tensor]) -> None:
+        """Give the model rank 0's `weights`, by the names of its state_dict; what they lack stays as initialised.
+
+        Rank 0 alone reads them, and broadcasts the result: a file that changes meanwhile cannot make ranks differ. A
+        collective.
+        """
+        if self.place.shards > 1:
+            self._take_rows(weights)
+        else:
+            self.model.load_state_dict(weights, strict=False)
+            state = [tensor for tensor in self.model.state_dict().values() if is_dense(tensor)]
+            self.group.broadcast([bytes_of(tensor) for tensor in state])
+        self.buffers.snapshot()
+        if self.average is not None:
+            self.average.module.load_state_dict(self.model.state_dict())
+
+    def _take_rows(self, weights: Mapping[str, Tensor]) -> None:
+        """Give each rank its rows of rank 0's weights, one tensor at a time. A collective."""
+        state, group, place = self.model.state_dict(), self.group, self.place
+        taken = torch.tensor([name in weights for name in state], dtype=torch.uint8, device=group.device)
+        group.broadcast([taken])
+        for (name, tensor), is_taken in zip(state.items(), taken.tolist()):
+            if is_taken:
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=group.device)
+                if name in weights:
+                    whole.copy_(weights[name])
+                group.broadcast([whole])
+                if shard_count(tensor):
+                    whole = whole[slice(*shard_rows(len(whole), place.shard, place.shards))]
+                local_of(tensor).copy_(whole)
+
     def _forward(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         batch = self.task.on_device(batch)
         if self.config.train.cuda_graphs:
@@ -273,3 +324,235 @@ class _Inputs:
         if learner.average is not None:
             learner.average.is_empty = self._average_is_empty
         self._put_back_gradients()
+
+
+class Average(AveragedModel):
+    """torch's AveragedModel, bit for bit, without a wait for the device.
+
+    torch keeps the counter on the CPU and copies it to the device in each update, where an exponential average ignores
+    it. Here it is on the device, so it also counts only the updates that the device has done.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, device: torch.device | None) -> None:
+        super().__init__(model, device, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+        self.requires_grad_(False)
+        self._update = get_ema_multi_avg_fn(decay)
+        self.is_empty = True  # whether the counter is 0
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Add the model as it is now. The first one is copied."""
+        own, others = _tensors(self.module), _tensors(model)
+        if self.is_empty:
+            for averaged, tensor in zip(own, others):
+                averaged.copy_(tensor)
+        else:
+            by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+            for averaged, tensor in zip(own, others):
+                pair = by_dtype.setdefault(averaged.dtype, ([], []))
+                pair[0].append(averaged)
+                pair[1].append(tensor)
+            for averaged_group, group in by_dtype.values():
+                self._update(averaged_group, group, self.n_averaged)
+        self.is_empty = False
+        self.n_averaged += 1
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """See torch."""
+        result = super().load_state_dict(state_dict, strict, assign)
+        self.is_empty = bool(self.n_averaged == 0)
+        return result
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Its weights and buffers; of those that are sharded, what this rank holds."""
+    return [local_of(tensor) for tensor in (*module.parameters(), *module.buffers())]
+
+
+class LearningRates:
+    """Each group's initial learning rate times the task's schedule: a pure function of the step, so no checkpoint holds
+    it."""
+
+    def __init__(self, task: Task, optimizer: Optimizer, total_steps: int) -> None:
+        """The optimiser is new: its groups have their initial learning rates."""
+        self._task, self._optim = task, task.config.optim
+        self._is_default = getattr(task.schedule, "__func__", None) is Task.schedule
+        self._initial = [float(group["lr"]) for group in optimizer.param_groups]
+        self._total = total_steps
+
+    def at(self, step: int) -> list[float]:
+        """The learning rate of each group at `step` (from 0). Raises ConfigError when the schedule gives none."""
+        if self._is_default:  # not by its factor, which would round once more
+            return [scheduled(lr, self._optim, step, self._total) for lr in self._initial]
+        value: Any = self._task.schedule(step, self._total)
+        try:
+            factor = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError):
+            factor = math.nan
+        if not 0 <= factor < math.inf:
+            raise ConfigError(
+                f"task={self._task.config.task}: schedule({step}, {self._total}) returned {value!r}; "
+                "it must return a finite number, at least 0"
+            )
+        return [lr * factor for lr in self._initial]
+
+
+def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -> tuple[nn.Module, Average | None]:
+    """The task's model on its device, as `config` asks for it, and its moving average if there is one. Where they are
+    sharded, this is a collective. Raises ConfigError."""
+    if place.shards > 1:
+        return _sharded(task, config, group, place)
+    train, device = config.train, group.device
+    model = task.model().to(device)
+    if train.channels_last:
+        model.to(memory_format=torch.channels_last)
+    average = Average(model, train.ema_decay, device) if train.ema_decay else None
+    if train.activation_checkpointing:
+        checkpoint_activations(model, train.compile)
+    if train.compile:
+        if train.cuda_graphs:
+            compiler.compile_whole_under_ddp()  # fewer launches; and each forward pass is one graph, as torch expects
+        model.compile(dynamic=False, mode="reduce-overhead" if train.cuda_graphs else None)
+    return model, average
+
+
+def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tuple[nn.Module, Average | None]:
+    """The same, without memory for more than this rank's shards."""
+    from laststep.loops.initial_weights import build
+    from laststep.loops.sharded import shard  # takes a second to import
+
+    train, device, seed = config.train, group.device, seed_of("model", config.seed)
+    model, values = build(task.model, lambda: seed_generators(seed, device), says=group.world.rank == 0)
+    average = Average(model, train.ema_decay, None) if train.ema_decay else None
+    models = [model] if average is None else [model, average.module]
+    if values is not None:
+        values.note(models)
+    if train.activation_checkpointing:
+        checkpoint_activations(model, train.compile)
+    if train.compile:
+        for block in repeated_blocks(model):  # one compiled part would gather all weights at once
+            block.compile(dynamic=False)
+    shard(models, task, config, group, place)
+    if values is not None:
+        values.fill(models, place, device)
+    if average is not None:
+        average.n_averaged = average.n_averaged.to(device)
+    return model, average
+
+
+def make_gradients(model: nn.Module, group: Group, config: Config, place: ShardPlace) -> Gradients:
+    """Those of a model that is replicated, or has been sharded. A collective."""
+    if place.shards == 1:
+        return Replicated(model, group, config)
+    from laststep.loops.sharded import Sharded
+
+    return Sharded(model, group, config, place)
+
+
+def check_gradients(model: nn.Module, task: str) -> None:
+    """Raise ConfigError unless this model of `task` has gradients, and only dense ones."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"task={task}: no parameter of the model requires a gradient, so none can be trained; "
+            "leave some unfrozen in model()"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"task={task}: {name or 'the model'} is an {type(module).__name__} with sparse=True, but sparse "
+                "gradients cannot be checked and clipped like others; remove sparse=True"
+            )
+
+
+def report_cuda_graphs(train: Train, group: Group) -> None:
+    """After the warm-up: say if torch has left out CUDA graphs that it should have recorded, which it does silently."""
+    if train.cuda_graphs and group.world.rank == 0 and not compiler.has_cuda_graphs(group.device):
+        say(
+            "WARNING: train.cuda_graphs=true: torch has recorded no CUDA graphs of this model, or not of all of it; "
+            "with TORCH_LOGS=cudagraphs in the environment it says why"
+        )
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """An image (4 dimensions) as NHWC in memory; any other tensor unchanged."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+UPDATE_S = 3 * DEVICE_S  # how long the launches may take, and then the device
+
+
+class LateUpdate:
+    """The update of a step in which a rank's main thread is stuck, done by the thread of a rescue.
+
+    A fault may find ranks of a sharded run one step apart. Some have what all ranks gather at the end of a step, and
+    have done its update; another has its gradients, and waits for what they gathered. It can do its update with theirs:
+
+    * One rank that has gathered proves that all ranks have contributed, and they do that with gradients that are
+      complete.
+    * The rescue has frozen the ring, so the main thread never gets beyond the beginning of an update, even if the
+      collective returns after all. Until there it only assigns what it has gathered, which is the same on every rank.
+    * All that the update needs is on this rank, and only the update itself changes it.
+
+    On a GPU the host is ahead: it has queued this update behind the collective that hangs, and begun the next step. So
+    the gradients are kept until the device has done their update: a rank has those of two steps in memory. In the
+    rescue the host is given back what it held before the update, and does it once more, on the stream beside. That is
+    safe while the main thread waits for the device, and the device for the collective. Should it go on after all,
+    nothing of this rank's state is saved, as the update may have been done twice; and the main thread stops, so that no
+    rank can do the next one. The update's kernels have been launched before, so none is loaded now; but an optimiser
+    that is not fused allocates, for which a driver may wait for the device. The rescue's deadline ends that.
+    """
+
+    def __init__(self, learner: Learner, order: Order, ring: Ring[HeldStep], queue: DeviceQueue) -> None:
+        self.tried = False
+        self._learner, self._order, self._ring, self._queue = learner, order, ring, queue
+        if queue.runs_ahead:
+            learner.await_update = ring.await_newest
+
+    @staticmethod
+    def helps(learner: Learner, queue: DeviceQueue) -> bool:
+        """Whether a rescue may need it. On a GPU it costs memory, which would be in vain if a rank that dies takes its
+        shard with it, or if there is a copy of each step."""
+        place, settings = learner.place, learner.config.checkpoint
+        has_copies = settings.replicas > 0 and settings.replica_every_steps > 1
+        return place.shards > 1 and (not queue.runs_ahead or place.replicas > 1 or has_copies)
+
+    def gathered(self, steps: int) -> Gathered | None:
+        """What this rank has gathered last, for those that have not; on a GPU in the last of so many steps, which the
+        device has done."""
+        return self._queue.ask(lambda: self._learner.gradients.gathered(steps if self._queue.runs_ahead else None))
+
+    def do(self, gathered: Gathered) -> tuple[Mapping[str, Tensor], int] | None:
+        """Do the update of this step, after the state that the ring has chosen. Returns what the step measured, and its
+        samples; None if it cannot be done: then nothing has changed. Raises StateChanged if the device has gone on, and
+        TimeoutError or DeviceSilent if it does not do this update."""
+        self.tried = True
+        if self._queue.runs_ahead and not self._ring.await_thread(DEVICE_S):
+            return None  # it may still change what the update needs
+        if not self._ring.is_whole():
+            return None  # the device has gone on, and done this update
+        measured = self._queue.ask(lambda: self._update(gathered), UPDATE_S)
+        if measured is None:
+            return None
+        if not self._ring.redo():
+            raise StateChanged("the device has gone on meanwhile, and may have done the same update")
+        return measured, self._order.count(gathered.step - 1)
+
+    def _update(self, gathered: Gathered) -> Mapping[str, Tensor] | None:
+        held = self._ring.held
+        if held is not None:
+            assert isinstance(held.state, HeldLearner)
+            if not held.state.put_back():
+                return None
+        if not self._learner.gradients.take(gathered):
+            return None
+        measured = self._learner.update()
+        self._await_device()
+        return measured
+
+    def _await_device(self) -> None:
+        done, deadline = self._queue.event(), run_time() + DEVICE_S
+        done.record()
+        while not done.query():
+            if run_time() > deadline:
+                raise TimeoutError(f"the device has not done the update within {DEVICE_S:.0f} s")
+            time.sleep(POLL_S)

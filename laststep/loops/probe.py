@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
+import random
 import signal
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any
 
+import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laststep.checkpoint.shards import is_distributed
-from laststep.loops.digests import digest, digests, leaves_of
-from laststep.loops.loop import AttemptContext
-from laststep.loops.variables import Variables
+from laststep.loops.custom_loop import CustomLoop, Phase
+from laststep.loops.engine import AttemptContext
+from laststep.loops.registered import PLAIN, digest, digests, leaves_of
+from laststep.loops.task_loop import TaskLoop
 from laststep.ranks.stop import Stop
 from laststep.records.probes import ProbedStep, ProbeFile, ProbePlan, Strike, Variable
+from laststep.task import Task
 
 
 class Probe:
@@ -102,3 +113,202 @@ class Probe:
     def _note_update(self, *_: Any) -> None:
         if self._begun is not None:
             self._begun["updates"] += 1
+
+
+def make_probed_loop(
+    task: type[Task] | Callable[..., Any], context: AttemptContext, plan: ProbePlan
+) -> TaskLoop | CustomLoop:
+    """The loop around a Task or a function, with a probe that follows `plan`."""
+    if isinstance(task, type):
+        return ProbedTaskLoop(task, context, plan)
+    return ProbedCustomLoop(task, context, plan)
+
+
+class ProbedTaskLoop(TaskLoop):
+    """The loop around a Task, with a probe."""
+
+    def __init__(self, task: type[Task], context: AttemptContext, plan: ProbePlan) -> None:
+        super().__init__(task, context)
+        self.probe = Probe(context, plan, self._state)
+        self.probe.variables.leave_out(self.learner.model)
+        if not self.config.train.compile:  # the probe would be compiled too
+            self.probe.watch(self.learner.gradients.parallel)
+        self.probe.watch(self.learner.optimizer)
+
+    def _step(self, batches: Iterator[Any]) -> None:
+        step = self.position.step
+        micro_batches = list(islice(batches, self.micro_batches))
+        of_epoch = step % self.order.steps_per_epoch
+        variables = self.probe.variables.of_object("self", self.task)
+        self.probe.begin_step(step + 1, self.order.epoch(step) + 1, of_epoch + 1, micro_batches, variables)
+        super()._step(iter(micro_batches))
+
+    def _step_done(self, samples: int, ends_epoch: bool) -> None:
+        super()._step_done(samples, ends_epoch)
+        self.probe.end_step()
+
+    def _begin_validation_batch(self) -> bool:
+        begins = super()._begin_validation_batch()
+        if begins:
+            self.probe.begin_validation_batch(self.position.step)
+        return begins
+
+
+class ProbedCustomLoop(CustomLoop):
+    """The loop around a user's function, with a probe."""
+
+    def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext, plan: ProbePlan) -> None:
+        super().__init__(function, context)
+        self.probe = Probe(context, plan, self._state)
+
+    def register(self, objects: Mapping[str, Any], *words: Any, **more: Any) -> None:
+        """Watch the registered objects, too: the optimisers in their wrappers."""
+        super().register(objects, *words, **more)
+        registered = self._held.registered
+        assert registered is not None
+        for each in objects.values():
+            self.probe.variables.leave_out(each)
+        for watched in (*registered.modules, *registered.optimizers):
+            self.probe.watch(watched)
+
+    def steps(self, *words: Any, **more: Any) -> Iterator[Any]:
+        """The batches of the steps, each of which the probe follows."""
+        with closing(super().steps(*words, **more)) as batches:  # type: ignore[type-var]
+            for batch in batches:
+                position, variables = self.position, self.probe.variables.of_callers()
+                self.probe.begin_step(position.step + 1, position.epoch + 1, position.batches + 1, batch, variables)
+                yield batch
+
+    def share_batches(self, batch: Any) -> Iterator[Any]:
+        """The shares of a batch, which the probe follows too."""
+        for share in super().share_batches(batch):
+            if self.shares.total:
+                self.probe.note_share(share)
+            yield share
+
+    def validation(self, *words: Any, **more: Any) -> Iterator[Any]:
+        """The batches of a validation, each of which the probe follows."""
+        with closing(super().validation(*words, **more)) as batches:  # type: ignore[type-var]
+            for batch in batches:
+                if self.phase not in (Phase.SETUP, Phase.READY):  # one before the first step follows no step
+                    self.probe.begin_validation_batch(self.position.step)
+                yield batch
+
+    def _step_done(self, samples: int, ends_epoch: bool) -> None:
+        super()._step_done(samples, ends_epoch)
+        self.probe.end_step()
+
+
+LASTSTEP = str(Path(__file__).resolve().parent.parent)
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+MOST_BYTES = 1 << 24  # larger tensors are data sets, as a rule, and take long
+MOST_ITEMS, MOST_DEPTH = 64, 4
+
+
+class Variables:
+    """Finds the variables of the user's code, except for what is registered."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()  # ids of what is registered, and of all that belongs to it
+        self._found: dict[str, Variable] = {}
+        self._seen: set[int] = set()
+
+    def leave_out(self, registered: Any) -> None:
+        """These need not be named: a checkpoint holds them."""
+        self._known.add(id(registered))
+        if isinstance(registered, nn.Module):
+            for part in (*registered.modules(), *registered.parameters(), *registered.buffers()):
+                self._known.add(id(part))
+
+    def of_callers(self) -> dict[str, Variable]:
+        """The variables of the user's functions on the stack, and the global ones that these functions use."""
+        self._begin()
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_name != "_train":  # of the custom loop, which calls the function
+            if _is_users(frame.f_code.co_filename):
+                self._walk_frame(frame)
+            frame = frame.f_back
+        return self._found
+
+    def of_object(self, name: str, owner: Any) -> dict[str, Variable]:
+        """The attributes of an object of the user's."""
+        self._begin()
+        for attribute, value in vars(owner).items():
+            self._walk(f"{name}.{attribute}", value, 0)
+        return self._found
+
+    def _begin(self) -> None:
+        self._found, self._seen = {}, set()
+
+    def _walk_frame(self, frame: FrameType) -> None:
+        for name, value in frame.f_locals.items():
+            self._walk(name, value, 0)
+        self._walk_globals(frame.f_code.co_names, frame.f_globals)
+
+    def _walk_globals(self, names: tuple[str, ...], of_module: Mapping[str, Any]) -> None:
+        for name in names:
+            if name in of_module:
+                self._walk(name, of_module[name], 0)
+
+    def _walk(self, name: str, value: Any, depth: int) -> None:
+        """Note a value, or what it is made of; nothing of an object that does not bear it."""
+        with contextlib.suppress(Exception):
+            self._walk_value(name, value, depth)
+
+    def _walk_value(self, name: str, value: Any, depth: int) -> None:
+        if id(value) in self._known or depth > MOST_DEPTH or len(self._found) > 2000:
+            return
+        if isinstance(value, PLAIN):
+            self._note(name, "value", value)
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, (Tensor, numpy.ndarray)):
+            if value.nbytes <= MOST_BYTES:
+                self._note(name, "value", value)
+        elif (state := _generator_state(value)) is not None:
+            self._note(name, "generator", state)
+        elif isinstance(value, Iterator):
+            self._note(name, "iterator", None)
+        elif isinstance(value, (Mapping, list, tuple)):
+            self._walk_items(name, value, depth)
+        elif isinstance(value, FunctionType):
+            if _is_users(value.__code__.co_filename):
+                self._walk_globals(value.__code__.co_names, value.__globals__)
+        elif not isinstance(value, type) and hasattr(value, "__dict__"):
+            self._walk_object(name, value, depth)
+
+    def _walk_items(self, name: str, items: Any, depth: int) -> None:
+        if len(items) > MOST_ITEMS:
+            return
+        pairs = items.items() if isinstance(items, Mapping) else enumerate(items)
+        for key, item in list(pairs):
+            self._walk(f"{name}[{key!r}]", item, depth + 1)
+
+    def _walk_object(self, name: str, value: Any, depth: int) -> None:
+        module = type(value).__module__ or ""
+        if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
+            self._note(name, "value", value.state_dict())
+        elif module.partition(".")[0] not in ("laststep", "torch", "torchvision", "builtins"):
+            for attribute, item in list(vars(value).items()):
+                self._walk(f"{name}.{attribute}", item, depth + 1)
+
+    def _note(self, name: str, kind: str, value: Any) -> None:
+        self._found.setdefault(name, {"kind": kind, "digest": digest(value)})
+
+
+def _generator_state(value: Any) -> Any:
+    """The state of a random generator; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, numpy.random.RandomState):
+        return value.get_state(legacy=False)
+    return value.getstate() if isinstance(value, random.Random) else None
+
+
+def _is_users(file: str) -> bool:
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return file.endswith(".py") and not installed and not file.startswith((LASTSTEP, STANDARD_LIBRARY))

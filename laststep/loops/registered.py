@@ -1,11 +1,20 @@
-"""The objects that a training function registered with run.restore(...): a checkpoint holds their state."""
+"""The objects that a training function registered with run.restore(...): a checkpoint holds their state.
+
+In reading order: the objects; what a rescue needs of them; how they are sharded, if the function has done that (FSDP2's
+`fully_shard` has made its parameters DTensors: a checkpoint holds those that are cut by rows over all ranks, in the
+order of the ranks, over one dimension of a mesh (full), or over the last of two, of which the first has the replicas
+(hybrid)); whether all ranks have the same state; and digests of nested values.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,17 +22,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from laststep import compat
-from laststep.checkpoint.pack import Packed, map_tensors, serialized_structure
+from laststep.checkpoint.manager import CheckpointManager
+from laststep.checkpoint.pack import Packed, map_tensors, serialized_structure, tensors_of
 from laststep.checkpoint.restore import SharedCheckpoint
-from laststep.checkpoint.shards import is_distributed, local_of
+from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
 from laststep.compat import sharding
 from laststep.config.errors import ConfigError
-from laststep.loops.buffers import Buffers, Committed
-from laststep.loops.custom_sharding import check_sharded, is_sharded, likes_of, live_state, place_of
-from laststep.loops.held import HeldOptimizer, HeldState, addresses
+from laststep.loops.snapshot import Buffers, Committed, HeldOptimizer, HeldState, addresses
 from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
+from laststep.ranks.device import changed_numerics
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 State = dict[str, Any]
 # Their state changes in the update of a step or after it, buffers excepted. All other objects may change earlier, so
@@ -330,3 +343,234 @@ def _check_stored(name: str, state: Any, place: ShardPlace) -> None:
 def _unstored(name: str, error: Exception) -> ConfigError:
     reason = " ".join(str(error).split())[:300]
     return ConfigError(f"run.restore({name}=...): its state cannot be stored: {reason}")
+
+
+FSDP_1 = "FullyShardedDataParallel"
+
+
+def place_of(state: Any, group: Group) -> ShardPlace:
+    """Which shard of the registered state this rank holds, by the DTensors in it. Raises ConfigError for one that a
+    checkpoint cannot hold, and where they are not cut alike."""
+    place, first = ShardPlace(0, 1, group.world.rank, group.world.size), ""
+    for name, leaf in leaves_of(state):
+        if not is_distributed(leaf):
+            continue
+        its = _place_of(name, leaf, group)
+        if not first:
+            place, first = its, name
+        elif its != place:
+            raise ConfigError(
+                f"{_given(name)} is cut into {its.shards} shards, and {first} into {place.shards}: give fully_shard "
+                "the same mesh for everything that is registered"
+            )
+    return place
+
+
+def _place_of(name: str, tensor: DTensor, group: Group) -> ShardPlace:
+    given, placed, size = _given(name), tensor.placements, group.world.size
+    try:
+        shards = shard_count(tensor)
+    except ValueError:
+        shards = 0
+    if not shards:
+        raise ConfigError(
+            f"{given} is a DTensor placed as {placed}; a checkpoint holds those that are cut by rows, Shard(0), over "
+            "one dimension of a mesh, as fully_shard cuts them by default"
+        )
+    mesh = tensor.device_mesh.mesh
+    cut = next(dim for dim, placement in enumerate(placed) if placement.is_shard())
+    if mesh.movedim(cut, -1).flatten().tolist() != list(range(size)):
+        kind = group.device.type
+        raise ConfigError(
+            f"{given} is sharded over a mesh of the ranks {mesh.tolist()}; give fully_shard one of all {size} ranks in "
+            f'their order: init_device_mesh("{kind}", ({size},)), or a named one of (replicas, shards)'
+        )
+    if tensor.device.type != group.device.type:
+        raise ConfigError(
+            f"{given} is on {tensor.device.type}, and this run trains on {group.device.type}: call model.to_empty(...) "
+            "before run.restore(...) if it has no memory yet, and leave out CPUOffloadPolicy"
+        )
+    rank = group.world.rank
+    return ShardPlace(rank % shards, shards, rank // shards, size // shards)
+
+
+def hold_shard(
+    place: ShardPlace,
+    saves: CheckpointManager,
+    numerics: dict[str, str | int],
+    checkpoint: SharedCheckpoint | None,
+    say: Callable[[str], None],
+) -> None:
+    """From now on this rank saves that shard of the state. Notes in `numerics` how the state is sharded, and warns if
+    the steps of the checkpoint were computed in another way."""
+    saves.hold(place)
+    if place.shards > 1:
+        numerics["sharding"] = "full" if place.replicas == 1 else "hybrid"
+    if checkpoint is not None and (changed := changed_numerics(checkpoint.manifest.numerics, numerics)):
+        say(f"WARNING: {changed}")
+
+
+def check_sharded(name: str, registered: Any) -> None:
+    """Raise ConfigError for a registered object that is sharded in a way of its own."""
+    if isinstance(registered, nn.Module) and any(type(part).__name__ == FSDP_1 for part in registered.modules()):
+        raise ConfigError(f"run.restore({name}=...): {FSDP_1} is not supported; shard the model by fully_shard (FSDP2)")
+    if not isinstance(registered, Optimizer) or not any(map(is_distributed, _parameters(registered))):
+        return
+    kind = type(registered)
+    if (kind.state_dict, kind.load_state_dict) != (Optimizer.state_dict, Optimizer.load_state_dict):
+        raise ConfigError(
+            f"run.restore({name}=...): {kind.__name__} has a state_dict of its own, of which nothing says what is "
+            "sharded; use one of torch.optim"
+        )
+
+
+def is_sharded(state: Any) -> bool:
+    """Whether there is any DTensor in a state."""
+    return any(map(is_distributed, tensors_of(state)))
+
+
+def live_state(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimiser's state_dict, for a checkpoint to be loaded into. It makes most of its state in its first step;
+    until then there is a `Like` for each sharded parameter."""
+    state = optimizer.state_dict()
+    likes = {n: Like(each) for n, each in enumerate(_parameters(optimizer)) if shard_count(each)}
+    return {**state, "state": {**likes, **state["state"]}} if likes else state
+
+
+def likes_of(state: Any) -> Any:
+    """A `Like` for each sharded tensor in a state, and nothing for the others: what is loaded will be sharded alike."""
+    return map_tensors(state, lambda tensor: Like(tensor) if shard_count(tensor) else None)  # type: ignore[arg-type,return-value]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    groups = getattr(optimizer, "param_groups", [])  # a wrapper that is refused later may have none
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _given(name: str) -> str:
+    registered, _, inner = name.partition(".")
+    return f"run.restore({registered}=...): {inner}"
+
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
+MOST_NAMES = 3
+
+
+def difference_between_ranks(state: State, group: Group, shards: int = 1) -> str | None:
+    """Which values of this state, of which the rank holds one of so many shards, differ between ranks; None if they are
+    the same. A collective, of 8 bytes per rank; of 16 if there are shards."""
+    leaves, sharded = list(leaves_of(state)), list[tuple[str, Any]]()
+    if shards > 1:
+        sharded = [(name, leaf) for name, leaf in leaves if is_distributed(leaf)]
+        leaves = [(name, leaf) for name, leaf in leaves if not is_distributed(leaf)]
+    parts = [(1, leaves)] if shards == 1 else [(1, leaves), (shards, sharded)]
+    sums = torch.stack(group.gather(torch.cat([_checksum(part, group.device) for _, part in parts])))
+    for of_part, (count, _) in zip(sums.unbind(1), parts):
+        if not bool((of_part.view(-1, count) == of_part[:count]).all()):
+            return _describe_difference(dict(leaves), dict(sharded), group, shards)
+    return None
+
+
+def _describe_difference(leaves: dict[str, Any], sharded: dict[str, Any], group: Group, shards: int) -> str:
+    """Which values of the state differ between ranks. Runs over the store; every rank calls it, once per attempt."""
+    rank, size = group.world.rank, group.world.size
+    own = {name: _digest(leaf) for name, leaf in (leaves | sharded).items()}
+    group.store.set(f"state/{rank}", json.dumps(own))
+    found = [json.loads(text) for text in group.store.multi_get([f"state/{each}" for each in range(size)])]
+    names, ranks = list[str](), list[str]()
+    for number, other in enumerate(found):
+        first = found[0] | {name: found[number % shards].get(name) for name in sharded}
+        differing = [name for name in first | other if first.get(name) != other.get(name)]
+        names += [name for name in differing if name not in names]
+        ranks += [str(number)] if differing or list(other) != list(first) else []
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    what = ", ".join(names[:MOST_NAMES]) + more if names else "the order of its names"
+    against = "rank 0" if shards == 1 else "the first replica of the shard"
+    return f"{what} (rank {', '.join(ranks)} against {against})"
+
+
+def _checksum(leaves: list[tuple[str, Any]], device: torch.device) -> Tensor:
+    """A number for these values, on this rank's device: nothing waits for it here."""
+    plain = hashlib.blake2b(digest_size=7)
+    hashes: dict[torch.device, list[Tensor]] = {}  # Adam's `step` may be on the CPU
+    for name, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            leaf = local_of(leaf)
+        if isinstance(leaf, Tensor) and _can_hash(leaf):
+            plain.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
+            hashes.setdefault(leaf.device, []).append(_hash(leaf))
+        else:
+            plain.update(f"{name} {_digest(leaf)}\n".encode())
+    total = torch.tensor([int.from_bytes(plain.digest(), "little")], device=device)
+    for same in hashes.values():
+        stacked = torch.stack(same)
+        weights = torch.arange(1, 2 * len(same), 2, device=stacked.device)  # else two tensors could change places
+        total += (stacked * weights).sum().to(device)
+    return total
+
+
+def _digest(leaf: Any) -> str:
+    """A text that differs where values differ. Of objects that are not plain only the type counts."""
+    if isinstance(leaf, Tensor):
+        leaf = local_of(leaf)
+        return f"{leaf.dtype} {tuple(leaf.shape)} {int(_hash(leaf)) if _can_hash(leaf) else ''}"
+    if isinstance(leaf, PLAIN):
+        return f"{type(leaf).__name__} {leaf!r}"
+    return type(leaf).__name__
+
+
+def _can_hash(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _hash(tensor: Tensor) -> Tensor:
+    """A hash of a tensor's bits, as a scalar on its device. Integers, so that no order of the elements matters. Torch's
+    hash alone, an exclusive or, is 0 for any two equal elements."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    bits = tensor.detach().view(INTEGERS[tensor.itemsize])
+    return bits.sum(dtype=torch.int64) + 0x9E3779B97F4A7C1 * torch.hash_tensor(bits).view(torch.int64)
+
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits for a value. Of objects other than tensors, arrays, containers and plain values only the
+    type counts."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for name, leaf in leaves_of(value):
+        hashed.update(f"{name}\n{type(leaf).__name__}\n".encode())
+        if isinstance(leaf, Tensor):
+            hashed.update(f"{leaf.dtype} {tuple(leaf.shape)}\n".encode())
+            hashed.update(_bytes_of(leaf))
+        elif isinstance(leaf, numpy.ndarray):
+            hashed.update(f"{leaf.dtype} {leaf.shape}\n".encode())
+            hashed.update(leaf.tobytes())
+        elif isinstance(leaf, PLAIN):
+            hashed.update(repr(leaf).encode())
+    return hashed.hexdigest()
+
+
+def digests(state: Any) -> dict[str, str]:
+    """The digest of each tensor and each plain value in a nested state, by its path."""
+    return {name: digest(leaf) for name, leaf in leaves_of(state)}
+
+
+def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values within nested containers, each with its path, such as model.0.weight."""
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = list(enumerate(value))
+    else:
+        yield name, value
+        return
+    for key, item in items:
+        yield from leaves_of(item, f"{name}.{key}" if name else str(key))
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return repr(tensor).encode()
+    values = local_of(tensor).cpu().contiguous().reshape(-1)
+    return values.resolve_conj().resolve_neg().view(torch.uint8).numpy().data

@@ -6,24 +6,30 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from laststep import compat
+from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
 from laststep.compat import sharding
+from laststep.config.checks import NOT_BY_ROWS, NOT_BY_ROWS_WHY
 from laststep.config.config import Config
-from laststep.loops.exact_square import ExactSquare
-from laststep.loops.rows import Rows
-from laststep.loops.shares import AddsShares, ShareSum, in_order
-from laststep.loops.turn_sums import turn_sums
-from laststep.ranks.group import Group, tree_sum
+from laststep.config.errors import ConfigError, first_line
+from laststep.loops.gradients import repeated_blocks
+from laststep.loops.shares import AddsShares, ShareSum, in_order, shares_of, team_of
+from laststep.optim.build import needs_other_rows
+from laststep.ranks.group import BucketSum, Group, make_mesh, replica_group, tree_sum
 from laststep.ranks.world import Gathered, ShardPlace
+from laststep.task import Task
 
 # In these types the norm of finite gradients is finite, or the gradient is beyond any use.
 NORM_SUFFICES = (torch.float32, torch.float64, torch.bfloat16)
@@ -191,3 +197,407 @@ class Sharded:
         for parameter in self._parameters:
             parameter.grad = None
         assert self._rows.in_place(), "FSDP2 has moved a shard"
+
+
+UNEQUAL = (
+    "train.shares, train.sharding: a parameter of the model has a gradient in some shares only; use all parameters in "
+    "each forward pass, or remove train.shares"
+)
+
+
+def turn_sums(model: nn.Module, config: Config, group: Group, place: ShardPlace) -> TurnSums:
+    """Those of a model that `laststep.loops.sharded` has sharded. A collective."""
+    turns, team = len(shares_of(config.train, group.world)), team_of(config.train, group.world)
+    replicas = None
+    if place.replicas > 1:
+        replicas = replica_group(place)
+    return TurnSums(model, turns, team, replicas)
+
+
+class TurnSums:
+    """The sums of sharded gradients over the shares of `train.shares`, in the tree of `laststep.ranks.group`; the
+    counterpart of `ShareSum` under FSDP2.
+
+    FSDP2 reduces the gradients of a block as soon as a backward pass is through with it, so that no rank ever holds a
+    whole gradient. So the ranks add before a rank's shares are added, and the shares are dealt out accordingly, see
+    `laststep.loops.shares.team_of`:
+
+    1. In each turn, which is a backward pass of one share on each rank, an all-to-all brings the same rows of all ranks
+       to one of them. It adds those of a team.
+    2. A rank adds its sums of one turn after another, as a binary counter does. It holds one more set of its own rows
+       for each doubling of the turns.
+    3. After the last turn it adds the teams. Under train.sharding=hybrid these are the nodes, each with a copy of the
+       rows, and the sum over them is the one that DistributedDataParallel's hook makes, once in a step.
+    """
+
+    def __init__(self, model: nn.Module, turns: int, team: int, replicas: dist.ProcessGroup | None) -> None:
+        """`turns` is how many shares each rank has. `replicas` are the ranks that hold the same rows, where there are
+        several."""
+        self._parameters = list(model.parameters())
+        self._turns, self._replicas = turns, replicas
+        self._blocks: list[BlockSum] = []
+        self._ends = True  # whether this is the last turn of a step
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                self._blocks.append(BlockSum(team))
+                module.set_custom_reduce_scatter(self._blocks[-1])
+                module.set_gradient_divide_factor(1.0)  # a sum, no mean
+                module.set_force_sum_reduction_for_comms(True)
+                if replicas is not None:
+                    module.set_all_reduce_hook(self._add_replicas)
+
+    def end_share(self, share: int) -> None:
+        """The next backward pass is that of this share, counted from 0 on this rank."""
+        self._ends = share == self._turns - 1
+        for block in self._blocks:
+            block.begin(share, self._ends)
+
+    def end_backward(self) -> None:
+        """Call this after each backward pass. Raises ConfigError."""
+        if not self._ends:  # what FSDP2 takes for gradients
+            for parameter in self._parameters:
+                parameter.grad = None
+        elif any(block.waits for block in self._blocks):
+            raise ConfigError(UNEQUAL)
+
+    def _add_replicas(self, rows: Tensor) -> None:
+        """FSDP2 calls this with the rows of each block: at the end, sum them over the replicas."""
+        if self._ends and self._replicas is not None:
+            bucket = BucketSum(rows, self._replicas.size(), group=self._replicas)
+            bucket.gather()
+            bucket.wait()
+
+
+class BlockSum:
+    """What FSDP2 calls for the gradients of a block in place of a reduce-scatter, see torch's ReduceScatter. It gives
+    FSDP2 the sum over all turns in the last one, and nothing of use in the others."""
+
+    def __init__(self, team: int) -> None:
+        self._team = team
+        self._turn, self._ends = 0, True
+        self._calls = 0  # in this turn: a block that is used twice may reduce some of its gradients earlier than others
+        self._levels: dict[tuple[int, int], Tensor] = {}  # by call and level, as in PartialSums
+
+    def begin(self, turn: int, ends: bool) -> None:
+        """The next backward pass is that of this turn; whether it is the last one."""
+        self._turn, self._ends, self._calls = turn, ends, 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are sums of earlier turns to which the last one has added nothing."""
+        return bool(self._levels)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what goes in and what comes out."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Called within the backward pass. Raises ConfigError."""
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        call, level, sums = self._calls, 0, tree_sum(received.view(-1, self._team, len(output_tensor)).transpose(0, 1))
+        self._calls += 1
+        while self._turn >> level & 1:
+            earlier = self._levels.pop((call, level), None)
+            if earlier is None or earlier.shape != sums.shape:
+                raise ConfigError(UNEQUAL)
+            sums, level = earlier.add_(sums), level + 1
+        if self._ends:
+            output_tensor.copy_(tree_sum(sums))  # over the teams of the group
+        else:
+            self._levels[call, level] = sums if level else sums.clone()  # the others' rows need not be kept
+
+
+WINDOWS = 3
+MANTISSA = 53  # bits of a float64
+LOWEST = -900  # rows below 2 ** LOWEST count as nothing, and all numbers here stay in the range of float64
+
+
+class ExactSquare:
+    """Sums the squares of a gradient, of which each rank has some rows.
+
+    The squares in a row are added in a tree, on the rank that has the row. The sum over all rows is exact, so its order
+    is free, see Demmel and Nguyen, "Fast reproducible floating-point summation" (2013): the bits of these numbers are
+    cut at fixed places into windows, so narrow that a float64 holds the sum of one window over all rows without
+    rounding. A rank sums its three highest windows. What lies below is left out, at most 2 ** -2w of the largest row
+    for each row, with windows of w bits: a part of 2 ** -24 of the sum with 2 ** 27 rows, 2 ** -46 with 2 ** 20.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        """`rows` is how many rows all gradients have together, on all ranks."""
+        self._width, self._device = MANTISSA - rows.bit_length(), device
+
+    def of(self, gradients: Sequence[Tensor]) -> Tensor:
+        """What `total` needs to know of a rank's rows: the number of its highest window, and the sums of its windows.
+        All float64."""
+        squares = [row_squares(gradient) for gradient in gradients]
+        rows = torch.cat(squares or [torch.zeros(1, device=self._device)]).double()
+        exponent = (rows.amax().view(torch.int64) >> MANTISSA - 1) - 1023  # of the largest; of 0 it is the least
+        top = exponent.clamp(min=LOWEST).div(self._width, rounding_mode="floor")
+        sums = [top.double()]
+        for window in range(WINDOWS):
+            unit = _power_of_two((top - window) * self._width)
+            digits = (rows / unit).floor()
+            rows = rows - digits * unit
+            sums.append(digits.sum())
+        return torch.stack(sums)
+
+    def total(self, ranks: Tensor) -> Tensor:
+        """The sum of all squares, not finite if a gradient is not. `ranks` has a row for each rank."""
+        top = ranks[:, 0].amax()
+        window = (top - ranks[:, :1]) + torch.arange(WINDOWS, device=ranks.device)  # counted from the highest of all
+        total = torch.zeros_like(top)
+        for number in reversed(range(WINDOWS)):
+            digits = ranks[:, 1:].where(window == number, 0).sum()
+            total = total + digits * _power_of_two(((top - number) * self._width).long())
+        return total
+
+
+def row_squares(gradient: Tensor) -> Tensor:
+    """The sum of the squares of each row, added in an order that depends on the length of a row alone: torch's own sums
+    depend on the shape of a tensor."""
+    squares = gradient.reshape(len(gradient), -1)
+    squares = (squares if squares.itemsize >= 4 else squares.float()).square()
+    while (length := squares.shape[1]) > 1:
+        half = length // 2
+        folded = squares[:, :half] + squares[:, half : 2 * half]
+        if length % 2:
+            folded[:, 0] += squares[:, -1]
+        squares = folded
+    return squares[:, 0]
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2 ** exponent, exactly: torch's own powers may be rounded."""
+    return (exponent + 1023 << MANTISSA - 1).view(torch.float64)
+
+
+# On a CPU torch's fused optimisers compute the elements at the end of a tensor that do not fill a vector in float64.
+WHOLE_VECTORS = 64  # bytes: the widest
+
+
+class Rows:
+    """An optimiser of sharded parameters: each rank updates its own rows, as if they were parameters of their own.
+
+    torch's optimisers also take DTensors, some of them, and spend longer on finding out how to handle each than on the
+    update itself. What such an optimiser does to a parameter must not depend on rows that other ranks hold.
+    """
+
+    def __init__(self, optimizer: Optimizer, task: str, fill: bool = False) -> None:
+        """Replaces the parameters of the optimiser. Raises ConfigError if `task` has made one that needs all rows.
+
+        With `fill` the rows end with zeros that fill the last vector, so what becomes of an element does not depend on
+        where a tensor is cut. The optimiser then has tensors of one dimension.
+        """
+        _check(optimizer, task)
+        self._fills = fill
+        self.whole: list[nn.Parameter] = []
+        self.own: list[nn.Parameter] = []
+        self._wrapped: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        before = dict(optimizer.state)
+        optimizer.state.clear()
+        cut = filled_in_place if fill else Tensor.detach
+        for group in optimizer.param_groups:
+            own = [nn.Parameter(cut(local_of(whole)), whole.requires_grad) for whole in group["params"]]
+            for whole, rows in zip(group["params"], own):
+                if whole in before:
+                    optimizer.state[rows] = {name: self._own(value) for name, value in before[whole].items()}
+            self.whole += group["params"]
+            self.own += own
+            group["params"] = own
+
+    def take_gradients(self) -> list[Tensor]:
+        """Move the gradients of the parameters to their rows; returns those that have elements."""
+        return [gradient for gradient in self._taken() if gradient.numel()]
+
+    def _taken(self) -> Iterator[Tensor]:
+        for whole, rows in zip(self.whole, self.own):
+            gradient, whole.grad, rows.grad = whole.grad, None, None
+            if gradient is not None:
+                rows.grad = self._own(gradient)
+                yield self._rows_in(rows.grad, whole)
+
+    def in_place(self) -> bool:
+        """Whether these still are the rows of the parameters."""
+        return all(local_of(whole).data_ptr() == rows.data_ptr() for whole, rows in zip(self.whole, self.own))
+
+    def marked(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state_dict of the optimiser in which tensors that are rows say so."""
+        return {**state, "state": {number: self._mark(number, values) for number, values in state["state"].items()}}
+
+    def local(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The opposite: one that the optimiser can load."""
+        by_number = {
+            number: {name: self._own(value) for name, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": by_number}
+
+    def live(self, marked: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint can be loaded into: an optimiser makes most of its state in its first step."""
+        return {**marked, "state": {**{n: Like(whole) for n, whole in enumerate(self.whole)}, **marked["state"]}}
+
+    def _mark(self, number: int, values: dict[str, Any]) -> dict[str, Any]:
+        whole, rows = self.whole[number], self.own[number]
+        marked = dict(values)
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape == rows.shape:
+                known = self._wrapped.get((number, name))
+                if known is None or known[0] is not value:
+                    known = self._wrapped[number, name] = value, _sharded_like(whole, self._rows_in(value, whole))
+                marked[name] = known[1]
+        return marked
+
+    def _own(self, value: Any) -> Any:
+        """A gradient, or a value of the state, as the optimiser has it."""
+        if not isinstance(value, Tensor):
+            return value
+        rows = local_of(value)
+        return filled(rows) if self._fills and is_distributed(value) else rows
+
+    def _rows_in(self, own: Tensor, whole: nn.Parameter) -> Tensor:
+        """The rows in what the optimiser has."""
+        if not self._fills:
+            return own
+        rows = local_of(whole)
+        return own[: rows.numel()].view(rows.shape)
+
+
+def filled(rows: Tensor) -> Tensor:
+    """A copy of the rows, with zeros up to a whole number of vectors."""
+    copy = rows.new_zeros(_filled_length(rows))
+    copy[: rows.numel()].copy_(rows.flatten())
+    return copy
+
+
+def filled_in_place(rows: Tensor) -> Tensor:
+    """The memory of the rows, which FSDP2 has for them alone, with zeros up to a whole number of vectors."""
+    length, storage = _filled_length(rows), rows.untyped_storage()
+    assert rows.storage_offset() == 0 and rows.is_contiguous(), "FSDP2 has put other rows before these"
+    storage.resize_(max(storage.nbytes(), length * rows.itemsize))
+    whole = rows.new_empty(0).set_(storage, 0, (length,), (1,))
+    whole[rows.numel() :].zero_()
+    return whole
+
+
+def _filled_length(rows: Tensor) -> int:
+    return -(-rows.nbytes // WHOLE_VECTORS) * WHOLE_VECTORS // rows.itemsize
+
+
+def _sharded_like(whole: nn.Parameter, rows: Tensor) -> Tensor:
+    assert isinstance(whole, DTensor)
+    mesh, shape, stride = whole.device_mesh, whole.shape, whole.stride()
+    return DTensor.from_local(rows, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _check(optimizer: Optimizer, task: str) -> None:
+    """Raise ConfigError unless this optimiser can update rows."""
+    kind, made = type(optimizer), f"task={task}: optimizer()"
+    if any(base.__name__.lower() in NOT_BY_ROWS for base in kind.__mro__) or needs_other_rows(optimizer):
+        raise ConfigError(f"{made}: {kind.__name__} {NOT_BY_ROWS_WHY}, so train.sharding cannot shard it")
+    if (kind.state_dict, kind.load_state_dict) != (Optimizer.state_dict, Optimizer.load_state_dict):
+        raise ConfigError(
+            f"{made}: {kind.__name__} has a state_dict of its own, of which train.sharding cannot tell what are rows"
+        )
+
+
+LEAST_SHARE = 0.01  # of the largest block: a smaller one is not worth a collective of its own
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shard(models: Sequence[nn.Module], task: Task, config: Config, group: Group, place: ShardPlace) -> None:
+    """Cut each of these models into shards, on its device: as the task says, or by default its repeated blocks and the
+    rest. A collective. Raises ConfigError for a model that cannot be cut."""
+    mesh = make_mesh(place, group.device, adds_replicas=config.train.shares is None)
+    by_task = type(task).shard is not Task.shard
+    given = f"train.sharding={config.train.sharding}: {config.task}"
+    for model in models:
+        if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+            raise ConfigError(f"{given}: {scalars[0]} has no rows to cut; give this parameter the shape (1,)")
+        ties = _ties(model)
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False  # its layers take no nested tensors once they have hooks
+        try:
+            task.shard(model, mesh) if by_task else _shard(model, mesh, HALF.get(config.train.precision))
+        except (AssertionError, RuntimeError, ValueError) as error:  # from torch; NotImplementedError is one, too
+            raise ConfigError(f"{given}: this model cannot be sharded: {first_line(error)}") from error
+        if not isinstance(model, FSDPModule):
+            raise ConfigError(f"{given}.shard() must call fully_shard on the model itself, last")
+        for one, other in sorted(ties - _ties(model)):
+            raise ConfigError(
+                f"{given}.shard() must cut {one} and {other}, which are one parameter, together: "
+                "fully_shard([module, module], mesh=mesh)"
+            )
+        for name, parameter in model.named_parameters():
+            if not _is_cut(parameter, place):
+                raise ConfigError(f"{given}.shard() must cut each parameter by rows over the mesh; {name} is not")
+        if mixed := _mixed_types(model):
+            raise ConfigError(f"{given}: {mixed}, and are gathered together; give both the same type")
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, half: torch.dtype | None) -> None:
+    """Cut the blocks, each to be gathered when it runs, and then the rest."""
+    blocks = _blocks_of(model)
+    inner = {id(module) for block in blocks for module in block.modules()}
+    for part in (*blocks, model):
+        rest = [module for module in part.modules() if part is not model or id(module) not in inner]
+        fully_shard(part, mesh=mesh, mp_policy=_policy(rest, half))
+
+
+def _policy(modules: Sequence[nn.Module], half: torch.dtype | None) -> MixedPrecisionPolicy:
+    """The precision in which these modules are gathered. Gradients are added in fp32. What goes into them is left to
+    autocast, which casts it where that loses nothing."""
+    if half is None or any(compat.is_batch_norm(module) for module in modules):  # its statistics are fp32
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
+
+
+def _blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks that are worth it, without those that share anything with other parts of the model: FSDP2
+    gathers that with the rest."""
+    blocks = [block for block in repeated_blocks(model) if block is not model]
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    blocks = [block for block, size in zip(blocks, sizes) if size and size >= LEAST_SHARE * max(sizes)]
+    within: dict[int, set[int]] = {}  # the blocks that a module is in
+    for number, block in enumerate(blocks):
+        for module in block.modules():
+            within.setdefault(id(module), set()).add(number)
+    roots = {id(block) for block in blocks}
+    users: dict[int, set[int]] = {}  # the blocks that use a module or a parameter; -1: the rest of the model
+    for module in model.modules():
+        for used in (*module.children(), *module.parameters(recurse=False)):
+            if id(used) not in roots:
+                users.setdefault(id(used), set()).update(within.get(id(module), {-1}))
+    shared = {number for numbers in users.values() if len(numbers) > 1 for number in numbers}
+    return [block for number, block in enumerate(blocks) if number not in shared]
+
+
+def _ties(model: nn.Module) -> set[tuple[str, str]]:
+    """The names of the same parameter, in pairs."""
+    first: dict[int, str] = {}
+    names = [(first.setdefault(id(p), name), name) for name, p in model.named_parameters(remove_duplicate=False)]
+    return {(one, other) for one, other in names if one != other}
+
+
+def _mixed_types(model: nn.Module) -> str:
+    """Says which two trainable parameters that are gathered together have different types, if any do. torch would
+    refuse them in the first forward pass."""
+    parts = [name and f"{name}." for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            part = max(filter(name.startswith, parts), key=len)
+            one, dtype = first.setdefault(part, (name, parameter.dtype))
+            if parameter.dtype != dtype:
+                return f"{one} is {dtype}, {name} {parameter.dtype}"
+    return ""
+
+
+def _is_cut(parameter: nn.Parameter, place: ShardPlace) -> bool:
+    try:
+        return shard_count(parameter) == place.shards
+    except ValueError:
+        return False

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from laststep.config.checks import check_size
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
+from laststep.data.loader import StepLoader, StepNumbers
+from laststep.data.order import nth_seed, seed_generators, seed_of
+from laststep.loops import loop_rules
+from laststep.loops.measured import LoggedValues
+from laststep.loops.registered import Registered
+from laststep.ranks.group import Group, TreeHook
 from laststep.ranks.world import World
 
 
@@ -98,3 +109,223 @@ class ShareSum(PartialSums):
             return
         self._left.remove(parameter)
         self.add(self._share, parameter)
+
+
+class SharedBatch:
+    """What run.steps(loader) gives with train.shares: run.shares(...) takes this rank's shares out of it."""
+
+    def __init__(self, shares: Iterator[Any]) -> None:
+        self._shares = shares
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ConfigError(loop_rules.NOT_IN_SHARES)
+
+    __iter__ = __len__ = __getitem__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        """Such as `batch.to(device)`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._refuse()
+
+
+class CustomShares:
+    """The shares of `train.shares` in a custom training loop: `for batch in run.shares(batch)`.
+
+    The function makes the forward and backward passes of one share after another. Each share begins with the same
+    buffers and has a seed of its own, its gradients are weighted by its part of the samples, and the sums of gradients
+    and logged values follow the tree of `laststep.ranks.group`. Without train.shares a rank has one, its part of the
+    batch, and nothing about it changes.
+    """
+
+    def __init__(self, config: Config, group: Group, logged: LoggedValues) -> None:
+        """Raises ConfigError where the ranks cannot divide the shares."""
+        self.total, world = config.train.shares, group.world
+        check_size(self.total, world.size)
+        self._group, self._logged = group, logged
+        self._seeds = [seed_of("steps", config.seed, share) for share in shares_of(config.train, world)]
+        # Outside of shares all ranks draw the same numbers: they may be for the whole batch.
+        self.place = world.rank if self.total is None else "all"
+        self._around, self._after = (seed_of(part, config.seed, self.place) for part in ("steps", "after shares"))
+        self._models: list[_SummedModel] = []
+        self._registered: Registered
+        self._step = 0  # the open one, from 0
+        self._batch: Any = None  # its batch, until run.shares(...) takes it
+        self._weights: list[float] = []
+        self._computed = 0  # shares of the open step
+        self._under_way = False  # the next of them
+
+    @property
+    def here(self) -> int:
+        """How many of the shares are this rank's."""
+        return len(self._seeds)
+
+    def unit(self, step: int) -> int | None:
+        """The number of the share under way, among those of this rank in all steps; None outside of shares. Without
+        train.shares, this step."""
+        if self.total is None:
+            return step
+        return step * self.here + self._computed if self._under_way else None
+
+    def register(self, registered: Registered, averages_gradients: bool) -> str | None:
+        """Sum the gradients of these objects over the shares from now on, if there are shares. Returns what is wrong
+        with them; `averages_gradients`: the function, or a framework, does so without DistributedDataParallel."""
+        self._registered, size = registered, self._group.world.size
+        unsummed = registered.unaveraged()
+        if self.total is not None and registered.has_sharded:
+            return loop_rules.SHARDED
+        if self.total is None:
+            return (
+                loop_rules.of_registration(unsummed, size) if unsummed and size > 1 and not averages_gradients else None
+            )
+        if averages_gradients or unsummed:
+            return loop_rules.OWN_SUMS if averages_gradients else loop_rules.of_registration_in_shares(unsummed)
+        for _, ddp in registered.parallel:
+            if problem := _problem(ddp, self._group):
+                return problem
+            self._models.append(_SummedModel(ddp, self.here, TreeHook(size, self._group.device)))
+        return None
+
+    def check_loader(self, batch_size: int, shares: int | None) -> None:
+        """Raise ConfigError unless such a batch divides into the parts of all ranks, and `shares`, if given, is
+        train.shares."""
+        if shares is not None and shares != self.total:
+            raise ConfigError(
+                f"run.loader(shares={shares}): train.shares is {self.total or 'not set'}, and decides how the ranks "
+                f"start; set train.shares={shares}"
+            )
+        parts, what = (self._group.world.size, "ranks") if self.total is None else (self.total, "shares")
+        if batch_size % parts:
+            raise ConfigError(f"run.loader(batch_size={batch_size}): not divisible by {parts} {what}")
+
+    def begin_step(self, step: int, loader: StepLoader | StepNumbers, batches: Iterator[Any]) -> Any:
+        """What the function is given for this step: the next of the batches, or what has them in shares."""
+        if self.total is None:
+            batch = next(batches)  # first, as loading may draw random numbers
+        elif isinstance(loader, StepLoader):
+            self._batch = batch = SharedBatch(batches)
+            self._weights = loader.weights(step)
+        else:
+            self._batch = batch = next(batches)
+            self._weights = [1 / self.total] * self.here
+        self._step, self._computed = step, 0
+        seed_generators(nth_seed(self._around, step), self._group.device)
+        return batch
+
+    def of(self, batch: Any) -> Iterator[Any]:
+        """This rank's shares of the batch of the open step, one after another. Raises ConfigError."""
+        if self.total is None:
+            yield batch
+            return
+        if type(batch) not in (SharedBatch, int) or batch != self._batch:
+            raise ConfigError(loop_rules.NOT_THE_BATCH)
+        self._batch = None
+        self._clear_gradients()
+        buffers, device = self._registered.buffers, self._group.device
+        start = buffers.copy() if self.here > 1 else None
+        try:
+            for number, (seed, weight) in enumerate(zip(self._seeds, self._weights)):
+                share = next(batch._shares) if isinstance(batch, SharedBatch) else batch  # may draw random numbers
+                if number:
+                    buffers.rewind(start)
+                for model in self._models:
+                    model.begin_share(number, weight)
+                self._logged.begin_share()
+                seed_generators(nth_seed(seed, self._step), device)
+                self._under_way = True
+                yield share
+                self._under_way = False
+                for model in self._models:
+                    model.end_share(self._step)
+                buffers.capture()
+                self._computed += 1
+        finally:
+            self._under_way = False
+            for model in self._models:
+                model.close()
+        self._logged.end_shares(self._weights)
+        seed_generators(nth_seed(self._after, self._step), device)
+
+    def check_complete(self) -> None:
+        """The update of the open step begins. Raises ConfigError unless the gradients are those of all shares."""
+        if self.total is not None and self._computed < self.here:
+            begun = self._batch is None
+            raise ConfigError(loop_rules.of_shares(self._step, self._computed if begun else None, self.here))
+
+    def _clear_gradients(self) -> None:
+        """Let each share begin without gradients. Raises ConfigError if there are any but zeros."""
+        parameters = [p for model in self._models for p in model.parameters if p.grad is not None]
+        if parameters and bool(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])):
+            raise ConfigError(loop_rules.of_gradients(self._step))
+        for parameter in parameters:
+            parameter.grad = None
+
+
+class _SummedModel:
+    """A registered DistributedDataParallel. Its own sum over the ranks, in the last backward pass of the last share,
+    finds the weighted sum of this rank's shares in each gradient."""
+
+    def __init__(self, ddp: DistributedDataParallel, shares: int, hook: TreeHook) -> None:
+        """Raises ConfigError for one that has another hook."""
+        self.parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+        self._ddp, self._hook = ddp, hook
+        try:
+            self._hook.register(ddp)
+        except RuntimeError as error:
+            raise ConfigError(loop_rules.OTHER_HOOK) from error
+        self._sums, self._last = PartialSums(shares), shares - 1
+        self._share: int | None = None  # the one under way
+        self._weight = 1.0
+        self._used = False  # in this step
+        self._left: set[nn.Parameter] = set()  # whose gradient of the last share is not complete yet
+        self._summed = 0  # sums over the ranks before this step
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._added_to)
+
+    def begin_share(self, share: int, weight: float) -> None:
+        """A share, counted from 0 on this rank, begins."""
+        if share == 0:
+            self._used, self._summed = False, self._hook.sums
+        self._share, self._weight, self._left = share, weight, set(self.parameters)
+        self._ddp.require_backward_grad_sync = share == self._last
+
+    def end_share(self, step: int) -> None:
+        """The function is done with it. Raises ConfigError if the last share's gradients were not summed."""
+        if self._share != self._last:
+            for parameter in self.parameters:
+                self._complete(parameter)
+        elif self._used and (self._left or self._hook.sums != self._summed + 1):
+            raise ConfigError(loop_rules.not_summed(step))
+
+    def close(self) -> None:
+        """No share is under way."""
+        self._share, self._ddp.require_backward_grad_sync = None, True
+
+    def _added_to(self, parameter: nn.Parameter) -> None:
+        """Autograd calls this with each parameter whose gradient it has added to, before DDP sees it."""
+        if self._share is None:
+            raise ConfigError(loop_rules.BACKWARD_OUTSIDE)
+        self._used = True
+        if parameter not in self._left:
+            raise ConfigError(loop_rules.SUMMED_TWICE)
+        # DDP sums after this backward pass if its last forward pass was not within no_sync().
+        if self._share == self._last and self._ddp.require_forward_param_sync:
+            self._left.remove(parameter)
+            self._complete(parameter)
+
+    def _complete(self, parameter: nn.Parameter) -> None:
+        assert self._share is not None
+        if parameter.grad is not None:
+            parameter.grad.mul_(self._weight)
+        self._sums.add(self._share, parameter)
+
+
+def _problem(ddp: DistributedDataParallel, group: Group) -> str | None:
+    """Why the gradients of this model cannot be summed in shares; None if they can."""
+    if ddp.find_unused_parameters or ddp.static_graph:
+        return loop_rules.EVERY_PARAMETER
+    if ddp.gradient_as_bucket_view and group.device.type == "cuda":
+        return loop_rules.BUCKET_VIEW  # see model_setup.lays_in_buckets
+    if dist.get_world_size(ddp.process_group) != group.world.size:
+        return loop_rules.ALL_RANKS
+    return None

@@ -7,25 +7,33 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from laststep import compat
+from laststep.checkpoint.export import Weights
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.config.checks import check_batch, check_shards, check_size
+from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.data.loader import TrainBatchKeys
+from laststep.config.schema import READY_MADE
+from laststep.data.decoded_cache import DecodedCache
+from laststep.data.loader import LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from laststep.data.order import Order
-from laststep.loops.held import HeldState
-from laststep.loops.initial_weights import read_initial_weights, start_from
-from laststep.loops.late_update import LateUpdate
-from laststep.loops.learner import Learner
-from laststep.loops.loop import AttemptContext, Loop, finite
-from laststep.loops.rescued import NotFinite
-from laststep.loops.validation import Validation, make_loading, named, open_datasets
+from laststep.loops.engine import AttemptContext, Loop, NotFinite
+from laststep.loops.initial_weights import fit, read_initial_weights
+from laststep.loops.learner import LateUpdate, Learner
+from laststep.loops.measured import finite
+from laststep.loops.shares import in_order, shares_of
+from laststep.loops.snapshot import HeldState
 from laststep.optim.build import check_order
+from laststep.ranks.group import Group, join, tree_sum
+from laststep.ranks.world import World, hostname
 from laststep.records.plan import check_fingerprint, write_fingerprint
+from laststep.rundir import RunDir
 from laststep.say import counted
-from laststep.task import Task
+from laststep.task import Task, find_task
 
 
 class TaskLoop(Loop):
@@ -84,7 +92,7 @@ class TaskLoop(Loop):
             self.learner.load_state_dict(checkpoint.load(self.learner.live_state(), self.watch.advance))
             self._check_end()
         elif initial is not None:
-            start_from(self.learner, initial)
+            self.learner.start_from(initial)
         self._finish_restore()
         begins = "starting" if checkpoint is None else f"resuming after step {self.position.step}"
         self.progress.say(
@@ -246,3 +254,117 @@ class _LoadedWhenDue(Collection[tuple[Any, int]]):
             batch = next(self._batches)
             self._add_wait(time.perf_counter() - began)
             yield batch, count
+
+
+def open_datasets(config: Config, task: Task, group: Group) -> tuple[Dataset[Any], Dataset[Any], list[int]]:
+    """The training set, the validation set, and their sizes. A collective. Raises ConfigError when one is empty."""
+    group.node_by_node(task.prepare)
+    train_set, val_set = task.datasets()
+    for name, dataset in (("train", train_set), ("val", val_set)):
+        if isinstance(decoded := getattr(dataset, "decoded", None), DecodedCache):
+            decoded.open_shared(group, name)
+    counts = [len(dataset) for dataset in (train_set, val_set)]  # type: ignore[arg-type]
+    if not all(counts):
+        raise ConfigError(f"{named(config)}: empty ({counts[0]} training, {counts[1]} validation samples)")
+    return train_set, val_set, counts
+
+
+def named(config: Config) -> str:
+    """What a message about the data names: a task of the user's own need not read `data.name`."""
+    return f"data.name={config.data.name}" if config.task in READY_MADE else f"task={config.task}"
+
+
+def make_loading(config: Config, task: Task, group: Group) -> LoaderFactory:
+    """What makes the loaders of a Task's data sets."""
+    collate = None if type(task).collate is Task.collate else task.collate
+    return LoaderFactory(collate, config.data.workers, group.device)
+
+
+class Validation:
+    """Measures a learner's model on the validation set."""
+
+    def __init__(
+        self, config: Config, val_set: Dataset[Any], samples: int, loading: LoaderFactory, group: Group
+    ) -> None:
+        self._group, self._train = group, config.train
+        shares, total = shares_of(config.train, group.world), config.train.shares or group.world.size
+        self._keys = ValidationBatchKeys(samples, config.train.batch_size, shares, total)
+        self._loader = loading.loader(val_set, config.seed, self._keys)
+
+    def measure(self, learner: Learner, step: int, begin_batch: Callable[[], bool]) -> dict[str, float | None] | None:
+        """The means over the validation set, named like val_loss; None for one that is not finite. A collective.
+
+        `begin_batch` is called before each batch; once it returns False, so does this: None.
+        """
+        learner.train(False)
+        shares = len(learner.shares)
+        sums = torch.zeros(shares, len(learner.names), dtype=torch.float64, device=self._group.device)
+        for position, batch in enumerate(self._loader):
+            number, share = divmod(position, shares)
+            if share == 0 and not begin_batch():
+                return None
+            sums[share] += learner.evaluate(step, number, batch, len(self._keys.indices(number, share)), share)
+        learner.train(True)
+        if self._train.shares is None:
+            totals = self._group.sum(sums[0])
+        else:
+            totals = tree_sum(in_order(torch.stack(self._group.gather(sums)), self._train, self._group.world))
+        means = [total / self._keys.samples for total in totals.tolist()]
+        return {f"val_{name}": finite(mean) for name, mean in zip(learner.names, means)}
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._loader.close()
+
+
+WARM_UP_SAMPLES = 2  # batch norm cannot train on one
+
+
+def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float | None]:
+    """The validation metrics of these weights.
+
+    `config` is for one rank. A model that was trained by one rank, on such a machine, gets the very metrics that its
+    own validation has recorded; with train.shares, one that was trained by any number of ranks. Without it, with more
+    ranks, these are the same sums, added in another order. Raises ConfigError.
+    """
+    task_class = find_task(config)
+    if not isinstance(task_class, type):
+        raise ConfigError(
+            f"task={config.task}: a custom training loop validates in its own code; load the weights there, by "
+            f"laststep.load_weights({str(run.path)!r})"
+        )
+    world = World(
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        node=0,
+        nodes=1,
+        hosts=(hostname(),),
+        job_id="evaluate",
+        restart=0,
+        attempt="evaluate",
+        launcher="python",
+        on_slurm=False,
+    )
+    group = join(config, world, run.meeting("evaluate"), config.launch.hang_timeout_s)
+    if group.device.type == "cpu":
+        torch.set_num_threads(int(weights.manifest.numerics.get("threads", torch.get_num_threads())))
+    task = task_class(config)
+    train_set, val_set, counts = open_datasets(config, task, group)
+    learner = Learner(config, task, group, total_steps=1)
+    loading = make_loading(config, task, group)
+    learner.warm_up(loading.warm_up_batch(train_set, config.seed, WARM_UP_SAMPLES))
+    fitted = fit(learner.model.state_dict(), weights.tensors, run.name)
+    if fitted.classes is not None:
+        there, here = fitted.classes
+        what = "tokens in the vocabulary" if config.task == "language" else "classes"
+        raise ConfigError(f"{named(config)}: {here} {what}, but {run.name} was trained on {there}")
+    learner.start_from(fitted.tensors)
+    validation = Validation(config, val_set, counts[1], loading, group)
+    try:
+        metrics = validation.measure(learner, weights.manifest.step, lambda: True)
+    finally:
+        validation.close()
+    assert metrics is not None
+    return {**metrics, **task.derived(metrics, 0, 1)}

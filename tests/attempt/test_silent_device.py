@@ -25,8 +25,7 @@ from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import Stripe
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
-from laststep.loops.loop import Loop
-from laststep.loops.rescued import HeldCopy
+from laststep.loops.engine import HeldCopy, Loop
 from laststep.ranks import device as device_thread
 from laststep.ranks import disk
 from laststep.ranks.process import Signals

@@ -27,7 +27,7 @@ from laststep.checkpoint.restore import shares
 from laststep.checkpoint.shards import Like, shard_count
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointWriter, FrozenState
-from laststep.loops.custom_sharding import live_state
+from laststep.loops.registered import live_state
 from laststep.ranks.world import ShardPlace, shard_rows
 from tests.checkpoint.test_restore import Rank, ThreadGroup, flip, together
 from tests.checkpoint.test_writer import info_of, nothing, same

@@ -21,7 +21,7 @@ from laststep.checkpoint.export import read_store, weights_of, weights_sha256, w
 from laststep.checkpoint.pack import load, tensors_of
 from laststep.checkpoint.restore import read_newest
 from laststep.checkpoint.store import CheckpointStore
-from laststep.loops.custom_sharding import live_state
+from laststep.loops.registered import live_state
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import ShardPlace

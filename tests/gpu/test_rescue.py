@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from laststep.checkpoint.pack import Packed
-from laststep.loops.custom_steps import Phase
-from laststep.loops.loop import Loop
-from laststep.loops.ring import Ring
+from laststep.loops.custom_loop import Phase
+from laststep.loops.engine import Loop
+from laststep.loops.snapshot import Ring
 from laststep.ranks.device import ANSWER_S, open_queue
 from laststep.ranks.world import DeviceSilent
 from laststep.rundir import RunDir

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from laststep.loops.average import Average
+from laststep.loops.learner import Average
 
 
 def a_model(device: str = "cpu") -> nn.Module:

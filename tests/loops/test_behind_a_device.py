@@ -19,8 +19,8 @@ from torch.optim import SGD, AdamW
 
 from laststep.checkpoint.pack import map_tensors
 from laststep.checkpoint.store import CheckpointStore
-from laststep.loops.custom_steps import Phase
-from laststep.loops.loop import Loop
+from laststep.loops.custom_loop import Phase
+from laststep.loops.engine import Loop
 from laststep.rundir import RunDir
 from tests.support.frozen import save_frozen
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run
@@ -39,8 +39,8 @@ class Disturbed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capacity: int | None = None) -> None:
         self.queue = RewoundQueue(capacity)
-        monkeypatch.setattr("laststep.loops.rescued.open_queue", lambda device: self.queue)
-        monkeypatch.setattr("laststep.loops.readback.start_copy_to_host", self.start_copy_to_host)
+        monkeypatch.setattr("laststep.loops.engine.open_queue", lambda device: self.queue)
+        monkeypatch.setattr("laststep.loops.measured.start_copy_to_host", self.start_copy_to_host)
 
     def start_copy_to_host(self, scalars: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
         copied, event = [float(scalar) for scalar in scalars], self.queue.event()

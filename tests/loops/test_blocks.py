@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchvision import models
 
-from laststep.loops.blocks import repeated_blocks
+from laststep.loops.gradients import repeated_blocks
 from laststep.tasks.decoder import Decoder
 from laststep.tasks.sizes import size_of
 

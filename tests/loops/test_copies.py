@@ -22,11 +22,10 @@ from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, FrozenState
 from laststep.config.errors import ConfigError
-from laststep.loops.copies import Copies, open_link
-from laststep.loops.held import HeldState
-from laststep.loops.late_update import LateUpdate
-from laststep.loops.readback import Measured, Readback
-from laststep.loops.rescued import HeldCopy, Rescued
+from laststep.loops.engine import HeldCopy, Rescued
+from laststep.loops.learner import LateUpdate
+from laststep.loops.measured import Measured, Readback
+from laststep.loops.snapshot import Copies, HeldState, open_link
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
 from laststep.ranks.store import SealedStore

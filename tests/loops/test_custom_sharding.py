@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from laststep import Run
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.loops.custom_sharding import place_of
-from laststep.loops.registered import Registered
+from laststep.loops.registered import Registered, place_of
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 from laststep.records.metrics import read_lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laststep.loops.custom_steps import IN_BODY, IN_UPDATE, NEXT, STEP_OPEN, Event, Phase
+from laststep.loops.custom_loop import IN_BODY, IN_UPDATE, NEXT, STEP_OPEN, Event, Phase
 
 
 def reachable(start: Phase) -> set[Phase]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from laststep.loops.deferred_init import CannotDefer, Ref, Tape
+from laststep.loops.initial_weights import CannotDefer, Ref, Tape
 from laststep.tasks.decoder import Decoder
 from laststep.tasks.sizes import size_of
 from tests.loops.test_blocks import encoder

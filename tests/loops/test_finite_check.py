@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laststep import compat
-from laststep.loops.finite_check import FiniteCheck, buckets_of
+from laststep.loops.gradients import FiniteCheck, buckets_of
 
 POISONS = (math.nan, math.inf, -math.inf)
 

@@ -19,9 +19,8 @@ from torch.distributed.tensor import Shard
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.loops.fsdp import shard
-from laststep.loops.learner import Learner
-from laststep.loops.model_setup import prepare_model
+from laststep.loops.learner import Learner, prepare_model
+from laststep.loops.sharded import shard
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 from tests.support.images import Images

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laststep.config.errors import ConfigError
-from laststep.loops.buffers import Buffers
+from laststep.loops.snapshot import Buffers
 from laststep.ranks.group import Group
 from tests.support.worlds import a_world
 

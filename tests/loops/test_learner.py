@@ -22,7 +22,7 @@ from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Optim
 from laststep.data.order import Order
-from laststep.loops import replicated
+from laststep.loops import gradients as gradients_module
 from laststep.loops.learner import Learner
 from laststep.optim.build import scheduled
 from laststep.ranks.group import Group
@@ -157,7 +157,7 @@ def test_short_last_batch(count: int, size: int, accumulate: int, monkeypatch: p
 
     Each rank's gradient is averaged by hand, as DDP does.
     """
-    monkeypatch.setattr(replicated, "data_parallel", lambda model, *_: model)
+    monkeypatch.setattr(gradients_module, "data_parallel", lambda model, *_: model)
     order = Order(count, 12, 0)
     before = {name: tensor.clone() for name, tensor in learner().model.state_dict().items()}
     taken = torch.tensor(order.batch(0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laststep.loops.logged import LoggedValues
+from laststep.loops.measured import LoggedValues
 
 
 class Wire:

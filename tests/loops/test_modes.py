@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from laststep import Run
 from laststep.checkpoint.manager import Position
-from laststep.loops.modes import OTHER_FROZEN, OTHER_MODE, Modes
+from laststep.loops.loop_rules import OTHER_FROZEN, OTHER_MODE, Modes
 from tests.support.loops import run_function
 
 DATA = TensorDataset(torch.arange(40.0).view(20, 2) / 40)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from laststep.loops import ring as module
-from laststep.loops.ring import Ring
+from laststep.loops import snapshot as module
+from laststep.loops.snapshot import Ring
 from laststep.ranks import device as device_thread
 from laststep.ranks.device import DeviceQueue
 from laststep.ranks.world import DeviceSilent

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laststep.loops.same_state import difference_between_ranks
+from laststep.loops.registered import difference_between_ranks
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
 from tests.support.sharded import places, pretended_rank, sharded

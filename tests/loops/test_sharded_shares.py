@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
-from laststep.loops.exact_square import ExactSquare, row_squares
+from laststep.loops.sharded import BlockSum, ExactSquare, row_squares
 from laststep.loops.shares import in_order, shares_of, team_of
-from laststep.loops.turn_sums import BlockSum
 from laststep.ranks.group import tree_sum
 from laststep.ranks.world import shard_rows
 from laststep.records.metrics import read_lines

@@ -23,7 +23,7 @@ from laststep.config.checks import nodes_for
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.data.order import Order
-from laststep.loops import replicated
+from laststep.loops import gradients as gradients_module
 from laststep.loops.learner import Learner
 from laststep.loops.shares import ShareSum
 from laststep.ranks.device import set_up_device
@@ -89,7 +89,7 @@ def test_a_parameter_that_some_shares_do_not_use() -> None:
 def test_twelve_shares(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """3, 6 and 12 ranks get the same gradient, loss and statistics of batch norm, for a short last batch too. Each
     rank's gradient is summed by hand, as DDP's hook does."""
-    monkeypatch.setattr(replicated, "data_parallel", lambda model, *_: model)
+    monkeypatch.setattr(gradients_module, "data_parallel", lambda model, *_: model)
     monkeypatch.setattr(Group, "broadcast", lambda *_: None)
     order = Order(count, 48, 0)
     results = []
@@ -113,7 +113,7 @@ def one_of_twelve(rank: int, size: int, order: Order) -> Learner:
 
 
 def tensors(learning: Learner) -> Sequence[nn.Parameter]:
-    assert isinstance(learning.gradients, replicated.Replicated)
+    assert isinstance(learning.gradients, gradients_module.Replicated)
     return learning.gradients.summed
 
 

@@ -9,9 +9,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel
 
-from laststep.loops.buffers import Buffers
-from laststep.loops.held import HeldOptimizer
 from laststep.loops.registered import FingerprintedState
+from laststep.loops.snapshot import Buffers, HeldOptimizer
 from laststep.ranks.group import Group
 from tests.support.worlds import a_world
 

@@ -9,7 +9,7 @@ import pytest
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.loops.user_args import user_args
+from laststep.loops.run import user_args
 
 if TYPE_CHECKING:
     from laststep import Run

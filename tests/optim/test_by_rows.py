@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from laststep.config.errors import ConfigError
-from laststep.loops.rows import Rows
+from laststep.loops.sharded import Rows
 from laststep.optim.build import needs_other_rows
 
 

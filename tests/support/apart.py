@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from laststep.loops.engine import Rescued
 from laststep.loops.learner import Learner
-from laststep.loops.rescued import Rescued
 from laststep.loops.sharded import Sharded
 from laststep.ranks.launchers import detect_world
 from tests.support.waiting import wait_until

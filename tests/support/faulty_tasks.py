@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
-from laststep.loops.loop import Loop
+from laststep.loops.engine import Loop
 from laststep.ranks.launchers import detect_world
 from laststep.rundir import RunDir
 from laststep.tasks.classification import Classification

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from examples.ports import data
 from laststep import Run
 from laststep.config.errors import ConfigError
-from laststep.loops.digests import digest
+from laststep.loops.registered import digest
 from laststep.ranks.launchers import VARIABLES
 from tests.support.custom_loops import Struck
 

@@ -10,7 +10,7 @@ import torch
 from laststep.checkpoint.files import StateChanged, Stripe
 from laststep.checkpoint.store import CheckpointStore, shard_name
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState, reason_of
-from laststep.loops.rescued import Rescued
+from laststep.loops.engine import Rescued
 
 
 def frozen_state(

@@ -1,7 +1,7 @@
 """A small transformer with dropout, in layers that are sharded one by one; and an operator that torch may refuse.
 
 The numbers of elements of the transformer's tensors are multiples of 16, so that they fill the vectors of a CPU: the
-elements that do not are computed otherwise where a tensor is not cut, see laststep.loops.rows.
+elements that do not are computed otherwise where a tensor is not cut, see laststep.loops.sharded.
 """
 
 from __future__ import annotations

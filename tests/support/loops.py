@@ -20,7 +20,7 @@ from laststep.checkpoint.pack import load, map_tensors
 from laststep.checkpoint.restore import read_newest
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
-from laststep.loops.loop import AttemptContext, Loop
+from laststep.loops.engine import AttemptContext, Loop
 from laststep.loops.run import make_custom_loop
 from laststep.loops.task_loop import TaskLoop
 from laststep.observe.progress import StartupTimer

@@ -9,7 +9,7 @@ for name in (
     "tests.support.tasks",
     "laststep.attempt.attempt",
     "laststep.loops.custom_loop",
-    "laststep.loops.fsdp",
+    "laststep.loops.sharded",
     "laststep.loops.sharded",
     "laststep.loops.task_loop",
 ):

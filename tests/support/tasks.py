@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.data import image_files
+from laststep.loops.engine import Loop
 from laststep.loops.learner import Learner
-from laststep.loops.loop import Loop
 from laststep.observe import tensorboard_writer
 from laststep.ranks.launchers import detect_world
 from laststep.records.metrics import MetricsFile, read_lines
