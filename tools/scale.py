@@ -13,9 +13,8 @@ from typing import Any
 
 from laststep.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
 from laststep.attempt.rescue_plan import GATHER_S, SETTLE_S, SILENT_S
-from laststep.checkpoint.files import READ_BYTES
+from laststep.checkpoint.files import READ_BYTES, stripe_count
 from laststep.checkpoint.interval import NODE_MTBF_S, Conditions, best_interval, goodput
-from laststep.checkpoint.pack import stripe_count
 from laststep.checkpoint.restore import PIECE_BYTES
 from laststep.config.schema import Checkpoint, Launch
 from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S
@@ -78,14 +77,13 @@ the ranks. A requeued job waits 121 s (Slurm's default) and finds an empty queue
 
 {goodput_summary}
 
-Not in the table: stragglers, a queue, and `launch.hang_timeout_s` ({hang} s) for a rank that hangs: {hang_share} of
-the time on 16,384 GPUs if every failure were one.
+Not in the table: stragglers, a queue, and `launch.hang_timeout_s` for a rank that hangs: {hang_share} of the time on
+16,384 GPUs if every failure were one.
 
 ## What grows with the ranks
 
 Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is a thread with its own connection; all
-share {cores} busy cores and a local disk. On separate machines they would wait less, except for the single store, whose
-processor time is listed by itself.
+share {cores} busy cores and a local disk. The processor time of the single store is listed by itself.
 
 {growth}
 
@@ -160,7 +158,6 @@ def page() -> str:
         network=f"{NETWORK_BYTES_S / 1e9:.0f}",
         hop=f"{1e6 * HOP_S:.0f}",
         unit=f"{READ_BYTES / 1e6:.0f}",
-        hang=HANG_TIMEOUT_S,
         lookups=f"{6 * RANKS:,}",
         restores=restores({**CHECKPOINTS, "200 GB": 200e9}, hash_bytes_s),
         hops=f"{_pieces(200e9) * RANKS**2 * HOP_S:.0f}",

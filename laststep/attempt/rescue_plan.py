@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from laststep.checkpoint.pack import Stripe, stripe_count
+from laststep.checkpoint.files import Stripe, stripe_count
 from laststep.ranks.watchdog import Fault
 from laststep.ranks.world import Gathered
 
@@ -399,7 +399,8 @@ def _begin(roll: Roll, new_generation: Callable[[], str]) -> Plan | None:
     if any(holding.saved or not holding.savable for holding in holdings):
         return plan
     sizes = {holding.shard: holding.bytes for holding in holdings}
-    shares = (_shared(shard, Stripe(0, 1), sizes[shard], held[place][shard]) for shard in range(roll.shards))
+    whole = Part(0, 0, 1, plan.actor).stripe
+    shares = (_shared(shard, whole, sizes[shard], held[place][shard]) for shard in range(roll.shards))
     return replace(plan, parts=tuple(part for parts in shares for part in parts))
 
 

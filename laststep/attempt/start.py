@@ -100,8 +100,7 @@ def create_engine(
     closing: contextlib.ExitStack,
 ) -> Engine:
     """The engine of the loop around the configured Task or function."""
-    if state.config.train.compile:  # else the compiler's stand-in sees to it
-        compile_each_shape(say)
+    compile_each_shape(say)
     context = AttemptContext(
         state.config, state.run_dir, state.store, group, stop, watchdog, phases, closing, ProbePlan.of(os.environ)
     )

@@ -1,4 +1,11 @@
-"""The jobs in Slurm's queue: one squeue for all runs, since every user asks the same controller."""
+"""The jobs in Slurm's queue (one squeue for all runs, since every user asks the same controller), and which of them are
+a run's own.
+
+An id alone does not say whose a job is: after a controller lost its state, ids begin anew, and another job gets one
+that a run has recorded. A job that Laststep submitted has a tag in its comment, which submissions.jsonl records. A
+user's own job, or one whose comment the site has replaced, is known by the time: what was submitted before the run
+recorded the id is what the run recorded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Run folders: naming, creating, loading, removing and finding them."""
+"""Run folders: naming, creating, finding and removing them, and who may write to them.
+
+A job executes files of its run folder, so nobody but their owner may be able to write them: config.yaml has lines for
+the shell (launch.setup) and names the module to import, submissions.jsonl has copies of it; a job imports `code/` and
+`compiled/`, and unpickles submitit's file in `logs/`. Root may own and write anything anyway. POSIX ACLs are not read:
+where they let somebody write, the mode's group bits usually show it.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +41,7 @@ from laststep.say import command
 
 CREATE_S = 10.0  # how long a start insists on a folder for its run
 PROJECT = Path(__file__).resolve().parent.parent.parent
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def with_root_and_name(config: Config, stem: str) -> Config:
@@ -270,9 +277,6 @@ def all_runs(root: str) -> list[RunDir]:
         raise ConfigError(f"{folder}: cannot be read: {error.strerror}") from None
     written = {path: path.stat().st_mtime for path in folder.glob("*/config.yaml")}
     return [RunDir(path.parent) for path in sorted(written, key=lambda path: (written[path], path))]
-
-
-OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_run_trusted(run: RunDir) -> None:

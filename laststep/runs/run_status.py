@@ -1,4 +1,5 @@
-"""The status of a run: from Slurm's queue, and from the run's own files once its job has left the queue.
+"""The status of a run: from Slurm's queue, and from the run's own files once its job has left the queue; and why a job
+waits, in the words of Slurm and, for a limit of its partition, with that limit.
 
 Slurm's accounting is not used. Ask the queue before reading the files: a run that ends in between is then found to have
 ended. In the other order it would look lost.
@@ -36,6 +37,12 @@ JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
 NOT_ANSWERED = "sbatch has not answered; a job may be in the queue"
 JUST_STARTED_S = 120.0  # the most that a rank on this machine takes to import torch
 LAST_LINES_S = 30.0  # how long a rank may take to leave
+UNLIMITED = "UNLIMITED"
+# Reasons of squeue that waiting alone does not end (man squeue, "job reason codes").
+MAY_NEVER_START = re.compile(
+    r"Partition(Node|Time)Limit|Partition(Down|Inactive)|BadConstraints|Invalid(Account|QOS)|JobHeldAdmin"
+    r"|(Account|QOS)NotAllowed|.*(PerJob|WallDuration).*"
+)
 ALIVE = ("queued", "requeued", "starting", "running", "restarting", "stopping", "unknown")
 WAITING = ("queued", "requeued", "starting", "restarting")  # for its next attempt
 # The state of a run without a job, by the reason of its last attempt in attempts.jsonl.
@@ -365,14 +372,6 @@ def _goodput(records: Iterable[AttemptRecord], step: int | None, step_s: float |
         end_step, mean_s = (record["end_step"], record["step_s"]) if record["reason"] else (step, step_s)
         kept += max(0, (end_step or 0) - record["lost_steps"] - record["start_step"]) * (mean_s or 0.0)
     return min(1.0, kept / allocated) if allocated > 0 else None
-
-
-UNLIMITED = "UNLIMITED"
-# Reasons of squeue that waiting alone does not end (man squeue, "job reason codes").
-MAY_NEVER_START = re.compile(
-    r"Partition(Node|Time)Limit|Partition(Down|Inactive)|BadConstraints|Invalid(Account|QOS)|JobHeldAdmin"
-    r"|(Account|QOS)NotAllowed|.*(PerJob|WallDuration).*"
-)
 
 
 class WaitReport:
