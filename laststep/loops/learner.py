@@ -297,11 +297,11 @@ class LearnerSnapshot:
 
     @property
     def state(self) -> dict[str, Any]:
-        """See HostSnapshot."""
+        """The state: references."""
         return self._learner._state_dict(self._buffers, self._optimizer.state_dict())
 
     def unchanged(self) -> bool:
-        """See HostSnapshot."""
+        """Whether these are still the tensors of that state."""
         return self._addresses == addresses(self._learner.gradients.in_place)
 
     def put_back(self) -> bool:
@@ -366,7 +366,7 @@ class Average(AveragedModel):
         self.n_averaged += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """See torch."""
+        """As torch does it; an average that is loaded is not empty."""
         result = super().load_state_dict(state_dict, strict, assign)
         self.is_empty = bool(self.n_averaged == 0)
         return result
