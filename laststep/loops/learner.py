@@ -152,7 +152,7 @@ class Learner:
     @torch.no_grad()
     def evaluate(self, step: int, position: int, batch: Any, count: int, share: int = 0) -> Tensor:
         """The values that `names` lists, summed over the `count` samples that one of this rank's shares has of a
-        validation batch; float64, in the order of `names`."""
+        validation batch; float64 of shape (names,), in the order of `names`."""
         if not count and not self.gradients.waits_in_forward:
             return torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         self._generators.seed(seed_of("validate", self.config.seed, step, position, self.shares[share]))

@@ -128,7 +128,7 @@ class Sharded(Gradients):
         self._note(step, self._add(self._gather(mine), losses))
 
     def _gather(self, mine: Tensor) -> Tensor:
-        """The numbers of all ranks, a row for each."""
+        """The numbers of all ranks, (ranks, numbers), of this rank's, (numbers,)."""
         everyone = mine.new_empty(self._group.world.size * len(mine))
         compat.all_gather_single(everyone, mine)
         return everyone.view(-1, len(mine))
@@ -174,7 +174,8 @@ class Sharded(Gradients):
         return nn.utils.get_total_norm(gradients).double().square().view(1)
 
     def _add(self, ranks: Tensor, losses: int) -> Tensor:
-        """What all ranks have found, of a row for each, which begins with this many losses."""
+        """What all ranks have found: mean loss, count of ranks with a nonfinite gradient, squared norm, (3,). `ranks` has
+        a row for each, (ranks, numbers), which begins with this many losses."""
         world, shards = self._group.world, self._place.shards  # each replica has all of the gradient
         if not self._in_shares:
             met = torch.cat([ranks[:, :2].sum(0), ranks[:shards, 2:].sum(0)])
@@ -356,7 +357,7 @@ class ExactSquare:
         return torch.stack(sums)
 
     def total(self, ranks: Tensor) -> Tensor:
-        """The sum of all squares, not finite if a gradient is not. `ranks` has a row for each rank."""
+        """The sum of all squares, not finite if a gradient is not. `ranks` has a row for each rank, (ranks, 1 + windows)."""
         top = ranks[:, 0].amax()
         window = (top - ranks[:, :1]) + torch.arange(WINDOWS, device=ranks.device)  # counted from the highest of all
         total = torch.zeros_like(top)

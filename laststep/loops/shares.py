@@ -41,7 +41,7 @@ def team_of(train: Train, world: World) -> int:
 
 
 def in_order(rows: Tensor, train: Train, world: World) -> Tensor:
-    """One row for each share, in their order, of rows for each share of each rank."""
+    """`rows` for each share of each rank, (ranks, shares of a rank, ...), in the order of the shares: (shares, ...)."""
     each, team = rows.shape[1], team_of(train, world)
     return rows.view(-1, team, each, *rows.shape[2:]).transpose(1, 2).flatten(0, 2)
 
