@@ -1,5 +1,5 @@
-"""The status of a run: from Slurm's queue, and from the run's own files once its job has left the queue; why a job waits,
-in the words of Slurm and, for a limit of its partition, with that limit; and what a run's time was spent on.
+"""The status of a run: from Slurm's queue, and from its own files once its job has left the queue. Why a job waits, in
+the words of Slurm and, for a limit of its partition, with that limit. What a run's time was spent on.
 
 Slurm's accounting is not used. Ask the queue before reading the files: a run that ends in between is then found to have
 ended. In the other order it would look lost.
