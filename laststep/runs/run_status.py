@@ -390,7 +390,7 @@ class WaitReport:
 
 
 def may_never_start(status: RunStatus) -> str:
-    """A warning about a job that has just been submitted; empty if it only waits for its turn."""
+    """A warning about a job that has just been submitted; empty if it only waits for others to end."""
     if not MAY_NEVER_START.match(status.why):
         return ""
     return f"job {status.job_id} may never start; {waiting_for(status)}"
