@@ -174,8 +174,8 @@ class Sharded(Gradients):
         return nn.utils.get_total_norm(gradients).double().square().view(1)
 
     def _add(self, ranks: Tensor, losses: int) -> Tensor:
-        """What all ranks have found: mean loss, count of ranks with a nonfinite gradient, squared norm, (3,). `ranks` has
-        a row for each, (ranks, numbers), which begins with this many losses."""
+        """What all ranks have found, (3,): the mean loss, how many have a nonfinite gradient, and the squared norm.
+        `ranks`, (ranks, numbers), has a row for each, which begins with this many losses."""
         world, shards = self._group.world, self._place.shards  # each replica has all of the gradient
         if not self._in_shares:
             met = torch.cat([ranks[:, :2].sum(0), ranks[:shards, 2:].sum(0)])
@@ -357,7 +357,7 @@ class ExactSquare:
         return torch.stack(sums)
 
     def total(self, ranks: Tensor) -> Tensor:
-        """The sum of all squares, not finite if a gradient is not. `ranks` has a row for each rank, (ranks, 1 + windows)."""
+        """The sum of all squares, not finite if a gradient is not. `ranks`, (ranks, 1 + windows), has a row for each."""
         top = ranks[:, 0].amax()
         window = (top - ranks[:, :1]) + torch.arange(WINDOWS, device=ranks.device)  # counted from the highest of all
         total = torch.zeros_like(top)
