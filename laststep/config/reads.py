@@ -185,6 +185,9 @@ def _view_class(kind: type) -> type:
     return View
 
 
+_OWN_ARGS = ", or self.args.NAME, run.args.NAME for settings of your own"
+
+
 class _Mapping(dict[str, Any]):
     """A mapping that notes which of its keys are read."""
 
@@ -255,6 +258,9 @@ class _Mapping(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         """A plain dictionary."""
         return dict(self.items())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self._key}.{name}: {self._key} is a dict: write {self._key}[{name!r}]{_OWN_ARGS}")
 
     def __or__(self, other: Any) -> Any:
         return self.copy() | other
