@@ -57,12 +57,11 @@ def test_it_imports_nothing() -> None:
 
 
 def test_no_private_name_elsewhere() -> None:
-    """One place to look when a library changes. (attempt/compiler.py stands in for torch._dynamo.)"""
+    """One place to look when a library changes."""
     private = re.compile(
         r"\btorch(\.\w+)*\._(?!_)|tensorboard\.compat|JobEnvironment\._|\._(orig_mod|shutdown_w|option_s|schema|cdata)"
     )
     sources = {*(PROJECT / "laststep").rglob("*.py")} - {*(PROJECT / "laststep" / "compat").rglob("*.py")}
-    sources.discard(PROJECT / "laststep" / "attempt" / "compiler.py")
     found = [(path.name, use[0]) for path in sources for use in private.finditer(path.read_text())]
     assert not found
 
@@ -270,7 +269,7 @@ def test_buffers_of_a_module() -> None:
 
 def test_the_compiler_says_when_it_works() -> None:
     """Else a compilation that takes longer than launch.hang_timeout_s would be taken for a hang, in every attempt."""
-    torch._dynamo.reset()  # imports the compiler, for which a stand-in may stand so far
+    torch._dynamo.reset()
     noted: list[bool] = []
     compat.on_compiling(noted.append)
     assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))[0] == 2

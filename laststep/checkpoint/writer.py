@@ -52,9 +52,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laststep.checkpoint.files import NO_PATIENCE, CheckpointError, FileEntry, Patience, StateChanged
+from laststep.checkpoint.files import (
+    NO_PATIENCE,
+    CheckpointError,
+    FileEntry,
+    Patience,
+    StateChanged,
+    Stripe,
+    own_stripe,
+    stripe_count,
+)
 from laststep.checkpoint.opaque import Share
-from laststep.checkpoint.pack import WHOLE, Layout, Packed, Stripe, own_stripe, serialized_structure, stripe_count
+from laststep.checkpoint.pack import WHOLE, Layout, Packed, serialized_structure
 from laststep.checkpoint.store import (
     BY_LOSS,
     FORMAT,

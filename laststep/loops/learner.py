@@ -29,10 +29,10 @@ from laststep.loops.snapshot import (
     POLL_S,
     Buffers,
     Committed,
-    HeldOptimizer,
-    HeldState,
-    HeldStep,
+    HostSnapshot,
+    OptimizerSnapshot,
     Ring,
+    StepSnapshot,
     addresses,
     bytes_of,
     is_dense,
@@ -52,16 +52,20 @@ PRECISION = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat1
 class Learner:
     """Everything that a step changes. `learn` and then `update` do one step."""
 
-    def __init__(self, config: Config, task: Task, group: Group, total_steps: int) -> None:
+    def __init__(
+        self, config: Config, task: Task, group: Group, total_steps: int, ring: Ring[Any] | None = None
+    ) -> None:
+        """`ring`, if any, is told where a step may begin to wait for other ranks. A collective. Raises ConfigError."""
         self.config = config
         self.task = task
         self.group = group
         self.device = group.device
         self.total_steps = total_steps
         self.names: list[str] = []  # of the values that the task measures, the loss first; known after warm_up
-        self.own_work_done: Callable[[], None] = lambda: None  # called where a step may begin to wait for other ranks
-        # If an update can be done again: this is called before the gradients of the next step replace its own.
-        self.await_update: Callable[[], None] | None = None
+        self.keeps_inputs = (
+            False  # whether an update can be done again: its gradients are kept until the device has done it
+        )
+        self._ring = ring
 
         self._generators = Generators(task.draws, self.device, config.task)
         seed_generators(seed_of("model", config.seed), self.device)
@@ -104,21 +108,25 @@ class Learner:
                 ends_share = number == per_share
                 last = ends_share and share == len(self._seeds) - 1
                 if waits_in_forward and share == 0 and number == 1:
-                    self.own_work_done()
+                    self._end_work()
                 with self.gradients.reducing(last):
                     loss = self._forward(self.gradients.parallel, batch)["loss"]
                     if last and not waits_in_forward:
-                        self.own_work_done()
+                        self._end_work()
                     weight = count * self._weight / samples
                     if ends_share:
                         share_sum.end_share(share)
                     self._backward(loss if weight == 1 else loss * weight)
                     share_sum.end_backward()
         self._generators.check()
-        if self.await_update is not None:
-            self.await_update()
+        if self._ring is not None and self.keeps_inputs:
+            self._ring.await_newest()  # before the gradients of this step replace its own
         self.buffers.broadcast()
         self.gradients.meet(step, self.scaler, self.optimizer)
+
+    def _end_work(self) -> None:
+        if self._ring is not None:
+            self._ring.end_work()
 
     def update(self) -> dict[str, Tensor]:
         """The update of the step. No collectives here: a rank that gets this far finishes even if a peer dies.
@@ -190,10 +198,10 @@ class Learner:
         references: copy it to keep it beyond the next step."""
         return self._state_dict(self.buffers.committed, self.optimizer.state_dict())
 
-    def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
-        """What the host holds of the state now, see `HeldState`; the CPU itself changes the tensors that `on_host`
+    def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
+        """What the host holds of the state now, see `HostSnapshot`; the CPU itself changes the tensors that `on_host`
         names."""
-        return HeldLearner(self, on_host)
+        return LearnerSnapshot(self, on_host)
 
     def _state_dict(self, buffers: Committed, optimizer: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -277,23 +285,23 @@ class Learner:
         return bool(nonfinite)
 
 
-class HeldLearner:
+class LearnerSnapshot:
     """A learner's state. Weights, average and scaler change on the device alone, each in its place."""
 
     def __init__(self, learner: Learner, on_host: Callable[[Tensor], bool]) -> None:
         self._learner = learner
         self._buffers = learner.buffers.committed
-        self._optimizer = HeldOptimizer(learner.optimizer, on_host)
+        self._optimizer = OptimizerSnapshot(learner.optimizer, on_host)
         self._addresses = addresses(learner.gradients.in_place)
-        self._inputs = _Inputs(learner) if learner.await_update is not None else None
+        self._inputs = _Inputs(learner) if learner.keeps_inputs else None
 
     @property
     def state(self) -> dict[str, Any]:
-        """See HeldState."""
+        """See HostSnapshot."""
         return self._learner._state_dict(self._buffers, self._optimizer.state_dict())
 
     def unchanged(self) -> bool:
-        """See HeldState."""
+        """See HostSnapshot."""
         return self._addresses == addresses(self._learner.gradients.in_place)
 
     def put_back(self) -> bool:
@@ -502,11 +510,11 @@ class LateUpdate:
     that is not fused allocates, for which a driver may wait for the device. The rescue's deadline ends that.
     """
 
-    def __init__(self, learner: Learner, order: Order, ring: Ring[HeldStep], queue: DeviceQueue) -> None:
+    def __init__(self, learner: Learner, order: Order, ring: Ring[StepSnapshot], queue: DeviceQueue) -> None:
         self.tried = False
         self._learner, self._order, self._ring, self._queue = learner, order, ring, queue
         if queue.runs_ahead:
-            learner.await_update = ring.await_newest
+            learner.keeps_inputs = True
 
     @staticmethod
     def helps(learner: Learner, queue: DeviceQueue) -> bool:
@@ -540,7 +548,7 @@ class LateUpdate:
     def _update(self, gathered: Gathered) -> Mapping[str, Tensor] | None:
         held = self._ring.held
         if held is not None:
-            assert isinstance(held.state, HeldLearner)
+            assert isinstance(held.state, LearnerSnapshot)
             if not held.state.put_back():
                 return None
         if not self._learner.gradients.take(gathered):

@@ -82,7 +82,7 @@ class Run:
     @property
     def step(self) -> int:
         """Finished steps, counted from the start of the run."""
-        return self._loop.position.step
+        return self._loop.engine.position.step
 
     def loader(
         self,

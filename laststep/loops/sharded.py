@@ -62,7 +62,7 @@ class Sharded:
         self._exact: ExactSquare | None = None
         self.share_sum: AddsShares = ShareSum([], 1)
         if self._in_shares:
-            self.share_sum = turn_sums(model, config, group, place)
+            self.share_sum = sharded_share_sum(model, config, group, place)
             if self._clip_norm is not None:
                 self._exact = ExactSquare(sum(map(len, self._parameters)), group.device)
 
@@ -205,16 +205,16 @@ UNEQUAL = (
 )
 
 
-def turn_sums(model: nn.Module, config: Config, group: Group, place: ShardPlace) -> TurnSums:
+def sharded_share_sum(model: nn.Module, config: Config, group: Group, place: ShardPlace) -> ShardedShareSum:
     """Those of a model that `laststep.loops.sharded` has sharded. A collective."""
     turns, team = len(shares_of(config.train, group.world)), team_of(config.train, group.world)
     replicas = None
     if place.replicas > 1:
         replicas = replica_group(place)
-    return TurnSums(model, turns, team, replicas)
+    return ShardedShareSum(model, turns, team, replicas)
 
 
-class TurnSums:
+class ShardedShareSum:
     """The sums of sharded gradients over the shares of `train.shares`, in the tree of `laststep.ranks.group`; the
     counterpart of `ShareSum` under FSDP2.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 
 from laststep import compat
 from laststep.checkpoint.export import Weights
+from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.config.checks import check_batch, check_shards, check_size
 from laststep.config.config import Config
@@ -21,12 +23,13 @@ from laststep.config.schema import READY_MADE
 from laststep.data.decoded_cache import DecodedCache
 from laststep.data.loader import LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from laststep.data.order import Order
-from laststep.loops.engine import AttemptContext, Loop, NotFinite
+from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
 from laststep.loops.initial_weights import fit, read_initial_weights
 from laststep.loops.learner import LateUpdate, Learner
 from laststep.loops.measured import finite
+from laststep.loops.probe import Probe
 from laststep.loops.shares import in_order, shares_of
-from laststep.loops.snapshot import HeldState
+from laststep.loops.snapshot import HostSnapshot
 from laststep.optim.build import check_order
 from laststep.ranks.group import Group, join, tree_sum
 from laststep.ranks.world import World, hostname
@@ -40,14 +43,15 @@ class TaskLoop(Loop):
     """Trains a Task: steps and, after each epoch, a validation."""
 
     def __init__(self, task: type[Task], context: AttemptContext) -> None:
-        super().__init__(context)
-        config, group = self.config, self.group
+        self.config, self.group = config, group = context.config, context.group
+        self.engine = engine = Engine(context, self)
+        self.rank, self.size = engine.rank, engine.size
         check_size(config.train.shares, self.size)
         world = group.world
         check_shards(config.train, world.nodes, world.size // world.nodes, world.hosts)
         check_batch(config.train.batch_size, [self.size], config.train.accumulate, config.train.shares)
 
-        self.watch.enter("preparing data")
+        engine.watch.enter("preparing data")
         self.initial_weights, self.data_record = context.run.initial_weights, context.run.data
         self.task = task(config)
         self._derives = task.derived is not Task.derived
@@ -57,21 +61,24 @@ class TaskLoop(Loop):
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
-        self._announce_length(self.total_steps, config.train.batch_size)
+        engine.announce_length(self.total_steps, config.train.batch_size)
 
-        self.learner = Learner(config, self.task, group, self.total_steps)
-        self.place = self.learner.place
-        if LateUpdate.helps(self.learner, self.queue):
-            self.late_update = LateUpdate(self.learner, self.order, self.ring, self.queue)
-        self.saves.hold(self.place)
+        self.learner = Learner(config, self.task, group, self.total_steps, engine.ring)
+        if LateUpdate.helps(self.learner, engine.queue):
+            engine.late_update = LateUpdate(self.learner, self.order, engine.ring, engine.queue)
+        engine.hold_shard(self.learner.place)
         steps, total_shares = range(self.total_steps), train.shares or self.size
         self._keys = TrainBatchKeys(self.order, steps, self.learner.shares, total_shares, train.accumulate)
         self.loading = make_loading(config, self.task, group)
         self.validation = Validation(config, val_set, counts[1], self.loading, group)
         self.micro_batches = config.train.accumulate * len(self.learner.shares)  # of this rank, per step
-        self.learner.own_work_done = self.ring.end_work
-        self.watch.measure(lambda: self.ring.busy_s)
-        self.startup.done("data and model")
+        engine.watch.measure(lambda: engine.ring.busy_s)
+        if (probe := engine.probe) is not None:
+            probe.variables.leave_out(self.learner.model)
+            if not config.train.compile:  # the probe would be compiled too
+                probe.watch(self.learner.gradients.parallel)
+            probe.watch(self.learner.optimizer)
+        engine.startup.done("data and model")
 
     def restore(self, checkpoint: SharedCheckpoint | None) -> None:
         """Warm up, then load the checkpoint; None: keep the initial state."""
@@ -79,23 +86,24 @@ class TaskLoop(Loop):
         train = self.config.train
         starts_anew = checkpoint is None and self.config.model.weights is not None
         initial = self._read_initial_weights() if starts_anew else None
-        self.watch.enter("warming up")
+        self.engine.watch.enter("warming up")
         if train.compile:
-            compat.on_compiling(self.watch.compiling)
+            compat.on_compiling(self.engine.watch.compiling)
         micro_batch = train.batch_size // (self.size * self.micro_batches)
         self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
-        self.startup.done("warm-up")
-        self.watch.enter("restoring")
+        self.engine.startup.done("warm-up")
+        self.engine.watch.enter("restoring")
         if checkpoint is not None:
             check_order(self.learner.sorted, checkpoint.manifest.numerics)
-            self._take_position(checkpoint)
-            self.learner.load_state_dict(checkpoint.load(self.learner.live_state(), self.watch.advance))
+            self.engine.take_position(Position(**checkpoint.position))
+            self.engine.compare_numerics(checkpoint)
+            self.learner.load_state_dict(checkpoint.load(self.learner.live_state(), self.engine.watch.advance))
             self._check_end()
         elif initial is not None:
             self.learner.start_from(initial)
-        self._finish_restore()
-        begins = "starting" if checkpoint is None else f"resuming after step {self.position.step}"
-        self.progress.say(
+        self.engine.finish_restore()
+        begins = "starting" if checkpoint is None else f"resuming after step {self.engine.position.step}"
+        self.engine.progress.say(
             f"{begins}: {counted(self.total_steps, 'step')}, "
             f"{self.order.steps_per_epoch} per epoch, {counted(self.size, 'rank')} on {self.group.device.type}"
         )
@@ -111,7 +119,7 @@ class TaskLoop(Loop):
     def _check_end(self) -> None:
         """The run may end later than when the checkpoint was saved. An end within an epoch has closed that epoch, which
         is now continued. Raises ConfigError for an earlier end."""
-        position, total = self.position, self.total_steps
+        position, total = self.engine.position, self.total_steps
         done = position.step % self.order.steps_per_epoch
         if position.step > total:
             raise ConfigError(f"train.epochs, train.max_steps: end the run at step {total}; it is at {position.step}")
@@ -125,13 +133,14 @@ class TaskLoop(Loop):
             fitted, lines = read_initial_weights(self.config, self.learner.model, self.initial_weights)
             weights = fitted.tensors
             for line in lines:
-                self.progress.say(line)
+                self.engine.progress.say(line)
         self.group.barrier(timeout_s=24 * 3600)
         return weights
 
-    def _train(self) -> bool:
-        self.watch.enter("training")
-        self._keys.steps = range(self.position.step, self.total_steps)
+    def train(self) -> bool:
+        """Train to the end of the run, or to a stop."""
+        self.engine.watch.enter("training")
+        self._keys.steps = range(self.engine.position.step, self.total_steps)
         loader = self.loading.loader(self.train_set, self.config.seed, self._keys)
         try:
             return self._steps(iter(loader))
@@ -143,42 +152,55 @@ class TaskLoop(Loop):
         while True:
             if self._validation_due() and not self._validate():
                 return False
-            if self.saves.due:
-                self.save()
-            if self.position.step == self.total_steps:
+            if self.engine.saves.due:
+                self.engine.save()
+            if self.engine.position.step == self.total_steps:
                 return True
-            if not self.stop.begin_tick():
+            if not self.engine.stop.begin_tick():
                 return False
             self._step(batches)
 
     def _step(self, batches: Iterator[Any]) -> None:
-        step = self.position.step
-        self.ring.begin_work()
+        step = self.engine.position.step
+        if self.engine.probe is not None:
+            batches = self._probed(self.engine.probe, step, batches)
+        self.engine.ring.begin_work()
         began = time.perf_counter()
         counts = self._keys.counts(step)
         micro_batches: Collection[tuple[Any, int]]
         if len(self.learner.shares) == 1:
             micro_batches = [(next(batches), count) for count in counts]
-            self.progress.add_data_wait(time.perf_counter() - began)
+            self.engine.progress.add_data_wait(time.perf_counter() - began)
         else:
-            micro_batches = _LoadedWhenDue(batches, counts, self.progress.add_data_wait)
+            micro_batches = _LoadedWhenDue(batches, counts, self.engine.progress.add_data_wait)
         samples = self.order.count(step)
         self.learner.learn(step, micro_batches, samples)
-        self.ring.begin_update()
-        self._end_update(self.learner.update(), samples)
-        self._step_done(samples, self._validation_due())
+        self.engine.begin_update()
+        self.engine.end_update(self.learner.update(), samples)
+        self.engine.step_done(samples, self._validation_due())
 
-    def _state(self) -> dict[str, Any]:
+    def _probed(self, probe: Probe, step: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """The micro-batches of `step` (from 0), which the probe has seen."""
+        micro_batches, of_epoch = list(islice(batches, self.micro_batches)), step % self.order.steps_per_epoch
+        variables = probe.variables.of_object("self", self.task)
+        probe.begin_step(step + 1, self.order.epoch(step) + 1, of_epoch + 1, micro_batches, variables)
+        return iter(micro_batches)
+
+    def state(self) -> dict[str, Any]:
+        """See Learner.state_dict."""
         return self.learner.state_dict()
 
-    def _hold(self) -> HeldState:
-        return self.learner.hold(self.queue.on_host)
+    def hold(self) -> HostSnapshot:
+        """The same, as the host has it."""
+        return self.learner.hold(self.engine.queue.on_host)
 
-    def _epoch(self) -> int:
-        return self.order.epoch(max(self.position.step - 1, 0)) + 1
+    def epoch(self) -> int:
+        """The epoch of the last finished step, from 1."""
+        return self.order.epoch(max(self.engine.position.step - 1, 0)) + 1
 
-    def _record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
-        position, loss, samples = self.position, measured["loss"], self.order.count(step)
+    def record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
+        """The loss, the learning rate and the norm of the gradient, as the step has measured them. Raises NotFinite."""
+        position, loss, samples = self.engine.position, measured["loss"], self.order.count(step)
         record: dict[str, Any] = {
             "epoch": self.order.epoch(step) + 1,
             "loss": finite(loss),
@@ -194,7 +216,13 @@ class TaskLoop(Loop):
             position.loss_samples += samples
         return record
 
-    def _derived(self, line: dict[str, Any]) -> dict[str, Any]:
+    def lines(self, line: dict[str, Any]) -> list[dict[str, Any]]:
+        """Its line, with what the task derives from it."""
+        self._add_derived(line)
+        return [line]
+
+    def _add_derived(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Add to a line of metrics.jsonl what the task derives from it."""
         if self._derives:
             line |= self.task.derived(line, self.order.seen(line["step"]), self.size)
         return line
@@ -204,35 +232,38 @@ class TaskLoop(Loop):
         train.nonfinite=skip."""
         what = f"step {step + 1}: the {what} is not finite"
         if self.config.train.nonfinite == "fail":
-            self.restored = False  # the state since that step is not worth a checkpoint
+            self.engine.spoil()
             raise NotFinite(f"{what}; train.nonfinite=skip would leave such steps out")
-        self.position.skipped += 1
-        self.progress.say(f"WARNING: {what}, its update was left out ({self.position.skipped} so far)")
+        self.engine.position.skipped += 1
+        self.engine.progress.say(f"WARNING: {what}, its update was left out ({self.engine.position.skipped} so far)")
 
     def _validation_due(self) -> bool:
-        step = self.position.step
+        step = self.engine.position.step
         ends_epoch = step > 0 and (step % self.order.steps_per_epoch == 0 or step == self.total_steps)
-        return ends_epoch and self.position.validated != step
+        return ends_epoch and self.engine.position.validated != step
 
     def _validate(self) -> bool:
         """Validate the model and end the epoch. False when the ranks agreed to stop: a resumed run validates again."""
-        position = self.position
+        position = self.engine.position
         means = self.validation.measure(self.learner, position.step, self._begin_validation_batch)
         if means is None:
             return False
         train_loss = position.loss_sum / position.loss_samples if position.loss_samples else math.nan
         record = {
-            "epoch": self._epoch(),
+            "epoch": self.epoch(),
             "step": position.step,
             "train_loss": finite(train_loss),
             **means,
         }
-        self._end_epoch(self._derived(record))
+        self.engine.end_epoch(self._add_derived(record))
         return True
 
     def _begin_validation_batch(self) -> bool:
         """False if the ranks agreed to stop before it."""
-        return self.stop.begin_tick()
+        begins = self.engine.stop.begin_tick()
+        if begins and self.engine.probe is not None:
+            self.engine.probe.begin_validation_batch(self.engine.position.step)
+        return begins
 
 
 class _LoadedWhenDue(Collection[tuple[Any, int]]):
