@@ -175,6 +175,21 @@ def find_task(config: Config) -> type[Task] | Callable[[Any], Any]:
     return found
 
 
+def make_task(kind: type[Task], config: Config) -> Task:
+    """The task, with its configuration. Raises ConfigError if its constructor does not take that."""
+    try:
+        inspect.signature(kind).bind(config)
+    except TypeError:
+        raise ConfigError(
+            f"task={config.task}: its constructor must take the configuration alone: "
+            "def __init__(self, config): super().__init__(config)"
+        ) from None
+    task = kind(config)
+    if not hasattr(task, "config"):  # __init__ has not called that of Task
+        task.config = config
+    return task
+
+
 def args_parameter(function: Callable[..., Any]) -> inspect.Parameter | None:
     """The second parameter of a function with its own training loop, if it is named args: its settings."""
     parameters = inspect.signature(function).parameters.values()

@@ -19,6 +19,7 @@ from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.config.checks import check_batch, check_shards, check_size
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.reads import FOR_A_TASK, GivenKeys
 from laststep.config.schema import READY_MADE
 from laststep.data.decoded_cache import DecodedCache
 from laststep.data.loader import LoaderFactory, TrainBatchKeys, ValidationBatchKeys
@@ -33,10 +34,10 @@ from laststep.loops.snapshot import HostSnapshot
 from laststep.optim.build import check_order
 from laststep.ranks.group import Group, join, tree_sum
 from laststep.ranks.world import World, hostname
-from laststep.records.plan import check_fingerprint, write_fingerprint
+from laststep.records.plan import check_fingerprint, read_given, write_fingerprint
 from laststep.rundir import RunDir
 from laststep.say import counted
-from laststep.task import Task, find_task
+from laststep.task import Task, find_task, make_task
 
 
 class TaskLoop(Loop):
@@ -53,9 +54,10 @@ class TaskLoop(Loop):
 
         engine.watch.enter("preparing data")
         self.initial_weights, self.data_record = context.run.initial_weights, context.run.data
-        self.task = task(config)
+        self._given = GivenKeys(config.task, read_given(context.run.given), FOR_A_TASK)
+        self.task = make_task(task, self._given.reads.watch(config))
         self._derives = task.derived is not Task.derived
-        self.train_set, val_set, counts = open_datasets(config, self.task, group)
+        self.train_set, self._val_set, counts = open_datasets(config, self.task, group)
         train = config.train
         self.order = Order.of(counts[0], train.batch_size, config.seed, train.epoch_samples)
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
@@ -70,7 +72,7 @@ class TaskLoop(Loop):
         steps, total_shares = range(self.total_steps), train.shares or self.size
         self._keys = TrainBatchKeys(self.order, steps, self.learner.shares, total_shares, train.accumulate)
         self.loading = make_loading(config, self.task, group)
-        self.validation = Validation(config, val_set, counts[1], self.loading, group)
+        self.validation = Validation(config, self._val_set, counts[1], self.loading, group)
         self.micro_batches = config.train.accumulate * len(self.learner.shares)  # of this rank, per step
         engine.watch.measure(lambda: engine.ring.busy_s)
         if (probe := engine.probe) is not None:
@@ -90,7 +92,13 @@ class TaskLoop(Loop):
         if train.compile:
             compat.on_compiling(self.engine.watch.compiling)
         micro_batch = train.batch_size // (self.size * self.micro_batches)
-        self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
+        seed = self.config.seed
+        self.learner.warm_up(
+            self.loading.warm_up_batch(self.train_set, seed, micro_batch),
+            self.loading.warm_up_batch(self._val_set, seed, micro_batch) if train.sanity else None,
+        )
+        self.learner.rates.at(0)  # the schedule reads its keys
+        self._given.check()
         self.engine.startup.done("warm-up")
         self.engine.watch.enter("restoring")
         if checkpoint is not None:
@@ -256,6 +264,9 @@ class TaskLoop(Loop):
             **means,
         }
         self.engine.end_epoch(self._add_derived(record))
+        if record["epoch"] == 1:
+            for line in self._given.late():
+                self.engine.progress.say(line)
         return True
 
     def _begin_validation_batch(self) -> bool:
@@ -290,11 +301,17 @@ class _LoadedWhenDue(Collection[tuple[Any, int]]):
 def open_datasets(config: Config, task: Task, group: Group) -> tuple[Dataset[Any], Dataset[Any], list[int]]:
     """The training set, the validation set, and their sizes. A collective. Raises ConfigError when one is empty."""
     group.node_by_node(task.prepare)
-    train_set, val_set = task.datasets()
+    found: Any = task.datasets()
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        what = f"{len(found)} of them" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+        raise ConfigError(
+            f"task={config.task}: datasets() must return the training set and the validation set, not {what}"
+        )
+    train_set, val_set = found
     for name, dataset in (("train", train_set), ("val", val_set)):
         if isinstance(decoded := getattr(dataset, "decoded", None), DecodedCache):
             decoded.open_shared(group, name)
-    counts = [len(dataset) for dataset in (train_set, val_set)]  # type: ignore[arg-type]
+    counts = [len(dataset) for dataset in (train_set, val_set)]
     if not all(counts):
         raise ConfigError(f"{named(config)}: empty ({counts[0]} training, {counts[1]} validation samples)")
     return train_set, val_set, counts
@@ -381,7 +398,7 @@ def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float |
     group = join(config, world, run.meeting("evaluate"), config.launch.hang_timeout_s)
     if group.device.type == "cpu":
         torch.set_num_threads(int(weights.manifest.numerics.get("threads", torch.get_num_threads())))
-    task = task_class(config)
+    task = make_task(task_class, config)
     train_set, val_set, counts = open_datasets(config, task, group)
     learner = Learner(config, task, group, total_steps=1)
     loading = make_loading(config, task, group)
