@@ -18,9 +18,9 @@ import pytest
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.slurm.cluster import Cluster
+from tests.support.commands import Shell
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT
-from tests.support.shell import Shell
 
 LASTSTEP = "#!{python}\nimport sys\nfrom laststep import main\nsys.exit(main())\n"  # as pip writes it
 NOT_IN_A_CLONE = (
