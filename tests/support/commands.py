@@ -1,5 +1,5 @@
-"""The command as a user types it: in this process, in one of its own, in a terminal, or into a shell line by line. And a
-fake Slurm that takes its jobs."""
+"""The command as a user types it: in this process, in one of its own, in a terminal, or into a shell line by line.
+And a fake Slurm that takes its jobs."""
 
 from __future__ import annotations
 

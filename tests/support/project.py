@@ -1,5 +1,5 @@
-"""The project's folder, how its ranks get collectives that do not fail when a peer dies, and editable installs as they are
-made by setuptools, without installing anything."""
+"""The project's folder, how its ranks get collectives that do not fail when a peer dies, and editable installs as
+setuptools makes them, without installing anything."""
 
 from __future__ import annotations
 
