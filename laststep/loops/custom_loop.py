@@ -314,7 +314,7 @@ class CustomLoop(Loop):
             raise self._misuse(loop_rules.of_state(engine.position.step, difference))
 
     def state(self) -> State:
-        """See Loop: what the registered objects have to be at the next resume."""
+        """What the registered objects have to be when a run resumes here."""
         return self._held.current()
 
     def hold(self) -> HostSnapshot:
@@ -326,7 +326,7 @@ class CustomLoop(Loop):
         return self._held.unchanged()
 
     def epoch(self) -> int:
-        """See Loop; within an epoch, the one under way."""
+        """The epoch of the last finished step, from 1; within an epoch, the one under way."""
         within = self.engine.position.over or self.engine.position.batches > 0
         return max(1, self.engine.position.epoch + within)
 

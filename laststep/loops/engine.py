@@ -478,10 +478,17 @@ class Engine:
             self.position.records = self.metrics.count
 
         def hold() -> FrozenState:
-            info, state = own.info if own else self._checkpoint_info(), self._frozen_state() if live else None
             return FrozenState(
-                *(self.store, info, state, self.size, self.metrics.rewrite_tail, self._host_buffer),
-                *(self.ring.is_whole if live else lambda: True, self.place, copies, own.structure if own else None),
+                store=self.store,
+                info=own.info if own else self._checkpoint_info(),
+                state=self._frozen_state() if live else None,
+                world_size=self.size,
+                before_commit=self.metrics.rewrite_tail,
+                buffer=self._host_buffer,
+                is_whole=self.ring.is_whole if live else lambda: True,
+                place=self.place,
+                copies=copies,
+                structure=own.structure if own else None,
                 ask=self.queue.ask,
             )
 

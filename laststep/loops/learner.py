@@ -152,7 +152,7 @@ class Learner:
     @torch.no_grad()
     def evaluate(self, step: int, position: int, batch: Any, count: int, share: int = 0) -> Tensor:
         """The values that `names` lists, summed over the `count` samples that one of this rank's shares has of a
-        validation batch; float64, in the order of `names`."""
+        validation batch; float64 of shape (names,), in the order of `names`."""
         if not count and not self.gradients.waits_in_forward:
             return torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         self._generators.seed(seed_of("validate", self.config.seed, step, position, self.shares[share]))
@@ -312,11 +312,11 @@ class LearnerSnapshot:
 
     @property
     def state(self) -> dict[str, Any]:
-        """See HostSnapshot."""
+        """The state: references."""
         return self._learner._state_dict(self._buffers, self._optimizer.state_dict())
 
     def unchanged(self) -> bool:
-        """See HostSnapshot."""
+        """Whether these are still the tensors of that state."""
         return self._addresses == addresses(self._learner.gradients.in_place)
 
     def put_back(self) -> bool:
@@ -381,7 +381,7 @@ class Average(AveragedModel):
         self.n_averaged += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """See torch."""
+        """As torch does it; an average that is loaded is not empty."""
         result = super().load_state_dict(state_dict, strict, assign)
         self.is_empty = bool(self.n_averaged == 0)
         return result

@@ -1,10 +1,16 @@
-"""The ready-made loop: trains a Task from its newest checkpoint to the end of the run, or to a stop."""
+"""The ready-made loop: trains a Task from its newest checkpoint to the end of the run, or to a stop.
+
+In order: a warm-up, the checkpoint or model.weights; then, until the last step, a validation where an epoch has ended,
+a save where one is due, the agreement that no rank stops here, and a step (`TaskLoop._steps`). Besides: the data sets,
+`Validation`, and `evaluate`, which validates a checkpoint outside of any attempt.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -57,9 +63,10 @@ class TaskLoop(Loop):
         self._given = GivenKeys(config.task, read_given(context.run.given), FOR_A_TASK)
         self.task = make_task(task, self._given.reads.watch(config))
         self._derives = task.derived is not Task.derived
-        self.train_set, self._val_set, counts = open_datasets(config, self.task, group)
+        datasets = open_datasets(config, self.task, group)
+        self.train_set, self._val_set = datasets.train, datasets.val
         train = config.train
-        self.order = Order.of(counts[0], train.batch_size, config.seed, train.epoch_samples)
+        self.order = Order.of(datasets.train_samples, train.batch_size, config.seed, train.epoch_samples)
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
@@ -72,7 +79,7 @@ class TaskLoop(Loop):
         steps, total_shares = range(self.total_steps), train.shares or self.size
         self._keys = TrainBatchKeys(self.order, steps, self.learner.shares, total_shares, train.accumulate)
         self.loading = make_loading(config, self.task, group)
-        self.validation = Validation(config, self._val_set, counts[1], self.loading, group)
+        self.validation = Validation(config, datasets, self.loading, group)
         self.micro_batches = config.train.accumulate * len(self.learner.shares)  # of this rank, per step
         engine.watch.measure(lambda: engine.ring.busy_s)
         if (probe := engine.probe) is not None:
@@ -298,8 +305,18 @@ class _LoadedWhenDue(Collection[tuple[Any, int]]):
             yield batch, count
 
 
-def open_datasets(config: Config, task: Task, group: Group) -> tuple[Dataset[Any], Dataset[Any], list[int]]:
-    """The training set, the validation set, and their sizes. A collective. Raises ConfigError when one is empty."""
+@dataclass(frozen=True)
+class Datasets:
+    """A Task's data sets, and how many samples they have."""
+
+    train: Dataset[Any]
+    val: Dataset[Any]
+    train_samples: int
+    val_samples: int
+
+
+def open_datasets(config: Config, task: Task, group: Group) -> Datasets:
+    """Prepare and open the data sets. A collective. Raises ConfigError when one is empty."""
     group.node_by_node(task.prepare)
     found: Any = task.datasets()
     if not isinstance(found, (tuple, list)) or len(found) != 2:
@@ -311,10 +328,10 @@ def open_datasets(config: Config, task: Task, group: Group) -> tuple[Dataset[Any
     for name, dataset in (("train", train_set), ("val", val_set)):
         if isinstance(decoded := getattr(dataset, "decoded", None), DecodedCache):
             decoded.open_shared(group, name)
-    counts = [len(dataset) for dataset in (train_set, val_set)]
-    if not all(counts):
-        raise ConfigError(f"{named(config)}: empty ({counts[0]} training, {counts[1]} validation samples)")
-    return train_set, val_set, counts
+    train, val = (len(dataset) for dataset in (train_set, val_set))
+    if not (train and val):
+        raise ConfigError(f"{named(config)}: empty ({train} training, {val} validation samples)")
+    return Datasets(train_set, val_set, train, val)
 
 
 def named(config: Config) -> str:
@@ -331,13 +348,11 @@ def make_loading(config: Config, task: Task, group: Group) -> LoaderFactory:
 class Validation:
     """Measures a learner's model on the validation set."""
 
-    def __init__(
-        self, config: Config, val_set: Dataset[Any], samples: int, loading: LoaderFactory, group: Group
-    ) -> None:
+    def __init__(self, config: Config, datasets: Datasets, loading: LoaderFactory, group: Group) -> None:
         self._group, self._train = group, config.train
         shares, total = shares_of(config.train, group.world), config.train.shares or group.world.size
-        self._keys = ValidationBatchKeys(samples, config.train.batch_size, shares, total)
-        self._loader = loading.loader(val_set, config.seed, self._keys)
+        self._keys = ValidationBatchKeys(datasets.val_samples, config.train.batch_size, shares, total)
+        self._loader = loading.loader(datasets.val, config.seed, self._keys)
 
     def measure(self, learner: Learner, step: int, begin_batch: Callable[[], bool]) -> dict[str, float | None] | None:
         """The means over the validation set, named like val_loss; None for one that is not finite. A collective.
@@ -399,17 +414,17 @@ def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float |
     if group.device.type == "cpu":
         torch.set_num_threads(int(weights.manifest.numerics.get("threads", torch.get_num_threads())))
     task = make_task(task_class, config)
-    train_set, val_set, counts = open_datasets(config, task, group)
+    datasets = open_datasets(config, task, group)
     learner = Learner(config, task, group, total_steps=1)
     loading = make_loading(config, task, group)
-    learner.warm_up(loading.warm_up_batch(train_set, config.seed, WARM_UP_SAMPLES))
+    learner.warm_up(loading.warm_up_batch(datasets.train, config.seed, WARM_UP_SAMPLES))
     fitted = fit(learner.model.state_dict(), weights.tensors, run.name)
     if fitted.classes is not None:
         there, here = fitted.classes
         what = "tokens in the vocabulary" if config.task == "language" else "classes"
         raise ConfigError(f"{named(config)}: {here} {what}, but {run.name} was trained on {there}")
     learner.start_from(fitted.tensors)
-    validation = Validation(config, val_set, counts[1], loading, group)
+    validation = Validation(config, datasets, loading, group)
     try:
         metrics = validation.measure(learner, weights.manifest.step, lambda: True)
     finally:
