@@ -383,12 +383,13 @@ class Validation:
 WARM_UP_SAMPLES = 2  # batch norm cannot train on one
 
 
-def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float | None]:
+def evaluate(config: Config, run: RunDir, weights: Weights, given: Sequence[str] = ()) -> dict[str, float | None]:
     """The validation metrics of these weights.
 
     `config` is for one rank. A model that was trained by one rank, on such a machine, gets the very metrics that its
     own validation has recorded; with train.shares, one that was trained by any number of ranks. Without it, with more
-    ranks, these are the same sums, added in another order. Raises ConfigError.
+    ranks, these are the same sums, added in another order. Raises ConfigError, also for a key of `given` that the task
+    does not read: the metrics would only seem to be others.
     """
     task_class = find_task(config)
     if not isinstance(task_class, type):
@@ -413,11 +414,13 @@ def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float |
     group = join(config, world, run.meeting("evaluate"), config.launch.hang_timeout_s)
     if group.device.type == "cpu":
         torch.set_num_threads(int(weights.manifest.numerics.get("threads", torch.get_num_threads())))
-    task = make_task(task_class, config)
+    keys = GivenKeys(config.task, given, FOR_A_TASK)
+    task = make_task(task_class, keys.reads.watch(config))
     datasets = open_datasets(config, task, group)
     learner = Learner(config, task, group, total_steps=1)
     loading = make_loading(config, task, group)
     learner.warm_up(loading.warm_up_batch(datasets.train, config.seed, WARM_UP_SAMPLES))
+    keys.check()
     fitted = fit(learner.model.state_dict(), weights.tensors, run.name)
     if fitted.classes is not None:
         there, here = fitted.classes
