@@ -357,7 +357,7 @@ class ExactSquare:
         return torch.stack(sums)
 
     def total(self, ranks: Tensor) -> Tensor:
-        """The sum of all squares, not finite if a gradient is not. `ranks`, (ranks, 1 + windows), has a row for each."""
+        """The sum of all squares, not finite if a gradient is not. `ranks` is (ranks, 1 + windows)."""
         top = ranks[:, 0].amax()
         window = (top - ranks[:, :1]) + torch.arange(WINDOWS, device=ranks.device)  # counted from the highest of all
         total = torch.zeros_like(top)
