@@ -172,25 +172,40 @@ class Learner:
             if on:
                 self.gradients.release(model)
 
-    def warm_up(self, batch: Any) -> None:
+    def warm_up(self, batch: Any, val_batch: Any = None) -> None:
         """A throwaway forward and backward pass, in every attempt, before the state is restored.
 
         DDP changes the layout of its gradient buckets after its first backward pass, and with three ranks or more the
         order of a sum depends on the layout. Without the warm-up, a resumed run would take one step with the first
         layout that the undisturbed run took with the second. It also compiles the model and finds the names of the
-        task's metrics. Only the buffers change, and are put back. Raises ConfigError when the task returns no loss.
+        task's metrics. With a `val_batch`, a validation batch follows: an error there would else come after an epoch.
+        Only the buffers change, and are put back. Raises ConfigError for a step that does not return what it must.
         """
+        task = self.config.task
         self._generators.seed(0)
         self.train(True)
         for _ in range(2 if self.config.train.cuda_graphs else 1):  # torch records the second pass
-            names = set(output := self._forward(self.gradients.parallel, batch))
-            if "loss" not in names:
-                raise ConfigError(f"task={self.config.task}: step() must return a dict with a 'loss', not {[*output]}")
+            names = check_output(output := self._forward(self.gradients.parallel, batch), task)
+            if not output["loss"].requires_grad:
+                raise ConfigError(
+                    f"task={task}: step(): the loss does not depend on any trainable parameter of the model"
+                )
             self._backward(output["loss"])
             clear_gradients(self.optimizer)
             self.gradients.end_warm_up()
             self.buffers.commit()
         self.names = ["loss", *sorted(names - {"loss"})]
+        if val_batch is not None:
+            self.train(False)
+            self._generators.seed(0)
+            validated = check_output(self._forward(self.validated, val_batch), task, "in validation, ")
+            self.train(True)
+            if validated != names:
+                only = {"training": names - validated, "validation": validated - names}
+                found = " and ".join(
+                    f"{', '.join(sorted(which))} only in {where}" for where, which in only.items() if which
+                )
+                raise ConfigError(f"task={task}: step() returns {found}; return the same names in both")
         report_cuda_graphs(self.config.train, self.group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -564,3 +579,22 @@ class LateUpdate:
             if run_time() > deadline:
                 raise TimeoutError(f"the device has not done the update within {DEVICE_S:.0f} s")
             time.sleep(POLL_S)
+
+
+def check_output(output: Any, task: str, when: str = "") -> set[str]:
+    """The names of what a Task's step has returned. Raises ConfigError unless that is a dict of tensors of one element
+    with a "loss"; `when` begins its message."""
+    says = f"task={task}: step(){', ' + when.rstrip(', ') if when else ''}"
+    if not isinstance(output, Mapping):
+        kind = type(output).__name__
+        raise ConfigError(f'{says}: must return a dict with a "loss", such as {{"loss": loss}}, not a {kind}')
+    if "loss" not in output:
+        raise ConfigError(f"{says}: must return a dict with a 'loss', not {[*output]}")
+    for name, value in output.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{says}: {name!r} is of type {type(value).__name__}; return a tensor of one element, without .item()"
+            )
+        if value.numel() != 1:
+            raise ConfigError(f"{says}: {name!r} has shape {tuple(value.shape)}; return its mean, {name}.mean()")
+    return set(output)

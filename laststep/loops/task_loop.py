@@ -25,6 +25,7 @@ from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.config.checks import check_batch, check_shards, check_size
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.reads import FOR_A_TASK, GivenKeys
 from laststep.config.schema import READY_MADE
 from laststep.data.decoded_cache import DecodedCache
 from laststep.data.loader import LoaderFactory, TrainBatchKeys, ValidationBatchKeys
@@ -39,10 +40,10 @@ from laststep.loops.snapshot import HostSnapshot
 from laststep.optim.build import check_order
 from laststep.ranks.group import Group, join, tree_sum
 from laststep.ranks.world import World, hostname
-from laststep.records.plan import check_fingerprint, write_fingerprint
+from laststep.records.plan import check_fingerprint, read_given, write_fingerprint
 from laststep.rundir import RunDir
 from laststep.say import counted
-from laststep.task import Task, find_task
+from laststep.task import Task, find_task, make_task
 
 
 class TaskLoop(Loop):
@@ -59,10 +60,11 @@ class TaskLoop(Loop):
 
         engine.watch.enter("preparing data")
         self.initial_weights, self.data_record = context.run.initial_weights, context.run.data
-        self.task = task(config)
+        self._given = GivenKeys(config.task, read_given(context.run.given), FOR_A_TASK)
+        self.task = make_task(task, self._given.reads.watch(config))
         self._derives = task.derived is not Task.derived
         datasets = open_datasets(config, self.task, group)
-        self.train_set = datasets.train
+        self.train_set, self._val_set = datasets.train, datasets.val
         train = config.train
         self.order = Order.of(datasets.train_samples, train.batch_size, config.seed, train.epoch_samples)
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
@@ -97,7 +99,13 @@ class TaskLoop(Loop):
         if train.compile:
             compat.on_compiling(self.engine.watch.compiling)
         micro_batch = train.batch_size // (self.size * self.micro_batches)
-        self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
+        seed = self.config.seed
+        self.learner.warm_up(
+            self.loading.warm_up_batch(self.train_set, seed, micro_batch),
+            self.loading.warm_up_batch(self._val_set, seed, micro_batch) if train.sanity else None,
+        )
+        self.learner.rates.at(0)  # the schedule reads its keys
+        self._given.check()
         self.engine.startup.done("warm-up")
         self.engine.watch.enter("restoring")
         if checkpoint is not None:
@@ -263,6 +271,9 @@ class TaskLoop(Loop):
             **means,
         }
         self.engine.end_epoch(self._add_derived(record))
+        if record["epoch"] == 1:
+            for line in self._given.late():
+                self.engine.progress.say(line)
         return True
 
     def _begin_validation_batch(self) -> bool:
@@ -307,11 +318,17 @@ class Datasets:
 def open_datasets(config: Config, task: Task, group: Group) -> Datasets:
     """Prepare and open the data sets. A collective. Raises ConfigError when one is empty."""
     group.node_by_node(task.prepare)
-    train_set, val_set = task.datasets()
+    found: Any = task.datasets()
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        what = f"{len(found)} of them" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+        raise ConfigError(
+            f"task={config.task}: datasets() must return the training set and the validation set, not {what}"
+        )
+    train_set, val_set = found
     for name, dataset in (("train", train_set), ("val", val_set)):
         if isinstance(decoded := getattr(dataset, "decoded", None), DecodedCache):
             decoded.open_shared(group, name)
-    train, val = (len(dataset) for dataset in (train_set, val_set))  # type: ignore[arg-type]
+    train, val = (len(dataset) for dataset in (train_set, val_set))
     if not (train and val):
         raise ConfigError(f"{named(config)}: empty ({train} training, {val} validation samples)")
     return Datasets(train_set, val_set, train, val)
@@ -366,12 +383,13 @@ class Validation:
 WARM_UP_SAMPLES = 2  # batch norm cannot train on one
 
 
-def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float | None]:
+def evaluate(config: Config, run: RunDir, weights: Weights, given: Sequence[str] = ()) -> dict[str, float | None]:
     """The validation metrics of these weights.
 
     `config` is for one rank. A model that was trained by one rank, on such a machine, gets the very metrics that its
     own validation has recorded; with train.shares, one that was trained by any number of ranks. Without it, with more
-    ranks, these are the same sums, added in another order. Raises ConfigError.
+    ranks, these are the same sums, added in another order. Raises ConfigError, also for a key of `given` that the task
+    does not read: the metrics would only seem to be others.
     """
     task_class = find_task(config)
     if not isinstance(task_class, type):
@@ -396,11 +414,13 @@ def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float |
     group = join(config, world, run.meeting("evaluate"), config.launch.hang_timeout_s)
     if group.device.type == "cpu":
         torch.set_num_threads(int(weights.manifest.numerics.get("threads", torch.get_num_threads())))
-    task = task_class(config)
+    keys = GivenKeys(config.task, given, FOR_A_TASK)
+    task = make_task(task_class, keys.reads.watch(config))
     datasets = open_datasets(config, task, group)
     learner = Learner(config, task, group, total_steps=1)
     loading = make_loading(config, task, group)
     learner.warm_up(loading.warm_up_batch(datasets.train, config.seed, WARM_UP_SAMPLES))
+    keys.check()
     fitted = fit(learner.model.state_dict(), weights.tensors, run.name)
     if fitted.classes is not None:
         there, here = fitted.classes
