@@ -26,7 +26,7 @@ from laststep.ranks.watchdog import Retry
 from laststep.ranks.world import hostname
 from laststep.records.attempt_record import AttemptRecord, read_ended_attempts
 from laststep.records.attempts import end_attempt
-from laststep.records.retry import why_not_requeued
+from laststep.records.retry import recorded
 from laststep.say import counted, flush_output, say
 
 EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
@@ -91,7 +91,7 @@ def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable
             handler()  # calls Trainer.checkpoint and scontrol requeue, then raises SystemExit
         elif state.world.on_slurm and record is not None:
             if not record["requeue"]:
-                why = why_not_requeued(read_ended_attempts(state.run_dir.attempts), state.config.launch)
+                why = recorded(read_ended_attempts(state.run_dir.attempts), state.config.launch).why
                 return say(f"not requeued: {why}; {by_hand}")
             requeue_job(state.world.job_id)
             say(f"requeued job {state.world.job_id}")

@@ -97,10 +97,16 @@ def decide(
     return Decision(Next.END, f"the run is {last['reason']}")
 
 
-def why_not_requeued(ended: Sequence[EndedAttempt], launch: Launch) -> str:
-    """Why the last of the `ended` attempts, whose record has `requeue` false, is not requeued."""
-    # Only `retry` is not recorded: where the rest of the policy allows a retry, that one forbade it.
-    return decide(ended, launch).why or SAME_FAILURE
+def recorded(ended: Sequence[EndedAttempt], launch: Launch) -> Decision:
+    """What was decided when the last of the `ended` attempts ended, by its record. For a lost attempt there was no rank
+    left to decide."""
+    decision = decide(ended, launch)
+    if ended[-1]["reason"] == "lost" and not ended[-1]["requeue"]:
+        return decision
+    if not ended[-1]["requeue"]:
+        # Only `retry` is not recorded: where the rest of the policy allows a retry, that one forbade it.
+        return Decision(Next.END, decision.why or SAME_FAILURE)
+    return Decision(Next.REQUEUE) if decision.what is Next.END else decision
 
 
 def least_hopeful(answers: Iterable[Retry]) -> Retry:
