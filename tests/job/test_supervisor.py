@@ -218,29 +218,31 @@ def test_a_rank_that_waits_for_a_slow_disk(step: Step, reason: Reason) -> None:
     step.attempt_begins()
     fifo = step.folder / "stuck.1.0"
     os.mkfifo(fifo)
-    wait_until(lambda: state_of(rank) == "D", "the rank does not wait in the kernel")
+    wait_until(lambda: stat_of(rank)[0] == "D", "the rank does not wait in the kernel")
     if reason == "failed":
         step.rescue(reason)
         step.waits_for_gone(1)
         return
     assert end_attempt(step.run, step.world(0), step.config.launch, reason, 5, 5)
     time.sleep(STUCK_S + 2)
-    assert state_of(rank) == "D" and "killing" not in step.said(1)
+    assert stat_of(rank)[0] == "D" and "killing" not in step.said(1)
     fifo.write_text("")
     step.ends(0, 0)
     step.ends(1, 0)
     assert (step.status(0), step.status(1)) == (0, 0)
 
 
-def state_of(process: int) -> str:
-    """The state of a process by one letter, see man 5 proc."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+def stat_of(process: int) -> list[str]:
+    """The state of a process by one letter, its parent, and more: man 5 proc."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def test_a_frozen_supervisor_does_not_hold_the_job(step: Step) -> None:
     """Nobody else would notice: its rank is done, and srun waits for it."""
-    step.began(0), step.began(1)
-    step.supervisors[1].send_signal(signal.SIGSTOP)
+    rank, _ = step.began(1), step.began(0)
+    supervisor = int(stat_of(rank)[1])
+    os.kill(supervisor, signal.SIGSTOP)
+    wait_until(lambda: stat_of(supervisor)[0] == "T", "the supervisor is not frozen")
     step.ends(0, 0)
     step.ends(1, 0)
     assert (step.status(0), step.status(1)) == (0, 0)
