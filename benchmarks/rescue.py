@@ -29,8 +29,7 @@ from benchmarks._measure import DEADLINE_S, Check, conclude
 from benchmarks.save import file_system
 from laststep.attempt.rescue import Rescue
 from laststep.attempt.rescue_plan import Holding, Part
-from laststep.checkpoint.files import FileEntry
-from laststep.checkpoint.pack import Stripe, own_stripe
+from laststep.checkpoint.files import FileEntry, Stripe, own_stripe
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState
 from laststep.ranks.seal import Seal

@@ -39,7 +39,6 @@ from benchmarks import _turns
 from benchmarks._measure import Check, conclude, spread
 from benchmarks._turns import Training
 from benchmarks.restore import status_of
-from laststep.attempt.compiler import SWITCH
 from laststep.task import Task
 from laststep.tasks.decoder import Decoder
 from laststep.tasks.sizes import Size, size_of
@@ -152,7 +151,7 @@ def _train(way: str, workload: str, ranks: int, folder: Path, env: dict[str, str
             f"optim.lr={LEARNING_RATE}", "optim.schedule=constant", f"train.batch_size={load.per_rank * ranks}",
             f"train.max_steps={load.steps}",
         ]  # fmt: skip
-    return Training(words, ranks, {WORKLOAD: workload, SWITCH: "1", **env}, folder)
+    return Training(words, ranks, {WORKLOAD: workload, **env}, folder)
 
 
 class Windows(Task):

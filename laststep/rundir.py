@@ -123,6 +123,11 @@ class RunDir:
         return self.path / "attempt.ended.json"
 
     @property
+    def reserve(self) -> Path:
+        """Room for the record of an attempt's end, should the disk be full by then: a file without meaning."""
+        return self.path / "reserve"
+
+    @property
     def logs(self) -> Path:
         """Folder of each rank's output and of submitit's own files."""
         return self.path / "logs"

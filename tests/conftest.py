@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from laststep.attempt.compiler import defer_import
 from laststep.ranks.process import STOP_SIGNALS
 from tests.support.commands import FAKE_SBATCH, NO_SLURM, fake_squeue
 from tests.support.project import SILENT, SILENT_PATH
@@ -22,8 +21,6 @@ from tests.support.shared import make_shared_folder, remove_shared_folder
 # Hundreds of processes import the project: each would compile it anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# As in each rank: importing torch's compiler takes longer than torch itself, and few tests use it.
-defer_import()
 # Two cores and many ranks: more threads than cores would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 if SILENT in os.environ:  # make test-silent

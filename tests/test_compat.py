@@ -39,9 +39,8 @@ from laststep.config.config import Config
 from laststep.ranks.world import ShardPlace, shard_rows
 from laststep.rundir import RunDir
 from laststep.submission.sbatch import run_executor
-from tests.support.editable import install_finder
 from tests.support.needs import require_package
-from tests.support.project import PROJECT
+from tests.support.project import PROJECT, install_finder
 from tests.support.sharded import pretended_rank, sharded
 from tests.support.stub_driver import StubDriver
 from tests.support.torch_settings import torch_setting
@@ -57,12 +56,11 @@ def test_it_imports_nothing() -> None:
 
 
 def test_no_private_name_elsewhere() -> None:
-    """One place to look when a library changes. (attempt/compiler.py stands in for torch._dynamo.)"""
+    """One place to look when a library changes."""
     private = re.compile(
         r"\btorch(\.\w+)*\._(?!_)|tensorboard\.compat|JobEnvironment\._|\._(orig_mod|shutdown_w|option_s|schema|cdata)"
     )
     sources = {*(PROJECT / "laststep").rglob("*.py")} - {*(PROJECT / "laststep" / "compat").rglob("*.py")}
-    sources.discard(PROJECT / "laststep" / "attempt" / "compiler.py")
     found = [(path.name, use[0]) for path in sources for use in private.finditer(path.read_text())]
     assert not found
 
@@ -270,7 +268,7 @@ def test_buffers_of_a_module() -> None:
 
 def test_the_compiler_says_when_it_works() -> None:
     """Else a compilation that takes longer than launch.hang_timeout_s would be taken for a hang, in every attempt."""
-    torch._dynamo.reset()  # imports the compiler, for which a stand-in may stand so far
+    torch._dynamo.reset()
     noted: list[bool] = []
     compat.on_compiling(noted.append)
     assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))[0] == 2

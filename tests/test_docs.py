@@ -65,13 +65,6 @@ def test_what_a_port_changes(port: str) -> None:
     assert sum(line.startswith("+") for line in difference) <= 10
 
 
-def test_the_same_task_everywhere() -> None:
-    """README's example of a Task is tested, so the page about tasks must show that one and no other."""
-    example = re.compile(r"```python\n# my_task.py\n.*?```", re.DOTALL)
-    (readme,) = example.findall((PROJECT / "README.md").read_text())
-    assert example.findall((PROJECT / "docs" / "tasks.md").read_text()) == [readme]
-
-
 def test_the_recording_types_what_readme_says() -> None:
     """The picture shows the commands that README invites the reader to type, so both must be the same."""
     typed = [line.split("  #")[0].strip() for line in (PROJECT / "README.md").read_text().splitlines()]

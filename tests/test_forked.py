@@ -114,9 +114,7 @@ def test_it_is_found_on_the_path(python: str) -> None:
     assert ends("python", "-c", "import sys; print(sys.executable)", env=env).stdout.strip() == python
 
 
-@pytest.mark.parametrize(
-    "early", [{"PYTHONHASHSEED": "0"}, {"LD_PRELOAD": ""}, {"LASTSTEP_KEEP_COMPILER": "1"}, {"OMP_NUM_THREADS": "2"}]
-)
+@pytest.mark.parametrize("early", [{"PYTHONHASHSEED": "0"}, {"LD_PRELOAD": ""}, {"OMP_NUM_THREADS": "2"}])
 def test_what_is_read_early_starts_python_itself(python: str, early: dict[str, str]) -> None:
     code = "import sys; print(sys.executable, 'torch' in sys.modules)"
     assert ends(python, "-c", code, env={**os.environ, **early}).stdout.split() == [sys.executable, "False"]

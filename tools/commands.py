@@ -32,7 +32,8 @@ nearest valid name); 130 stopped by Ctrl-C, 143 by SIGTERM. `--help` prints the 
 
 ## What several verbs take
 
-A verb takes those of them that its usage names.
+A verb takes those of them that its usage names. SIZE is `--nodes`, `--gpus-per-node`, `--tasks-per-node`, `--partition`
+and `--time`.
 
 ```text
 {shared}
@@ -43,6 +44,7 @@ A verb takes those of them that its usage names.
 Entry = tuple[str, str]  # an option or argument, and its explanation
 ENTRY = re.compile(r"^  ([-\w]\S*(?: [A-Z]\S*)*)  +(.*\n(?:      +.*\n)*)", re.MULTILINE)
 ANYWHERE = re.DOTALL | re.MULTILINE
+SIZE = r"\[--nodes N\|MIN-MAX\]\s+\[--gpus-per-node G\]\s+\[--tasks-per-node T\]\s+\[--partition P\]\s+\[--time TIME\]"
 INDENT = 22  # columns before an explanation
 RANKS = """\
 ## python -m laststep
@@ -90,6 +92,7 @@ def _block(text: str, shared: Container[Entry]) -> str:
     text = re.sub(r"^Start it (?:under|the way).*?(?=^\S)", "", text, flags=ANYWHERE)  # see launchers.md
     text = re.sub(r"^Exit status: 0 done.*?(?=\n\n|\Z)", "", text, flags=ANYWHERE)
     text = re.sub(r"^(?:positional arguments|options):\n\n", "", text, flags=re.MULTILINE)  # nothing of it is left
+    text = re.sub(SIZE, "[SIZE ...]", text)
     return f"```text\n{text.replace(' [-h]', '').rstrip()}\n```\n"
 
 

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from laststep.attempt import compiler, user_error
+from laststep import compat
+from laststep.attempt import user_error
 from laststep.attempt.end_by_fault import EndByFault
 from laststep.attempt.ending import (
     Deadline,
@@ -34,6 +35,7 @@ from laststep.attempt.rescue import clear
 from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import CheckpointError, Patience
 from laststep.checkpoint.store import START_S, Manifest, recover
+from laststep.compat import compiler
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, DiskError
 from laststep.observe.progress import StartupTimer
@@ -130,14 +132,13 @@ class Attempt:
             preflight = Preflight.of(self._config, world)
             if self._config.train.compile:
                 compiler.cache_in(self._run_dir.compiled)
-            else:
-                compiler.watch(self._watchdog.compiling)  # the user's code may compile all the same
-                compiler.defer_import()
             if world.rank == 0 and world.step_restarts is None:  # else its supervisor has imported it
                 say("importing torch")  # which takes seconds, on a network file system up to a minute
             # Not at the top of this file, so that a signal during these seconds is caught too.
             from laststep.attempt import start
 
+            if not self._config.train.compile:  # the user's code may compile all the same
+                compat.on_compiling(self._watchdog.compiling)
             self._phases.done("importing torch")
             preflight.wait()
             group = start.join_ranks(state, self._watchdog)

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from laststep.checkpoint.files import Stripe, stripe_count
 from laststep.ranks.watchdog import Fault
 from laststep.ranks.world import Gathered
-
-if TYPE_CHECKING:
-    from laststep.checkpoint.pack import Stripe  # imports torch, which an attempt can do without until it has met
 
 Place = tuple[int, int, bool, bool]  # see `Position.place`
 
@@ -102,8 +100,6 @@ class Part:
     @property
     def stripe(self) -> Stripe:
         """The bytes of the shard that it covers."""
-        from laststep.checkpoint.pack import Stripe
-
         return Stripe(self.number, self.of)
 
     @property
@@ -411,8 +407,6 @@ def _begin(roll: Roll, new_generation: Callable[[], str]) -> Plan | None:
 def _shared(shard: int, stripe: Stripe, count: int, ranks: Sequence[int]) -> Iterable[Part]:
     """A stripe of a shard of `count` bytes, cut into parts for the ranks that hold it. Where there are fewer parts than
     ranks, they go to ranks far apart, so to different nodes."""
-    from laststep.checkpoint.pack import stripe_count
-
     parts = stripe_count(count // stripe.of, len(ranks))
     for number in range(parts):
         yield Part(shard, stripe.number * parts + number, stripe.of * parts, ranks[number * len(ranks) // parts])

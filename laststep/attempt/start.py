@@ -100,8 +100,7 @@ def create_loop(
     closing: contextlib.ExitStack,
 ) -> Loop:
     """The loop around the configured Task or function."""
-    if state.config.train.compile:  # else the compiler's stand-in sees to it
-        compile_each_shape(say)
+    compile_each_shape(say)
     context = AttemptContext(state.config, state.run_dir, state.store, group, stop, watchdog, phases, closing)
     # Before the user's module is imported: it may read the variables, or import the functions, at its top.
     port = group.broadcast_int("free port", free_port() if group.world.rank == 0 else None)

@@ -1,4 +1,6 @@
-"""Reads the files of a checkpoint, hashes them and compares them with its manifest; waits for a disk that refuses."""
+"""The files of a checkpoint: into how many a state is cut, how they are read, hashed and compared with the manifest,
+and how long a disk that refuses is tried again. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import ClassVar, TypedDict
+from typing import ClassVar, NamedTuple, TypedDict
 
 from laststep.ranks import disk
 
@@ -22,6 +24,9 @@ READ_BYTES = 4 << 20
 POLL_S = 0.005
 # What a disk says when it has lost bytes. Any other error may be of the way to them: a mount, a server, a permission.
 BYTES_ARE_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
+# One file for each of these, at most one per rank: more files would cost more than they gain.
+STRIPE_BYTES = 64 << 20
+ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
 
 
 class CheckpointError(RuntimeError):
@@ -188,3 +193,28 @@ def _error_of(read: Future[None]) -> CheckpointError | None:
     except CheckpointError as error:
         return error
     return None
+
+
+class Stripe(NamedTuple):
+    """One of `of` equal parts of a run of bytes. A stripe that is cut again covers the same bytes as its parts."""
+
+    number: int  # from 0
+    of: int
+
+    def bounds(self, count: int) -> tuple[int, int]:
+        """Where it begins and ends in `count` bytes, both multiples of ALIGNMENT as `count` is."""
+        begin, end = (count * number // self.of // ALIGNMENT * ALIGNMENT for number in (self.number, self.number + 1))
+        return begin, end
+
+
+def stripe_count(count: int, ranks: int) -> int:
+    """Into how many stripes to cut `count` bytes that this many ranks can write."""
+    return max(1, min(ranks, -(-count // STRIPE_BYTES)))
+
+
+def own_stripe(count: int, rank: int, ranks: int) -> Stripe | None:
+    """The stripe that a rank writes when all ranks save together. Where there are fewer stripes than ranks, those that
+    write are far apart, so on different nodes; rank 0 is always one of them."""
+    stripes = stripe_count(count, ranks)
+    number = -(-rank * stripes // ranks)
+    return Stripe(number, stripes) if number < stripes and number * ranks // stripes == rank else None

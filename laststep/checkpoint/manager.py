@@ -1,8 +1,9 @@
 """CheckpointManager: decides when a run saves, and follows each save to its end.
 
 Training continues while a save is written. If the disk refuses a save, training continues too: the failure costs a
-warning, and the save is retried after a minute. All ranks call these methods together. A framework that writes files of
-its own (`laststep.checkpoint.opaque`) does so while training waits; the rest of the save is as ever.
+warning, and the save is retried after a minute; at once if older checkpoints were deleted to make room. All ranks call
+these methods together. A framework that writes files of its own (`laststep.checkpoint.opaque`) does so while training
+waits; the rest of the save is as ever.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class CheckpointManager:
         self._began = time.monotonic()  # the last save, or this attempt
         self._failed = 0  # saves in a row
         self._failing_since = 0.0  # the first of them
+        self._has_room = False  # whether older checkpoints were deleted because the last save found the disk full
 
     def add_opaque(self, write: Callable[[Path], object]) -> None:
         """From now on have a framework write into the folder of each checkpoint, see `OpaqueFiles`."""
@@ -154,6 +156,7 @@ class CheckpointManager:
             if self.saving is None or not self._has_ended(0):
                 return
             saving, error = self.saving, self._writer.error
+            self._has_room = self._writer.freed > 0
             if error is None:
                 self._failed = 0
                 self.saved = saving
@@ -164,13 +167,21 @@ class CheckpointManager:
             self._metrics.mark_checkpointed(saving.records)
             self._progress.say(f"saved step {saving.step}")
             return
-        self._progress.say(f"WARNING: {error}; training continues, the save will be retried")
+        self._progress.say(f"WARNING: {error}; {self._what_follows()}")
         if self._failed == 1:
             self._failing_since = time.monotonic()
         # At a stop it is retried for as long as the grace lasts. At the end of the run three retries take no time.
         too_soon = self.last and time.monotonic() < self._failing_since + INSIST_LAST_S
         if self._failed >= MAX_FAILED and not self._stopping() and not too_soon:
             raise CheckpointError(f"{self._failed} saves in a row failed, the last with: {error}")
+
+    def _what_follows(self) -> str:
+        """What is done about a failed save."""
+        if self._has_room:
+            return f"older checkpoints, {self._writer.freed / 1e6:,.0f} MB, were deleted to make room for another try"
+        if self.last or self._stopping():
+            return "it is tried again until the grace period ends" if self._stopping() else "it is tried again"
+        return "training continues, the save will be retried"
 
     def _has_ended(self, timeout_s: float) -> bool:
         """Whether the save in progress has ended. While the thread that trains still copies the state for it, the
@@ -195,7 +206,13 @@ class CheckpointManager:
     def due_in_s(self) -> float:
         """Seconds until the next save, or the retry of a failed one, is due by the clock. Each rank has its own clock,
         so the answers differ."""
-        every_s = RETRY_S if self._failed else self._auto.seconds if self._auto else self._every_s
+        every_s = (
+            (0.0 if self._has_room else RETRY_S)
+            if self._failed
+            else self._auto.seconds
+            if self._auto
+            else self._every_s
+        )
         # Training would stand still until a save in progress is written, so that save gets another interval. It gets no
         # more: if the disk hangs, training must not continue without checkpoints.
         intervals = 1 if self.saving is None or self._has_ended(0) else 2

@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laststep.checkpoint.files import (
+    ALIGNMENT,
     CheckpointError,
     CheckpointUnreadable,
     Patience,
@@ -48,7 +49,7 @@ from laststep.checkpoint.files import (
     read_files,
     reading_steps,
 )
-from laststep.checkpoint.pack import ALIGNMENT, Layout, Scatter, Target, aligned, empty_like, is_laid_out_as, tensors_of
+from laststep.checkpoint.pack import Layout, Scatter, Target, aligned, empty_like, is_laid_out_as, tensors_of
 from laststep.checkpoint.shards import Like, new_like, range_of
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore, Manifest
 from laststep.checkpoint.writer import HostMemory

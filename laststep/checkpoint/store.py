@@ -233,6 +233,22 @@ class CheckpointStore:
             if old < newest[0] and old not in best and old not in unreadable:
                 self._delete(old)
 
+    def make_room(self, keep_best: int, ranking: Ranking = BY_LOSS) -> int:
+        """On a full disk: delete all checkpoints but the newest and the `keep_best` that rank best; returns how many
+        bytes they had. The newest is read whole first: none is deleted unless it is intact. Raises DiskError."""
+        intact: dict[int, Manifest] = {}
+        for step in set(self.steps()) - self.damaged:
+            with contextlib.suppress(CheckpointError):
+                intact[step] = self.inspect(step)
+        spare = set(sorted(intact)[:-1]) - set(ranked(intact, ranking)[:keep_best])
+        if not spare or not self.is_intact(max(intact)):
+            return 0
+        freed = 0
+        for step in spare:
+            self._delete(step)
+            freed += 0 if _exists(self.path(step)) else intact[step].bytes
+        return freed
+
     def _delete(self, step: int) -> None:
         """Delete a checkpoint. Renamed first, it is complete or absent for any process that reads meanwhile."""
         deleting = self.folder / f".deleting-{folder_name(step)}"

@@ -22,7 +22,10 @@ The threads communicate through the ranks' key-value store, with these keys unde
     token           set once by rank 0: part of the folder's name, so that it is never shared with a writer that hangs
                     from an earlier attempt
     <n>/<rank>      the report of a rank on its part of the n-th save: a `_PartReport` as JSON
-    <n>/result      empty if rank 0 committed the n-th save, else the error
+    <n>/result      what came of the n-th save: a `_Result` as JSON
+
+If the disk is full, or the user's quota is used up, rank 0 deletes older checkpoints before it publishes that result,
+see `CheckpointStore.make_room`: a retry then has their room.
 """
 
 from __future__ import annotations
@@ -49,9 +52,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laststep.checkpoint.files import NO_PATIENCE, CheckpointError, FileEntry, Patience, StateChanged
+from laststep.checkpoint.files import (
+    NO_PATIENCE,
+    CheckpointError,
+    FileEntry,
+    Patience,
+    StateChanged,
+    Stripe,
+    own_stripe,
+    stripe_count,
+)
 from laststep.checkpoint.opaque import Share
-from laststep.checkpoint.pack import WHOLE, Layout, Packed, Stripe, own_stripe, serialized_structure, stripe_count
+from laststep.checkpoint.pack import WHOLE, Layout, Packed, serialized_structure
 from laststep.checkpoint.store import (
     BY_LOSS,
     FORMAT,
@@ -92,6 +104,14 @@ class _PartReport(TypedDict):
 
     files: dict[str, FileEntry]
     error: str | None
+    full: bool  # whether the reason is that the disk has no room, or the user's quota none
+
+
+class _Result(TypedDict):
+    """What came of a save: committed, or why it was not."""
+
+    error: str | None
+    freed: int  # bytes, by deleting older checkpoints
 
 
 @dataclass(frozen=True)
@@ -122,6 +142,7 @@ class CheckpointWriter:
     ) -> None:
         """`place` says which shard of the state this rank holds; by default it holds all of the state."""
         self.error: CheckpointError | None = None  # why the last save that ended was not committed
+        self.freed = 0  # bytes that older checkpoints had, which were deleted because that save found the disk full
         self.missing_ranks: list[int] = []  # on rank 0, while it waits: the ranks that have not reported yet
         self._store, self._rank, self._size = store, rank, size
         self._copier = PartCopier(place or ShardPlace(0, 1, rank, size), device)
@@ -216,22 +237,23 @@ class CheckpointWriter:
 
     def _save(self, job: _SaveJob) -> None:
         """One save, from this rank's shard to the result that holds for all ranks."""
-        error: CheckpointError | None
+        error, freed = None, 0
         try:
             self._token = self._token or self._await_key("token")
             tag = f"{self._token}-{job.number}"
             self._write_part(job, tag)
             if self._rank == 0:
-                self._keys.set(f"{job.number}/result", self._try_to_commit(job, tag))
-            result = self._await_key(f"{job.number}/result")
-            error = CheckpointError(result) if result else None
+                self._keys.set(f"{job.number}/result", json.dumps(self._try_to_commit(job, tag)))
+            result: _Result = json.loads(self._await_key(f"{job.number}/result"))
+            error = CheckpointError(result["error"]) if result["error"] is not None else None
+            freed = result["freed"]
         except Exception as cause:  # such as a dist.DistError: the key-value store dies with rank 0
             error = self._store.write_error(job.info.step, reason_of(cause))
-        self.error = error
+        self.error, self.freed = error, freed
 
     def _write_part(self, job: _SaveJob, tag: str) -> None:
         """Write this rank's files, and report them or the error to rank 0."""
-        report: _PartReport = {"files": {}, "error": None}
+        report: _PartReport = {"files": {}, "error": None, "full": False}
         try:
             writing = self._store.writing_folder(job.info.step, tag)
             if self._rank == 0 or job.part.file is not None:
@@ -244,12 +266,12 @@ class CheckpointWriter:
             if job.opaque is not None:
                 report["files"] |= job.opaque.entries(writing, self._check_open)
         except Exception as error:  # of any kind: rank 0 waits for this report
-            report = {"files": {}, "error": reason_of(error)}
+            report = {"files": {}, "error": reason_of(error), "full": _is_full(error)}
         self._keys.set(f"{job.number}/{self._rank}", json.dumps(report))
         # This rank has read the result of the previous save, so rank 0 no longer needs its report on that one.
         self._keys.delete_key(f"{job.number - 1}/{self._rank}")
 
-    def _try_to_commit(self, job: _SaveJob, tag: str) -> str:
+    def _try_to_commit(self, job: _SaveJob, tag: str) -> _Result:
         """The same as `_commit`, but any error is a result: the other ranks wait for one."""
         try:
             return self._commit(job, tag)
@@ -257,10 +279,18 @@ class CheckpointWriter:
             raise
         except Exception as cause:
             self._store.discard(self._store.writing_folder(job.info.step, tag))
-            return str(self._store.write_error(job.info.step, reason_of(cause)))
+            return self._failed(job, str(self._store.write_error(job.info.step, reason_of(cause))), _is_full(cause))
 
-    def _commit(self, job: _SaveJob, tag: str) -> str:
-        """On rank 0: wait for all ranks, then commit what they wrote. Returns the error, or an empty string."""
+    def _failed(self, job: _SaveJob, error: str, full: bool) -> _Result:
+        """The result of a save that was not committed. On a full disk it makes room first."""
+        freed = 0
+        if full:
+            with suppress(OSError):
+                freed = self._store.make_room(job.keep_best, job.ranking)
+        return {"error": error, "freed": freed}
+
+    def _commit(self, job: _SaveJob, tag: str) -> _Result:
+        """On rank 0: wait for all ranks, then commit what they wrote."""
         step, writing = job.info.step, self._store.writing_folder(job.info.step, tag)
         try:
             reports = self._await_reports(job.number)
@@ -272,15 +302,16 @@ class CheckpointWriter:
         errors = [report["error"] for report in reports if report["error"] is not None]
         if errors:
             self._store.discard(writing)
-            return str(self._store.write_error(step, errors[0]))
+            full = any(report["full"] for report in reports)
+            return self._failed(job, str(self._store.write_error(step, errors[0])), full)
         files = {name: entry for report in reports for name, entry in report["files"].items()}
         try:
             self._store.commit(writing, make_manifest(job.info, self._size, files, job.part.sharding))
         except CheckpointError as error:
-            return str(error)
+            return self._failed(job, str(error), _is_full(error.__cause__))
         with suppress(OSError):  # what could not be deleted now is deleted after the next save
             self._store.prune(step, job.keep_last, job.keep_best, job.ranking)
-        return ""
+        return {"error": None, "freed": 0}
 
     def _await_reports(self, number: int) -> list[_PartReport]:
         """The reports of all ranks on a save, in rank order. When this returns no rank is writing any more."""
@@ -326,6 +357,11 @@ class CheckpointWriter:
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise _WriterClosed("the attempt is ending")
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a write failed because the disk has no room, or the user's quota none."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class _WriterClosed(OSError):

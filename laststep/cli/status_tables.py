@@ -1,4 +1,9 @@
-"""The tables that status draws, as lines of text no wider than the terminal."""
+"""What `status` draws: tables no wider than the terminal, as lines of text, and --watch, which redraws them as the runs
+change, with a key to scroll where not all fit.
+
+rich draws each line. Which columns and cells give way on a narrow terminal is decided here: rich would shrink all
+columns alike, or fold a cell. Neither does its Live read keys.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +52,90 @@ COLOURS = {
 MODULE = re.compile(r"^(\w+\.)+(?=[A-Z]\w*:)")  # of an exception; there is more to say where room is scarce
 HALF_A_YEAR_S = 182 * 86400.0
 FAILED_RANK = re.compile(r"(rank (\d+) on \S+) failed:")  # the first line of an attempt's error
+GAP = 2  # columns of the terminal between two of the table
+READ_EVERY_S = 2.0
+DRAW_EVERY_S = 1.0  # for the clock, and for a terminal that changes its size
+STALE_S = 10.0  # mark a reading that is older than this
+HINT = "arrows scroll, q ends"
+KEY = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.DOTALL)
+QUIT = (b"q", b"Q")
+# Keys that scroll, and which way: by a line, by a page, or to an end.
+BY_LINE = {b"\x1b[A": -1, b"\x1bOA": -1, b"k": -1, b"\x1b[B": 1, b"\x1bOB": 1, b"j": 1}
+BY_PAGE = {b"\x1b[5~": -1, b"b": -1, b"\x1b[6~": 1, b" ": 1}
+TO_END = {b"\x1b[H": -1, b"\x1bOH": -1, b"\x1b[1~": -1, b"g": -1, b"\x1b[F": 1, b"\x1bOF": 1, b"\x1b[4~": 1, b"G": 1}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its title, and a cell for each row.
+
+    `gives_way`: the column with the lowest number is left out first; None: never. `least`: the width to which its cells
+    may be cut when that is not enough; None: they are never cut. `cut_middle`: a cut cell keeps its end too.
+    """
+
+    title: str
+    cells: Sequence[Text]
+    left: bool = False  # aligned
+    gives_way: int | None = None
+    least: int | None = None
+    cut_middle: bool = False
+
+    @cached_property
+    def width(self) -> int:
+        """Wide enough for the title and every cell."""
+        return max(len(self.title), *(cell.cell_len for cell in self.cells), 0)
+
+    @property
+    def least_width(self) -> int:
+        """Its width once it is cut as far as it may be."""
+        return self.width if self.least is None else min(self.width, max(self.least, len(self.title)))
+
+
+class FittedTable:
+    """The columns that fit into `width` (None: all of them), a line of text per row. Empty columns are left out."""
+
+    def __init__(self, columns: Sequence[Column], width: int | None) -> None:
+        self._columns = [column for column in columns if any(column.cells)]
+        self._rows = len(columns[0].cells)
+        if width is not None:
+            self._leave_out(width)
+        self._widths = [column.width for column in self._columns]
+        if width is not None:
+            self._cut(width)
+
+    @property
+    def header(self) -> Text:
+        """The line of titles."""
+        return self._line([Text(column.title) for column in self._columns], "bold")
+
+    def rows(self) -> list[Text]:
+        """A line per row."""
+        return [self._line([column.cells[row] for column in self._columns]) for row in range(self._rows)]
+
+    def _leave_out(self, width: int) -> None:
+        while _total([column.least_width for column in self._columns]) > width:
+            optional = [column for column in self._columns if column.gives_way is not None]
+            if not optional:
+                break
+            self._columns.remove(min(optional, key=lambda column: column.gives_way or 0))
+
+    def _cut(self, width: int) -> None:
+        """Cut cells, those of the last column first. On a very narrow terminal the first column gives all the rest."""
+        for number, column in reversed(list(enumerate(self._columns))):
+            too_wide = max(0, _total(self._widths) - width)
+            self._widths[number] -= min(too_wide, column.width - column.least_width)
+        self._widths[0] = max(1, self._widths[0] - max(0, _total(self._widths) - width))
+
+    def _line(self, cells: Sequence[Text], style: str = "") -> Text:
+        line = Text(style=style, no_wrap=True, overflow="crop")
+        for number, (cell, column, width) in enumerate(zip(cells, self._columns, self._widths)):
+            if cell.cell_len > width:
+                cell = _shortened(cell, width, column.cut_middle)
+            gap, space = " " * GAP * bool(number), " " * (width - cell.cell_len)
+            line.append(gap + space * (not column.left)).append_text(cell).append(space * column.left)
+        line.rstrip()
+        return line
 
 
 @dataclass(frozen=True)
@@ -255,81 +344,6 @@ def _clock(at: float) -> str:
     return time.strftime("%b %d %H:%M" if abs(at - time.time()) < HALF_A_YEAR_S else "%Y-%m-%d", moment)
 
 
-GAP = 2  # columns of the terminal between two of the table
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column: its title, and a cell for each row.
-
-    `gives_way`: the column with the lowest number is left out first; None: never. `least`: the width to which its cells
-    may be cut when that is not enough; None: they are never cut. `cut_middle`: a cut cell keeps its end too.
-    """
-
-    title: str
-    cells: Sequence[Text]
-    left: bool = False  # aligned
-    gives_way: int | None = None
-    least: int | None = None
-    cut_middle: bool = False
-
-    @cached_property
-    def width(self) -> int:
-        """Wide enough for the title and every cell."""
-        return max(len(self.title), *(cell.cell_len for cell in self.cells), 0)
-
-    @property
-    def least_width(self) -> int:
-        """Its width once it is cut as far as it may be."""
-        return self.width if self.least is None else min(self.width, max(self.least, len(self.title)))
-
-
-class FittedTable:
-    """The columns that fit into `width` (None: all of them), a line of text per row. Empty columns are left out."""
-
-    def __init__(self, columns: Sequence[Column], width: int | None) -> None:
-        self._columns = [column for column in columns if any(column.cells)]
-        self._rows = len(columns[0].cells)
-        if width is not None:
-            self._leave_out(width)
-        self._widths = [column.width for column in self._columns]
-        if width is not None:
-            self._cut(width)
-
-    @property
-    def header(self) -> Text:
-        """The line of titles."""
-        return self._line([Text(column.title) for column in self._columns], "bold")
-
-    def rows(self) -> list[Text]:
-        """A line per row."""
-        return [self._line([column.cells[row] for column in self._columns]) for row in range(self._rows)]
-
-    def _leave_out(self, width: int) -> None:
-        while _total([column.least_width for column in self._columns]) > width:
-            optional = [column for column in self._columns if column.gives_way is not None]
-            if not optional:
-                break
-            self._columns.remove(min(optional, key=lambda column: column.gives_way or 0))
-
-    def _cut(self, width: int) -> None:
-        """Cut cells, those of the last column first. On a very narrow terminal the first column gives all the rest."""
-        for number, column in reversed(list(enumerate(self._columns))):
-            too_wide = max(0, _total(self._widths) - width)
-            self._widths[number] -= min(too_wide, column.width - column.least_width)
-        self._widths[0] = max(1, self._widths[0] - max(0, _total(self._widths) - width))
-
-    def _line(self, cells: Sequence[Text], style: str = "") -> Text:
-        line = Text(style=style, no_wrap=True, overflow="crop")
-        for number, (cell, column, width) in enumerate(zip(cells, self._columns, self._widths)):
-            if cell.cell_len > width:
-                cell = _shortened(cell, width, column.cut_middle)
-            gap, space = " " * GAP * bool(number), " " * (width - cell.cell_len)
-            line.append(gap + space * (not column.left)).append_text(cell).append(space * column.left)
-        line.rstrip()
-        return line
-
-
 def _shortened(cell: Text, width: int, middle: bool) -> Text:
     end = Text("")
     if middle and width > 2:
@@ -341,19 +355,6 @@ def _shortened(cell: Text, width: int, middle: bool) -> Text:
 
 def _total(widths: Sequence[int]) -> int:
     return sum(widths) + GAP * (len(widths) - 1)
-
-
-READ_EVERY_S = 2.0
-DRAW_EVERY_S = 1.0  # for the clock, and for a terminal that changes its size
-STALE_S = 10.0  # mark a reading that is older than this
-HINT = "arrows scroll, q ends"
-KEY = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.DOTALL)
-QUIT = (b"q", b"Q")
-# Keys that scroll, and which way: by a line, by a page, or to an end.
-BY_LINE = {b"\x1b[A": -1, b"\x1bOA": -1, b"k": -1, b"\x1b[B": 1, b"\x1bOB": 1, b"j": 1}
-BY_PAGE = {b"\x1b[5~": -1, b"b": -1, b"\x1b[6~": 1, b" ": 1}
-TO_END = {b"\x1b[H": -1, b"\x1bOH": -1, b"\x1b[1~": -1, b"g": -1, b"\x1b[F": 1, b"\x1bOF": 1, b"\x1b[4~": 1, b"G": 1}
-T = TypeVar("T")
 
 
 def watch(read: Callable[[], T], draw: Callable[[T, int], View]) -> None:

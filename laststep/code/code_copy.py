@@ -1,9 +1,11 @@
 """The code copy: every attempt of a job runs the code as it was at submission, even if files are edited meanwhile.
 
-It holds the files of Laststep and of the user's repository (see `look_up`): the tracked files and
-the untracked ones that git does not ignore. Without git: all files except hidden folders, environments and
-caches. The folder `trainer/` of a clone of Laststep is left out: it would hide a `trainer` of the user's, see
-laststep.records.former_names.
+It holds the files of Laststep and of the user's repository, which `look_up` finds: the tracked files and the untracked
+ones that git does not ignore. Without git: all files except hidden folders, environments and caches. The folder
+`trainer/` of a clone of Laststep is left out: it would hide a `trainer` of the user's
+(laststep/records/former_names.py).
+
+The ranks of a job import modules from the copy and work in the folder where the command was typed.
 """
 
 from __future__ import annotations
@@ -45,6 +47,10 @@ MOST_MB = 1000  # a larger copy is refused
 MUCH_MB = 100  # a larger copy gets a warning
 ABANDONED_S = 86_400.0  # no copy takes a day
 METADATA = ("METADATA", "PKG-INFO", "")  # in .dist-info; in .egg-info; .egg-info that is a file itself
+NOT_CODE = ("__pycache__", "node_modules", "site-packages", "dist-packages")
+ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")  # a folder that holds one of these is a Python environment
+# Laststep itself: a clone, whose files are all code, or a folder of installed packages.
+CLONE = PROJECT if (PROJECT / "launch.py").exists() else None
 NAME, VERSION = (re.compile(rf"^{field}: *(\S+)", re.MULTILINE) for field in ("Name", "Version"))
 
 
@@ -207,12 +213,6 @@ def _packages() -> set[str]:
         if name and version:  # else it is what a failed installation has left
             packages.add(f"{name[1]}=={version[1]}")
     return packages
-
-
-NOT_CODE = ("__pycache__", "node_modules", "site-packages", "dist-packages")
-ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")  # a folder that holds one of these is a Python environment
-# Laststep itself: a clone, whose files are all code, or a folder of installed packages.
-CLONE = PROJECT if (PROJECT / "launch.py").exists() else None
 
 
 @dataclass(frozen=True)

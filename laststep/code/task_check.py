@@ -1,4 +1,9 @@
-"""Checks that `task` names a Task class or a function. Its module is parsed, not imported: it may import torch."""
+"""Checks of a user's own task: that it names a Task class or a function, and that a custom loop reads the keys that the
+user has set: of the sections that a Task uses, a loop has what it reads by itself.
+
+Its module is parsed, not imported: it may import torch. If a loop hands the run or the configuration to code elsewhere,
+every key may be read.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +28,12 @@ from laststep.runs.run_config import LATER_KEYS
 MOST_CANDIDATES = 5
 Definition = ast.ClassDef | ast.FunctionDef
 HOOKS = {"datasets", "model", "step"}  # methods by which a class shows that it is a Task
+# What Laststep itself reads for a custom loop.
+SECTIONS = ("checkpoint.", "launch.")
+KEYS = (
+    *("seed", "device", "task"),
+    *("train.log_every", "train.deterministic", "train.nonfinite", "train.rehearsal"),
+)
 
 
 def check(config: Config, machine: Machine) -> None:
@@ -210,14 +221,6 @@ def _takes_run(function: ast.FunctionDef) -> bool:
     given = 1 + [each.arg for each in arguments.args[:2]][1:].count("args")
     needs_more = positional - len(arguments.defaults) > given or None in arguments.kw_defaults
     return (takes_any and not needs_more) or bool(function.decorator_list)
-
-
-# What Laststep itself reads for a custom loop.
-SECTIONS = ("checkpoint.", "launch.")
-KEYS = (
-    *("seed", "device", "task"),
-    *("train.log_every", "train.deterministic", "train.nonfinite", "train.rehearsal"),
-)
 
 
 def check_keys(config: Config, words: Iterable[str], source: str | None = None, search: Sequence[Path] = ()) -> None:

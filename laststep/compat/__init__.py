@@ -2,8 +2,7 @@
 
 Such a name may change in any release, so each has a contract test in tests/test_compat.py that fails with the name in
 its message. Importing this module imports none of these libraries: each function imports what it needs. The other
-modules of this folder import theirs. The one exception is torch's compiler, whose stand-in (attempt/compiler.py) has
-its own contract tests.
+modules of this folder import theirs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,19 @@
-"""The private names behind torch's compiler. They are set so that what it makes depends on nothing but its input."""
+"""torch's compiler, by its private names: what it makes depends on its input alone, and is kept.
+
+torch.optim and DistributedDataParallel import it in their first step, whether anything is compiled or not. So a
+supervisor imports it, with torch, before it forks a rank.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import logging
 import os
+import platform
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,8 +25,31 @@ LIMIT = (
 )
 
 
+def cache_in(folder: Path) -> None:
+    """Have torch keep what it compiles in `folder`, unless the user has chosen a place. Ranks may share it.
+
+    Torch's own default is in /tmp, where the next attempt, on other nodes, does not find it.
+    """
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        except OSError:  # no locks on this file system, as on some Lustre mounts: torch would fail to lock there
+            return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / _processor()))
+
+
+def _processor() -> str:
+    """A name for this model of processor. Torch compiles C++ for the processor that it runs on, but its cache does not
+    distinguish processors."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+
+
 def compile_each_shape(warn: Callable[[str], None]) -> None:
-    """Compile a graph for each shape of the input. Imports the compiler.
+    """Compile a graph for each shape of the input, also where the user's code compiles. Imports the compiler.
 
     By default it makes a graph for all sizes as soon as it meets a second one, and uses it for the first one from then
     on. Then the bits of a step depend on the steps before, and so on where the run was resumed. It keeps a limited

@@ -1,4 +1,9 @@
-"""Dotted keys of a configuration, such as optim.lr: listing them, setting one, parsing `key=value`."""
+"""Dotted keys of a configuration, such as optim.lr: listing them, setting one, parsing `key=value`.
+
+YAML reads 1.10 as a number, yes as true and 4:00:00 as 14,400; a name is none of them. So each text is read twice: by
+OmegaConf, for the keys that hold numbers, and with every scalar kept as text (`as_written`), for those that hold
+strings.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,9 @@ from laststep.config.schema import Settings
 
 INT_OR_RANGE, FLOAT_OR_AUTO = "int or MIN-MAX", "float or auto"
 UNITS = {"s": "seconds", "min": "minutes", "minutes": "minutes", "gb": "GB"}  # by the end of a key
+TEXT = ("str", "str | None", "dict[str, str]")
+TIME_KEY, SBATCH_OPTIONS = "launch.time_min", "launch.slurm"
+TIME_FORMATS = "minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as in sbatch"
 
 
 def parse_override(word: str) -> dict[str, Any]:
@@ -124,11 +132,6 @@ def _nearest_leaf(name: str, known: dict[str, Any]) -> str:
     """A hint for a key without its section (`lr=1`): the full keys that end in it, else the most similar key."""
     full = [k for k in known if k.rpartition(".")[2] == name]
     return f"did you mean {' or '.join(full)}?" if full else nearest(name, list(known))
-
-
-TEXT = ("str", "str | None", "dict[str, str]")
-TIME_KEY, SBATCH_OPTIONS = "launch.time_min", "launch.slurm"
-TIME_FORMATS = "minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as in sbatch"
 
 
 def as_written(text: str) -> Any:

@@ -1,4 +1,5 @@
-"""setting: a field of the schema, with its help text and limits."""
+"""The schema of a run's configuration: the type, default, limits and help text of every key. `Settings` has all of
+them."""
 
 from __future__ import annotations
 
@@ -16,225 +17,6 @@ def setting(default: Any, help: str, *, choices: Sequence[str] = (), least: floa
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-# Options of which one GPU in a list is `gpu:TYPE:COUNT`, and options of which it is `TYPE:COUNT`.
-GRES_OPTIONS = ("gres", "tres-per-node", "tres-per-task")
-GPU_OPTIONS = ("gpus-per-node", "gpus", "gpus-per-task", "gpus-per-socket")
-
-
-def gpus_in(slurm: Mapping[str, Any], nodes: int | str, tasks_per_node: int) -> dict[str, int]:
-    """The GPUs per node that each option asks for, by the option as it is written in a configuration; options without
-    a word about GPUs are left out. Raises ConfigError where the number of GPUs per node is not certain."""
-    options = {str(key).replace("_", "-"): value for key, value in slurm.items() if value is not None}
-    asked = {}
-    for key, value in slurm.items():
-        option, given = str(key).replace("_", "-"), f"launch.slurm.{key}={value}"
-        count = None if value is None else _count(option, given, str(value))
-        if count is None:
-            continue
-        if option.endswith("-per-task"):
-            if count > 1:
-                raise ConfigError(f"{given}: each rank uses one GPU; ask for 1 per task")
-            count *= tasks_per_node
-        elif option == "gpus" and str(nodes) != "1":
-            raise ConfigError(f"{given}: Slurm may spread them unevenly over the nodes; use launch.slurm.gpus-per-node")
-        elif option == "gpus-per-socket":
-            sockets = str(options.get("sockets-per-node", ""))
-            if not sockets.isdecimal():
-                raise ConfigError(f"{given}: how many a node gives is not certain; use launch.slurm.gpus-per-node")
-            count *= int(sockets)
-        asked[given] = count
-    return asked
-
-
-def without_gpus(slurm: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that do not ask for GPUs."""
-    return {key: value for key, value in slurm.items() if not gpus_in({key: value, "sockets-per-node": 1}, 1, 1)}
-
-
-def _count(option: str, given: str, text: str) -> int | None:
-    """The GPUs that an option asks for; None if it is not about GPUs. Raises ConfigError if it cannot be read."""
-    if option in GRES_OPTIONS:
-        items = [re.sub("^gres[/:]", "", item.strip()) for item in text.split(",")]
-        items = [item for item in items if re.match(r"gpu\b", item)]
-    elif option in GPU_OPTIONS:
-        items = [f"gpu:{item.strip()}" for item in text.split(",")]
-    else:
-        return None
-    total = 0
-    for item in items:
-        parts = re.split("[:=]", item.partition("(")[0])[1:]
-        total += int(parts.pop()) if parts and parts[-1].isdecimal() else 1
-        if len(parts) > 1 or "" in parts:
-            raise ConfigError(f"{given}: cannot be read; write gpu:TYPE:COUNT in gres, TYPE:COUNT in other options")
-    return total if items else None
-
-
-# sbatch options that Laststep sets itself, and the key to use instead of launch.slurm.OPTION.
-RESERVED_SBATCH_OPTIONS = {
-    "nodes": "launch.nodes",
-    "ntasks": "launch.tasks_per_node",
-    "ntasks-per-node": "launch.tasks_per_node",
-    "cpus-per-task": "launch.cpus_per_task",
-    "mem": "launch.mem_gb",
-    "time": "launch.time_min",
-    "partition": "launch.partition",
-    "account": "launch.account",
-    "qos": "launch.qos",
-    "constraint": "launch.constraint",
-    "exclude": "launch.exclude",
-    "job-name": "launch.name",
-    "signal": "launch.signal_delay_s",
-    "output": "launch.root: the output goes to RUN/logs/ there",
-    "error": "launch.root: the output goes to RUN/logs/ there",
-    "open-mode": "launch.root: the output goes to RUN/logs/ there",
-}
-
-
-@dataclass
-class Launch:
-    """The size of the job, where it runs, when it ends, and when it is requeued."""
-
-    name: str | None = setting(
-        None, "name of the run and of its folder; null: made from the configuration's name and the time"
-    )
-    root: str = setting("runs", "folder of all runs; on a cluster it must be on a file system that all nodes share")
-    nodes: int | str = setting(
-        1,
-        "number of nodes, or a range such as 1-4: each start takes as many as are free (--local: the fewest)",
-        least=1,
-    )
-    spare_nodes: int = setting(
-        0,
-        "nodes beyond launch.nodes: after a fault one replaces a node that is dead or blamed, without a requeue. "
-        "launch.setup runs there too",
-        least=0,
-    )
-    gpus_per_node: int = setting(
-        0, "GPUs per node, one rank for each; 0: as many as launch.slurm asks for, else train on CPUs", least=0
-    )
-    tasks_per_node: int | None = setting(None, "ranks per node when training on CPUs; null: 1", least=1)
-    cpus_per_task: int = setting(1, "CPU cores per rank, including those for its loader processes", least=1)
-    mem_gb: float | None = setting(None, "memory per node, in GB; null: the cluster's default", least=0)
-    time_min: int = setting(
-        60,
-        "time limit of one attempt: minutes, or H:M:S, D-H or D-H:M:S as for sbatch",
-        least=1,
-    )
-    partition: str | None = setting(None, "Slurm partition; null: the cluster's default")
-    account: str | None = setting(None, "Slurm account to charge")
-    qos: str | None = setting(None, "Slurm quality of service")
-    constraint: str | None = setting(None, "node features that Slurm must provide, e.g. a100")
-    exclude: str | None = setting(None, "nodes that Slurm must not use, e.g. node[7,9]")
-    signal_delay_s: int = setting(90, "seconds before the time limit at which the run saves and is requeued", least=1)
-    grace_s: int | None = setting(
-        None,
-        "seconds between SIGTERM and SIGKILL on this cluster (never under --local); null: Slurm's KillWait, or 30 "
-        "without an answer",
-        least=1,
-    )
-    max_timeouts: int = setting(100, "attempts of a job that may end at the time limit", least=0)
-    max_restarts: int = setting(
-        3,
-        "restarts in the same allocation after a crash, a hang or a loss, before the job is requeued; counted anew "
-        "once a new step is kept",
-        least=0,
-    )
-    max_failures: int = setting(
-        3,
-        "allocations of a job that may end without keeping a new step, before it is no longer requeued",
-        least=0,
-    )
-    exclude_after: int | None = setting(
-        2,
-        "faults within a day that one node may be blamed for (its rank was killed or stuck, its GPU failed) before "
-        "the run leaves it; null: never",
-        least=1,
-    )
-    hang_timeout_s: int = setting(600, "seconds that a rank waits for its peers before it ends the attempt", least=1)
-    init_method: str | None = setting(
-        None,
-        "where the ranks meet: tcp://HOST:PORT, env:// (MASTER_ADDR and MASTER_PORT), or file://PATH on a shared "
-        "disk; null: env:// where those are set, else a file in the run's folder",
-    )
-    backend: str = setting(
-        "auto",
-        "backend of the ranks' collectives; auto: nccl on GPUs, gloo on CPUs. gloo runs on GPUs too, slowly: to "
-        "find out whether NCCL is the problem",
-        choices=("auto", "nccl", "gloo"),
-    )
-    preflight: bool = setting(
-        True,
-        "check GPUs (their errors with nvidia-ml-py installed), memory, disks and clock of each node as its ranks "
-        "start. A node that fails is blamed, and the attempt is retried",
-    )
-    setup: list[str] = setting(
-        [], "shell lines that run once on every node before the ranks start, e.g. 'module load cuda'"
-    )
-    python: str | None = setting(
-        None,
-        "command that starts Python in each rank, e.g. 'apptainer exec --nv /images/torch.sif python'; null: the "
-        "Python that submits",
-    )
-    srun: list[str] = setting(
-        [], "extra arguments for the srun that starts the ranks, e.g. --container-image=... for Pyxis"
-    )
-    env: dict[str, str] = setting({}, "environment variables of the job, e.g. launch.env.NCCL_DEBUG=INFO")
-    slurm: dict[str, Any] = setting(
-        {},
-        "any other sbatch option, by its long name, e.g. launch.slurm.gres=gpu:a100:4; null: not this option",
-    )
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Ranks on each node: one per GPU, or `tasks_per_node` on CPUs."""
-        return self.gpus or self.tasks_per_node or 1
-
-    @property
-    def gpus_in_slurm(self) -> dict[str, int]:
-        """The GPUs per node that `slurm` asks for, by the option; see laststep.config.schema."""
-        return gpus_in(self.slurm, self.job_nodes, self.tasks_per_node or 1)
-
-    @property
-    def gpus(self) -> int:
-        """GPUs per node, however the job asks for them."""
-        return self.gpus_per_node or max(self.gpus_in_slurm.values(), default=0)
-
-    @property
-    def gpus_key(self) -> str:
-        """What asks for the GPUs, as it is written in a configuration."""
-        return (
-            f"launch.gpus_per_node={self.gpus_per_node}" if self.gpus_per_node else next(iter(self.gpus_in_slurm), "")
-        )
-
-    @property
-    def node_counts(self) -> range:
-        """The numbers of nodes that the job may get."""
-        least, _, most = str(self.nodes).partition("-")
-        return range(int(least), int(most or least) + 1)
-
-    @property
-    def job_nodes(self) -> str:
-        """The nodes that the job asks for, as sbatch has it: a number or a range, with the spare ones."""
-        counts, most = self.node_counts, self.node_counts[-1] + self.spare_nodes
-        return str(most) if len(counts) == 1 else f"{counts[0]}-{most}"
-
-    @property
-    def chooses_nodes(self) -> bool:
-        """Whether the ranks need not run on all nodes of the job: after a fault they may start on others of them."""
-        return self.spare_nodes > 0 or len(self.node_counts) > 1
-
-    @property
-    def world_sizes(self) -> range:
-        """The numbers of ranks that the job may have."""
-        counts, each = self.node_counts, self.ranks_per_node
-        return range(counts.start * each, counts.stop * each, each)
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of the whole job; of a range, the smallest."""
-        return self.world_sizes[0]
 
 
 # The tasks that need no code of the user's, and the classes that they are.
@@ -426,6 +208,175 @@ class Checkpoint:
     )
 
 
+# sbatch options that Laststep sets itself, and the key to use instead of launch.slurm.OPTION.
+RESERVED_SBATCH_OPTIONS = {
+    "nodes": "launch.nodes",
+    "ntasks": "launch.tasks_per_node",
+    "ntasks-per-node": "launch.tasks_per_node",
+    "cpus-per-task": "launch.cpus_per_task",
+    "mem": "launch.mem_gb",
+    "time": "launch.time_min",
+    "partition": "launch.partition",
+    "account": "launch.account",
+    "qos": "launch.qos",
+    "constraint": "launch.constraint",
+    "exclude": "launch.exclude",
+    "job-name": "launch.name",
+    "signal": "launch.signal_delay_s",
+    "output": "launch.root: the output goes to RUN/logs/ there",
+    "error": "launch.root: the output goes to RUN/logs/ there",
+    "open-mode": "launch.root: the output goes to RUN/logs/ there",
+}
+# Options that list GPUs as `gpu:TYPE:COUNT`, and options that list them as `TYPE:COUNT`.
+GRES_OPTIONS = ("gres", "tres-per-node", "tres-per-task")
+GPU_OPTIONS = ("gpus-per-node", "gpus", "gpus-per-task", "gpus-per-socket")
+
+
+@dataclass
+class Launch:
+    """The size of the job, where it runs, when it ends, and when it is requeued."""
+
+    name: str | None = setting(
+        None, "name of the run and of its folder; null: made from the configuration's name and the time"
+    )
+    root: str = setting("runs", "folder of all runs; on a cluster it must be on a file system that all nodes share")
+    nodes: int | str = setting(
+        1,
+        "number of nodes, or a range such as 1-4: each start takes as many as are free (--local: the fewest)",
+        least=1,
+    )
+    spare_nodes: int = setting(
+        0,
+        "nodes beyond launch.nodes: after a fault one replaces a node that is dead or blamed, without a requeue. "
+        "launch.setup runs there too",
+        least=0,
+    )
+    gpus_per_node: int = setting(
+        0, "GPUs per node, one rank for each; 0: as many as launch.slurm asks for, else train on CPUs", least=0
+    )
+    tasks_per_node: int | None = setting(None, "ranks per node when training on CPUs; null: 1", least=1)
+    cpus_per_task: int = setting(1, "CPU cores per rank, including those for its loader processes", least=1)
+    mem_gb: float | None = setting(None, "memory per node, in GB; null: the cluster's default", least=0)
+    time_min: int = setting(
+        60,
+        "time limit of one attempt: minutes, or H:M:S, D-H or D-H:M:S as for sbatch",
+        least=1,
+    )
+    partition: str | None = setting(None, "Slurm partition; null: the cluster's default")
+    account: str | None = setting(None, "Slurm account to charge")
+    qos: str | None = setting(None, "Slurm quality of service")
+    constraint: str | None = setting(None, "node features that Slurm must provide, e.g. a100")
+    exclude: str | None = setting(None, "nodes that Slurm must not use, e.g. node[7,9]")
+    signal_delay_s: int = setting(90, "seconds before the time limit at which the run saves and is requeued", least=1)
+    grace_s: int | None = setting(
+        None,
+        "seconds between SIGTERM and SIGKILL on this cluster (never under --local); null: Slurm's KillWait, or 30 "
+        "without an answer",
+        least=1,
+    )
+    max_timeouts: int = setting(100, "attempts of a job that may end at the time limit", least=0)
+    max_restarts: int = setting(
+        3,
+        "restarts in the same allocation after a crash, a hang or a loss, before the job is requeued; counted anew "
+        "once a new step is kept",
+        least=0,
+    )
+    max_failures: int = setting(
+        3,
+        "allocations of a job that may end without keeping a new step, before it is no longer requeued",
+        least=0,
+    )
+    exclude_after: int | None = setting(
+        2,
+        "faults within a day that one node may be blamed for (its rank was killed or stuck, its GPU failed) before "
+        "the run leaves it; null: never",
+        least=1,
+    )
+    hang_timeout_s: int = setting(600, "seconds that a rank waits for its peers before it ends the attempt", least=1)
+    init_method: str | None = setting(
+        None,
+        "where the ranks meet: tcp://HOST:PORT, env:// (MASTER_ADDR and MASTER_PORT), or file://PATH on a shared "
+        "disk; null: env:// where those are set, else a file in the run's folder",
+    )
+    backend: str = setting(
+        "auto",
+        "backend of the ranks' collectives; auto: nccl on GPUs, gloo on CPUs. gloo runs on GPUs too, slowly: to "
+        "find out whether NCCL is the problem",
+        choices=("auto", "nccl", "gloo"),
+    )
+    preflight: bool = setting(
+        True,
+        "check GPUs (their errors with nvidia-ml-py installed), memory, disks and clock of each node as its ranks "
+        "start. A node that fails is blamed, and the attempt is retried",
+    )
+    setup: list[str] = setting(
+        [], "shell lines that run once on every node before the ranks start, e.g. 'module load cuda'"
+    )
+    python: str | None = setting(
+        None,
+        "command that starts Python in each rank, e.g. 'apptainer exec --nv /images/torch.sif python'; null: the "
+        "Python that submits",
+    )
+    srun: list[str] = setting(
+        [], "extra arguments for the srun that starts the ranks, e.g. --container-image=... for Pyxis"
+    )
+    env: dict[str, str] = setting({}, "environment variables of the job, e.g. launch.env.NCCL_DEBUG=INFO")
+    slurm: dict[str, Any] = setting(
+        {},
+        "any other sbatch option, by its long name, e.g. launch.slurm.gres=gpu:a100:4; null: not this option",
+    )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each node: one per GPU, or `tasks_per_node` on CPUs."""
+        return self.gpus or self.tasks_per_node or 1
+
+    @property
+    def gpus_in_slurm(self) -> dict[str, int]:
+        """The GPUs per node that `slurm` asks for, by the option as it is written."""
+        return gpus_in(self.slurm, self.job_nodes, self.tasks_per_node or 1)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs per node, however the job asks for them."""
+        return self.gpus_per_node or max(self.gpus_in_slurm.values(), default=0)
+
+    @property
+    def gpus_key(self) -> str:
+        """What asks for the GPUs, as it is written in a configuration."""
+        return (
+            f"launch.gpus_per_node={self.gpus_per_node}" if self.gpus_per_node else next(iter(self.gpus_in_slurm), "")
+        )
+
+    @property
+    def node_counts(self) -> range:
+        """The numbers of nodes that the job may get."""
+        least, _, most = str(self.nodes).partition("-")
+        return range(int(least), int(most or least) + 1)
+
+    @property
+    def job_nodes(self) -> str:
+        """The nodes that the job asks for, as sbatch has it: a number or a range, with the spare ones."""
+        counts, most = self.node_counts, self.node_counts[-1] + self.spare_nodes
+        return str(most) if len(counts) == 1 else f"{counts[0]}-{most}"
+
+    @property
+    def chooses_nodes(self) -> bool:
+        """Whether the ranks need not run on all nodes of the job: after a fault they may start on others of them."""
+        return self.spare_nodes > 0 or len(self.node_counts) > 1
+
+    @property
+    def world_sizes(self) -> range:
+        """The numbers of ranks that the job may have."""
+        counts, each = self.node_counts, self.ranks_per_node
+        return range(counts.start * each, counts.stop * each, each)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the whole job; of a range, the smallest."""
+        return self.world_sizes[0]
+
+
 @dataclass
 class Settings:
     """All keys of a configuration. `Config` loads and checks them."""
@@ -449,3 +400,51 @@ class Settings:
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     launch: Launch = field(default_factory=Launch)
+
+
+def gpus_in(slurm: Mapping[str, Any], nodes: int | str, tasks_per_node: int) -> dict[str, int]:
+    """The GPUs per node that each option asks for, by the option as it is written in a configuration; options without
+    a word about GPUs are left out. Raises ConfigError where the number of GPUs per node is not certain."""
+    options = {str(key).replace("_", "-"): value for key, value in slurm.items() if value is not None}
+    asked = {}
+    for key, value in slurm.items():
+        option, given = str(key).replace("_", "-"), f"launch.slurm.{key}={value}"
+        count = None if value is None else _count(option, given, str(value))
+        if count is None:
+            continue
+        if option.endswith("-per-task"):
+            if count > 1:
+                raise ConfigError(f"{given}: each rank uses one GPU; ask for 1 per task")
+            count *= tasks_per_node
+        elif option == "gpus" and str(nodes) != "1":
+            raise ConfigError(f"{given}: Slurm may spread them unevenly over the nodes; use launch.slurm.gpus-per-node")
+        elif option == "gpus-per-socket":
+            sockets = str(options.get("sockets-per-node", ""))
+            if not sockets.isdecimal():
+                raise ConfigError(f"{given}: how many a node gives is not certain; use launch.slurm.gpus-per-node")
+            count *= int(sockets)
+        asked[given] = count
+    return asked
+
+
+def without_gpus(slurm: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that do not ask for GPUs."""
+    return {key: value for key, value in slurm.items() if not gpus_in({key: value, "sockets-per-node": 1}, 1, 1)}
+
+
+def _count(option: str, given: str, text: str) -> int | None:
+    """The GPUs that an option asks for; None if it is not about GPUs. Raises ConfigError if it cannot be read."""
+    if option in GRES_OPTIONS:
+        items = [re.sub("^gres[/:]", "", item.strip()) for item in text.split(",")]
+        items = [item for item in items if re.match(r"gpu\b", item)]
+    elif option in GPU_OPTIONS:
+        items = [f"gpu:{item.strip()}" for item in text.split(",")]
+    else:
+        return None
+    total = 0
+    for item in items:
+        parts = re.split("[:=]", item.partition("(")[0])[1:]
+        total += int(parts.pop()) if parts and parts[-1].isdecimal() else 1
+        if len(parts) > 1 or "" in parts:
+            raise ConfigError(f"{given}: cannot be read; write gpu:TYPE:COUNT in gres, TYPE:COUNT in other options")
+    return total if items else None

@@ -45,7 +45,6 @@ from typing import NoReturn, TypeVar
 from submitit import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 
-from laststep.attempt import compiler
 from laststep.attempt.ending import wake_supervisor
 from laststep.attempt.grace import SHELL_KILLED, ending
 from laststep.attempt.predecessor import finish_of
@@ -59,6 +58,7 @@ from laststep.attempt.rescue import (
     is_ending,
     silent_file,
 )
+from laststep.compat.compiler import compile_each_shape
 from laststep.config.config import Config
 from laststep.job.after_ranks import after_ranks, starts_again_here
 from laststep.ranks.disk import FreshView, look_anew
@@ -148,10 +148,10 @@ class Supervisor:
         if self._world.rank == 0:
             say("importing torch")  # which takes seconds, on a network file system up to a minute
         gc.disable()  # see Trainer
-        if not self._config.train.compile:
-            compiler.defer_import()
         with suppress(Exception):  # the rank meets the same error, and says so
             from laststep.attempt import start  # noqa: F401
+
+            compile_each_shape(say)
         gc.freeze()
         gc.enable()
 

@@ -71,9 +71,7 @@ def _refuse_other_kernels() -> None:
     compiler.compile_without_timing()
     # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # torch.use_deterministic_algorithms(True) does the same, but first imports half of the compiler, to pass on what
-    # `compile_without_timing` has said: seconds, in every rank at every restart.
-    torch.set_deterministic_debug_mode("error")
+    torch.use_deterministic_algorithms(True)
     # By default this also fills each new tensor before it is computed. No result depends on that.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

@@ -15,6 +15,7 @@ abandoned. The batch shell or the next attempt then records it as lost.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -72,6 +73,7 @@ def begin_attempt(run: RunDir, world: World, start_step: int, patience: Patience
         "blamed": [],
     }
     patience.insist(lambda: _write_temporary(run.attempt_now, json.dumps(record)).replace(run.attempt_now))
+    _keep_reserve(run)
     return record
 
 
@@ -339,13 +341,49 @@ def _replace_attempts(run: RunDir, text: str) -> None:
 
 
 def _write_temporary(path: Path, text: str) -> Path:
-    """Write `text` to a temporary file next to `path`, and fsync it; returns its path."""
+    """Write `text` to a temporary file next to `path`, and fsync it; returns its path. If the disk has no room, it gets
+    that of the run's reserve."""
+    try:
+        return _write_beside(path, text)
+    except OSError as error:
+        reserve = RunDir(path.parent).reserve
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not reserve.exists():
+            raise
+        reserve.unlink(missing_ok=True)
+        return _write_beside(path, text)
+
+
+def _write_beside(path: Path, text: str) -> Path:
     temporary = aside(path)
-    with temporary.open("w") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("w") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):  # else it would take room that a retry needs
+            temporary.unlink(missing_ok=True)
+        raise
     return temporary
+
+
+RESERVE_BYTES = 256 << 10  # attempts.jsonl of some hundred attempts that failed with a traceback each
+
+
+def _keep_reserve(run: RunDir) -> None:
+    """Hold room on the disk for the records of this attempt's end."""
+    with contextlib.suppress(OSError):
+        if not run.reserve.exists():
+            _write_reserve(run.reserve)
+
+
+def _write_reserve(path: Path) -> None:
+    temporary = aside(path)
+    try:
+        temporary.write_bytes(os.urandom(RESERVE_BYTES))  # random: some file systems compress
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class Answer(NamedTuple):

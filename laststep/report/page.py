@@ -18,7 +18,7 @@ from laststep.report.curves import Curves
 from laststep.report.figures import Figure, colour, legend
 from laststep.report.figures import html as figures_html
 from laststep.report.timeline import Timeline, steps, when
-from laststep.runs.time_split import TimeSplit
+from laststep.runs.run_status import TimeSplit
 from laststep.say import counted
 
 STYLE = Path(__file__).with_name("page.css")
@@ -46,6 +46,9 @@ SHAPES = (
     '<pattern id="hatch-queued" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(-45)">'
     '<rect width="1" height="6" fill="var(--soft)"/></pattern></svg>'
 )
+# The classes of page.css, which the timeline uses too.
+CLASS = {"training": "running", "queue": "queued", "restarts": "restarting", "lost steps": "lost", "saves": "saving"}
+HEIGHT_PX = 14
 
 
 class Fact(NamedTuple):
@@ -252,11 +255,6 @@ def _label(name: str) -> str:
 def _number(value: float | None) -> str:
     """None: the value was not finite."""
     return "not finite" if value is None else f"{value:.4g}"
-
-
-# The classes of page.css, which the timeline uses too.
-CLASS = {"training": "running", "queue": "queued", "restarts": "restarting", "lost steps": "lost", "saves": "saving"}
-HEIGHT_PX = 14
 
 
 def time_bar(split: TimeSplit) -> str:

@@ -1,4 +1,4 @@
-"""The attempts of a run over wall-clock time: as a picture, and as a table."""
+"""The attempts of a run over wall-clock time: as a picture, with an axis of round times, and as a table."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
 - A key that the newest copy lacks as well was added to Laststep later, and has its default. A run that has no copy was
   submitted before there were copies: of its file only the keys in `LATER_KEYS` may be missing.
 - A file that was edited since the last submission is compared with that submission's copy: `launch` may differ, and the
-  run may end later. Any other change is refused.
+  run may end later (`resume RUN train.epochs=20` or `train.max_steps=2000`). Any other change is refused.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ LATER_KEYS = (
 )
 # Keys whose default has changed since the first version, with the former one.
 FORMER_DEFAULTS = {"train.deterministic": False}
+ENDS = ("train.epochs", "train.max_steps")  # the keys that say where a run ends
 PLACE = ("launch.root", "launch.name")  # a run's folder may be moved
 Change = tuple[Any, Any]  # a key's value before and after
 
@@ -191,9 +192,6 @@ def _check_edits(run: RunDir, edits: dict[str, Change]) -> None:
             f"{run.config}: was edited: {shown(fixed)}; a run keeps these values. Put them back, or start another run "
             f"from this one: {command(f'submit --from {run_folders.typed(run)} KEY=VALUE')}"
         )
-
-
-ENDS = ("train.epochs", "train.max_steps")  # the keys that say where a run ends
 
 
 def check_later_end(run: RunDir, before: Train, after: Train) -> None:

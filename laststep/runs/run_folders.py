@@ -1,4 +1,10 @@
-"""Run folders: naming, creating, loading, removing and finding them."""
+"""Run folders: naming, creating, finding and removing them, and who may write to them.
+
+A job executes files of its run folder, so nobody but their owner may be able to write them: config.yaml has lines for
+the shell (launch.setup) and names the module to import, submissions.jsonl has copies of it; a job imports `code/` and
+`compiled/`, and unpickles submitit's file in `logs/`. Root may own and write anything anyway. POSIX ACLs are not read:
+where they let somebody write, the mode's group bits usually show it.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +41,7 @@ from laststep.say import command
 
 CREATE_S = 10.0  # how long a start insists on a folder for its run
 PROJECT = Path(__file__).resolve().parent.parent.parent
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def with_root_and_name(config: Config, stem: str) -> Config:
@@ -272,9 +279,6 @@ def all_runs(root: str) -> list[RunDir]:
     return [RunDir(path.parent) for path in sorted(written, key=lambda path: (written[path], path))]
 
 
-OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
-
 def check_run_trusted(run: RunDir) -> None:
     """Raise ConfigError when another user owns, or may write, what the run's next job executes."""
     check_trusted(run, [run.config, run.submissions, run.logs, run.checkpoints, *_tree(run.code), *_tree(run.compiled)])
@@ -301,7 +305,7 @@ def trusted_in_shell(run: RunDir) -> list[str]:
     """Lines for a job's batch shell that define `trusted`, the same check: it must not import what it checks."""
     folder, logs, code, compiled = (shlex.quote(str(path)) for path in (run.path, run.logs, run.code, run.compiled))
     return [
-        "# Whoever can write the files that this job executes could run commands as its user: then it refuses to.",
+        "# Anyone who can write the files that this job executes could run commands as its user: then it refuses to.",
         "trusted() {",
         "    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
         r"    unsafe=(! -type l \( -perm /022 -o ! -uid $EUID ! -uid 0 \) -print -quit)",

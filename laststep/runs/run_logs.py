@@ -1,7 +1,12 @@
-"""Rank 0's growing log on the screen: under --local and --follow.
+"""The logs of a run: rank 0's as it grows (`LiveLog`, under --local and --follow), `follow`, which stays through every
+requeue until the run ends, and those of all ranks merged by time (`MergedLogs`).
 
 A terminal gets a progress bar below the log, and at most a few progress lines a second: a fast run writes hundreds. A
 pipe or a file gets every line and no bar.
+
+Each rank writes a file of its own, through all restarts of a job. The lines of Laststep and submitit carry a time; any
+other line gets the time of the last such line before it. The files may be larger than memory, and there may be more of
+them than a process may open. So each is read in blocks, and is open only while a block is read.
 """
 
 from __future__ import annotations

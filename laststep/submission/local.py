@@ -1,6 +1,8 @@
-"""--local and --debug: a run's ranks on this machine.
+"""Ranks on this machine: --local and --debug, `submit(config, local=True)` from a program or a notebook, and
+`python -m laststep --spawn N`.
 
-The processes of --local learn their ranks from the variables that submitit's local executor would set.
+The processes of --local learn their ranks from the variables that submitit's local executor would set; those of --spawn
+are started by torch.multiprocessing (laststep/ranks/launchers.py, Spawn).
 """
 
 from __future__ import annotations
@@ -41,11 +43,12 @@ from laststep.trainer import Trainer
 
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
-
-
 POLL_S = 0.05
 FORK_S = 60.0  # how long the start of a rank waits for a process, where the kernel has none to give
 REAP_S = 1.0  # within which a supervisor has reaped a rank that was killed
+# After one rank has ended, the others have this long to notice, to save their state and to exit.
+GRACE_S = 60.0
+REFUSED_S = 5.0  # instead of GRACE_S after a rank has refused the configuration: nothing has started then
 
 
 class LocalRanks:
@@ -79,11 +82,42 @@ class LocalRanks:
     def _start(self) -> None:
         self._ranks = []  # filled one by one: a signal whose handler raises must not lose those that have started
         try:
-            _start(self._ranks, self._config, self._run, self.job_id, self.logs, self._folder, self._restarts)
+            self._start_supervisors()
         except OSError as error:
             self._incomplete = True
             _send(self._ranks, signal.SIGKILL)  # they would wait for the others
             _say(f"rank {len(self._ranks)} could not be started: {error.strerror or error}")
+
+    def _start_supervisors(self) -> None:
+        """Start the supervisor of each rank in a session of its own, so that it gets a terminal's Ctrl-C once.
+
+        The signals that ask for a stop stay blocked in the ranks until Signals.catch: an earlier one would kill the
+        rank.
+        """
+        launch, folder = self._config.launch, self._folder
+        common = {
+            **os.environ,
+            "PYTHONPATH": code_copy.live_python_path(folder),
+            say.COMMAND: say.command(),
+            **launch.env,
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_JOB_ID": self.job_id,
+            "SUBMITIT_LOCAL_NTASKS": str(launch.world_size),
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            RESTARTS: str(self._restarts),
+        }
+        common.pop(STEP_RESTARTS, None)  # of a rank that starts a run itself
+        # By its path: with `-m laststep`, a module of that name in the current folder would be started instead.
+        command = [sys.executable, "-u", str(run_folders.PROJECT / "laststep"), SUPERVISED, str(self._run.path)]
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            for rank, log in enumerate(self.logs):
+                environment = {**common, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
+                with log.open("ab") as output:
+                    self._ranks.append(started(partial(_popen, command, folder, environment, output), FORK_S))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
     def alive(self) -> bool:
         """Whether any of them is; kills those that outlive the others for too long, and starts all again after a
@@ -153,6 +187,71 @@ class LocalRanks:
         return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "refused")
 
 
+class LocalJob:
+    """The ranks of a run on this machine. They train in the background; a program that ends waits for them first."""
+
+    def __init__(self, config: Config, run: RunDir) -> None:
+        self.run = run
+        self._ranks = LocalRanks(config, run)
+        # A thread of its own, because ranks stop when the thread that started them ends. Python waits for it at exit.
+        with_one_thread = ThreadPoolExecutor(1, thread_name_prefix="ranks")
+        self._end = with_one_thread.submit(self._train)
+        with_one_thread.shutdown(wait=False)
+
+    @property
+    def job_id(self) -> str:
+        """The id of this start, as in submissions.jsonl and in the names of the logs."""
+        return self._ranks.job_id
+
+    def done(self) -> bool:
+        """Whether the ranks have ended."""
+        return self._end.done()
+
+    def cancel(self) -> None:
+        """Ask the ranks to stop after the present step and to save it; `python launch.py resume` continues the run."""
+        self._ranks.send(signal.SIGINT)
+
+    def result(self) -> dict[str, float]:
+        """Print rank 0's log until the run ends; returns the metrics of the last epoch.
+
+        An interrupt (Ctrl-C, or a notebook's stop button) stops the ranks, which save their last step; a second one
+        kills them. Raises ConfigError when the ranks refuse the configuration, RuntimeError when the run did not
+        finish.
+        """
+        try:
+            self._follow()
+        except KeyboardInterrupt:
+            self.cancel()
+            try:
+                self._follow()
+            except KeyboardInterrupt:
+                self._ranks.send(signal.SIGKILL)
+            raise
+        return self._end.result()
+
+    def _follow(self) -> None:
+        with LiveLog(self.run, self._ranks.logs[0]) as log:
+            while not self._end.done():
+                log.update()
+                time.sleep(POLL_S)
+            log.update()
+
+    def _train(self) -> dict[str, float]:
+        self._ranks.start()
+        while self._ranks.alive():
+            time.sleep(POLL_S)
+        status = self._ranks.status()
+        if status == 2:
+            refusal = self._ranks.refusal()
+            if not self.run.checkpoints.exists():
+                run_folders.remove(self.run)
+            raise ConfigError(refusal)
+        if status:
+            how = "stopped" if status > 128 else "failed"
+            raise RuntimeError(f"{self.run.name} {how} before its end; the ranks' logs are in {self.run.logs}")
+        return next((line for line in reversed(last_lines(self.run.metrics)) if not is_step(line)), {})
+
+
 def run_local(config: Config, run: RunDir) -> int:
     """Run all ranks here, with rank 0's output on the terminal and each rank's in `logs/`; returns the exit status.
 
@@ -199,46 +298,6 @@ def run_debug(config: Config) -> int:
         pdb.post_mortem()
         return 1
     return 0
-
-
-def _start(
-    ranks: list[subprocess.Popen[bytes]],
-    config: Config,
-    run: RunDir,
-    job_id: str,
-    logs: Sequence[Path],
-    folder: Path,
-    restarts: int,
-) -> None:
-    """Add the supervisor of each rank to `ranks`, in a session of its own, so that it gets a Ctrl-C at the terminal
-    only once.
-
-    The signals that ask for a stop stay blocked in the ranks until Signals.catch: an earlier one would kill the rank.
-    """
-    launch = config.launch
-    common = {
-        **os.environ,
-        "PYTHONPATH": code_copy.live_python_path(folder),
-        say.COMMAND: say.command(),
-        **launch.env,
-        "SUBMITIT_EXECUTOR": "local",
-        "SUBMITIT_LOCAL_JOB_ID": job_id,
-        "SUBMITIT_LOCAL_NTASKS": str(launch.world_size),
-        "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
-        "SUBMITIT_LOCAL_NODEID": "0",
-        RESTARTS: str(restarts),
-    }
-    common.pop(STEP_RESTARTS, None)  # of a rank that starts a run itself
-    # By its path: with `-m laststep`, a module of that name in the current folder would be started instead.
-    command = [sys.executable, "-u", str(run_folders.PROJECT / "laststep"), SUPERVISED, str(run.path)]
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        for rank, log in enumerate(logs):
-            environment = {**common, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
-            with log.open("ab") as output:
-                ranks.append(started(partial(_popen, command, folder, environment, output), FORK_S))
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
 def _popen(command: list[str], folder: Path, environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -303,11 +362,6 @@ def _show_failure(codes: Sequence[int], logs: Sequence[Path]) -> None:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone
         print(f"[laststep] {text}", file=sys.stderr, flush=True)
-
-
-# After one rank has ended, the others have this long to notice, to save their state and to exit.
-GRACE_S = 60.0
-REFUSED_S = 5.0  # instead of GRACE_S after a rank has refused the configuration: nothing has started then
 
 
 def spawn(ranks: int, work: Callable[[], int]) -> int:
@@ -386,68 +440,3 @@ def _kill_after(seconds: float, context: ProcessContext) -> None:
 def _rank(rank: int, ranks: int, job: str, work: Callable[[], int]) -> None:
     os.environ |= {"LASTSTEP_RANK": str(rank), "LASTSTEP_WORLD_SIZE": str(ranks), "LASTSTEP_JOB": job}
     sys.exit(work())
-
-
-class LocalJob:
-    """The ranks of a run on this machine. They train in the background; a program that ends waits for them first."""
-
-    def __init__(self, config: Config, run: RunDir) -> None:
-        self.run = run
-        self._ranks = LocalRanks(config, run)
-        # A thread of its own, because ranks stop when the thread that started them ends. Python waits for it at exit.
-        with_one_thread = ThreadPoolExecutor(1, thread_name_prefix="ranks")
-        self._end = with_one_thread.submit(self._train)
-        with_one_thread.shutdown(wait=False)
-
-    @property
-    def job_id(self) -> str:
-        """The id of this start, as in submissions.jsonl and in the names of the logs."""
-        return self._ranks.job_id
-
-    def done(self) -> bool:
-        """Whether the ranks have ended."""
-        return self._end.done()
-
-    def cancel(self) -> None:
-        """Ask the ranks to stop after the present step and to save it; `python launch.py resume` continues the run."""
-        self._ranks.send(signal.SIGINT)
-
-    def result(self) -> dict[str, float]:
-        """Print rank 0's log until the run ends; returns the metrics of the last epoch.
-
-        An interrupt (Ctrl-C, or a notebook's stop button) stops the ranks, which save their last step; a second one
-        kills them. Raises ConfigError when the ranks refuse the configuration, RuntimeError when the run did not
-        finish.
-        """
-        try:
-            self._follow()
-        except KeyboardInterrupt:
-            self.cancel()
-            try:
-                self._follow()
-            except KeyboardInterrupt:
-                self._ranks.send(signal.SIGKILL)
-            raise
-        return self._end.result()
-
-    def _follow(self) -> None:
-        with LiveLog(self.run, self._ranks.logs[0]) as log:
-            while not self._end.done():
-                log.update()
-                time.sleep(POLL_S)
-            log.update()
-
-    def _train(self) -> dict[str, float]:
-        self._ranks.start()
-        while self._ranks.alive():
-            time.sleep(POLL_S)
-        status = self._ranks.status()
-        if status == 2:
-            refusal = self._ranks.refusal()
-            if not self.run.checkpoints.exists():
-                run_folders.remove(self.run)
-            raise ConfigError(refusal)
-        if status:
-            how = "stopped" if status > 128 else "failed"
-            raise RuntimeError(f"{self.run.name} {how} before its end; the ranks' logs are in {self.run.logs}")
-        return next((line for line in reversed(last_lines(self.run.metrics)) if not is_step(line)), {})

@@ -1,4 +1,9 @@
-"""The sbatch script of a job: submitit's executor, with everything that `launch` says."""
+"""The batch script of a job, and handing it to sbatch.
+
+run_executor       submitit's executor, with everything that `launch` says
+after_ranks ...    the lines of its shell: what runs after the ranks, their environment, the user's setup
+submit_trainers    submits it, and finds the job if sbatch has taken it without an answer
+"""
 
 from __future__ import annotations
 

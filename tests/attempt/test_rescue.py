@@ -28,7 +28,7 @@ from laststep.attempt.grace import SHELL_KILLED, Ending, GracePeriod
 from laststep.attempt.rescue import Rescue, write_fields
 from laststep.attempt.rescue_plan import Holding, Plan, Survivor
 from laststep.attempt.state import AttemptState
-from laststep.checkpoint import pack
+from laststep.checkpoint import files
 from laststep.checkpoint.store import CheckpointStore
 from laststep.cli.verify import inspect
 from laststep.ranks import group
@@ -472,7 +472,7 @@ def test_a_device_error_while_the_state_is_frozen(root: Path, capfd: pytest.Capt
 
 def small_stripes() -> None:
     """In this rank states are cut as finely as large ones."""
-    pack.STRIPE_BYTES = 1 << 16
+    files.STRIPE_BYTES = 1 << 16
 
 
 def dies_in_its_stripe() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from laststep.checkpoint import pack, store
+from laststep.checkpoint import files, store
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.support.ranks import Attempt, fingerprint, reasons, train
@@ -26,7 +26,7 @@ OPTIONS = ("task=tests.support.tasks.Signalled", "checkpoint.every_steps=2")
 
 def a_file_per_rank() -> None:
     """However small the state is."""
-    pack.STRIPE_BYTES = 1
+    files.STRIPE_BYTES = 1
 
 
 def stopped_at_5(root: Path, name: str) -> RunDir:

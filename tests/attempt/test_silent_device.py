@@ -22,7 +22,7 @@ from laststep.attempt.end_by_fault import EndByFault, Rescuer
 from laststep.attempt.grace import GracePeriod
 from laststep.attempt.rescue_plan import Part, Plan
 from laststep.attempt.state import AttemptState
-from laststep.checkpoint.pack import Stripe
+from laststep.checkpoint.files import Stripe
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.loops.engine import HeldCopy, Loop

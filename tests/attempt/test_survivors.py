@@ -18,7 +18,7 @@ import torch
 from laststep.attempt import rescue as rescue_module
 from laststep.attempt.rescue import Rescue, Superseded, read_fields
 from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Plan
-from laststep.checkpoint import pack
+from laststep.checkpoint import files
 from laststep.checkpoint.files import CheckpointError
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
@@ -171,7 +171,7 @@ class Stage:
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Stage]]:
-    monkeypatch.setattr(pack, "STRIPE_BYTES", 1024)  # a stripe for each rank
+    monkeypatch.setattr(files, "STRIPE_BYTES", 1024)  # a stripe for each rank
     monkeypatch.setattr(rescue_module, "SHORTEST_ROUND_S", 0.25)  # fewer rounds in a minute
     monkeypatch.setattr(rescue_module, "monotonic", lambda: 0.0)  # however long they take here
     yield lambda size: Stage(tmp_path, size)
@@ -471,7 +471,7 @@ def test_a_checkpoint_that_stands(stage: Callable[[int], Stage]) -> None:
     """Whether or not the survivors know that the step is saved, they do not replace its checkpoint."""
     s = stage(2)
     alone = Survivor(s, 0, 8).frozen()
-    alone.commit("earlier", {"all": alone.write_part("earlier", 0, pack.Stripe(0, 1), "all", nothing)})
+    alone.commit("earlier", {"all": alone.write_part("earlier", 0, files.Stripe(0, 1), "all", nothing)})
     before = s.store.path(8).stat().st_ino
     for knows in (True, False):
         s.living.clear()
@@ -488,7 +488,7 @@ def test_a_damaged_checkpoint_is_replaced(stage: Callable[[int], Stage]) -> None
     """It was found damaged when the attempt began."""
     s = stage(2)
     alone = Survivor(s, 0, 8).frozen()
-    alone.commit("earlier", {"all": alone.write_part("earlier", 0, pack.Stripe(0, 1), "all", nothing)})
+    alone.commit("earlier", {"all": alone.write_part("earlier", 0, files.Stripe(0, 1), "all", nothing)})
     (s.store.path(8) / "shard_0000-of-0001.bin").write_bytes(b"damaged")
     s.survivor(0, 8)
     s.survivor(1, 8)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laststep.checkpoint import files, pack, restore
+from laststep.checkpoint import files, restore
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest, shares
 from laststep.checkpoint.store import CheckpointStore
@@ -125,7 +125,7 @@ def flip(store: CheckpointStore, step: int, name: str) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
-    monkeypatch.setattr(pack, "STRIPE_BYTES", 1)  # so that each writer has a file
+    monkeypatch.setattr(files, "STRIPE_BYTES", 1)  # so that each writer has a file
     monkeypatch.setattr(files, "READ_BYTES", 20_000)  # so that the files consist of several
     monkeypatch.setattr(restore, "PIECE_BYTES", 32_768)
     return CheckpointStore(tmp_path / "checkpoints")

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from laststep.checkpoint import pack, restore
+from laststep.checkpoint import files, restore
 from laststep.checkpoint.export import weights_of, weights_sha256
-from laststep.checkpoint.files import CheckpointError
-from laststep.checkpoint.pack import Packed, Stripe, aligned, load, map_tensors, tensors_of
+from laststep.checkpoint.files import CheckpointError, Stripe
+from laststep.checkpoint.pack import Packed, aligned, load, map_tensors, tensors_of
 from laststep.checkpoint.restore import shares
 from laststep.checkpoint.shards import Like, shard_count
 from laststep.checkpoint.store import CheckpointStore
@@ -70,7 +70,7 @@ def save(store: CheckpointStore, state: dict[str, Any], shards: int, replicas: i
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
-    monkeypatch.setattr(pack, "STRIPE_BYTES", 512)  # so that replicas share their shard
+    monkeypatch.setattr(files, "STRIPE_BYTES", 512)  # so that replicas share their shard
     monkeypatch.setattr(restore, "PIECE_BYTES", 1024)
     return CheckpointStore(tmp_path / "checkpoints")
 
@@ -336,7 +336,7 @@ def test_bytes_are_computed(
     """Where each byte lies follows from the shapes and the number of shards, however the files and pieces are cut."""
     state = {"position": {"step": 1}, "mine": tensors}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack, "STRIPE_BYTES", 128)
+        patch.setattr(files, "STRIPE_BYTES", 128)
         patch.setattr(restore, "PIECE_BYTES", 64 * pieces)
         store = CheckpointStore(tmp_path_factory.mktemp("bytes"))
         save(store, state, *saved)

@@ -28,7 +28,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from laststep.checkpoint import pack
+from laststep.checkpoint import files
 from laststep.checkpoint import store as store_module
 from laststep.checkpoint.export import weights_sha256
 from laststep.checkpoint.files import NO_PATIENCE, CheckpointError, Patience
@@ -129,7 +129,7 @@ def writers(store: CheckpointStore, size: int) -> Iterator[list[CheckpointWriter
 @pytest.fixture(autouse=True, scope="module")
 def stripes_are_small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack, "STRIPE_BYTES", SMALL_STRIPE)
+        patch.setattr(files, "STRIPE_BYTES", SMALL_STRIPE)
         yield
 
 
@@ -202,7 +202,7 @@ class Ranks:
 
 def _process(body: Callable[[Rank], None], folder: Path, rank: int, size: int, test: Connection) -> None:
     torch.set_num_threads(1)
-    pack.STRIPE_BYTES = SMALL_STRIPE
+    files.STRIPE_BYTES = SMALL_STRIPE
     body(Rank(folder, rank, size, test))
 
 
@@ -381,18 +381,18 @@ def test_a_state_that_could_not_be_loaded(store: CheckpointStore) -> None:
     assert_only_whole(store)
 
 
-@pytest.mark.parametrize(("stripe_bytes", "files"), [(1 << 30, 1), (300_000, 3), (1, 4)])
+@pytest.mark.parametrize(("stripe_bytes", "count"), [(1 << 30, 1), (300_000, 3), (1, 4)])
 def test_no_more_files_than_are_worth_it(
-    stripe_bytes: int, files: int, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    stripe_bytes: int, count: int, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1,024 ranks that save a small model must not create 1,024 files. Every rank still reports, so a rank that died
     is noticed; and a checkpoint with any number of files is read, by any number of ranks."""
-    monkeypatch.setattr(pack, "STRIPE_BYTES", stripe_bytes)
+    monkeypatch.setattr(files, "STRIPE_BYTES", stripe_bytes)
     with writers(store, 4) as ranks:
         save(ranks, 1)
         assert [writer.error for writer in ranks] == [None] * 4
     assert_only_whole(store, 1)
-    assert len(store.manifest(1).shards) == files
+    assert len(store.manifest(1).shards) == count
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 1000])
@@ -401,8 +401,8 @@ def test_each_stripe_has_one_writer(ranks: int, megabytes: int) -> None:
     """A stripe that nobody writes would never be reported; one that two ranks write, each would spoil for the other.
     Fewer writers than ranks are spread over the nodes."""
     count = megabytes << 20
-    owned = [(rank, stripe) for rank in range(ranks) if (stripe := pack.own_stripe(count, rank, ranks))]
-    assert [stripe.number for _, stripe in owned] == list(range(pack.stripe_count(count, ranks)))
+    owned = [(rank, stripe) for rank in range(ranks) if (stripe := files.own_stripe(count, rank, ranks))]
+    assert [stripe.number for _, stripe in owned] == list(range(files.stripe_count(count, ranks)))
     assert owned[0][0] == 0, "rank 0 writes the structure too"
     bounds = [stripe.bounds(count) for _, stripe in owned]
     assert bounds[0][0] == 0 and bounds[-1][1] == count
@@ -761,7 +761,7 @@ def test_only_ranks_that_write_touch_the_folder(store: CheckpointStore, monkeypa
         mkdir(path, mode)
 
     with writers(store, 4) as ranks:
-        monkeypatch.setattr(pack, "STRIPE_BYTES", 64 << 20)
+        monkeypatch.setattr(files, "STRIPE_BYTES", 64 << 20)
         monkeypatch.setattr(os, "mkdir", counted)
         save(ranks, 5)
         save(ranks, 6)

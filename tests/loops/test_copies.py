@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laststep.checkpoint.files import StateChanged
-from laststep.checkpoint.pack import Stripe, load
+from laststep.checkpoint.files import StateChanged, Stripe
+from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, FrozenState
 from laststep.config.errors import ConfigError

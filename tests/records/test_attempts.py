@@ -48,7 +48,7 @@ def test_one_line_per_attempt(tmp_path: Path) -> None:
         assert find_record(run, restarted(number)) is None
         record = end_attempt(run, restarted(number), LAUNCH, reason, 10 * number + 10, 10 * number + 10)
         assert record == find_record(run, restarted(number))
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["attempts.jsonl"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["attempts.jsonl", "reserve"]
     records = read_ended_attempts(run.attempts)
     assert [(r["attempt"], r["start_step"], r["end_step"], r["reason"], r["requeue"]) for r in records] == [
         (0, 0, 10, "preempted", True),

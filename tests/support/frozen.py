@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from laststep.checkpoint.files import StateChanged
-from laststep.checkpoint.pack import Stripe
+from laststep.checkpoint.files import StateChanged, Stripe
 from laststep.checkpoint.store import CheckpointStore, shard_name
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState, reason_of
 from laststep.loops.engine import Rescued

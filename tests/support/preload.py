@@ -3,9 +3,6 @@
 import gc
 import importlib.util
 
-from laststep.attempt.compiler import defer_import
-
-defer_import()
 for name in (
     "tensorboard.plugins.hparams.plugin_data_pb2",
     "tensorboard.summary.writer.record_writer",

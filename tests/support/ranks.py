@@ -33,7 +33,7 @@ from tests.support.waiting import DEADLINE_S
 PRINT_STACKS = signal.SIGRTMIN
 # What the ranks of a module's tasks import besides, if that takes seconds.
 PORTS = tuple(f"examples.ports.{name}" for name in ("accelerate", "fabric", "lightning", "transformers"))
-PRELOADED = {"tests.support.framework_loops": PORTS, "tests.support.sharded_loops": ("torch._dynamo",)}
+PRELOADED = {"tests.support.framework_loops": PORTS}
 _attempts = iter(range(1, 1 << 30))
 
 

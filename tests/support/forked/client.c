@@ -25,7 +25,7 @@ static int must_be_read_early(const char *variable) {
                                            /* torchrun's own, and what it sets; read when ranks meet */
                                            "TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING="};
     static const char *const early[] = {"PYTHON", "LD_", "TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_",
-                                        "OPENBLAS_", "MALLOC_", "LASTSTEP_KEEP_COMPILER="};
+                                        "OPENBLAS_", "MALLOC_"};
     static const char *const of_server[] = {OF_SERVER ""};
     for (size_t i = 0; i < sizeof of_server / sizeof *of_server; i++)
         if (strcmp(variable, of_server[i]) == 0) return 0;

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import importlib
 import importlib.util
 import io
 import os
@@ -47,7 +46,6 @@ PRELOAD = (
     "torch.utils.data",
     "torchvision.transforms.v2",
 )
-COMPILER = Path(__file__).resolve().parents[3] / "laststep/attempt/compiler.py"
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
 SPACES = {"net": CLONE_NEWNET, "uts": CLONE_NEWUTS, "mnt": CLONE_NEWNS}
 PR_SET_PDEATHSIG = 1
@@ -273,19 +271,9 @@ def _signals(mask: int) -> set[int]:
     return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
 
 
-def _defer_compiler() -> None:
-    """Put the stand-in for torch's compiler in its place, as each rank does."""
-    spec = importlib.util.spec_from_file_location("deferred_compiler", COMPILER)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.defer_import()
-
-
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     del sys.path[0]  # this file's folder
-    _defer_compiler()
     for name in (*PRELOAD, *sys.argv[3:]):
         importlib.import_module(name)
     import numpy
