@@ -54,7 +54,7 @@ def record_end(
     """
     if reason != "finished" and state.cause_signal == signal.SIGINT:
         reason = "cancelled"
-    step_s, save_s = (state.loop.progress.step_s(), state.loop.saves.stalled_s) if state.loop else (None, None)
+    step_s, save_s = (state.engine.progress.step_s(), state.engine.saves.stalled_s) if state.engine else (None, None)
     return end_attempt(
         state.run_dir,
         state.world,
@@ -127,7 +127,7 @@ def shell_is_gone(blamed: Sequence[str]) -> bool:
 
 def print_hint(state: AttemptState, error: str) -> None:
     """Print the most likely cause of an error and what to try, if anything is known about it."""
-    buffer_bytes = state.loop.saves.buffer_bytes if state.loop else 0
+    buffer_bytes = state.engine.saves.buffer_bytes if state.engine else 0
     if hint := likely_cause(error, state.config, state.world, buffer_bytes):
         say(hint)
 
