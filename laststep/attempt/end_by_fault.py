@@ -31,6 +31,7 @@ from laststep.attempt.ending import (
 from laststep.attempt.grace import LAST_MOMENT_S, SHELL_KILLED, GracePeriod
 from laststep.attempt.rescue import Rescue, Superseded, exit_status, has_begun, silent_file
 from laststep.attempt.rescue_plan import Holding, Part, Plan
+from laststep.attempt.restart import Actor, who_acts
 from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import CheckpointError, Patience, StateChanged
 from laststep.ranks import disk
@@ -458,15 +459,11 @@ class Rescuer:
             lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"
             say(f"attempt ended ({reason}) after step {end_step}, {lost}")
             print_hint(state, error or "")
-            # A supervisor restarts or requeues. Else the batch shell does once srun has ended. But where a rank is
-            # silent, srun may never end: it waits forever for a rank that ended on a node which it could not reach at
-            # that moment. After a signal torchrun does not restart anything.
             srun_ends = bool(blamed) and end_srun(state)
-            shell_lives = (state.world.by_submitit or state.world.supervised) and (srun_ends or not fault.silent)
-            by_shell = state.world.step_restarts is not None or shell_lives
-            by_torchrun = state.world.launcher_restarts and fault.reason != "signal"
-            by_nobody = shell_killed or not (by_shell or by_torchrun) or (srun_ends and shell_is_gone(blamed))
-            if wants_requeue and record["requeue"] and by_nobody:
+            actor = who_acts(state.world, fault, shell_killed, srun_ends)
+            if actor is not Actor.RANK and srun_ends and shell_is_gone(blamed):
+                actor = Actor.RANK
+            if actor is Actor.RANK and wants_requeue and record["requeue"]:
                 requeue(state, record)
 
 
