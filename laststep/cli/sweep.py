@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Submit the missing runs of a sweep; returns the exit status."""
     from laststep.config.config import Config, find_config
     from laststep.config.machine import Machine, Way
+    from laststep.config.reads import given_by
     from laststep.config.schema import Launch
     from laststep.runs import run_folders
     from laststep.submission import submission, sweep
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     changes = sweep.combinations(varied)
     machine = Machine(Way.SLURM, sweep=True, words=overrides, source=args.config)
     config = submission.ready(config, machine, stem=find_config(args.config).stem)
-    submitted = sweep.submit_missing(config, changes, args.parallel)
+    submitted = sweep.submit_missing(config, changes, args.parallel, given_by(machine))
     print(f"sweep  {config.launch.name}: {counted(submitted.size, 'run')}")
     if submitted.job_id is None:
         print("       all of them have finished or are in the queue")

@@ -22,6 +22,7 @@ from laststep.config.keys import parse_override
 from laststep.config.machine import Machine, Way
 from laststep.records.append_only import append_line
 from laststep.records.metrics import read_lines
+from laststep.records.plan import write_given
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
@@ -74,7 +75,9 @@ class Submitted(NamedTuple):
     size: int  # of the whole sweep
 
 
-def submit_missing(config: Config, changes: Sequence[Change], parallel: int | None) -> Submitted:
+def submit_missing(
+    config: Config, changes: Sequence[Change], parallel: int | None, given: Sequence[str] = ()
+) -> Submitted:
     """Submit the missing runs of the sweep `config.launch.name`: those never submitted, or ended before they finished.
 
     Raises ConfigError; then nothing was submitted.
@@ -107,7 +110,7 @@ def submit_missing(config: Config, changes: Sequence[Change], parallel: int | No
             for run in missing:
                 if run.name not in existing:
                     made.append(run)
-                    _make(run, sweep, planned[run.name][1])
+                    _make(run, sweep, planned[run.name][1], given)
             runs = [ReadyRun(run, planned[run.name][0], len(read_submissions(run.submissions))) for run in missing]
             jobs = submission.hand_over(sweep, config, runs, parallel)
     except Unanswered:
@@ -165,9 +168,11 @@ def _same(run: RunDir, config: Config, text: str) -> tuple[Config, str]:
     return config, config.to_yaml()
 
 
-def _make(run: RunDir, sweep: RunDir, text: str) -> None:
-    """Create the folder of one run; it shares the sweep's logs and code."""
+def _make(run: RunDir, sweep: RunDir, text: str, given: Sequence[str]) -> None:
+    """Create the folder of one run; it shares the sweep's logs and code. `given`: see `run_folders.create`."""
     run.path.mkdir(parents=True)
+    if given:
+        write_given(run.given, given)
     run.config.write_text(text)
     for shared in (sweep.logs, sweep.code):
         (run.path / shared.name).symlink_to(Path("..") / sweep.name / shared.name)
