@@ -36,10 +36,11 @@ from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import CheckpointError, Patience, StateChanged
 from laststep.ranks import disk
 from laststep.ranks.disk import FreshView
+from laststep.ranks.fault import DeviceSilent, Fault, FaultReason
 from laststep.ranks.process import start_thread
 from laststep.ranks.seal import Seal
-from laststep.ranks.watchdog import Fault, FaultReason, Neighbour
-from laststep.ranks.world import DeviceSilent, Gathered, World
+from laststep.ranks.watchdog import Neighbour
+from laststep.ranks.world import Gathered, World
 from laststep.records.attempts import find_record
 from laststep.records.retry import least_hopeful
 from laststep.say import counted, say

@@ -24,7 +24,8 @@ from laststep.compat.cuda_driver import CudaDriver
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks import nccl
-from laststep.ranks.world import DeviceSilent, World, hostname
+from laststep.ranks.fault import DeviceSilent
+from laststep.ranks.world import World, hostname
 from laststep.say import counted, say
 
 DRIVER = Path("/sys/module/nvidia/version")  # such as 580.65.06; absent where another driver is in use

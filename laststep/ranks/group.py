@@ -30,10 +30,11 @@ from laststep.config.errors import ConfigError, first_line
 from laststep.ranks import nccl
 from laststep.ranks.device import SLICE, choose_backend, gpu_uuid, set_up_device
 from laststep.ranks.disk import Patience
+from laststep.ranks.fault import DeviceConflict, MeetingError
 from laststep.ranks.process import alarm
 from laststep.ranks.seal import Seal
 from laststep.ranks.store import PUBLISH_S, SealedStore, connect_to_store, use_interface
-from laststep.ranks.world import DeviceConflict, MeetingError, ShardPlace, World, hostname
+from laststep.ranks.world import ShardPlace, World, hostname
 from laststep.say import say
 
 # The nodes of one job start seconds apart, on a busy cluster up to a minute (a slow prolog, a cold file system). So the
