@@ -7,11 +7,11 @@ way says so first. The death of rank 0 needs no lifeline: it serves the store. O
 has sent counts: a connection that the network has cut may be silent, or fail without a death. And a node without power
 closes nothing: the first rank of each node asks the host of the next one from time to time (`Neighbour`).
 
-Stuck: there are three threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the
-key-value store, and reads from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The watch thread
-notices if the store no longer answers (then rank 0 is gone), if the grace period after a signal runs out and if the
-run's folder is gone. The device thread asks how far the device has come; on a GPU the CPU is ahead of it. None of them
-costs the training loop anything.
+Stuck: there are three threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the key-
+value store, and reads from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The
+watch thread notices if the store no longer answers (then rank 0 is gone), if the grace period after a signal runs out
+and if the run's folder is gone. The device thread asks how far the device has come; on a GPU the CPU is ahead of it.
+None of them costs the training loop anything.
 
 Silence is counted in rounds of the listening thread, not by a clock. So no rank looks dead because a clock was set, or
 because a process was suspended as a whole for a while.
