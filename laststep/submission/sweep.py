@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from laststep.config.config import Config, variants
 from laststep.config.errors import ConfigError, Unanswered
@@ -67,12 +67,19 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
     return {key: key if list(last.values()).count(short) > 1 else short for key, short in last.items()}
 
 
+class Submitted(NamedTuple):
+    """What came of submitting a sweep."""
+
+    job_id: str | None  # the array's; None: no run was missing
+    runs: list[str]  # the names of the array's runs
+    size: int  # of the whole sweep
+
+
 def submit_missing(
     config: Config, changes: Sequence[Change], parallel: int | None, given: Sequence[str] = ()
-) -> tuple[str | None, list[str], int]:
+) -> Submitted:
     """Submit the missing runs of the sweep `config.launch.name`: those never submitted, or ended before they finished.
 
-    Returns the array's job id (None if nothing is missing), the names of its runs, and the size of the whole sweep.
     Raises ConfigError; then nothing was submitted.
     """
     root = Path(config.launch.root)
@@ -94,7 +101,7 @@ def submit_missing(
         planned[name] = _same(RunDir(root / name), *planned[name])
     missing = _missing(wanted)
     if not missing:
-        return None, [], len(names)
+        return Submitted(None, [], len(names))
     sweep_is_new = not sweep.path.exists()
     made: list[RunDir] = []
     try:
@@ -116,7 +123,7 @@ def submit_missing(
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise error if isinstance(error, ConfigError) else ConfigError(f"launch.root={root}: {error}") from None
     _list_runs(sweep, dict(zip(names, changes)))
-    return jobs[0].job_id.partition("_")[0], [run.name for run in missing], len(names)
+    return Submitted(jobs[0].job_id.partition("_")[0], [run.name for run in missing], len(names))
 
 
 def _list_runs(sweep: RunDir, changes: Mapping[str, Change]) -> None:
