@@ -7,11 +7,11 @@
     lend_group             the process group as a user's script finds it: initialised, and not the script's to destroy
     is_peer_loss           tells the loss of a peer from a rank's own errors: then the peer's, if it had one, matters
 
-The tree sum over the ranks continues that over a rank's shares. Each rank has 2^k neighbouring shares, so its own sum is
-a node of the tree. The result therefore depends neither on the number of ranks nor on the choices of gloo or NCCL, which
-here move data but never add: an all-to-all brings the same chunk of all ranks to one of them, which adds these pieces,
-and an all-gather brings the sums to all. That sends as many bytes as a ring all-reduce. gloo's all-gather would collect
-into new memory and copy from there, so with gloo each rank broadcasts its chunk instead.
+The tree sum over the ranks continues that over a rank's shares. Each rank has 2^k neighbouring shares, so its own sum
+is a node of the tree. The result therefore depends neither on the number of ranks nor on the choices of gloo or NCCL,
+which here move data but never add: an all-to-all brings the same chunk of all ranks to one of them, which adds these
+pieces, and an all-gather brings the sums to all. That sends as many bytes as a ring all-reduce. gloo's all-gather would
+collect into new memory and copy from there, so with gloo each rank broadcasts its chunk instead.
 """
 
 from __future__ import annotations
